@@ -1,0 +1,181 @@
+"""Attaching a cache to a model: hooks that exist only while it lasts."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvpolicy.integrations.transformers.masks import IMPLEMENTATIONS
+from kvpolicy.integrations.transformers.routing import route, unroute
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from kvpolicy.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from kvpolicy.integrations.transformers.cache import PolicyCache
+
+# Families held against the reference; more follow as they are.
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class ModelParts:
+    """The modules of a model that a cache attaches to.
+
+    Args:
+        model: A decoder-only language model of Transformers, with or without its head.
+
+    Raises:
+        TypeError: ``model`` is not a torch module.
+        UnsupportedModelError: It has no structure that a policy can be applied to; says why.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        self.decoder = _find_decoder(model)
+        self.config = self.decoder.config
+        self.layers: list[nn.Module] = list(self.decoder.layers)
+        self.attentions = [_find_attention(layer, i) for i, layer in enumerate(self.layers)]
+        self.implementation: str = self.config._attn_implementation
+        if self.implementation not in IMPLEMENTATIONS:
+            raise UnsupportedModelError(
+                f"attn_implementation of the model must be one of {', '.join(IMPLEMENTATIONS)}, "
+                f"got {self.implementation!r}; load it with attn_implementation='sdpa'"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that sliding-window layers can look back, None if there are no such layers."""
+        window = getattr(self.config, "sliding_window", None)
+        kinds = getattr(self.config, "layer_types", None)
+        if window is None or (kinds is not None and "sliding_attention" not in kinds):
+            return None
+        return int(window)
+
+
+def _find_decoder(model: nn.Module) -> nn.Module:
+    config = getattr(model, "config", None)
+    name = type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"model must be decoder-only, got the encoder-decoder {name}")
+    if isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None:
+        raise UnsupportedModelError(
+            f"model must not be compiled, since hooks do not reach a compiled graph, got {name}; "
+            "pass the model before torch.compile"
+        )
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    layers = getattr(decoder, "layers", None)
+    if config is None or not isinstance(layers, nn.ModuleList) or not len(layers):
+        raise UnsupportedModelError(
+            f"model must have get_decoder() with a list of decoder layers, got {name}"
+        )
+    assert decoder is not None
+    if decoder.config.model_type not in MODEL_TYPES:
+        raise UnsupportedModelError(
+            f"model_type must be one of {', '.join(MODEL_TYPES)}, got "
+            f"{decoder.config.model_type!r} ({name}); other families are not supported yet"
+        )
+    return decoder
+
+
+def _find_attention(layer: nn.Module, index: int) -> nn.Module:
+    attention = getattr(layer, "self_attn", None)
+    if attention is None or getattr(attention, "layer_idx", None) != index:
+        raise UnsupportedModelError(
+            f"every decoder layer must have a self_attn with its own layer_idx, got "
+            f"{type(layer).__name__} at {index} without"
+        )
+    return attention
+
+
+class Attachment:
+    """Hooks on a model that act on the calls that carry one cache, and on no others.
+
+    Args:
+        cache: The cache.
+        parts: The model's modules.
+    """
+
+    def __init__(self, cache: PolicyCache, parts: ModelParts) -> None:
+        self.cache = cache
+        self.parts = parts
+        self._handles: list[RemovableHandle] = []
+        self._routed: list[nn.Module] = []
+        self._decoder_signature = inspect.signature(type(parts.decoder).forward)
+
+    def attach(self) -> None:
+        """Register the hooks; if that fails, none is left."""
+        try:
+            for attention in self.parts.attentions:
+                route(attention)
+                self._routed.append(attention)
+            decoder = self.parts.decoder
+            self._handles = [
+                decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True),
+                decoder.register_forward_hook(self._after_decoder, with_kwargs=True),
+            ]
+            for index, layer in enumerate(self.parts.layers):
+                self._hook_layer(layer, index)
+        except BaseException:
+            self.detach()
+            raise
+
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        for attention in self._routed:
+            unroute(attention)
+        self._handles, self._routed = [], []
+
+    def _before_decoder(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        bound = self._decoder_signature.bind_partial(module, *args, **kwargs)
+        arguments = dict(bound.arguments)
+        arguments.update(arguments.pop("kwargs", {}))
+        arguments.pop("self")
+        if arguments.get("past_key_values") is not self.cache:
+            return None
+        return (), self.cache.begin_forward(arguments)
+
+    def _after_decoder(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if kwargs.get("past_key_values") is self.cache:
+            self.cache.finish_forward()
+
+    def _hook_layer(self, layer: nn.Module, index: int) -> None:
+        cache = self.cache
+
+        def before(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            if kwargs.get("past_key_values") is not cache:
+                return None
+            hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+            return args, cache.forward.enter_layer(index, hidden, kwargs)
+
+        def after(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> Any:
+            if kwargs.get("past_key_values") is not cache:
+                return output
+            if cache.forward.waits_for_queries():
+                raise UnsupportedModelError(
+                    f"model must hand the keys of the cache to an attention function as they are, "
+                    f"but {type(module).__name__} at {index} did not; the policy saw no queries"
+                )
+            return cache.forward.leave_layer(index, output)
+
+        self._handles += [
+            layer.register_forward_pre_hook(before, with_kwargs=True),
+            layer.register_forward_hook(after, with_kwargs=True),
+        ]

@@ -1,0 +1,199 @@
+"""One forward of a model over a `PolicyCache`: which tokens reach which layer, and what it keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from kvpolicy.integrations.transformers.inputs import Incoming
+from kvpolicy.integrations.transformers.layer import PolicyLayer
+from kvpolicy.integrations.transformers.masks import causal_mask, position_mask
+from kvpolicy.integrations.transformers.tokens import SeenTokens
+from torch import Tensor
+
+from kvpolicy.context import LayerContext
+from kvpolicy.policy import CachePolicy
+from kvpolicy.selection import gather_positions, gather_slots
+
+
+class Forward:
+    """The running state of one forward, from the decoder's first layer to its last.
+
+    Where the policy acts, a layer sees what it holds and the new tokens that reached it, chooses
+    among them, and may pass on fewer new tokens; elsewhere the new tokens are appended.
+
+    Args:
+        policy: The policy.
+        layers: What each layer of the model holds.
+        incoming: The forward's tokens and those seen before.
+        acts: Whether the policy acts on this forward.
+        implementation: The model's attention implementation.
+    """
+
+    def __init__(
+        self,
+        policy: CachePolicy,
+        layers: list[PolicyLayer],
+        incoming: Incoming,
+        *,
+        acts: bool,
+        implementation: str,
+    ) -> None:
+        self.policy = policy
+        self.layers = layers
+        self.acts = acts
+        self.implementation = implementation
+        self.first = incoming.tokens.seen == 0
+        self.new_valid = incoming.new_valid  # of the tokens that reach the layer at hand
+        self.new_positions = incoming.tokens.positions_of(incoming.new_valid)
+        self.tokens = incoming.tokens.extended(
+            self.new_positions, incoming.columns, padded=incoming.padded, acts=acts
+        )
+        self.propagated: dict[int, Tensor] = {}
+        self._moved = incoming.moved
+        self._seen_len = tuple(self.tokens.lengths.tolist()) if acts else ()
+        self._slots: Tensor | None = None  # of the forward's tokens, those that reach the layer
+        self._combined: Tensor | None = None  # positions of the keys of the layer at hand
+        self._order: Tensor | None = None  # that brings padding in the middle to the left
+        self._pending: tuple[Tensor, Tensor] | None = None
+        self._passed: Tensor | None = None
+        self._causal: dict[int, Tensor | None] = {}
+
+    # Before a layer.
+
+    def enter_layer(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keyword arguments under which a decoder layer sees only the tokens that reach it."""
+        self._combine(self.layers[index])
+        kwargs = dict(kwargs)
+        if self._slots is not None:
+            for name in {"position_ids", "position_embeddings"} & kwargs.keys():
+                kwargs[name] = _cut(kwargs[name], self._slots)
+        elif self.first:
+            return kwargs  # nothing held and nothing dropped: the model's own mask is right
+        kwargs["attention_mask"] = self._mask(self.layers[index], hidden)
+        return kwargs
+
+    def _combine(self, layer: PolicyLayer) -> None:
+        self._order = self._combined = None
+        heads = 1 if layer.keys is None else layer.keys.shape[1]
+        new = self.new_positions[:, None].expand(-1, heads, -1)
+        if not (self.tokens.padded or layer.padded):
+            return
+        held = layer.positions
+        if held is not None and self._moved is not None:
+            index = held.clamp(min=0).flatten(1)
+            moved = self._moved.gather(1, index).view_as(held)
+            held = moved.masked_fill(held < 0, -1)
+        combined = new if held is None else torch.cat([held, new], dim=2)
+        if self.acts and held is not None:
+            # Stable: what is no padding keeps its order.
+            self._order = (combined >= 0).to(torch.uint8).argsort(dim=2, stable=True)
+            combined = combined.gather(2, self._order)
+        self._combined = combined
+
+    def _mask(self, layer: PolicyLayer, hidden: Tensor) -> Tensor | None:
+        query_len = self.new_valid.shape[1]
+        key_len = layer.kept_len + query_len
+        if self._combined is not None:
+            return position_mask(
+                self._combined,
+                self.new_positions,
+                query_heads=layer.query_heads if layer.ragged or self._moved is not None else None,
+                implementation=self.implementation,
+                dtype=hidden.dtype,
+            )
+        if key_len not in self._causal:
+            self._causal[key_len] = causal_mask(
+                key_len,
+                query_len,
+                implementation=self.implementation,
+                dtype=hidden.dtype,
+                device=hidden.device,
+            )
+        return self._causal[key_len]
+
+    # Inside its attention.
+
+    def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values that the layer's attention is to see, with the new ones."""
+        layer = self.layers[index]
+        if not self.acts:
+            return layer.append(keys, values)
+        if layer.keys is not None and layer.values is not None:
+            keys = torch.cat([layer.keys, keys], dim=2)
+            values = torch.cat([layer.values, values], dim=2)
+        if self._order is not None:
+            keys, values = gather_slots(keys, self._order), gather_slots(values, self._order)
+        self._pending = keys, values
+        return keys, values
+
+    def waits_for_queries(self, keys: Tensor | None = None) -> bool:
+        """Whether an attention function is still to come; if given, the one called with ``keys``."""
+        return self._pending is not None and (keys is None or keys is self._pending[0])
+
+    def observe(self, index: int, queries: Tensor, scaling: float) -> None:
+        """Let the policy decide, now that the layer's queries are known; keep what it keeps."""
+        assert self._pending is not None
+        (keys, values), self._pending = self._pending, None
+        layer = self.layers[index]
+        positions = self._positions(layer, keys)
+        shown = self.policy.num_queries
+        first_query = 0 if shown is None else max(queries.shape[2] - shown, 0)
+        decision = self.policy.decide(
+            LayerContext(
+                layer_idx=index,
+                num_layers=len(self.layers),
+                queries=queries[:, :, first_query:],
+                keys=keys,
+                values=values,
+                positions=positions,
+                new_valid=self.new_valid,
+                seen_len=self._seen_len,
+                scaling=scaling,
+            )
+        )
+        layer.query_heads = queries.shape[1]
+        layer.store(keys, values, positions, decision.kept)
+        self._passed = decision.passed_on
+
+    def _positions(self, layer: PolicyLayer, keys: Tensor) -> Tensor:
+        batch, kv_heads, key_len, _ = keys.shape
+        if self._combined is not None:
+            return self._combined.expand(batch, kv_heads, key_len)
+        new = self.new_positions[:, None].expand(batch, kv_heads, -1)
+        held = layer.positions
+        return new if held is None else torch.cat([held, new], dim=2)
+
+    # After a layer.
+
+    def leave_layer(self, index: int, output: Any) -> Any:
+        """The layer's output, cut to the tokens that go on."""
+        passed, self._passed = self._passed, None
+        if passed is None:
+            return output
+        self.new_positions = gather_positions(self.new_positions, passed)
+        self.new_valid = self.new_positions >= 0
+        self._slots = passed if self._slots is None else gather_positions(self._slots, passed)
+        self._causal.clear()
+        self.propagated[index] = self.new_positions
+        if isinstance(output, tuple):
+            return (_cut(output[0], passed), *output[1:])
+        return _cut(output, passed)
+
+    def finish(self) -> SeenTokens:
+        """Every layer is done: the tokens seen now."""
+        for layer in self.layers:
+            layer.follow(self.tokens)
+        return self.tokens
+
+
+def _cut(value: Any, slots: Tensor) -> Any:
+    """Take ``slots`` ``[batch, count]`` along axis 1 of a tensor, or of each in a tuple."""
+    if value is None:
+        return None
+    if isinstance(value, tuple):
+        return tuple(_cut(part, slots) for part in value)
+    index = slots.clamp(min=0)
+    value = value.expand(index.shape[0], *value.shape[1:])
+    index = index.view(*index.shape, *[1] * (value.ndim - 2))
+    return value.gather(1, index.expand(-1, -1, *value.shape[2:]))

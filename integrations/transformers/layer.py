@@ -1,0 +1,132 @@
+"""What a `PolicyCache` stores for one layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from kvpolicy.integrations.transformers.tokens import SeenTokens
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvpolicy.errors import NotAttachedError
+from kvpolicy.selection import gather_positions, gather_slots
+
+State = tuple[Tensor | None, Tensor | None, Tensor | None, bool, bool, SeenTokens | None]
+
+
+class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
+    """The keys and values one layer keeps, then those of the tokens read since.
+
+    Tensors are replaced, never written to, so that a failed forward can be taken back.
+
+    Attributes:
+        keys: ``[batch, kv_heads, kept_len, head_dim]``, None before the first forward.
+        values: ``[batch, kv_heads, kept_len, head_dim]``, None before the first forward.
+        padded: Whether some row or head holds fewer tokens than others.
+        ragged: Whether heads of one row do.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.padded = False
+        self.ragged = False
+        self.query_heads = 0
+        self._chosen: Tensor | None = None  # positions of what the policy kept, without appended
+        self._tokens: SeenTokens | None = None
+
+    @property
+    def positions(self) -> Tensor | None:
+        """``[batch, kv_heads, kept_len]`` int64 original positions, -1 on slots without a token."""
+        if self._chosen is None or self._tokens is None:
+            return None
+        appended = self._tokens.appended[:, None].expand(-1, self._chosen.shape[1], -1)
+        return torch.cat([self._chosen, appended], dim=2)
+
+    @property
+    def kept_len(self) -> int:
+        """Slots held per row and head."""
+        return 0 if self.keys is None else int(self.keys.shape[2])
+
+    def store(self, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor) -> None:
+        """Keep the slots ``kept`` ``[batch, kv_heads, kept_len]`` of all that the layer sees."""
+        everything = torch.arange(keys.shape[2], device=kept.device)
+        if not torch.equal(kept, torch.where(positions >= 0, everything, -1)):
+            keys, values = gather_slots(keys, kept), gather_slots(values, kept)
+            positions = gather_positions(positions, kept)
+        self.keys, self.values = own_storage(keys), own_storage(values)
+        self._chosen = positions
+        valid = positions >= 0
+        self.padded = not bool(valid.all())
+        self.ragged = self.padded and not bool((valid == valid[:, :1]).all())
+        self.dtype, self.device = keys.dtype, keys.device
+        self.is_initialized = True
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the tokens of one forward behind what is held, and return all of it."""
+        assert self.keys is not None and self.values is not None
+        self.keys = torch.cat([self.keys, keys], dim=2)
+        self.values = torch.cat([self.values, values], dim=2)
+        return self.keys, self.values
+
+    def follow(self, tokens: SeenTokens) -> None:
+        """Learn which tokens have been seen now."""
+        self._tokens = tokens
+
+    def drop_last(self, count: int) -> None:
+        """Take back the last ``count`` appended slots."""
+        if count and self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]
+
+    def state(self) -> State:
+        """All that `restore` needs to bring the layer back to this moment."""
+        return self.keys, self.values, self._chosen, self.padded, self.ragged, self._tokens
+
+    def restore(self, state: State) -> None:
+        """Bring the layer back to the moment of `state`."""
+        self.keys, self.values, self._chosen, self.padded, self.ragged, self._tokens = state
+        self.is_initialized = self.keys is not None
+
+    def nbytes(self) -> int:
+        """Bytes of memory behind the keys and values, whole storages."""
+        held = (tensor for tensor in (self.keys, self.values) if tensor is not None)
+        return sum(tensor.untyped_storage().nbytes() for tensor in held)
+
+    # What Transformers asks of a layer.
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare: `store` brings the first tensors."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Raise: only the cache knows whether these are a prompt's or to be appended."""
+        raise NotAttachedError("a PolicyLayer is written through PolicyCache.update, not by itself")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length of the keys a forward will see, and the columns seen but not stored."""
+        return self.kept_len + query_length, self.get_seq_length() - self.kept_len
+
+    def get_seq_length(self) -> int:
+        """Columns seen, not stored."""
+        return 0 if self._tokens is None else self._tokens.seen
+
+    def get_max_length(self) -> int:
+        """-1: there is no maximum."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.restore((None, None, None, False, False, None))
+
+
+def own_storage(tensor: Tensor) -> Tensor:
+    """The tensor, copied if it is a view into something larger."""
+    tensor = tensor.contiguous()
+    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+        return tensor.clone()
+    return tensor

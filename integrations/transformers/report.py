@@ -1,0 +1,88 @@
+"""What a cache holds, against what a full one would."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+if TYPE_CHECKING:
+    from kvpolicy.integrations.transformers.cache import PolicyCache
+
+
+@attrs.frozen
+class LayerReport:
+    """One layer, or all layers together.
+
+    Args:
+        seen: Tokens seen, over all rows, padding not counted.
+        kept: Tokens whose keys and values are held, over all rows; the mean over the KV heads.
+        held_bytes: Bytes behind the keys and values held.
+        full_bytes: Bytes of the keys and values a full cache would hold, padding included.
+    """
+
+    seen: int
+    kept: float
+    held_bytes: int
+    full_bytes: int
+
+    @property
+    def share(self) -> float:
+        """Held bytes over full bytes, in [0, 1]; 0 for an empty cache."""
+        return self.held_bytes / self.full_bytes if self.full_bytes else 0.0
+
+
+@attrs.frozen
+class CacheReport:
+    """What each layer of a cache holds; ``str()`` makes a table of at most 80 columns.
+
+    Args:
+        layers: One entry a layer.
+
+    Example:
+        >>> print(CacheReport((LayerReport(1000, 100.0, 51200, 512000),)))
+        layer    tokens seen   tokens kept         bytes    full cache   share
+        0              1,000         100.0        51,200       512,000   10.0%
+        total          1,000         100.0        51,200       512,000   10.0%
+    """
+
+    layers: tuple[LayerReport, ...]
+
+    @staticmethod
+    def of(cache: PolicyCache) -> CacheReport:
+        """Read a cache."""
+        seen, columns = sum(cache.seen_lengths), cache.get_seq_length()
+        reports = []
+        for layer in cache.layers:
+            if layer.keys is None or layer.values is None:
+                reports.append(LayerReport(0, 0.0, 0, 0))
+                continue
+            batch, kv_heads, _, key_dim = layer.keys.shape
+            slot_bytes = (key_dim + layer.values.shape[3]) * layer.keys.element_size()
+            kept = int((layer.positions >= 0).sum()) / kv_heads
+            full = batch * kv_heads * columns * slot_bytes
+            reports.append(LayerReport(seen, kept, layer.nbytes(), full))
+        return CacheReport(tuple(reports))
+
+    @property
+    def total(self) -> LayerReport:
+        """All layers: bytes are sums; tokens seen and kept are means over the layers."""
+        count = max(len(self.layers), 1)
+        return LayerReport(
+            seen=max((layer.seen for layer in self.layers), default=0),
+            kept=sum(layer.kept for layer in self.layers) / count,
+            held_bytes=sum(layer.held_bytes for layer in self.layers),
+            full_bytes=sum(layer.full_bytes for layer in self.layers),
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"{'layer':<8}{'tokens seen':>12}{'tokens kept':>14}{'bytes':>14}{'full cache':>14}{'share':>8}"
+        ]
+        rows = [(str(index), layer) for index, layer in enumerate(self.layers)]
+        for name, row in [*rows, ("total", self.total)]:
+            lines.append(
+                f"{name:<8}{row.seen:>12,}{row.kept:>14,.1f}{row.held_bytes:>14,}"
+                f"{row.full_bytes:>14,}{row.share:>8.1%}"
+            )
+        return "\n".join(lines)

@@ -1,0 +1,98 @@
+"""How a cache gets to see queries: attention modules call through a function registered here.
+
+Transformers looks the attention function up by a name in the module's configuration. While a
+cache is attached, the attention modules of its model read a configuration that names
+`routed_attention`, which calls the function that was named before, and tells the cache of the
+queries if the keys come from one. Calls with any other cache pass straight through.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from kvpolicy.integrations.transformers.forward import Forward
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from kvpolicy.errors import UnsupportedModelError
+
+ROUTED = "kvpolicy_routed"
+
+# The forward whose keys went to an attention module of this thread, and the layer's index.
+waiting: ContextVar[tuple[Forward, int] | None] = ContextVar("kvpolicy_waiting", default=None)
+
+_lock = threading.Lock()
+
+
+class RoutedConfig:
+    """A module's configuration in all but the name of its attention function."""
+
+    _attn_implementation = ROUTED
+
+    def __init__(self, config: Any) -> None:
+        self.original = config
+        self.users = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.original, name)
+
+
+def route(attention: nn.Module) -> None:
+    """Make an attention module call through `routed_attention`, until `unroute` was called as often.
+
+    Raises:
+        UnsupportedModelError: The module does not look its function up in `AttentionInterface`.
+    """
+    _own_function(attention)
+    with _lock:
+        AttentionInterface.register(ROUTED, routed_attention)
+        if not isinstance(attention.config, RoutedConfig):
+            attention.config = RoutedConfig(attention.config)
+        attention.config.users += 1
+
+
+def unroute(attention: nn.Module) -> None:
+    """Take back one `route`; the last one leaves the module as it was."""
+    with _lock:
+        routed = attention.config
+        assert isinstance(routed, RoutedConfig)
+        routed.users -= 1
+        if routed.users == 0:
+            attention.config = routed.original
+
+
+def routed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Call the module's own attention function; show the queries to the cache that gave the keys."""
+    output = _own_function(module)(module, query, key, value, attention_mask, **kwargs)
+    pending = waiting.get()
+    if pending is not None and pending[0].waits_for_queries(key):
+        waiting.set(None)
+        scaling = kwargs.get("scaling")
+        forward, layer_idx = pending
+        forward.observe(layer_idx, query, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    return output
+
+
+def _own_function(attention: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The function the module would call, found the way its own code finds it."""
+    forward = inspect.unwrap(type(attention).forward)
+    interface = forward.__globals__.get("ALL_ATTENTION_FUNCTIONS")
+    if interface is None or "ALL_ATTENTION_FUNCTIONS" not in forward.__code__.co_names:
+        raise UnsupportedModelError(
+            f"model must call its attention through Transformers' AttentionInterface, but "
+            f"{type(attention).__qualname__} does not; the policy cannot see its queries"
+        )
+    config = attention.config
+    name = (config.original if isinstance(config, RoutedConfig) else config)._attn_implementation
+    return interface.get_interface(name, forward.__globals__.get("eager_attention_forward"))

@@ -1,0 +1,28 @@
+"""kvpolicy decides which tokens a language model keeps while it reads a long prompt.
+
+A `CachePolicy` is three small strategies: a `Scorer` (how much does each token matter at this
+layer?), a `KVSelector` (which keys and values does the layer keep?) and a `PropagationPolicy`
+(which tokens go on to the next layer?). The methods of the literature are compositions of such
+parts in `kvpolicy.policies`; `kvpolicy.integrations.transformers.PolicyCache` applies any of them.
+"""
+
+from kvpolicy.budgets import Budget, DefaultRate
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+from kvpolicy.policy import CachePolicy, Decision
+from kvpolicy.registry import build, registered
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Budget",
+    "CachePolicy",
+    "Decision",
+    "DefaultRate",
+    "KVSelector",
+    "LayerContext",
+    "PropagationPolicy",
+    "Scorer",
+    "build",
+    "registered",
+]

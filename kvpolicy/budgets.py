@@ -1,0 +1,84 @@
+"""Budgets: how a rate or a number of tokens becomes the number of tokens to keep."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvpolicy.checks import check_count, check_rate
+
+
+class DefaultRate(float):
+    """A rate that stands in a signature as its default and yields to a number of tokens.
+
+    ``SnapKV(retention_tokens=512)`` leaves ``retention_rate`` at its default; a plain float there
+    could not be told from one that the caller wrote, and writing both is an error.
+    """
+
+
+@attrs.frozen
+class Budget:
+    """How many tokens to keep, as a fraction of the context or as a count: exactly one of the two.
+
+    Args:
+        rate: Fraction in (0, 1] of all tokens of the row's context so far. A `DefaultRate` yields
+            to ``tokens``.
+        tokens: Number of tokens, at least 1.
+        name: What the budget is for, the prefix of the argument names in messages.
+
+    Raises:
+        TypeError: ``rate`` is not a number or ``tokens`` not an int.
+        ValueError: either is out of its range, or not exactly one of the two is given.
+
+    Example:
+        >>> Budget(rate=0.1).count(seen_len=1000, available=1000, protected=8)
+        100
+        >>> Budget(rate=0.1).count(seen_len=40, available=40, protected=8)
+        8
+        >>> Budget(tokens=64).count(seen_len=40, available=40, protected=8)
+        40
+    """
+
+    rate: float | None = None
+    tokens: int | None = None
+    name: str = attrs.field(default="retention", eq=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        if isinstance(self.rate, DefaultRate) and self.tokens is not None:
+            object.__setattr__(self, "rate", None)  # the class is frozen to everyone else
+        if (self.rate is None) == (self.tokens is None):
+            raise ValueError(
+                f"exactly one of {self.name}_rate and {self.name}_tokens must be given, got "
+                f"{self.name}_rate={self.rate} and {self.name}_tokens={self.tokens}"
+            )
+        if self.tokens is not None:
+            check_count(f"{self.name}_tokens", self.tokens, minimum=1)
+        else:
+            object.__setattr__(self, "rate", check_rate(f"{self.name}_rate", self.rate))
+
+    def count(self, *, seen_len: int, available: int, protected: int) -> int:
+        """Number of tokens to keep: ``min(available, max(int(seen_len * rate), protected))``.
+
+        Args:
+            seen_len: Tokens of the row's whole context so far; a rate is a rate of these, also in
+                layers that fewer tokens reach and in later turns.
+            available: Tokens there are to choose from.
+            protected: Tokens that are kept whatever the budget.
+
+        Returns:
+            The number of tokens, with ``tokens`` in the place of ``int(seen_len * rate)`` where
+            the budget is a count.
+        """
+        wanted = self.tokens if self.rate is None else int(seen_len * self.rate)
+        assert wanted is not None
+        return min(available, max(wanted, protected))
+
+    def exceeds(self, other: Budget) -> bool:
+        """Whether this budget is larger than ``other`` for every context.
+
+        A rate and a number of tokens cannot be compared before the context is known: False.
+        """
+        if self.rate is not None and other.rate is not None:
+            return self.rate > other.rate
+        if self.tokens is not None and other.tokens is not None:
+            return self.tokens > other.tokens
+        return False

@@ -1,0 +1,51 @@
+"""Checks of arguments shared by the parts: each names the argument, the rule and the value."""
+
+from __future__ import annotations
+
+import numbers
+
+
+def check_count(name: str, value: object, *, minimum: int = 0) -> int:
+    """Return ``value`` if it is an int of at least ``minimum``.
+
+    Raises:
+        TypeError: ``value`` is not an int (bool does not count as one).
+        ValueError: ``value`` is below ``minimum``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+    return value
+
+
+def check_rate(name: str, value: object) -> float:
+    """Return ``value`` if it is a fraction in (0, 1].
+
+    Raises:
+        TypeError: ``value`` is not a real number.
+        ValueError: ``value`` is outside (0, 1], or not a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"{name} must be a number in (0, 1], got {value!r} of type {type(value).__name__}"
+        )
+    if not 0.0 < float(value) <= 1.0:
+        raise ValueError(f"{name} must be in (0, 1], got {value}")
+    return float(value)
+
+
+def check_kernel_size(value: object) -> int:
+    """Return ``value`` if it is an odd int of at least 1.
+
+    Raises:
+        TypeError: ``value`` is not an int.
+        ValueError: ``value`` is even or below 1.
+    """
+    size = check_count("kernel_size", value, minimum=1)
+    if size % 2 == 0:
+        raise ValueError(
+            f"kernel_size must be odd, so that every window has a middle, got {size}; "
+            f"use {size - 1} or {size + 1}"
+        )
+    return size

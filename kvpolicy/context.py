@@ -1,0 +1,134 @@
+"""`LayerContext`: what one attention layer shows a policy."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.errors import ShapeError
+
+
+@attrs.frozen(eq=False)
+class LayerContext:
+    """What one attention layer shows a policy once its keys are known.
+
+    The keys are all that the layer can attend to: what it kept of earlier turns, then its own new
+    tokens, in ascending position. Rows and heads that hold fewer are padded on the left, so that
+    the last slot is the last token of every row.
+
+    Args:
+        layer_idx: Index of the layer, from 0.
+        num_layers: Layers of the model.
+        queries: ``[batch, query_heads, query_len, head_dim]``, after rotary embedding: the last
+            ``query_len`` of the layer's new tokens, as many as the policy asks for (may be none).
+        keys: ``[batch, kv_heads, key_len, head_dim]``, after rotary embedding.
+        values: ``[batch, kv_heads, key_len, head_dim]``.
+        positions: ``[batch, kv_heads, key_len]`` int64, the token's position in its row; -1 on
+            padding.
+        new_valid: ``[batch, new_len]`` bool, the layer's new tokens (its last ``new_len`` slots):
+            False where a row has fewer.
+        seen_len: For each row, the tokens of its context so far: what rates are rates of.
+        scaling: Factor on the product of query and key before the softmax.
+
+    Raises:
+        ShapeError: The axes do not fit together.
+    """
+
+    layer_idx: int
+    num_layers: int
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    new_valid: Tensor
+    seen_len: tuple[int, ...]
+    scaling: float
+
+    def __attrs_post_init__(self) -> None:
+        if self.keys.ndim != 4 or self.queries.ndim != 4:
+            raise ShapeError(
+                "keys must be [batch, kv_heads, key_len, head_dim] and queries [batch, "
+                f"query_heads, query_len, head_dim], got {list(self.keys.shape)} and "
+                f"{list(self.queries.shape)}"
+            )
+        batch, kv_heads, key_len, head_dim = self.keys.shape
+        if self.queries.shape[0] != batch or self.queries.shape[3] != head_dim:
+            raise ShapeError(
+                "queries and keys must agree in batch and head_dim, got queries "
+                f"{list(self.queries.shape)} and keys {list(self.keys.shape)}"
+            )
+        if self.queries.shape[1] % kv_heads:
+            raise ShapeError(
+                "query_heads must be a multiple of kv_heads, got "
+                f"query_heads={self.queries.shape[1]} and kv_heads={kv_heads}"
+            )
+        if self.values.shape[:3] != self.keys.shape[:3]:
+            raise ShapeError(
+                "values must be [batch, kv_heads, key_len, head_dim] as keys "
+                f"{list(self.keys.shape)}, got {list(self.values.shape)}"
+            )
+        if self.positions.shape != (batch, kv_heads, key_len):
+            raise ShapeError(
+                f"positions must be [batch, kv_heads, key_len] = {[batch, kv_heads, key_len]}, "
+                f"got {list(self.positions.shape)}"
+            )
+        if self.new_valid.ndim != 2 or self.new_valid.shape[0] != batch:
+            raise ShapeError(
+                f"new_valid must be [batch, new_len] with batch={batch}, got "
+                f"{list(self.new_valid.shape)}"
+            )
+        if not self.query_len <= self.new_len <= key_len:
+            raise ShapeError(
+                "query_len <= new_len <= key_len must hold, got "
+                f"{self.query_len}, {self.new_len} and {key_len}"
+            )
+        if len(self.seen_len) != batch:
+            raise ShapeError(
+                f"seen_len must have one entry per row (batch={batch}), got {self.seen_len}"
+            )
+
+    @property
+    def valid(self) -> Tensor:
+        """``[batch, kv_heads, key_len]`` bool: False on padding."""
+        return self.positions >= 0
+
+    @property
+    def query_valid(self) -> Tensor:
+        """``[batch, query_len]`` bool: False where a row has fewer new tokens than queries."""
+        return self.new_valid[:, self.new_len - self.query_len :]
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self.keys.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads."""
+        return self.keys.shape[1]
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads: ``group * kv_heads``."""
+        return self.queries.shape[1]
+
+    @property
+    def key_len(self) -> int:
+        """Slots of keys, with padding."""
+        return self.keys.shape[2]
+
+    @property
+    def query_len(self) -> int:
+        """Trailing queries shown."""
+        return self.queries.shape[2]
+
+    @property
+    def new_len(self) -> int:
+        """Slots of the layer's new tokens, with padding."""
+        return self.new_valid.shape[1]
+
+    def is_tail(self, size: int) -> Tensor:
+        """``[batch, kv_heads, key_len]`` bool: the last ``size`` tokens, fewer where there are."""
+        tail = torch.arange(self.key_len, device=self.keys.device) >= self.key_len - size
+        return tail & self.valid

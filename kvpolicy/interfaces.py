@@ -1,0 +1,134 @@
+"""The three strategies that make a policy.
+
+Implementations are frozen attrs classes that hold configuration only, are built without arguments
+by their defaults, and declare what they need beside their one abstract method; `CachePolicy` checks
+the declarations when it is built. Hold a new one against `kvpolicy.testing`.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvpolicy.budgets import Budget
+from kvpolicy.context import LayerContext
+
+
+class Scorer(abc.ABC):
+    """How much does each token matter at this layer?"""
+
+    paper: ClassVar[str] = ""
+
+    @property
+    def num_queries(self) -> int | None:
+        """Trailing queries that `score` looks at: 0 none, None all."""
+        return 0
+
+    @property
+    def unscored_tail(self) -> int:
+        """Trailing tokens that `score` gives no saliency, because they are always to be kept."""
+        return 0
+
+    @abc.abstractmethod
+    def score(self, context: LayerContext) -> Tensor:
+        """Return the saliency of every key: larger means keep.
+
+        Args:
+            context: The layer; nothing in it may be modified.
+
+        Returns:
+            Finite float32 ``[batch, query_heads or kv_heads, key_len]``; what stands on padding
+            is ignored. A new tensor.
+        """
+
+
+class KVSelector(abc.ABC):
+    """Which keys and values does this layer keep for decoding?"""
+
+    paper: ClassVar[str] = ""
+
+    @property
+    def needs_saliency(self) -> bool:
+        """Whether `select` reads the saliency; without, it may be given None."""
+        return True
+
+    @property
+    def protected_tail(self) -> int:
+        """Trailing tokens that are always kept."""
+        return 0
+
+    @property
+    def budget(self) -> Budget | None:
+        """How many tokens each row keeps; None for all."""
+        return None
+
+    @abc.abstractmethod
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        """Choose the keys to keep.
+
+        Args:
+            saliency: float32 ``[batch, query_heads or kv_heads, key_len]``, larger means keep.
+            context: The layer; nothing in it may be modified.
+
+        Returns:
+            int64 ``[batch, kv_heads, kept_len]``, indices into the keys: ascending, unique, never
+            padding. Rows that keep fewer than ``kept_len`` are filled with -1 on the left.
+        """
+
+
+class PropagationPolicy(abc.ABC):
+    """Which tokens go on to the next layer during prefill?"""
+
+    paper: ClassVar[str] = ""
+
+    @property
+    def needs_saliency(self) -> bool:
+        """Whether `propagate` reads the saliency; without, it may be given None."""
+        return True
+
+    @property
+    def protected_tail(self) -> int:
+        """Trailing tokens that always go on."""
+        return 0
+
+    @property
+    def budget(self) -> Budget | None:
+        """How many tokens of each row go on; None for all."""
+        return None
+
+    def acting_layers(self, num_layers: int) -> frozenset[int]:
+        """Layers after which `propagate` is asked.
+
+        Raises:
+            ValueError: The policy's layers do not lie in a model of ``num_layers`` layers.
+        """
+        return frozenset()
+
+    def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
+        """Fraction of the prompt's tokens that each layer computes.
+
+        Args:
+            num_layers: Layers of the model.
+            context_len: Length of the prompt, needed where a budget is a number of tokens.
+
+        Raises:
+            ValueError: A number of tokens cannot become a fraction without ``context_len``.
+        """
+        return [1.0] * num_layers
+
+    @abc.abstractmethod
+    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
+        """Choose the tokens that go on.
+
+        Args:
+            saliency: float32 ``[batch, query_heads or kv_heads, key_len]``, larger means pass on;
+                the layer's new tokens are the last ``context.new_len`` of the keys.
+            context: The layer; nothing in it may be modified.
+
+        Returns:
+            int64 ``[batch, passed_len]``, indices into the layer's new tokens: ascending, unique,
+            never padding; rows that pass on fewer are filled with -1 on the left. None passes
+            everything on.
+        """

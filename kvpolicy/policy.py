@@ -1,0 +1,113 @@
+"""`CachePolicy`: a scorer, a selector and a propagation policy, checked against each other."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import attrs
+from torch import Tensor
+
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+
+
+@attrs.frozen(eq=False)
+class Decision:
+    """What a policy decided at one layer: see `KVSelector.select`, `PropagationPolicy.propagate`."""
+
+    kept: Tensor
+    passed_on: Tensor | None
+
+
+@attrs.frozen
+class CachePolicy:
+    """Which tokens a model keeps, layer by layer, while it reads a prompt.
+
+    The methods of the literature are subclasses that only choose the parts.
+
+    Args:
+        scorer: How much each token matters; None where neither of the others asks.
+        selector: Which keys and values a layer keeps for decoding.
+        propagation: Which tokens go on to the next layer during prefill.
+
+    Raises:
+        TypeError: A part is not of its kind.
+        ValueError: The parts do not fit: a saliency is needed and there is no scorer; the scorer
+            leaves a tail unscored that is not protected; the layers after a drop receive fewer
+            tokens than they are to keep.
+
+    Example:
+        >>> from kvpolicy.policies import GQAGroupSelector, PassAllPropagation, WindowMaxPoolScorer
+        >>> policy = CachePolicy(WindowMaxPoolScorer(), GQAGroupSelector(), PassAllPropagation())
+        >>> policy.prefill_compute_rate(num_layers=32)
+        1.0
+    """
+
+    paper: ClassVar[str] = ""
+
+    scorer: Scorer | None = attrs.field(
+        validator=attrs.validators.optional(attrs.validators.instance_of(Scorer))
+    )
+    selector: KVSelector = attrs.field(validator=attrs.validators.instance_of(KVSelector))
+    propagation: PropagationPolicy = attrs.field(
+        validator=attrs.validators.instance_of(PropagationPolicy)
+    )
+
+    def __attrs_post_init__(self) -> None:
+        consumers = [part for part in (self.selector, self.propagation) if part.needs_saliency]
+        for part in consumers:
+            if self.scorer is None:
+                raise ValueError(f"scorer must be a Scorer, since {part} needs saliency, got None")
+            if part.protected_tail < self.scorer.unscored_tail:
+                raise ValueError(
+                    f"window_size of {part} must be at least {self.scorer.unscored_tail}, the "
+                    f"window that {self.scorer} leaves unscored, got {part.protected_tail}"
+                )
+        kept, passed = self.selector.budget, self.propagation.budget
+        if kept is not None and passed is not None and kept.exceeds(passed):
+            raise ValueError(
+                f"{kept.name}_rate must not exceed {passed.name}_rate (nor {kept.name}_tokens "
+                f"{passed.name}_tokens): layers after the drop cannot keep more tokens than reach "
+                f"them, got {kept} and {passed}"
+            )
+
+    @property
+    def num_queries(self) -> int | None:
+        """Trailing queries the scorer looks at: 0 none, None all."""
+        return 0 if self.scorer is None else self.scorer.num_queries
+
+    def check_model(self, num_layers: int) -> None:
+        """Check the policy's layer indices against a model.
+
+        Raises:
+            ValueError: A layer lies outside the model.
+        """
+        self.propagation.acting_layers(num_layers)
+
+    def decide(self, context: LayerContext) -> Decision:
+        """Choose what one layer keeps and passes on; the saliency is computed once, if at all."""
+        propagates = context.layer_idx in self.propagation.acting_layers(context.num_layers)
+        saliency = None
+        if self.selector.needs_saliency or (propagates and self.propagation.needs_saliency):
+            assert self.scorer is not None
+            saliency = self.scorer.score(context)
+        return Decision(
+            kept=self.selector.select(saliency, context),
+            passed_on=self.propagation.propagate(saliency, context) if propagates else None,
+        )
+
+    def prefill_compute_rate(self, num_layers: int, context_len: int | None = None) -> float:
+        """Layer-tokens computed in prefill over layer-tokens of a full prefill.
+
+        Args:
+            num_layers: Layers of the model.
+            context_len: Length of the prompt, needed where a budget is a number of tokens.
+
+        Returns:
+            A fraction in (0, 1]; FastKV's 0.60 at 32 layers, TSP layer 15 and TSP rate 0.2.
+
+        Raises:
+            ValueError: A layer lies outside the model, or ``context_len`` is needed.
+        """
+        return math.fsum(self.propagation.layer_rates(num_layers, context_len)) / num_layers

@@ -1,0 +1,97 @@
+"""The registry: every policy and part that is installed, by name.
+
+Anything under the entry-point group ``kvpolicy.policies`` is registered, the package's own methods
+and third parties' alike::
+
+    [project.entry-points."kvpolicy.policies"]
+    my_scorer = "my_package:MyScorer"
+
+An entry is a class (or any callable) that builds a part or a whole policy without arguments; what
+it builds decides its kind. The command line and the contract tests find all of them here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+from kvpolicy.errors import UnknownPolicyError
+from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+from kvpolicy.policy import CachePolicy
+
+GROUP = "kvpolicy.policies"
+
+Part = CachePolicy | Scorer | KVSelector | PropagationPolicy
+
+_KINDS: dict[str, type] = {
+    "policy": CachePolicy,
+    "scorer": Scorer,
+    "selector": KVSelector,
+    "propagation": PropagationPolicy,
+}
+
+
+def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
+    """The registered factories by name, in alphabetical order.
+
+    Args:
+        kind: ``"policy"``, ``"scorer"``, ``"selector"`` or ``"propagation"``; None for all.
+
+    Returns:
+        A new dict from name to factory.
+
+    Raises:
+        ValueError: ``kind`` is none of these.
+        TypeError: An entry builds something else.
+
+    Example:
+        >>> list(registered("selector"))
+        ['gqa_group', 'keep_all', 'sink_and_recent']
+    """
+    if kind is not None and kind not in _KINDS:
+        raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {kind!r}")
+    found = {entry.name: entry.load() for entry in entry_points(group=GROUP)}
+    return {
+        name: factory
+        for name, factory in sorted(found.items())
+        if kind is None or kind_of(factory) == kind
+    }
+
+
+def kind_of(factory: Callable[..., Part]) -> str:
+    """The kind of part that a factory builds.
+
+    Raises:
+        TypeError: It builds no part of a policy.
+    """
+    built = factory if isinstance(factory, type) else type(factory())
+    for kind, base in _KINDS.items():
+        if issubclass(built, base):
+            return kind
+    raise TypeError(
+        f"an entry of {GROUP} must build a {', '.join(base.__name__ for base in _KINDS.values())}, "
+        f"got {factory!r}"
+    )
+
+
+def build(name: str, kind: str = "policy", **parameters: Any) -> Part:
+    """Build a registered part by name.
+
+    Args:
+        name: A name from `registered`; ``-`` counts as ``_``.
+        kind: The kind it has to be.
+        parameters: Passed on to the factory.
+
+    Raises:
+        UnknownPolicyError: Nothing of that kind has the name; lists what has.
+
+    Example:
+        >>> build("snapkv", retention_rate=0.2).selector.budget
+        Budget(rate=0.2, tokens=None)
+    """
+    known = registered(kind)
+    factory = known.get(name.replace("-", "_"))
+    if factory is None:
+        raise UnknownPolicyError(f"no {kind} is named {name!r}; known: {', '.join(known)}")
+    return factory(**parameters)

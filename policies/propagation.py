@@ -1,0 +1,125 @@
+"""Propagation policies: which tokens go on to the next layer during prefill?"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+from torch import Tensor
+
+from kvpolicy.budgets import Budget, DefaultRate
+from kvpolicy.checks import check_count
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import PropagationPolicy
+from kvpolicy.selection import row_budgets, select_top
+
+
+@attrs.frozen
+class PassAllPropagation(PropagationPolicy):
+    """Passes every token on: prefill computes the whole prompt at every layer.
+
+    Example:
+        >>> PassAllPropagation().layer_rates(num_layers=3)
+        [1.0, 1.0, 1.0]
+    """
+
+    @property
+    def needs_saliency(self) -> bool:
+        """No."""
+        return False
+
+    def propagate(self, saliency: Tensor | None, context: LayerContext) -> None:
+        """Return None: everything goes on."""
+        return
+
+
+@attrs.frozen
+class TokenSelectivePropagation(PropagationPolicy):
+    """After one layer only the most salient tokens go on, with the last ones.
+
+    The saliency is the mean over all query heads of the layer; tokens keep their original rotary
+    positions. In a later turn the new tokens compete for a budget of the whole context so far,
+    so that a short question goes on whole.
+
+    Args:
+        tsp_layer: Index of the layer after which tokens are dropped, from 0; None for
+            ``num_layers // 2 - 1``.
+        tsp_rate: Fraction of the row's context that goes on, in (0, 1]. 0.2 by default.
+        window_size: Trailing tokens that always go on, at least 0.
+        tsp_tokens: Number of tokens that go on, in place of the rate.
+
+    Raises:
+        TypeError: An argument is not of its type.
+        ValueError: An argument is out of its range, or both budgets are given.
+
+    Example:
+        >>> rates = TokenSelectivePropagation(tsp_layer=1, tsp_rate=0.25).layer_rates(num_layers=4)
+        >>> rates
+        [1.0, 1.0, 0.25, 0.25]
+
+    Source: FastKV (arXiv 2502.01068), section 3, token-selective propagation.
+    """
+
+    paper: ClassVar[str] = "arXiv 2502.01068"
+
+    tsp_layer: int | None = None
+    tsp_rate: float | None = DefaultRate(0.2)
+    window_size: int = 8
+    tsp_tokens: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.tsp_layer is not None:
+            check_count("tsp_layer", self.tsp_layer)
+        check_count("window_size", self.window_size)
+        # A default rate that gave way to a number of tokens shall not show in the repr.
+        object.__setattr__(self, "tsp_rate", self.budget.rate)
+
+    @property
+    def protected_tail(self) -> int:
+        """The window."""
+        return self.window_size
+
+    @property
+    def budget(self) -> Budget:
+        """How many tokens of each row go on."""
+        return Budget(self.tsp_rate, self.tsp_tokens, name="tsp")
+
+    def acting_layers(self, num_layers: int) -> frozenset[int]:
+        """The TSP layer; raises ValueError if it lies outside the model."""
+        if self.tsp_layer is None:
+            return frozenset({max(num_layers // 2 - 1, 0)})
+        if self.tsp_layer >= num_layers:
+            raise ValueError(
+                f"tsp_layer must be in [0, {num_layers - 1}] for a model of {num_layers} layers, "
+                f"got {self.tsp_layer}"
+            )
+        return frozenset({self.tsp_layer})
+
+    def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
+        """1 up to the TSP layer, the TSP rate after it; see `PropagationPolicy.layer_rates`."""
+        (layer,) = self.acting_layers(num_layers)
+        rate = self.budget.rate
+        if rate is None:
+            if context_len is None:
+                raise ValueError("context_len must be given where tsp_tokens is, got None")
+            passed = self.budget.count(
+                seen_len=context_len, available=context_len, protected=self.window_size
+            )
+            rate = passed / context_len
+        return [1.0 if index <= layer else rate for index in range(num_layers)]
+
+    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
+        """Return int64 ``[batch, passed_len]`` or None; see `PropagationPolicy.propagate`."""
+        assert saliency is not None
+        valid = context.new_valid[:, None]  # [batch, 1, new_len]
+        budgets = row_budgets(self.budget, valid, context.seen_len, self.window_size)
+        if budgets == valid.sum(dim=-1).flatten().tolist():
+            return None
+        new = slice(context.key_len - context.new_len, None)
+        passed = select_top(
+            saliency[..., new].mean(dim=1, keepdim=True),
+            budgets,
+            valid=valid,
+            protected=valid & context.is_tail(self.window_size)[:, :1, new],
+        )
+        return passed[:, 0]

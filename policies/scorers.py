@@ -1,0 +1,74 @@
+"""Scorers: how much does each token matter at a layer?"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvpolicy.attention import causal_attention_sums
+from kvpolicy.checks import check_count, check_kernel_size
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import Scorer
+
+
+@attrs.frozen
+class WindowMaxPoolScorer(Scorer):
+    """Attention that the last tokens of the context give each token before them, max-pooled.
+
+    ``saliency[h, j] = max over |j' - j| <= kernel_size // 2 of sum over window queries i of
+    softmax(q_i . k_j' * scaling)``, per query head ``h``, in float32, causal inside the window;
+    ``j`` and ``j'`` run over the tokens before the window. Pooling keeps a salient token's
+    neighbours with it.
+
+    Args:
+        window_size: Tokens of the observation window, at least 1. In a later turn with fewer new
+            tokens, those observe; the window that goes unscored stays this long.
+        kernel_size: Width of the pooling, odd, at least 1 (1 does not pool).
+
+    Raises:
+        TypeError: An argument is not an int.
+        ValueError: ``window_size`` is below 1 or ``kernel_size`` even or below 1.
+
+    Example:
+        >>> WindowMaxPoolScorer(window_size=16).num_queries
+        16
+
+    Source: SnapKV (arXiv 2404.14469), section 4; FastKV (arXiv 2502.01068), section 3. Tokens in
+    the window get saliency 0 here: selectors protect them as a set.
+    """
+
+    paper: ClassVar[str] = "arXiv 2404.14469"
+
+    window_size: int = attrs.field(default=8)
+    kernel_size: int = attrs.field(default=7)
+
+    def __attrs_post_init__(self) -> None:
+        check_count("window_size", self.window_size, minimum=1)
+        check_kernel_size(self.kernel_size)
+
+    @property
+    def num_queries(self) -> int:
+        """The window's queries."""
+        return self.window_size
+
+    @property
+    def unscored_tail(self) -> int:
+        """The window."""
+        return self.window_size
+
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
+        before = max(context.key_len - self.window_size, 0)
+        attention = causal_attention_sums(context)
+        saliency = torch.zeros_like(attention)
+        if before:
+            # Padding lies on the left with attention 0, which never wins the maximum of a
+            # token's neighbourhood: a padded row pools as it would alone.
+            saliency[..., :before] = functional.max_pool1d(
+                attention[..., :before], self.kernel_size, stride=1, padding=self.kernel_size // 2
+            )
+        return saliency

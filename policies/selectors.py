@@ -1,0 +1,146 @@
+"""Selectors: which keys and values does a layer keep for decoding?"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.attention import group_mean
+from kvpolicy.budgets import Budget, DefaultRate
+from kvpolicy.checks import check_count
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import KVSelector
+from kvpolicy.selection import compress, row_budgets, select_top
+
+
+@attrs.frozen
+class KeepAllSelector(KVSelector):
+    """Keeps every token that reached the layer: evicts nothing.
+
+    Example:
+        >>> KeepAllSelector().needs_saliency
+        False
+    """
+
+    @property
+    def needs_saliency(self) -> bool:
+        """No."""
+        return False
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        """Return the indices of all that is no padding; see `KVSelector.select`."""
+        valid = context.valid
+        return compress(valid, int(valid.sum(dim=-1).max()))
+
+
+@attrs.frozen
+class GQAGroupSelector(KVSelector):
+    """Keeps the last tokens and, for each KV head, the most salient others.
+
+    The saliency of a KV head is the mean over the query heads of its group, so that keys and
+    values are stored once per KV head. Among equally salient tokens the earlier is kept.
+
+    Args:
+        retention_rate: Fraction of the row's context to keep, in (0, 1]. 0.1 by default.
+        window_size: Trailing tokens that are always kept, at least 0.
+        retention_tokens: Number of tokens to keep, in place of the rate.
+
+    Raises:
+        TypeError: An argument is not of its type.
+        ValueError: An argument is out of its range, or both budgets are given.
+
+    Example:
+        >>> GQAGroupSelector(retention_tokens=512).budget
+        Budget(rate=None, tokens=512)
+
+    Source: SnapKV (arXiv 2404.14469), whose code keeps the window and the highest scores per query
+    head and stores group times more; the group's mean is FastKV's (arXiv 2502.01068), section 3.
+    """
+
+    paper: ClassVar[str] = "arXiv 2502.01068"
+
+    retention_rate: float | None = DefaultRate(0.1)
+    window_size: int = 8
+    retention_tokens: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        check_count("window_size", self.window_size)
+        # A default rate that gave way to a number of tokens shall not show in the repr.
+        object.__setattr__(self, "retention_rate", self.budget.rate)
+
+    @property
+    def protected_tail(self) -> int:
+        """The window."""
+        return self.window_size
+
+    @property
+    def budget(self) -> Budget:
+        """How many tokens each row keeps."""
+        return Budget(self.retention_rate, self.retention_tokens)
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        assert saliency is not None
+        valid = context.valid
+        return select_top(
+            group_mean(saliency, context.kv_heads),
+            row_budgets(self.budget, valid, context.seen_len, self.window_size),
+            valid=valid,
+            protected=context.is_tail(self.window_size),
+        )
+
+
+@attrs.frozen
+class SinkAndRecentSelector(KVSelector):
+    """Keeps the first tokens of the context and the most recent ones.
+
+    Args:
+        retention_rate: Fraction of the row's context to keep, in (0, 1]. 0.1 by default.
+        num_sinks: First tokens that are always kept, at least 0.
+        retention_tokens: Number of tokens to keep, in place of the rate.
+
+    Raises:
+        TypeError: An argument is not of its type.
+        ValueError: An argument is out of its range, or both budgets are given.
+
+    Example:
+        >>> SinkAndRecentSelector(num_sinks=0, retention_rate=0.5).needs_saliency
+        False
+
+    Source: StreamingLLM (arXiv 2309.17453), section 3. Tokens keep their original rotary
+    positions here, where the paper renumbers them within the cache.
+    """
+
+    paper: ClassVar[str] = "arXiv 2309.17453"
+
+    retention_rate: float | None = DefaultRate(0.1)
+    num_sinks: int = 4
+    retention_tokens: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        check_count("num_sinks", self.num_sinks)
+        object.__setattr__(self, "retention_rate", self.budget.rate)
+
+    @property
+    def needs_saliency(self) -> bool:
+        """No: recency decides."""
+        return False
+
+    @property
+    def budget(self) -> Budget:
+        """How many tokens each row keeps."""
+        return Budget(self.retention_rate, self.retention_tokens)
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        valid = context.valid
+        recency = torch.arange(context.key_len, dtype=torch.float64, device=valid.device)
+        return select_top(
+            recency.expand(valid.shape),
+            row_budgets(self.budget, valid, context.seen_len, self.num_sinks),
+            valid=valid,
+            protected=valid & (valid.cumsum(dim=-1) <= self.num_sinks),
+        )
