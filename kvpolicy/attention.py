@@ -79,4 +79,5 @@ def group_mean(saliency: Tensor, kv_heads: int) -> Tensor:
     """
     if saliency.shape[1] == kv_heads:
         return saliency
-    return saliency.unflatten(1, (kv_heads, -1)).mean(dim=2)
+    batch, _, key_len = saliency.shape
+    return saliency.view(batch, kv_heads, -1, key_len).mean(dim=2)

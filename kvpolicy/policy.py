@@ -14,7 +14,7 @@ from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 
 @attrs.frozen(eq=False)
 class Decision:
-    """What a policy decided at one layer: see `KVSelector.select`, `PropagationPolicy.propagate`."""
+    """What a policy decided at one layer; see `KVSelector.select` and its like."""
 
     kept: Tensor
     passed_on: Tensor | None
@@ -46,15 +46,15 @@ class CachePolicy:
 
     paper: ClassVar[str] = ""
 
-    scorer: Scorer | None = attrs.field(
-        validator=attrs.validators.optional(attrs.validators.instance_of(Scorer))
-    )
-    selector: KVSelector = attrs.field(validator=attrs.validators.instance_of(KVSelector))
-    propagation: PropagationPolicy = attrs.field(
-        validator=attrs.validators.instance_of(PropagationPolicy)
-    )
+    scorer: Scorer | None
+    selector: KVSelector
+    propagation: PropagationPolicy
 
     def __attrs_post_init__(self) -> None:
+        if self.scorer is not None:
+            _check_kind("scorer", self.scorer, Scorer)
+        _check_kind("selector", self.selector, KVSelector)
+        _check_kind("propagation", self.propagation, PropagationPolicy)
         consumers = [part for part in (self.selector, self.propagation) if part.needs_saliency]
         for part in consumers:
             if self.scorer is None:
@@ -111,3 +111,8 @@ class CachePolicy:
             ValueError: A layer lies outside the model, or ``context_len`` is needed.
         """
         return math.fsum(self.propagation.layer_rates(num_layers, context_len)) / num_layers
+
+
+def _check_kind(name: str, part: object, kind: type) -> None:
+    if not isinstance(part, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {part!r}")

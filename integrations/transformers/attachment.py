@@ -35,8 +35,9 @@ class ModelParts:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         self.decoder = _find_decoder(model)
-        self.config = self.decoder.config
-        self.layers: list[nn.Module] = list(self.decoder.layers)
+        self.config: Any = self.decoder.config
+        layers: Any = self.decoder.layers
+        self.layers: list[nn.Module] = list(layers)
         self.attentions = [_find_attention(layer, i) for i, layer in enumerate(self.layers)]
         self.implementation: str = self.config._attn_implementation
         if self.implementation not in IMPLEMENTATIONS:
@@ -60,7 +61,7 @@ class ModelParts:
         return int(window)
 
 
-def _find_decoder(model: nn.Module) -> nn.Module:
+def _find_decoder(model: Any) -> nn.Module:
     config = getattr(model, "config", None)
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
@@ -70,24 +71,24 @@ def _find_decoder(model: nn.Module) -> nn.Module:
             f"model must not be compiled, since hooks do not reach a compiled graph, got {name}; "
             "pass the model before torch.compile"
         )
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
     layers = getattr(decoder, "layers", None)
     if config is None or not isinstance(layers, nn.ModuleList) or not len(layers):
         raise UnsupportedModelError(
             f"model must have get_decoder() with a list of decoder layers, got {name}"
         )
-    assert decoder is not None
     if decoder.config.model_type not in MODEL_TYPES:
         raise UnsupportedModelError(
             f"model_type must be one of {', '.join(MODEL_TYPES)}, got "
             f"{decoder.config.model_type!r} ({name}); other families are not supported yet"
         )
+    assert isinstance(decoder, nn.Module)
     return decoder
 
 
 def _find_attention(layer: nn.Module, index: int) -> nn.Module:
     attention = getattr(layer, "self_attn", None)
-    if attention is None or getattr(attention, "layer_idx", None) != index:
+    if not isinstance(attention, nn.Module) or getattr(attention, "layer_idx", None) != index:
         raise UnsupportedModelError(
             f"every decoder layer must have a self_attn with its own layer_idx, got "
             f"{type(layer).__name__} at {index} without"

@@ -54,7 +54,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from kvpolicy.policies import SnapKV
         >>> config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=16,
-        ...     num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, eos_token_id=None)
+        ...     num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        ...     eos_token_id=None)
         >>> model = LlamaForCausalLM(config).eval()
         >>> cache = PolicyCache(SnapKV(retention_tokens=12))
         >>> prompt = torch.arange(40)[None]

@@ -1,4 +1,4 @@
-"""One forward of a model over a `PolicyCache`: which tokens reach which layer, and what it keeps."""
+"""One forward over a `PolicyCache`: which tokens reach which layer, and what each layer keeps."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Forward:
         return keys, values
 
     def waits_for_queries(self, keys: Tensor | None = None) -> bool:
-        """Whether an attention function is still to come; if given, the one called with ``keys``."""
+        """Whether an attention function is still to come; if given, the one for ``keys``."""
         return self._pending is not None and (keys is None or keys is self._pending[0])
 
     def observe(self, index: int, queries: Tensor, scaling: float) -> None:

@@ -33,6 +33,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
         self.padded = False
         self.ragged = False
         self.query_heads = 0
@@ -50,7 +52,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def kept_len(self) -> int:
         """Slots held per row and head."""
-        return 0 if self.keys is None else int(self.keys.shape[2])
+        return 0 if self.keys is None else self.keys.shape[2]
 
     def store(self, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor) -> None:
         """Keep the slots ``kept`` ``[batch, kv_heads, kept_len]`` of all that the layer sees."""
@@ -68,7 +70,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add the tokens of one forward behind what is held, and return all of it."""
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         self.keys = torch.cat([self.keys, keys], dim=2)
         self.values = torch.cat([self.values, values], dim=2)
         return self.keys, self.values

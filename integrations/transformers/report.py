@@ -77,7 +77,8 @@ class CacheReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{'layer':<8}{'tokens seen':>12}{'tokens kept':>14}{'bytes':>14}{'full cache':>14}{'share':>8}"
+            f"{'layer':<8}{'tokens seen':>12}{'tokens kept':>14}{'bytes':>14}"
+            f"{'full cache':>14}{'share':>8}"
         ]
         rows = [(str(index), layer) for index, layer in enumerate(self.layers)]
         for name, row in [*rows, ("total", self.total)]:

@@ -41,8 +41,8 @@ class RoutedConfig:
         return getattr(self.original, name)
 
 
-def route(attention: nn.Module) -> None:
-    """Make an attention module call through `routed_attention`, until `unroute` was called as often.
+def route(attention: Any) -> None:
+    """Make an attention module call through `routed_attention`; `unroute` takes it back.
 
     Raises:
         UnsupportedModelError: The module does not look its function up in `AttentionInterface`.
@@ -55,7 +55,7 @@ def route(attention: nn.Module) -> None:
         attention.config.users += 1
 
 
-def unroute(attention: nn.Module) -> None:
+def unroute(attention: Any) -> None:
     """Take back one `route`; the last one leaves the module as it was."""
     with _lock:
         routed = attention.config
@@ -73,7 +73,7 @@ def routed_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Call the module's own attention function; show the queries to the cache that gave the keys."""
+    """Call the module's own attention function; show the queries to the cache of the keys."""
     output = _own_function(module)(module, query, key, value, attention_mask, **kwargs)
     pending = waiting.get()
     if pending is not None and pending[0].waits_for_queries(key):
@@ -84,7 +84,7 @@ def routed_attention(
     return output
 
 
-def _own_function(attention: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _own_function(attention: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The function the module would call, found the way its own code finds it."""
     forward = inspect.unwrap(type(attention).forward)
     interface = forward.__globals__.get("ALL_ATTENTION_FUNCTIONS")
@@ -95,4 +95,6 @@ def _own_function(attention: nn.Module) -> Callable[..., tuple[Tensor, Tensor | 
         )
     config = attention.config
     name = (config.original if isinstance(config, RoutedConfig) else config)._attn_implementation
-    return interface.get_interface(name, forward.__globals__.get("eager_attention_forward"))
+    default = forward.__globals__.get("eager_attention_forward")
+    function: Callable[..., tuple[Tensor, Tensor | None]] = interface.get_interface(name, default)
+    return function
