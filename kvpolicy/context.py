@@ -132,3 +132,8 @@ class LayerContext:
         """``[batch, kv_heads, key_len]`` bool: the last ``size`` tokens, fewer where there are."""
         tail = torch.arange(self.key_len, device=self.keys.device) >= self.key_len - size
         return tail & self.valid
+
+    def is_new_tail(self, size: int) -> Tensor:
+        """``[batch, new_len]`` bool: the last ``size`` new tokens, fewer where there are."""
+        tail = torch.arange(self.new_len, device=self.keys.device) >= self.new_len - size
+        return tail & self.new_valid

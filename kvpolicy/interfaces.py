@@ -64,6 +64,10 @@ class KVSelector(abc.ABC):
         """How many tokens each row keeps; None for all."""
         return None
 
+    def protected(self, context: LayerContext) -> Tensor:
+        """Bool ``[batch, kv_heads, key_len]``: the tokens that are kept whatever their saliency."""
+        return context.is_tail(self.protected_tail)
+
     @abc.abstractmethod
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Choose the keys to keep.
@@ -97,6 +101,10 @@ class PropagationPolicy(abc.ABC):
     def budget(self) -> Budget | None:
         """How many tokens of each row go on; None for all."""
         return None
+
+    def protected(self, context: LayerContext) -> Tensor:
+        """Bool ``[batch, new_len]``: the new tokens that go on whatever their saliency."""
+        return context.is_new_tail(self.protected_tail)
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
         """Layers after which `propagate` is asked.

@@ -11,23 +11,24 @@ from kvpolicy.budgets import Budget
 
 
 def row_budgets(
-    budget: Budget, valid: Tensor, seen_len: tuple[int, ...], protected: int
+    budget: Budget, seen_len: tuple[int, ...], *, valid: Tensor, protected: Tensor
 ) -> list[int]:
     """Each row's number of tokens under a budget.
 
     Args:
         budget: The budget.
-        valid: bool ``[batch, heads, length]``, the tokens there are to choose from.
         seen_len: Tokens of each row's context so far.
-        protected: Tokens of a row that are kept whatever the budget.
+        valid: bool ``[batch, heads, length]``, the tokens there are to choose from.
+        protected: bool ``[batch, heads, length]``, those that are kept whatever the budget.
 
     Returns:
-        For each row, the number of tokens to choose in each of its heads.
+        For each row, the number of tokens to choose in each of its heads: what the head with the
+        fewest has.
     """
-    available = valid.sum(dim=-1).amin(dim=-1).tolist()
+    counts = torch.stack([valid.sum(dim=-1).amin(dim=-1), protected.sum(dim=-1).amax(dim=-1)])
     return [
-        budget.count(seen_len=seen, available=count, protected=protected)
-        for seen, count in zip(seen_len, available, strict=True)
+        budget.count(seen_len=seen, available=available, protected=fixed)
+        for seen, available, fixed in zip(seen_len, *counts.tolist(), strict=True)
     ]
 
 

@@ -112,14 +112,9 @@ class TokenSelectivePropagation(PropagationPolicy):
         """Return int64 ``[batch, passed_len]`` or None; see `PropagationPolicy.propagate`."""
         assert saliency is not None
         valid = context.new_valid[:, None]  # [batch, 1, new_len]
-        budgets = row_budgets(self.budget, valid, context.seen_len, self.window_size)
+        protected = self.protected(context)[:, None]
+        budgets = row_budgets(self.budget, context.seen_len, valid=valid, protected=protected)
         if budgets == valid.sum(dim=-1).flatten().tolist():
             return None
-        new = slice(context.key_len - context.new_len, None)
-        passed = select_top(
-            saliency[..., new].mean(dim=1, keepdim=True),
-            budgets,
-            valid=valid,
-            protected=valid & context.is_tail(self.window_size)[:, :1, new],
-        )
-        return passed[:, 0]
+        new = saliency[..., context.key_len - context.new_len :].mean(dim=1, keepdim=True)
+        return select_top(new, budgets, valid=valid, protected=protected)[:, 0]

@@ -84,13 +84,10 @@ class GQAGroupSelector(KVSelector):
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         assert saliency is not None
-        valid = context.valid
-        return select_top(
-            group_mean(saliency, context.kv_heads),
-            row_budgets(self.budget, valid, context.seen_len, self.window_size),
-            valid=valid,
-            protected=context.is_tail(self.window_size),
-        )
+        valid, protected = context.valid, self.protected(context)
+        budgets = row_budgets(self.budget, context.seen_len, valid=valid, protected=protected)
+        scores = group_mean(saliency, context.kv_heads)
+        return select_top(scores, budgets, valid=valid, protected=protected)
 
 
 @attrs.frozen
@@ -134,13 +131,13 @@ class SinkAndRecentSelector(KVSelector):
         """How many tokens each row keeps."""
         return Budget(self.retention_rate, self.retention_tokens)
 
+    def protected(self, context: LayerContext) -> Tensor:
+        """The sinks; see `KVSelector.protected`."""
+        return context.valid & (context.valid.cumsum(dim=-1) <= self.num_sinks)
+
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
-        valid = context.valid
+        valid, protected = context.valid, self.protected(context)
+        budgets = row_budgets(self.budget, context.seen_len, valid=valid, protected=protected)
         recency = torch.arange(context.key_len, dtype=torch.float64, device=valid.device)
-        return select_top(
-            recency.expand(valid.shape),
-            row_budgets(self.budget, valid, context.seen_len, self.num_sinks),
-            valid=valid,
-            protected=valid & (valid.cumsum(dim=-1) <= self.num_sinks),
-        )
+        return select_top(recency.expand(valid.shape), budgets, valid=valid, protected=protected)

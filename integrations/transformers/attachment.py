@@ -35,11 +35,12 @@ class ModelParts:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         self.decoder = _find_decoder(model)
-        self.config: Any = self.decoder.config
+        config: Any = self.decoder.config
         layers: Any = self.decoder.layers
+        self.config = config
         self.layers: list[nn.Module] = list(layers)
         self.attentions = [_find_attention(layer, i) for i, layer in enumerate(self.layers)]
-        self.implementation: str = self.config._attn_implementation
+        self.implementation = str(config._attn_implementation)
         if self.implementation not in IMPLEMENTATIONS:
             raise UnsupportedModelError(
                 f"attn_implementation of the model must be one of {', '.join(IMPLEMENTATIONS)}, "

@@ -1,0 +1,92 @@
+"""Hypothesis strategies of layers and saliencies, and a row of a layer on its own.
+
+Part of `kvpolicy.testing`, which exports them.
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvpolicy.context import LayerContext
+
+
+@st.composite
+def layer_contexts(draw: st.DrawFn, num_queries: int | None = None) -> LayerContext:
+    """Layers of one to three rows, padded or not, at a first prompt or in a later turn.
+
+    Every axis has a prime length of its own where it can, so that swapped axes do not pass.
+
+    Args:
+        draw: Given by hypothesis.
+        num_queries: Trailing queries to show, as `Scorer.num_queries`.
+    """
+    batch = draw(st.integers(1, 3))
+    kv_heads, group, head_dim = draw(st.sampled_from([(1, 3, 5), (2, 1, 5), (2, 3, 7)]))
+    new_lens = draw(st.lists(st.integers(1, 37), min_size=batch, max_size=batch))
+    held_lens = [0] * batch
+    if draw(st.booleans()):
+        held_lens = draw(st.lists(st.integers(1, 17), min_size=batch, max_size=batch))
+    forgotten = [draw(st.integers(0, 400)) if held else 0 for held in held_lens]
+    layer_idx, num_layers = draw(st.sampled_from([(0, 1), (1, 4), (2, 4), (4, 11)]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+
+    key_len = max(held + new for held, new in zip(held_lens, new_lens, strict=True))
+    new_len = max(new_lens)
+    seen = [sum(lens) for lens in zip(held_lens, new_lens, forgotten, strict=True)]
+    positions = torch.full((batch, kv_heads, key_len), -1)
+    new_valid = torch.zeros(batch, new_len, dtype=torch.bool)
+    for row, (held, new, total) in enumerate(zip(held_lens, new_lens, seen, strict=True)):
+        new_valid[row, new_len - new :] = True
+        for head in range(kv_heads):
+            kept = torch.randperm(total - new, generator=generator)[:held].sort().values
+            positions[row, head, key_len - new - held : key_len - new] = kept
+            positions[row, head, key_len - new :] = torch.arange(total - new, total)
+    query_len = new_len if num_queries is None else min(num_queries, new_len)
+
+    def normal(*shape: int) -> Tensor:
+        # Scaled up so that attention is peaked, as it is in trained models.
+        return (2 * torch.randn(shape, generator=generator)).to(dtype)
+
+    return LayerContext(
+        layer_idx=layer_idx,
+        num_layers=num_layers,
+        queries=normal(batch, kv_heads * group, query_len, head_dim),
+        keys=normal(batch, kv_heads, key_len, head_dim),
+        values=normal(batch, kv_heads, key_len, head_dim),
+        positions=positions,
+        new_valid=new_valid,
+        seen_len=tuple(seen),
+        scaling=head_dim**-0.5,
+    )
+
+
+def saliencies(context: LayerContext) -> st.SearchStrategy[Tensor]:
+    """Saliencies ``[batch, kv_heads, key_len]`` of a layer, with many ties in some."""
+    shape = (context.batch, context.kv_heads, context.key_len)
+
+    def make(seed: int, levels: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(levels, shape, generator=generator).float() / levels
+
+    return st.builds(make, st.integers(0, 2**31), st.sampled_from([1, 2, 5, 1 << 20]))
+
+
+def row_alone(context: LayerContext, row: int) -> LayerContext:
+    """One row of a layer as it would be in a batch of its own, without padding."""
+    held = int(context.valid[row, 0].sum())
+    new = int(context.new_valid[row].sum())
+    keys = slice(context.key_len - held, None)
+    queries = slice(max(context.query_len - new, 0), None)
+    return attrs.evolve(
+        context,
+        queries=context.queries[row : row + 1, :, queries].clone(),
+        keys=context.keys[row : row + 1, :, keys].clone(),
+        values=context.values[row : row + 1, :, keys].clone(),
+        positions=context.positions[row : row + 1, :, keys].clone(),
+        new_valid=context.new_valid[row : row + 1, context.new_len - new :].clone(),
+        seen_len=context.seen_len[row : row + 1],
+    )
