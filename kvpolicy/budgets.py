@@ -56,7 +56,7 @@ class Budget:
             object.__setattr__(self, "rate", check_rate(f"{self.name}_rate", self.rate))
 
     def count(self, *, seen_len: int, available: int, protected: int) -> int:
-        """Number of tokens to keep: ``min(available, max(int(seen_len * rate), protected))``.
+        """Number of tokens to keep: ``min(available, max(int(seen_len * rate), protected, 1))``.
 
         Args:
             seen_len: Tokens of the row's whole context so far; a rate is a rate of these, also in
@@ -66,11 +66,11 @@ class Budget:
 
         Returns:
             The number of tokens, with ``tokens`` in the place of ``int(seen_len * rate)`` where
-            the budget is a count.
+            the budget is a count. At least 1, so that a short prompt is never emptied.
         """
         wanted = self.tokens if self.rate is None else int(seen_len * self.rate)
         assert wanted is not None
-        return min(available, max(wanted, protected))
+        return min(available, max(wanted, protected, 1))
 
     def exceeds(self, other: Budget) -> bool:
         """Whether this budget is larger than ``other`` for every context.

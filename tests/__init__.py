@@ -1,0 +1,1 @@
+"""Tests, and the slow reference they share."""

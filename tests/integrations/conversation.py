@@ -1,0 +1,116 @@
+"""Two turns of a conversation, through `generate` and through the reference."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
+from kvpolicy.policy import CachePolicy
+from tests import reference
+from tests.reference import PAD_TOKEN_ID, Method, ReferenceState, TurnResult, random_tokens
+
+NUM_DECODE = 16
+# Tokens of each row in the first turn, and of what its user adds in the second.
+FIRST_LENS = (67, 41, 23)
+SECOND_LENS = (11, 29, 3)
+
+METHODS: dict[str, tuple[CachePolicy, Method]] = {
+    "full_context": (FullContext(), reference.FullContext()),
+    "streaming_llm": (StreamingLLM(0.3), reference.StreamingLLM(0.3)),
+    "streaming_llm_tokens": (
+        StreamingLLM(retention_tokens=14, num_sinks=2),
+        reference.StreamingLLM(retention_tokens=14, num_sinks=2),
+    ),
+    "snapkv": (
+        SnapKV(0.3, window_size=4, kernel_size=3),
+        reference.SnapKV(0.3, window_size=4, kernel_size=3),
+    ),
+    "snapkv_defaults": (SnapKV(0.2), reference.SnapKV(0.2)),
+    "fastkv": (
+        FastKV(tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3),
+        reference.FastKV(0.25, window_size=4, kernel_size=3, tsp_rate=0.4),
+    ),
+    "fastkv_first_layer": (
+        FastKV(tsp_layer=0, tsp_rate=0.5, retention_rate=0.5, window_size=5, kernel_size=1),
+        reference.FastKV(0.5, window_size=5, kernel_size=1, tsp_rate=0.5, tsp_layer=0),
+    ),
+    "fastkv_tokens": (
+        FastKV(tsp_layer=2, tsp_tokens=9, retention_tokens=9, window_size=3, kernel_size=5),
+        reference.FastKV(
+            retention_tokens=9, window_size=3, kernel_size=5, tsp_layer=2, tsp_tokens=9
+        ),
+    ),
+}
+
+
+@dataclass
+class Turn:
+    """What a turn of `generate` gave: see `TurnResult`, with a batch axis."""
+
+    logits: Tensor  # [batch, 1 + NUM_DECODE, vocab]
+    tokens: Tensor  # [batch, 1 + NUM_DECODE]
+    kept: list[list[list[list[int]]]]  # per row, layer and head
+    propagated: dict[int, list[list[int]]]
+
+
+@cache
+def expected_turns(model: PreTrainedModel, method: Method, row: int) -> tuple[TurnResult, ...]:
+    """Both turns of one row alone, by the reference."""
+    state = ReferenceState(model, method)
+    first = state.turn(random_tokens(row, FIRST_LENS[row]), NUM_DECODE)
+    added = random_tokens(100 + row, SECOND_LENS[row])
+    return first, state.turn([first.tokens[-1], *added], NUM_DECODE)
+
+
+def run_turn(model: PreTrainedModel, store: PolicyCache, ids: Tensor, mask: Tensor | None) -> Turn:
+    """One call of `generate` with the whole conversation `[batch, len]`."""
+    output = model.generate(
+        ids,
+        attention_mask=mask,
+        past_key_values=store,
+        max_new_tokens=1 + NUM_DECODE,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    kept = [
+        [
+            [
+                [p for p in head if p >= 0]
+                for head in layer.positions[row, :, : layer.kept_len - NUM_DECODE].tolist()
+            ]
+            for layer in store.layers
+        ]
+        for row in range(ids.shape[0])
+    ]
+    propagated = {
+        layer: [[p for p in row if p >= 0] for row in positions.tolist()]
+        for layer, positions in store.propagated.items()
+    }
+    tokens = output.sequences[:, ids.shape[1] :]
+    return Turn(torch.stack(output.logits, dim=1), tokens, kept, propagated)
+
+
+def left_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Token ids and mask, both `[batch, longest]`."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([[PAD_TOKEN_ID] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask
+
+
+def run_conversation(
+    model: PreTrainedModel, policy: CachePolicy, rows: tuple[int, ...]
+) -> tuple[PolicyCache, list[Turn]]:
+    """Both turns of some rows as one batch."""
+    store = PolicyCache(policy)
+    ids, mask = left_padded([random_tokens(row, FIRST_LENS[row]) for row in rows])
+    first = run_turn(model, store, ids, mask)
+    added, added_mask = left_padded([random_tokens(100 + row, SECOND_LENS[row]) for row in rows])
+    ids = torch.cat([ids, first.tokens, added], dim=1)
+    mask = torch.cat([mask, torch.ones_like(first.tokens), added_mask], dim=1)
+    return store, [first, run_turn(model, store, ids, mask)]

@@ -1,0 +1,30 @@
+"""An independent slow reference: plain loops over decoder layers, one row at a time.
+
+Written from the description of the methods, not from the library: the two share no code, so that
+they agree only where both follow the description.
+"""
+
+from .dense import Act, causal_visible, dense_masked_logits, visible_after
+from .generation import ReferenceState, TurnResult
+from .methods import FastKV, FullContext, Method, SnapKV, StreamingLLM
+from .models import FAMILIES, PAD_TOKEN_ID, VOCAB_SIZE, Family, random_tokens, tiny_model
+
+__all__ = [
+    "FAMILIES",
+    "PAD_TOKEN_ID",
+    "VOCAB_SIZE",
+    "Act",
+    "Family",
+    "FastKV",
+    "FullContext",
+    "Method",
+    "ReferenceState",
+    "SnapKV",
+    "StreamingLLM",
+    "TurnResult",
+    "causal_visible",
+    "dense_masked_logits",
+    "random_tokens",
+    "tiny_model",
+    "visible_after",
+]

@@ -1,0 +1,60 @@
+"""Causal attention of one query head over what one KV head holds, with the softmax written out."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one KV head of one layer stores for one token.
+
+    Attributes:
+        position: the token's position in the row.
+        key: `[head_dim]`, after rotary embedding.
+        value: `[head_dim]`.
+    """
+
+    position: int
+    key: Tensor
+    value: Tensor
+
+
+def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
+    """Softmax in float32 over the visible keys; 0 on the others.
+
+    Args:
+        scores: `[query_len, key_len]`, scaled products.
+        visible: bool `[query_len, key_len]`, at least one True in each row.
+
+    Returns:
+        float32 `[query_len, key_len]`, rows that sum to 1.
+    """
+    scores = scores.to(torch.float32)
+    highest = scores.masked_fill(~visible, -math.inf).amax(dim=-1, keepdim=True)
+    weights = torch.where(visible, torch.exp(scores - highest), torch.zeros(()))
+    return weights / weights.sum(dim=-1, keepdim=True)
+
+
+def attention_probabilities(
+    queries: Tensor, query_positions: Sequence[int], entries: Sequence[Entry], scaling: float
+) -> Tensor:
+    """Causal attention of one query head over what its KV head holds.
+
+    Args:
+        queries: `[query_len, head_dim]`.
+        query_positions: of each query; a key is visible when its position is not later.
+        entries: `key_len` of them, the queries' own tokens included.
+        scaling: factor on the products.
+
+    Returns:
+        float32 `[query_len, key_len]`, rows that sum to 1.
+    """
+    keys = torch.stack([entry.key for entry in entries])
+    visible = torch.tensor(
+        [[entry.position <= position for entry in entries] for position in query_positions]
+    )
+    return masked_softmax(queries @ keys.T * scaling, visible)

@@ -1,0 +1,116 @@
+"""Dense attention under an explicit mask: all tokens computed at all layers, each seen or not.
+
+A second way to the same numbers. A policy that evicts must give what dense attention gives when
+"evicted" is spelled "masked"; so must one that drops tokens in prefill, since a token that did not
+reach a layer is one that nobody sees there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .attention import masked_softmax
+from .decoder import (
+    decoder_layers,
+    embed,
+    finish_layer,
+    geometry,
+    logits_of,
+    project,
+)
+
+
+@dataclass(frozen=True)
+class Act:
+    """One prefill after which a policy kept some tokens.
+
+    Attributes:
+        start: tokens seen before it.
+        end: tokens seen after it; the rows from `start` to `end` are its prompt.
+        kept: per layer and KV head the positions kept, from anywhere before `end`.
+        reached: per layer the positions of the prompt that reached it; None when all reached all.
+    """
+
+    start: int
+    end: int
+    kept: Sequence[Sequence[Sequence[int]]]
+    reached: Sequence[Sequence[int]] | None = None
+
+
+def causal_visible(num_layers: int, query_heads: int, length: int) -> list[Tensor]:
+    """Masks in which every token sees itself and all earlier ones, at every layer.
+
+    Returns:
+        Per layer, bool `[query_heads, len, len]`.
+    """
+    mask = torch.tensor([[key <= query for key in range(length)] for query in range(length)])
+    return [torch.stack([mask] * query_heads) for _ in range(num_layers)]
+
+
+def visible_after(acts: Sequence[Act], query_heads: int, length: int) -> list[Tensor]:
+    """Masks of a row whose prompts were followed by eviction.
+
+    A prompt's rows see, causally, what was held before it and those of the prompt that reached the
+    layer; later rows see what the prompt's act kept and all newer tokens. Every token sees itself.
+
+    Args:
+        acts: by ascending `start`; the first one's is 0.
+        query_heads: a multiple of the KV heads in `kept`.
+        length: tokens of the row, decoded ones included.
+
+    Returns:
+        Per layer, bool `[query_heads, len, len]`, rows the query and columns the key position.
+    """
+    assert acts[0].start == 0, "the first act starts at 0"
+    masks = []
+    for layer in range(len(acts[0].kept)):
+        group = query_heads // len(acts[0].kept[layer])
+        mask = torch.zeros(query_heads, length, length, dtype=torch.bool)
+        for head in range(query_heads):
+            held: set[int] = set()
+            never_reached: set[int] = set()
+            for row in range(length):
+                for act in acts:
+                    if row == act.end:
+                        held = set(act.kept[layer][head // group])
+                    if row == act.start and act.reached is not None:
+                        never_reached |= set(range(act.start, act.end)) - set(act.reached[layer])
+                if row not in never_reached:
+                    held.add(row)
+                mask[head, row, sorted(held | {row})] = True
+        masks.append(mask)
+    return masks
+
+
+@torch.no_grad()
+def dense_masked_logits(
+    model: PreTrainedModel, token_ids: Sequence[int], visible: Sequence[Tensor]
+) -> Tensor:
+    """One forward over a whole row with dense attention under a mask of its own for each head.
+
+    Args:
+        model: a causal language model of the Llama, Mistral, Qwen2 or Qwen3 family on the CPU.
+        token_ids: the row, prompt and decoded tokens; positions are `0 .. len - 1`.
+        visible: per layer, bool `[query_heads, len, len]`: whether the query of a row sees the key
+            of a column.
+
+    Returns:
+        Logits `[len, vocab]`, those of row `i` predict token `i + 1`.
+    """
+    positions = list(range(len(token_ids)))
+    sizes = geometry(model)
+    hidden = embed(model, token_ids)
+    for layer_idx, mask in enumerate(visible):
+        scaling = float(decoder_layers(model)[layer_idx].self_attn.scaling)
+        queries, entries = project(model, layer_idx, hidden, positions)
+        outputs = []
+        for head, head_queries in enumerate(queries):
+            held = entries[head // sizes.group]
+            keys = torch.stack([entry.key for entry in held])
+            values = torch.stack([entry.value for entry in held])
+            outputs.append(masked_softmax(head_queries @ keys.T * scaling, mask[head]) @ values)
+        hidden = finish_layer(model, layer_idx, hidden, outputs)
+    return logits_of(model, hidden)

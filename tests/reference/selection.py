@@ -1,0 +1,148 @@
+"""Which tokens stay, on plain Python lists: budgets, pooling, saliency, choosing."""
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .attention import Entry, attention_probabilities
+
+
+def budget(
+    rate: float | None, tokens: int | None, *, seen: int, available: int, protected: int
+) -> int:
+    """Turns a rate or a number of tokens into the number of tokens to keep.
+
+    `min(available, max(int(seen * rate), protected))`, or with `tokens` in place of the product.
+
+    Args:
+        rate: fraction of all tokens seen, in (0, 1]; None where `tokens` is given.
+        tokens: number of tokens, or None; decides where it is given.
+        seen: tokens of the row's context so far, the new ones included.
+        available: tokens there are to choose from.
+        protected: tokens that are always kept.
+
+    Returns:
+        The budget in tokens.
+    """
+    if tokens is None:
+        assert rate is not None, "a budget is a rate or a number of tokens"
+        tokens = int(seen * rate)
+    return min(available, max(tokens, protected))
+
+
+def max_pool(row: Sequence[float], kernel_size: int) -> list[float]:
+    """The maximum of each value and its existing `kernel_size // 2` neighbours on either side.
+
+    Example:
+        >>> max_pool([1.0, 5.0, 2.0, 3.0, 0.0], 3)
+        [5.0, 5.0, 5.0, 3.0, 3.0]
+    """
+    assert kernel_size % 2 == 1, "kernel_size must be odd"
+    reach = kernel_size // 2
+    return [max(row[max(0, i - reach) : i + reach + 1]) for i in range(len(row))]
+
+
+def highest(scores: Sequence[float], count: int) -> list[int]:
+    """Indices of the `count` highest scores, ascending; of two equal ones the earlier is taken.
+
+    Example:
+        >>> highest([2.0, 7.0, 2.0, 9.0], 3)
+        [0, 1, 3]
+    """
+    by_score = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+    return sorted(by_score[:count])
+
+
+def window_and_highest(scores: Sequence[float], length: int, count: int) -> list[int]:
+    """The window (every index that has no score) and the highest others, `count` in all.
+
+    Args:
+        scores: of the tokens before the window.
+        length: tokens in all, window included; the window is `length - len(scores)` tokens.
+        count: budget, at least the window.
+
+    Returns:
+        `count` indices below `length`, ascending.
+    """
+    window = list(range(len(scores), length))
+    assert count >= len(window), "the window is always kept"
+    return highest(scores, count - len(window)) + window
+
+
+def sinks_and_recent(positions: Sequence[int], num_sinks: int, count: int) -> list[int]:
+    """Indices of the tokens at the first `num_sinks` positions and of the most recent others.
+
+    Args:
+        positions: of the tokens at hand, ascending.
+        num_sinks: positions below this are sinks.
+        count: budget, at least the sinks at hand.
+
+    Returns:
+        `count` indices into `positions`, ascending.
+    """
+    sinks = [index for index, position in enumerate(positions) if position < num_sinks]
+    assert count >= len(sinks), "sinks are always kept"
+    others = list(range(len(sinks), len(positions)))
+    recent = list(reversed(others))[: count - len(sinks)]
+    return sinks + sorted(recent)
+
+
+def margin(scores: Sequence[float], chosen: Sequence[int]) -> float:
+    """How near the choice was to falling otherwise: the smallest relative gap over the boundary.
+
+    `(kept - dropped) / kept`, the least over all kept and dropped tokens of unlike score. Equal
+    scores do not count: pooling makes neighbours equal by design, in any implementation alike.
+
+    Args:
+        scores: of the tokens that competed.
+        chosen: indices of those kept; indices beyond `scores` (the window) are ignored.
+
+    Returns:
+        The gap, or infinity where no two scores differ over the boundary.
+    """
+    kept_set = set(chosen)
+    kept = [score for index, score in enumerate(scores) if index in kept_set]
+    dropped = [score for index, score in enumerate(scores) if index not in kept_set]
+    return min(((k - d) / k for k in kept for d in dropped if k > d), default=math.inf)
+
+
+def window_saliency(
+    queries: Sequence[Tensor],
+    query_positions: Sequence[int],
+    entries: Sequence[Sequence[Entry]],
+    *,
+    window_size: int,
+    kernel_size: int,
+    scaling: float,
+) -> list[list[float]]:
+    """Attention that the last queries give to the keys before the window, summed and max-pooled.
+
+    Args:
+        queries: per query head `[query_len, head_dim]`; the last `window_size` (or as many as there
+            are) observe.
+        query_positions: of each query.
+        entries: per KV head what the layer holds, the queries' own tokens last.
+        window_size: the last keys, which get no score.
+        kernel_size: odd width of the pooling, over the order of the keys held.
+        scaling: factor on the products.
+
+    Returns:
+        Per query head one score for each key before the window; empty where there is none.
+    """
+    group = len(queries) // len(entries)
+    pooled: list[list[float]] = []
+    for head, head_queries in enumerate(queries):
+        held = entries[head // group]
+        observing = head_queries[-window_size:]
+        seen_from = query_positions[-window_size:]
+        probabilities = attention_probabilities(observing, seen_from, held, scaling)
+        before_window = max(0, len(held) - window_size)
+        sums = [math.fsum(probabilities[:, key].tolist()) for key in range(before_window)]
+        pooled.append(max_pool(sums, kernel_size))
+    return pooled
+
+
+def head_mean(rows: Sequence[Sequence[float]]) -> list[float]:
+    """The mean over heads, column by column, of rows of equal length."""
+    return [math.fsum(column) / len(rows) for column in zip(*rows, strict=True)]
