@@ -79,8 +79,9 @@ def read_inputs(arguments: dict[str, Any], seen: SeenTokens | None, *, acts: boo
 def _without_mask(arguments: dict[str, Any], seen: SeenTokens, new_len: int) -> Incoming:
     if seen.padded:
         raise ValueError(
-            "attention_mask must be given, since the cache holds padded rows, got None; pass the "
-            f"mask of all {seen.seen} tokens seen and the {new_len} new ones"
+            "attention_mask must be 0 on the padding that the cache has read, got None (or all "
+            f"ones, for which generate gives None); pass the mask of all {seen.seen} tokens seen "
+            f"and the {new_len} new ones"
         )
     valid = torch.ones(seen.batch, new_len, dtype=torch.bool, device=seen.valid.device)
     return Incoming(arguments, seen, None, valid, valid, padded=False)

@@ -1,0 +1,92 @@
+"""The shared attention mathematics against loops over single numbers."""
+
+import math
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+
+from kvpolicy import LayerContext
+from kvpolicy.attention import causal_attention_sums, group_mean, query_key_products
+from kvpolicy.errors import ShapeError
+from kvpolicy.testing import layer_contexts
+
+
+def loop_over_single_numbers(context: LayerContext) -> list[list[list[float]]]:
+    group = context.query_heads // context.kv_heads
+    sums = [
+        [[0.0] * context.key_len for _ in range(context.query_heads)] for _ in range(context.batch)
+    ]
+    for row in range(context.batch):
+        for head in range(context.query_heads):
+            valid = context.valid[row, head // group].tolist()
+            keys = context.keys[row, head // group].double()
+            for index in range(context.query_len):
+                if not context.query_valid[row, index]:
+                    continue
+                own = context.key_len - context.query_len + index
+                query = context.queries[row, head, index].double()
+                weights = [
+                    math.exp(float(query @ keys[slot]) * context.scaling) if valid[slot] else 0.0
+                    for slot in range(own + 1)
+                ]
+                for slot, weight in enumerate(weights):
+                    sums[row][head][slot] += weight / sum(weights)
+    return sums
+
+
+@given(context=layer_contexts(5))
+def test_attention_sums(context: LayerContext) -> None:
+    sums = causal_attention_sums(context)
+    assert sums.dtype == torch.float32
+    expected = torch.tensor(loop_over_single_numbers(context))
+    torch.testing.assert_close(sums, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_products_in_half_precision_are_exact_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpolicy.attention._KEY_BLOCK", 4)  # several blocks, the last one short
+    queries = torch.randn(2, 6, 3, 5).to(torch.bfloat16)
+    keys = torch.randn(2, 2, 11, 5).to(torch.bfloat16)
+    expected = queries.float() @ keys.float().repeat_interleave(3, dim=1).transpose(-1, -2)
+    torch.testing.assert_close(query_key_products(queries, keys), expected)
+
+
+def test_group_mean() -> None:
+    saliency = torch.arange(6.0)[None, :, None].expand(1, 6, 2)
+    assert group_mean(saliency, 2)[0, :, 0].tolist() == [1.0, 4.0]
+    assert group_mean(saliency, 6) is saliency
+
+
+def context() -> LayerContext:
+    return LayerContext(
+        layer_idx=0,
+        num_layers=1,
+        queries=torch.zeros(2, 6, 3, 5),
+        keys=torch.zeros(2, 2, 11, 5),
+        values=torch.zeros(2, 2, 11, 7),
+        positions=torch.arange(11).expand(2, 2, 11),
+        new_valid=torch.ones(2, 4, dtype=torch.bool),
+        seen_len=(11, 11),
+        scaling=1.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys": torch.zeros(2, 11, 5)}, r"keys must be \[batch, kv_heads, key_len, head_dim\]"),
+        ({"queries": torch.zeros(2, 6, 3, 4)}, "queries and keys must agree in batch and head_dim"),
+        ({"queries": torch.zeros(2, 5, 3, 5)}, "query_heads must be a multiple of kv_heads"),
+        ({"values": torch.zeros(2, 2, 10, 7)}, "values must be"),
+        ({"positions": torch.zeros(2, 11)}, r"= \[2, 2, 11\], got \[2, 11\]"),
+        ({"new_valid": torch.ones(3, 4)}, r"new_valid must be \[batch, new_len\] with batch=2"),
+        ({"new_valid": torch.ones(2, 12)}, "query_len <= new_len <= key_len must hold"),
+        ({"queries": torch.zeros(2, 6, 5, 5)}, "got 5, 4 and 11"),
+        ({"seen_len": (3,)}, "seen_len must have one entry per row"),
+    ],
+)
+def test_shapes_of_a_context(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        attrs.evolve(context(), **change)
+    assert context().query_valid.shape == (2, 3)

@@ -1,0 +1,158 @@
+"""The contract tests find what they are there to find."""
+
+import attrs
+import pytest
+import torch
+from kvpolicy.policies import (
+    GQAGroupSelector,
+    SinkAndRecentSelector,
+    TokenSelectivePropagation,
+    WindowMaxPoolScorer,
+)
+from torch import Tensor
+
+from kvpolicy import LayerContext
+from kvpolicy.selection import row_budgets, select_top
+from kvpolicy.testing import check_propagation, check_scorer, check_selector
+
+
+class Modifying(WindowMaxPoolScorer):
+    def score(self, context: LayerContext) -> Tensor:
+        saliency = super().score(context)
+        context.keys.mul_(2)
+        return saliency
+
+
+class HalfPrecision(WindowMaxPoolScorer):
+    def score(self, context: LayerContext) -> Tensor:
+        return super().score(context).bfloat16()
+
+
+class ColumnOfTheBatch(WindowMaxPoolScorer):
+    """Scores by column, so that padding counts as text."""
+
+    def score(self, context: LayerContext) -> Tensor:
+        return super().score(context) + torch.arange(context.key_len) / context.key_len
+
+
+class SwappedAxes(WindowMaxPoolScorer):
+    def score(self, context: LayerContext) -> Tensor:
+        return super().score(context).transpose(1, 2)
+
+
+class NotANumber(WindowMaxPoolScorer):
+    def score(self, context: LayerContext) -> Tensor:
+        saliency = super().score(context)
+        return saliency / (saliency.sum(dim=-1, keepdim=True) > 0)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "message"),
+    [
+        (Modifying, "must not modify the context"),
+        (HalfPrecision, "must be float32"),
+        (ColumnOfTheBatch, "as it does alone"),
+        (SwappedAxes, "saliency must be"),
+        (NotANumber, "must be finite"),
+    ],
+)
+def test_broken_scorers(scorer: type[WindowMaxPoolScorer], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_scorer(scorer(window_size=3))
+
+
+class IgnoresPadding(GQAGroupSelector):
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        assert saliency is not None
+        valid, protected = context.valid, self.protected(context)
+        budgets = row_budgets(self.budget, context.seen_len, valid=valid, protected=protected)
+        everything = torch.ones_like(valid)
+        return select_top(saliency, budgets, valid=everything, protected=protected)
+
+
+class ProtectsByScore(GQAGroupSelector):
+    """The window as a high score: equals of the window take its places."""
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        assert saliency is not None
+        valid, protected = context.valid, self.protected(context)
+        budgets = row_budgets(self.budget, context.seen_len, valid=valid, protected=protected)
+        inflated = saliency.masked_fill(protected, float(saliency.max()))
+        return select_top(inflated, budgets, valid=valid, protected=torch.zeros_like(valid))
+
+
+class Unsorted(GQAGroupSelector):
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        return super().select(saliency, context).flip(-1)
+
+
+class OneTooMany(GQAGroupSelector):
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        seen_len = tuple(length + 4 for length in context.seen_len)
+        return super().select(saliency, attrs.evolve(context, seen_len=seen_len))
+
+
+class LeastSalient(GQAGroupSelector):
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        assert saliency is not None
+        return super().select(-saliency, context)
+
+
+class RowZeroForAll(GQAGroupSelector):
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        return super().select(saliency, context)[:1].expand(context.batch, -1, -1)
+
+
+@pytest.mark.parametrize(
+    ("selector", "message"),
+    [
+        (IgnoresPadding, "no padding"),
+        (ProtectsByScore, "protected tokens"),
+        (Unsorted, "ascending and unique|-1 must stand on the left"),
+        (OneTooMany, "exactly"),
+        (LeastSalient, "outscore"),
+        (RowZeroForAll, "padding|exactly|protected|outscore"),
+    ],
+)
+def test_broken_selectors(selector: type[GQAGroupSelector], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_selector(selector(0.3, window_size=3))
+
+
+class DropsOldTokens(TokenSelectivePropagation):
+    """Reads the saliency of the first keys instead of the new ones'."""
+
+    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
+        assert saliency is not None
+        wrong = saliency.roll(context.key_len - context.new_len + 1, dims=-1)
+        return super().propagate(wrong, context)
+
+
+class PassesAll(TokenSelectivePropagation):
+    def propagate(self, saliency: Tensor | None, context: LayerContext) -> None:
+        return None
+
+
+class OutsideTheModel(TokenSelectivePropagation):
+    def acting_layers(self, num_layers: int) -> frozenset[int]:
+        return frozenset({num_layers})
+
+
+@pytest.mark.parametrize(
+    ("propagation", "message"),
+    [
+        (DropsOldTokens, "outscore"),
+        (PassesAll, "but None was returned"),
+        (OutsideTheModel, "acting_layers must lie in the model"),
+    ],
+)
+def test_broken_propagation(propagation: type[TokenSelectivePropagation], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_propagation(propagation(tsp_rate=0.3, window_size=2))
+
+
+def test_only_components_of_the_kind() -> None:
+    with pytest.raises(TypeError, match="component must be a Scorer"):
+        check_scorer(SinkAndRecentSelector())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="component must be a KVSelector"):
+        check_selector(WindowMaxPoolScorer)  # type: ignore[arg-type]

@@ -1,0 +1,315 @@
+"""Every misuse is answered before anything is computed, and leaves model and cache usable."""
+
+from typing import Any
+
+import pytest
+import torch
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import FastKV, SnapKV
+from torch import Tensor, nn
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from kvpolicy.errors import (
+    KVPolicyError,
+    NotAttachedError,
+    UnsupportedGenerationError,
+    UnsupportedModelError,
+)
+from tests.integrations.conversation import left_padded
+from tests.integrations.test_use import prompt, tokens_of, trace_of
+from tests.reference import random_tokens, tiny_model
+
+FASTKV = FastKV(tsp_rate=0.5, retention_rate=0.3)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama", seed=1)
+
+
+@pytest.fixture
+def usable(model: PreTrainedModel) -> Any:
+    """Gives a cache in its second turn, and checks that what the test does to it does no harm."""
+    cache, other = PolicyCache(FASTKV), PolicyCache(FASTKV)
+    for each in (cache, other):
+        tokens_of(model, prompt(60), each)
+    before = trace_of(model)
+    yield cache
+    assert trace_of(model) == before
+    ids = torch.cat([prompt(66), prompt(30, seed=3)], dim=1)
+    assert tokens_of(model, ids, cache) == tokens_of(model, ids, other)
+    for one, two in zip(cache.layers, other.layers, strict=True):
+        assert torch.equal(one.positions, two.positions)
+
+
+def test_unattached(model: PreTrainedModel, usable: PolicyCache) -> None:
+    with pytest.raises(NotAttachedError, match=r"cache\.attached\(model\)"):
+        model(prompt(3), past_key_values=usable)
+
+
+def test_a_fresh_cache_unattached(model: PreTrainedModel) -> None:
+    cache = PolicyCache(FASTKV)
+    with pytest.raises(NotAttachedError):
+        model(prompt(60), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    assert len(tokens_of(model, prompt(60), cache)[0]) == 7
+
+
+def test_another_batch_size(model: PreTrainedModel, usable: PolicyCache) -> None:
+    with pytest.raises(ValueError, match="input_ids must have the batch size the cache holds, 1"):
+        tokens_of(model, prompt(80).repeat(2, 1), usable)
+
+
+def test_right_padding(model: PreTrainedModel) -> None:
+    ids, mask = left_padded([random_tokens(0, 40), random_tokens(1, 30)])
+    cache = PolicyCache(FASTKV)
+    with pytest.raises(ValueError, match="attention_mask must pad on the left.*row 1"):
+        model.generate(ids, attention_mask=mask.flip(1), past_key_values=cache, max_new_tokens=2)
+    tokens_of(model, ids, cache, attention_mask=mask)
+
+
+def test_a_mask_that_does_not_cover_what_was_seen(
+    model: PreTrainedModel, usable: PolicyCache
+) -> None:
+    with (
+        usable.attached(model),
+        pytest.raises(ValueError, match=r"attention_mask must be .* \[1, 66 \+ 2\], got \[1, 2\]"),
+    ):
+        model(prompt(2), attention_mask=torch.ones(1, 2), past_key_values=usable)
+
+
+def test_a_mask_of_four_dimensions(model: PreTrainedModel, usable: PolicyCache) -> None:
+    mask = torch.ones(1, 1, 2, 68, dtype=torch.bool)
+    with usable.attached(model), pytest.raises(ValueError, match="attention_mask must be 2D"):
+        model(prompt(2), attention_mask=mask, past_key_values=usable)
+
+
+def test_padding_forgotten_in_decoding(model: PreTrainedModel) -> None:
+    ids, mask = left_padded([random_tokens(0, 40), random_tokens(1, 30)])
+    cache = PolicyCache(SnapKV(0.3))
+    with torch.no_grad(), cache.attached(model):
+        model(ids, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(ValueError, match="attention_mask must be 0 on the padding .* got None"):
+            model(ids[:, :1], past_key_values=cache)
+        longer = torch.cat([mask, mask[:, -1:]], dim=1)
+        model(ids[:, :1], attention_mask=longer, past_key_values=cache)
+        assert cache.get_seq_length() == 41
+
+
+def test_a_mask_that_revives_padding(model: PreTrainedModel) -> None:
+    ids, mask = left_padded([random_tokens(0, 40), random_tokens(1, 30)])
+    cache = PolicyCache(SnapKV(0.3))
+    tokens_of(model, ids, cache, attention_mask=mask)
+    more = torch.cat([ids, ids], dim=1)
+    with pytest.raises(ValueError, match="must be 0 on the padding"):
+        tokens_of(model, more, cache, attention_mask=torch.ones_like(more))
+    revived = torch.ones_like(more)
+    revived[1, :3] = 0
+    with pytest.raises(ValueError, match="turns padding into tokens"):
+        tokens_of(model, more, cache, attention_mask=revived)
+
+
+def test_a_mask_that_changes_while_decoding(model: PreTrainedModel, usable: PolicyCache) -> None:
+    mask = torch.ones(1, 67, dtype=torch.int64)
+    mask[0, 5] = 0
+    with usable.attached(model), pytest.raises(ValueError, match=r"call cache\.start_turn\(\)"):
+        model(prompt(1), attention_mask=mask, past_key_values=usable)
+
+
+def test_a_conversation_that_does_not_go_on(model: PreTrainedModel, usable: PolicyCache) -> None:
+    with pytest.raises(ValueError, match="input_ids must continue the 66 tokens .* got 30"):
+        tokens_of(model, prompt(30), usable)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_beams": 2}, "got beam_search"),
+        ({"num_beams": 2, "do_sample": True}, "got beam_sample"),
+        ({"prompt_lookup_num_tokens": 3}, "got assisted_generation"),
+        ({"assistant_model": None, "prefill_chunk_size": 16}, "prefill_chunk_size must be None"),
+        ({"use_cache": False}, "use_cache must be True"),
+        ({"custom_generate": lambda model, **_: None}, "custom_generate must be None"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_modes_of_generation_that_do_not_work_yet(
+    model: PreTrainedModel, usable: PolicyCache, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedGenerationError, match=message):
+        model.generate(prompt(80), past_key_values=usable, max_new_tokens=3, **arguments)
+
+
+def test_a_draft_model(model: PreTrainedModel, usable: PolicyCache) -> None:
+    with pytest.raises(UnsupportedGenerationError, match="got assisted_generation"):
+        model.generate(prompt(80), past_key_values=usable, assistant_model=model)
+
+
+def test_beams_in_the_models_own_generation_config(usable: PolicyCache) -> None:
+    other = tiny_model("llama", seed=1)
+    other.generation_config.num_beams = 3
+    with pytest.raises(UnsupportedGenerationError, match="got beam_search"):
+        other.generate(prompt(80), past_key_values=usable, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("name", ["reorder_cache", "batch_select_indices"])
+def test_operations_on_rows(usable: PolicyCache, name: str) -> None:
+    with pytest.raises(UnsupportedGenerationError, match=name):
+        getattr(usable, name)(torch.tensor([0]))
+    with pytest.raises(UnsupportedGenerationError, match="batch_repeat_interleave"):
+        usable.batch_repeat_interleave(2)
+
+
+def test_layer_outside_the_model(model: PreTrainedModel) -> None:
+    cache = PolicyCache(FastKV(tsp_layer=4))
+    with pytest.raises(ValueError, match=r"tsp_layer must be in \[0, 3\] for a model of 4 layers"):
+        tokens_of(model, prompt(60), cache)
+
+
+def test_another_model(model: PreTrainedModel, usable: PolicyCache) -> None:
+    deeper = tiny_model("llama", seed=1, num_layers=6)
+    with pytest.raises(ValueError, match="model must have the 4 layers"):
+        tokens_of(deeper, prompt(80), usable)
+    with (
+        usable.attached(model),
+        pytest.raises(ValueError, match="the one the cache is attached to"),
+        usable.attached(deeper),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("policy", [None, "fastkv", FastKV], ids=str)
+def test_no_policy(policy: Any) -> None:
+    with pytest.raises(TypeError, match="policy must be a CachePolicy"):
+        PolicyCache(policy)
+
+
+def unsupported_models() -> dict[str, tuple[Any, str]]:
+    small = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 2}
+    gpt2 = GPT2Config(vocab_size=97, n_embd=16, n_layer=2, n_head=2)
+    bloom = BloomConfig(vocab_size=97, hidden_size=16, n_layer=2, n_head=2)
+    t5 = T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
+    del small
+    return {
+        "no layers": (GPT2LMHeadModel(gpt2), "list of decoder layers"),
+        "own attention": (BloomForCausalLM(bloom), "list of decoder layers"),
+        "encoder-decoder": (T5ForConditionalGeneration(t5), "must be decoder-only"),
+    }
+
+
+@pytest.mark.parametrize("name", unsupported_models())
+def test_models_without_a_structure_that_can_be_reached(name: str) -> None:
+    other, message = unsupported_models()[name]
+    cache = PolicyCache(FASTKV)
+    with pytest.raises(UnsupportedModelError, match=message):
+        other.generate(prompt(30), past_key_values=cache, max_new_tokens=2)
+    with pytest.raises(UnsupportedModelError, match=message), cache.attached(other):
+        pass
+    assert (
+        other.eval()(prompt(9), decoder_input_ids=prompt(2))
+        if name == "encoder-decoder"
+        else (other.generate(prompt(9), max_new_tokens=2).shape == (1, 11))
+    )
+
+
+def test_no_model() -> None:
+    with (
+        pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"),
+        PolicyCache(FASTKV).attached("model"),  # type: ignore[arg-type]
+    ):
+        pass
+    with (
+        pytest.raises(UnsupportedModelError, match="must have get_decoder"),
+        PolicyCache(FASTKV).attached(nn.Linear(2, 2)),
+    ):
+        pass
+
+
+def test_another_family() -> None:
+    other = tiny_model("llama", seed=1)
+    other.config.model_type = "gemma9"
+    with (
+        pytest.raises(UnsupportedModelError, match="model_type must be one of llama, .* 'gemma9'"),
+        PolicyCache(FASTKV).attached(other),
+    ):
+        pass
+
+
+def test_attention_that_bypasses_the_interface() -> None:
+    other = tiny_model("llama", seed=1)
+    attention = other.model.layers[2].self_attn
+
+    class OwnAttention(type(attention)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+            return hidden_states, None
+
+    attention.__class__ = OwnAttention
+    before = trace_of(other)
+    cache = PolicyCache(FASTKV)
+    with pytest.raises(UnsupportedModelError, match="AttentionInterface, but .*OwnAttention"):
+        tokens_of(other, prompt(60), cache)
+    assert trace_of(other) == before
+
+
+def test_keys_that_do_not_reach_attention_as_they_are(model: PreTrainedModel) -> None:
+    class CopyingCache(PolicyCache):
+        def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            keys, values = super().update(*args, **kwargs)
+            return keys.clone(), values
+
+    before = trace_of(model)
+    with pytest.raises(UnsupportedModelError, match="LlamaDecoderLayer at 0 did not"):
+        tokens_of(model, prompt(60), CopyingCache(FASTKV))
+    assert trace_of(model) == before
+
+
+def test_another_attention_implementation() -> None:
+    other = tiny_model("llama", seed=1)
+    other.config._attn_implementation = "flex_attention"
+    with pytest.raises(UnsupportedModelError, match="one of eager, sdpa, got 'flex_attention'"):
+        tokens_of(other, prompt(60), PolicyCache(FASTKV))
+
+
+def test_a_compiled_model(model: PreTrainedModel) -> None:
+    with (
+        pytest.raises(UnsupportedModelError, match="must not be compiled"),
+        PolicyCache(FASTKV).attached(torch.compile(model, backend="eager")),  # type: ignore[arg-type]
+    ):
+        pass
+
+
+def test_a_context_beyond_the_sliding_window() -> None:
+    config = MistralConfig(
+        vocab_size=97,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=32,
+        eos_token_id=None,
+    )
+    sliding = MistralForCausalLM(config).eval()
+    cache = PolicyCache(FASTKV)
+    with pytest.raises(UnsupportedModelError, match="sliding_window of 32 tokens, got 33"):
+        tokens_of(sliding, prompt(33), cache)
+    everything = PolicyCache(SnapKV(1.0))
+    expected = tokens_of(sliding, prompt(20), DynamicCache())
+    assert tokens_of(sliding, prompt(20), everything) == expected
+
+
+def test_all_errors_of_the_package_are_value_errors() -> None:
+    for error in (NotAttachedError, UnsupportedGenerationError, UnsupportedModelError):
+        assert issubclass(error, KVPolicyError)
+    assert issubclass(KVPolicyError, ValueError)

@@ -1,0 +1,284 @@
+"""The cache as its users handle it: loops, turns, failures, what is left behind."""
+
+from typing import Any
+
+import pytest
+import torch
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
+from torch import Tensor
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+
+from tests.integrations.conversation import left_padded
+from tests.reference import PAD_TOKEN_ID, random_tokens, tiny_model
+
+FASTKV = FastKV(tsp_rate=0.5, retention_rate=0.3)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama", seed=1)
+
+
+def prompt(length: int, seed: int = 0) -> Tensor:
+    return torch.tensor([random_tokens(seed, length)])
+
+
+def tokens_of(model: PreTrainedModel, ids: Tensor, cache: Any, **kwargs: Any) -> list[list[int]]:
+    output = model.generate(ids, past_key_values=cache, max_new_tokens=7, do_sample=False, **kwargs)
+    return output[:, ids.shape[1] :].tolist()
+
+
+def trace_of(model: PreTrainedModel) -> list[Any]:
+    """Everything of a model that attaching could leave a mark on."""
+    return [
+        (
+            name,
+            dict(module._forward_hooks),
+            dict(module._forward_pre_hooks),
+            sorted(module.__dict__),
+            getattr(module, "config", None) is model.config,
+        )
+        for name, module in model.named_modules()
+    ]
+
+
+@torch.no_grad()
+def decode_by_hand(
+    model: PreTrainedModel, cache: PolicyCache, ids: Tensor, steps: int, **inputs: Any
+) -> list[int]:
+    logits = model(ids, past_key_values=cache, **inputs).logits[:, -1]
+    tokens = [int(logits.argmax())]
+    for _ in range(steps):
+        token = torch.tensor([[tokens[-1]]])
+        tokens.append(int(model(token, past_key_values=cache).logits[:, -1].argmax()))
+    return tokens
+
+
+def test_a_loop_by_hand_gives_what_generate_gives_over_two_turns(model: PreTrainedModel) -> None:
+    automatic, manual = PolicyCache(FASTKV), PolicyCache(FASTKV)
+    ids = prompt(60)
+    first = tokens_of(model, ids, automatic)[0]
+    with manual.attached(model):
+        assert decode_by_hand(model, manual, ids, steps=6) == first
+    added = torch.cat([torch.tensor([[first[-1]]]), prompt(40, seed=2)], dim=1)
+    whole = torch.cat([ids, torch.tensor([first]), prompt(40, seed=2)], dim=1)
+    second = tokens_of(model, whole, automatic)[0]
+    with manual.attached(model):
+        manual.start_turn()
+        assert decode_by_hand(model, manual, added, steps=6) == second
+    for one, other in zip(automatic.layers, manual.layers, strict=True):
+        assert torch.equal(one.positions, other.positions)
+
+
+def test_without_start_turn_a_long_forward_only_appends(model: PreTrainedModel) -> None:
+    cache = PolicyCache(FASTKV)
+    with torch.no_grad(), cache.attached(model):
+        model(prompt(60), past_key_values=cache)
+        logits = model(prompt(5, seed=3), past_key_values=cache).logits
+        one_by_one = PolicyCache(FASTKV)
+    assert logits.shape[1] == 5
+    assert [layer.kept_len for layer in cache.layers] == [23] * 4
+    with torch.no_grad(), one_by_one.attached(model):
+        model(prompt(60), past_key_values=one_by_one)
+        steps = [
+            model(token[None, None], past_key_values=one_by_one).logits
+            for token in prompt(5, seed=3)[0]
+        ]
+    torch.testing.assert_close(torch.cat(steps, dim=1), logits, atol=1e-4, rtol=0)
+
+
+def test_new_tokens_alone_continue_a_conversation(model: PreTrainedModel) -> None:
+    whole, partial = PolicyCache(FASTKV), PolicyCache(FASTKV)
+    ids = prompt(60)
+    first = torch.tensor(tokens_of(model, ids, whole))
+    tokens_of(model, ids, partial)
+    added = torch.cat([first[:, -1:], prompt(20, seed=2)], dim=1)
+    conversation = torch.cat([ids, first[:, :-1], added], dim=1)
+    mask = torch.ones_like(conversation)
+    expected = tokens_of(model, conversation, whole)
+    assert tokens_of(model, added, partial, attention_mask=mask) == expected
+    assert whole.get_seq_length() == partial.get_seq_length() == conversation.shape[1] + 6
+
+
+def test_inputs_embeds_give_what_input_ids_give(model: PreTrainedModel) -> None:
+    embeds = model.get_input_embeddings()(prompt(60))
+    cache, expected = PolicyCache(FASTKV), PolicyCache(FASTKV)
+    output = model.generate(
+        inputs_embeds=embeds, past_key_values=cache, max_new_tokens=7, do_sample=False
+    )
+    assert output.tolist() == tokens_of(model, prompt(60), expected)
+    assert cache.propagated[1].tolist() == expected.propagated[1].tolist()
+
+
+def test_a_row_that_ended_early_goes_on_as_if_alone(model: PreTrainedModel) -> None:
+    """In the second turn the mask declares the end-of-text padding of a row to be padding."""
+    rows = [random_tokens(0, 50), random_tokens(1, 33)]
+    ids, mask = left_padded(rows)
+    batch = PolicyCache(FASTKV)
+    model.generate(ids, attention_mask=mask, past_key_values=batch, max_new_tokens=9)
+    # Row 1 is taken to have ended after 3 of its 9 tokens; only 8 were fed.
+    said = [batch_row[-9:] for batch_row in _sequences(model, ids, mask)]
+    said[1] = [*said[1][:3], *[PAD_TOKEN_ID] * 6]
+    added, added_mask = left_padded([random_tokens(7, 12), random_tokens(8, 15)])
+    said_mask = torch.tensor([[1] * 9, [1] * 3 + [0] * 6])
+    whole = torch.cat([ids, torch.tensor(said), added], dim=1)
+    whole_mask = torch.cat([mask, said_mask, added_mask], dim=1)
+    got = tokens_of(model, whole, batch, attention_mask=whole_mask)
+
+    alone = PolicyCache(FASTKV)
+    model.generate(torch.tensor([rows[1]]), past_key_values=alone, max_new_tokens=4)
+    conversation = torch.tensor([[*rows[1], *said[1][:3], *random_tokens(8, 15)]])
+    with alone.attached(model):
+        alone.crop(-1)  # the batch row said three tokens and was fed three
+        assert alone.get_seq_length() == 33 + 2
+    expected = tokens_of(model, conversation, alone)
+    assert got[1] == expected[0]
+    for here, there in zip(batch.layers, alone.layers, strict=True):
+        assert [p for p in here.positions[1, 0].tolist() if p >= 0] == (
+            there.positions[0, 0].tolist()
+        )
+
+
+def _sequences(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> list[list[int]]:
+    cache = PolicyCache(FASTKV)
+    return model.generate(
+        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=9
+    ).tolist()
+
+
+def test_a_prompt_shorter_than_its_budget_loses_nothing(model: PreTrainedModel) -> None:
+    for policy in (SnapKV(), FASTKV, StreamingLLM(), StreamingLLM(num_sinks=0)):
+        cache = PolicyCache(policy)
+        expected = tokens_of(model, prompt(5), DynamicCache())
+        if isinstance(policy, StreamingLLM):
+            tokens_of(model, prompt(5), cache)
+            assert cache.layers[0].positions[0, 0, 0] == (0 if policy.selector.num_sinks else 4)
+        else:
+            assert tokens_of(model, prompt(5), cache) == expected
+            assert cache.propagated == {}
+
+
+def test_the_model_is_left_as_it_was(model: PreTrainedModel) -> None:
+    before = trace_of(model)
+    expected = tokens_of(model, prompt(60), DynamicCache())
+    cache = PolicyCache(FASTKV)
+    tokens_of(model, prompt(60), cache)
+    with cache.attached(model):
+        assert trace_of(model) != before
+    assert trace_of(model) == before
+    assert tokens_of(model, prompt(60), DynamicCache()) == expected
+
+
+def test_generate_passes_other_caches_through(model: PreTrainedModel) -> None:
+    PolicyCache(FullContext())
+    PolicyCache(FullContext())
+    wrapped = GenerationMixin.generate
+    assert not hasattr(wrapped._kvpolicy_wraps, "_kvpolicy_wraps")
+    assert wrapped.__doc__ == wrapped._kvpolicy_wraps.__doc__
+    output = model.generate(prompt(20), max_new_tokens=3, return_dict_in_generate=True)
+    assert isinstance(output.past_key_values, DynamicCache)
+
+
+def test_an_attached_cache_leaves_other_calls_alone(model: PreTrainedModel) -> None:
+    expected = model(prompt(30)).logits
+    cache = PolicyCache(FASTKV)
+    with cache.attached(model):
+        assert torch.equal(model(prompt(30)).logits, expected)
+        assert torch.equal(model(prompt(30), past_key_values=DynamicCache()).logits, expected)
+    assert cache.get_seq_length() == 0
+
+
+def test_caches_of_different_policies_alternate_on_one_model(model: PreTrainedModel) -> None:
+    policies = (FASTKV, SnapKV(0.2), FullContext())
+    expected = []
+    for policy in policies:
+        cache = PolicyCache(policy)
+        with cache.attached(model):
+            expected.append(decode_by_hand(model, cache, prompt(60), steps=4))
+    caches = [PolicyCache(policy) for policy in policies]
+    got: list[list[int]] = [[] for _ in caches]
+    with caches[0].attached(model), caches[1].attached(model), caches[2].attached(model):
+        for step in range(5):
+            for tokens, cache in zip(got, caches, strict=True):
+                ids = prompt(60) if step == 0 else torch.tensor([[tokens[-1]]])
+                logits = model(ids, past_key_values=cache).logits
+                tokens.append(int(logits[:, -1].argmax()))
+    assert got == expected
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("turn", [1, 2])
+def test_a_failure_in_mid_prefill_takes_nothing_with_it(
+    model: PreTrainedModel, layer: int, turn: int
+) -> None:
+    before = trace_of(model)
+    cache, other = PolicyCache(FASTKV), PolicyCache(FASTKV)
+    ids = prompt(60)
+    for done in range(turn - 1):
+        said = tokens_of(model, ids, cache)
+        tokens_of(model, ids, other)
+        ids = torch.cat([ids, torch.tensor(said), prompt(30, seed=4 + done)], dim=1)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    handle = model.model.layers[layer].mlp.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        tokens_of(model, ids, cache)
+    handle.remove()
+    assert trace_of(model) == before
+    assert cache.get_seq_length() == other.get_seq_length()
+    assert tokens_of(model, ids, cache) == tokens_of(model, ids, other)
+    for one, two in zip(cache.layers, other.layers, strict=True):
+        assert torch.equal(one.positions, two.positions)
+
+
+def test_crop_takes_back_what_was_appended(model: PreTrainedModel) -> None:
+    cache = PolicyCache(FASTKV)
+    with torch.no_grad(), cache.attached(model):
+        model(prompt(60), past_key_values=cache)
+        before = [layer.positions for layer in cache.layers]
+        logits = model(prompt(3, seed=5), past_key_values=cache).logits
+        cache.crop(-3)
+        assert cache.get_seq_length() == 60
+        for layer, positions in zip(cache.layers, before, strict=True):
+            assert torch.equal(layer.positions, positions)
+        again = model(prompt(3, seed=5), past_key_values=cache).logits
+        assert torch.equal(again, logits)
+        with pytest.raises(ValueError, match="only 3 tokens were appended"):
+            cache.crop(-4)
+        with pytest.raises(ValueError, match="must be 0 or negative, got 2"):
+            cache.crop(2)
+
+
+def test_reset_starts_over(model: PreTrainedModel) -> None:
+    cache = PolicyCache(FASTKV)
+    first = tokens_of(model, prompt(60), cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert cache.batch_size == -1
+    ids, mask = left_padded([random_tokens(0, 60), random_tokens(1, 20)])
+    assert tokens_of(model, ids, cache, attention_mask=mask)[0] == first[0]
+
+
+def test_report_counts_tokens_and_bytes(model: PreTrainedModel) -> None:
+    ids, mask = left_padded([random_tokens(0, 50), random_tokens(1, 30)])
+    cache = PolicyCache(SnapKV(0.2))
+    assert cache.report().total.share == 0
+    with torch.no_grad(), cache.attached(model):
+        model(ids, attention_mask=mask, past_key_values=cache)
+    report = cache.report()
+    assert len(report.layers) == 4
+    for layer in (*report.layers, report.total):
+        assert layer.seen == 80
+        assert layer.kept == 10 + 8
+    slot = 2 * 8 * 4  # keys and values of 8 floats
+    assert report.layers[0].held_bytes == 2 * 2 * 10 * slot  # the shorter row's slots too
+    assert report.layers[0].full_bytes == 2 * 2 * 50 * slot
+    assert report.total.full_bytes == 4 * report.layers[0].full_bytes
+    assert report.total.share == 0.2
+    table = str(report).splitlines()
+    assert len(table) == 6
+    assert max(map(len, table)) <= 80
+    assert table[-1].split() == ["total", "80", "18.0", "10,240", "51,200", "20.0%"]

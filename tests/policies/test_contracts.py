@@ -1,0 +1,61 @@
+"""The contract of every registered part, as a third party would run it."""
+
+from typing import Any
+
+import pytest
+from kvpolicy.policies import (
+    GQAGroupSelector,
+    SinkAndRecentSelector,
+    TokenSelectivePropagation,
+    WindowMaxPoolScorer,
+)
+
+import kvpolicy
+from kvpolicy.testing import check_propagation, check_scorer, check_selector
+
+CHECKS: dict[str, Any] = {
+    "scorer": check_scorer,
+    "selector": check_selector,
+    "propagation": check_propagation,
+}
+REGISTERED = [
+    (kind, name, factory) for kind in CHECKS for name, factory in kvpolicy.registered(kind).items()
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "factory"),
+    [(kind, factory) for kind, _, factory in REGISTERED],
+    ids=[name for _, name, _ in REGISTERED],
+)
+def test_registered_parts(kind: str, factory: Any) -> None:
+    CHECKS[kind](factory())
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("scorer", WindowMaxPoolScorer(1, 1)),
+        ("scorer", WindowMaxPoolScorer(3, 5)),
+        ("selector", GQAGroupSelector(0.3, window_size=2)),
+        ("selector", GQAGroupSelector(1.0, window_size=0)),
+        ("selector", GQAGroupSelector(retention_tokens=9, window_size=3)),
+        ("selector", SinkAndRecentSelector(0.4, num_sinks=0)),
+        ("selector", SinkAndRecentSelector(retention_tokens=11, num_sinks=5)),
+        ("propagation", TokenSelectivePropagation(tsp_rate=0.3, window_size=2)),
+        ("propagation", TokenSelectivePropagation(0, tsp_tokens=7, window_size=0)),
+    ],
+    ids=str,
+)
+def test_other_parameters(kind: str, part: Any) -> None:
+    CHECKS[kind](part)
+
+
+@pytest.mark.parametrize("name", list(kvpolicy.registered()))
+def test_everything_registered_names_itself(name: str) -> None:
+    factory: Any = kvpolicy.registered()[name]
+    built = factory()
+    assert factory.__doc__
+    assert repr(built).startswith(factory.__name__)
+    assert built == factory()
+    assert hash(built) == hash(factory())
