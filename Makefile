@@ -1,0 +1,59 @@
+# Two commands on a fresh machine: `make compare` and `make test`. Both build .venv first.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OLDEST := .venv-oldest
+OLDEST_TRANSFORMERS := 5.17.0
+ARGS ?=
+
+.PHONY: compare test lint typecheck check thorough oldest bench-prefill format clean
+
+compare: $(VENV)/installed
+	$(BIN)/kvpolicy compare --out results/compare $(ARGS)
+
+test: lint typecheck check oldest
+
+# torch first and by its exact version: a looser request would fetch a build for GPUs.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[cli,plot,test]' ruff mypy
+	touch $@
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# The folders are mapped into the package on installation, which type checkers do not follow.
+typecheck: $(VENV)/installed
+	rm -rf build
+	$(BIN)/pip install --quiet --no-deps --target build/typecheck .
+	MYPYPATH=build/typecheck $(BIN)/mypy -p kvpolicy
+
+check: $(VENV)/installed
+	$(BIN)/pytest
+
+thorough: $(VENV)/installed
+	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest
+
+$(OLDEST)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST)
+	grep -v '^transformers==' constraints.txt > $(OLDEST)/constraints.txt
+	echo 'transformers==$(OLDEST_TRANSFORMERS)' >> $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/pip install --quiet -c $(OLDEST)/constraints.txt torch
+	$(OLDEST)/bin/pip install --quiet -c $(OLDEST)/constraints.txt -e '.[cli,plot,test]'
+	touch $@
+
+oldest: $(OLDEST)/installed
+	$(OLDEST)/bin/pytest tests/integrations
+
+bench-prefill: $(VENV)/installed
+	$(BIN)/python benchmarks/prefill.py
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build results
