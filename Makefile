@@ -29,7 +29,7 @@ lint: $(VENV)/installed
 typecheck: $(VENV)/installed
 	rm -rf build
 	$(BIN)/pip install --quiet --no-deps --target build/typecheck .
-	MYPYPATH=build/typecheck $(BIN)/mypy -p kvpolicy
+	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p kvpolicy
 
 check: $(VENV)/installed
 	$(BIN)/pytest
@@ -39,10 +39,10 @@ thorough: $(VENV)/installed
 
 $(OLDEST)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST)
-	grep -v '^transformers==' constraints.txt > $(OLDEST)/constraints.txt
-	echo 'transformers==$(OLDEST_TRANSFORMERS)' >> $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/pip install --quiet -c $(OLDEST)/constraints.txt torch
-	$(OLDEST)/bin/pip install --quiet -c $(OLDEST)/constraints.txt -e '.[cli,plot,test]'
+	grep -vE '^(transformers|huggingface_hub|tokenizers|hf-xet)==' constraints.txt > $@.txt
+	echo 'transformers==$(OLDEST_TRANSFORMERS)' >> $@.txt
+	$(OLDEST)/bin/pip install --quiet -c $@.txt torch
+	$(OLDEST)/bin/pip install --quiet -c $@.txt -e '.[cli,plot,test]'
 	touch $@
 
 oldest: $(OLDEST)/installed

@@ -72,6 +72,13 @@ class Budget:
         assert wanted is not None
         return min(available, max(wanted, protected, 1))
 
+    @property
+    def amount(self) -> float:
+        """The rate, or else the number of tokens."""
+        amount = self.tokens if self.rate is None else self.rate
+        assert amount is not None
+        return amount
+
     def exceeds(self, other: Budget) -> bool:
         """Whether this budget is larger than ``other`` for every context.
 

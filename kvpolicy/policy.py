@@ -66,10 +66,11 @@ class CachePolicy:
                 )
         kept, passed = self.selector.budget, self.propagation.budget
         if kept is not None and passed is not None and kept.exceeds(passed):
+            unit = "tokens" if kept.rate is None else "rate"
             raise ValueError(
-                f"{kept.name}_rate must not exceed {passed.name}_rate (nor {kept.name}_tokens "
-                f"{passed.name}_tokens): layers after the drop cannot keep more tokens than reach "
-                f"them, got {kept} and {passed}"
+                f"{kept.name}_{unit} must not exceed {passed.name}_{unit}, since layers after the "
+                f"drop cannot keep more tokens than reach them, got {kept.name}_{unit}="
+                f"{kept.amount} and {passed.name}_{unit}={passed.amount}"
             )
 
     @property

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from kvpolicy.budgets import DefaultRate
 from kvpolicy.policies.propagation import PassAllPropagation, TokenSelectivePropagation
 from kvpolicy.policies.scorers import WindowMaxPoolScorer
 from kvpolicy.policies.selectors import GQAGroupSelector, KeepAllSelector, SinkAndRecentSelector
-
-from kvpolicy.budgets import DefaultRate
 from kvpolicy.policy import CachePolicy
 
 

@@ -6,12 +6,12 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvpolicy.integrations.transformers.masks import IMPLEMENTATIONS
-from kvpolicy.integrations.transformers.routing import route, unroute
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.masks import IMPLEMENTATIONS
+from kvpolicy.integrations.transformers.routing import route, unroute
 
 if TYPE_CHECKING:
     from kvpolicy.integrations.transformers.cache import PolicyCache

@@ -6,14 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvpolicy.integrations.transformers import routing
-from kvpolicy.integrations.transformers.attachment import Attachment, ModelParts
-from kvpolicy.integrations.transformers.forward import Forward
-from kvpolicy.integrations.transformers.generation import wrap_generate
-from kvpolicy.integrations.transformers.inputs import read_inputs
-from kvpolicy.integrations.transformers.layer import PolicyLayer, State
-from kvpolicy.integrations.transformers.report import CacheReport
-from kvpolicy.integrations.transformers.tokens import SeenTokens
 from torch import Tensor, nn
 from transformers import Cache
 
@@ -22,6 +14,14 @@ from kvpolicy.errors import (
     UnsupportedGenerationError,
     UnsupportedModelError,
 )
+from kvpolicy.integrations.transformers import routing
+from kvpolicy.integrations.transformers.attachment import Attachment, ModelParts
+from kvpolicy.integrations.transformers.forward import Forward
+from kvpolicy.integrations.transformers.generation import wrap_generate
+from kvpolicy.integrations.transformers.inputs import read_inputs
+from kvpolicy.integrations.transformers.layer import PolicyLayer, State
+from kvpolicy.integrations.transformers.report import CacheReport
+from kvpolicy.integrations.transformers.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
 
@@ -76,7 +76,6 @@ class PolicyCache(Cache):  # type: ignore[misc]
         self._forward: Forward | None = None
         self._before: list[State] = []
         self._starts_turn = False
-        wrap_generate()
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[PolicyCache]:
@@ -267,3 +266,8 @@ def _rows_unsupported(operation: str) -> UnsupportedGenerationError:
     return UnsupportedGenerationError(
         f"{operation} is not supported by PolicyCache yet; generate greedily or by sampling"
     )
+
+
+# On import, not when the first cache is built: Python looks `generate` up before it builds the
+# cache in `model.generate(past_key_values=PolicyCache(...))`.
+wrap_generate()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers.inputs import Incoming
 from kvpolicy.integrations.transformers.layer import PolicyLayer
 from kvpolicy.integrations.transformers.masks import causal_mask, position_mask
 from kvpolicy.integrations.transformers.tokens import SeenTokens
-from torch import Tensor
-
-from kvpolicy.context import LayerContext
 from kvpolicy.policy import CachePolicy
 from kvpolicy.selection import gather_positions, gather_slots
 
@@ -75,10 +75,10 @@ class Forward:
 
     def _combine(self, layer: PolicyLayer) -> None:
         self._order = self._combined = None
-        heads = 1 if layer.keys is None else layer.keys.shape[1]
-        new = self.new_positions[:, None].expand(-1, heads, -1)
         if not (self.tokens.padded or layer.padded):
             return
+        heads = 1 if layer.keys is None else layer.keys.shape[1]
+        new = self.new_positions[:, None].expand(-1, heads, -1)
         held = layer.positions
         if held is not None and self._moved is not None:
             index = held.clamp(min=0).flatten(1)

@@ -6,8 +6,9 @@ from typing import Any
 
 import attrs
 import torch
-from kvpolicy.integrations.transformers.tokens import SeenTokens
 from torch import Tensor
+
+from kvpolicy.integrations.transformers.tokens import SeenTokens
 
 
 @attrs.frozen(eq=False)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from kvpolicy.integrations.transformers.tokens import SeenTokens
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvpolicy.errors import NotAttachedError
+from kvpolicy.integrations.transformers.tokens import SeenTokens
 from kvpolicy.selection import gather_positions, gather_slots
 
 State = tuple[Tensor | None, Tensor | None, Tensor | None, bool, bool, SeenTokens | None]

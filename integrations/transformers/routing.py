@@ -14,11 +14,11 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from kvpolicy.integrations.transformers.forward import Forward
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.forward import Forward
 
 ROUTED = "kvpolicy_routed"
 

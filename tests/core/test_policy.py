@@ -3,6 +3,11 @@
 from typing import Any
 
 import pytest
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import CachePolicy, LayerContext, Scorer
+from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.policies import (
     FastKV,
     GQAGroupSelector,
@@ -11,11 +16,6 @@ from kvpolicy.policies import (
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
 )
-from torch import Tensor
-
-import kvpolicy
-from kvpolicy import CachePolicy, LayerContext, Scorer
-from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.registry import GROUP, kind_of
 
 

@@ -3,15 +3,15 @@
 import attrs
 import pytest
 import torch
+from torch import Tensor
+
+from kvpolicy import LayerContext
 from kvpolicy.policies import (
     GQAGroupSelector,
     SinkAndRecentSelector,
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
 )
-from torch import Tensor
-
-from kvpolicy import LayerContext
 from kvpolicy.selection import row_budgets, select_top
 from kvpolicy.testing import check_propagation, check_scorer, check_selector
 

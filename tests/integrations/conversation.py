@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
 from kvpolicy.policy import CachePolicy
 from tests import reference
 from tests.reference import PAD_TOKEN_ID, Method, ReferenceState, TurnResult, random_tokens

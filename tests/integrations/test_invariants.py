@@ -6,6 +6,10 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvpolicy import CachePolicy, KVSelector, LayerContext, PropagationPolicy
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import (
     FastKV,
@@ -16,10 +20,6 @@ from kvpolicy.policies import (
     StreamingLLM,
     WindowMaxPoolScorer,
 )
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
-
-from kvpolicy import CachePolicy, KVSelector, LayerContext, PropagationPolicy
 from kvpolicy.selection import select_top
 from tests.integrations.conversation import left_padded
 from tests.reference import (

@@ -1,14 +1,16 @@
 """The cache as its users handle it: loops, turns, failures, what is left behind."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
-from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
 from tests.integrations.conversation import left_padded
 from tests.reference import PAD_TOKEN_ID, random_tokens, tiny_model
 
@@ -178,6 +180,39 @@ def test_generate_passes_other_caches_through(model: PreTrainedModel) -> None:
     assert wrapped.__doc__ == wrapped._kvpolicy_wraps.__doc__
     output = model.generate(prompt(20), max_new_tokens=3, return_dict_in_generate=True)
     assert isinstance(output.past_key_values, DynamicCache)
+
+
+IN_A_FRESH_PROCESS = """
+import sys
+import torch
+import kvpolicy, kvpolicy.policies
+assert not any(name.startswith("transformers") for name in sys.modules), "imports transformers"
+from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM
+stock = GenerationMixin.generate
+import kvpolicy.evaluation
+assert GenerationMixin.generate is stock, "changes generate before PolicyCache is imported"
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import FastKV
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1, eos_token_id=None,
+))
+output = model.generate(
+    torch.arange(50)[None],
+    past_key_values=PolicyCache(FastKV()),
+    max_new_tokens=3,
+    return_dict_in_generate=True,
+)
+assert output.past_key_values.propagated[0].shape == (1, 10)
+"""
+
+
+def test_the_first_cache_of_a_process_may_be_built_inside_the_call() -> None:
+    """Python looks `generate` up before it builds the cache that is passed to it."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_FRESH_PROCESS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_attached_cache_leaves_other_calls_alone(model: PreTrainedModel) -> None:

@@ -3,14 +3,14 @@
 from typing import Any
 
 import pytest
+
+import kvpolicy
 from kvpolicy.policies import (
     GQAGroupSelector,
     SinkAndRecentSelector,
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
 )
-
-import kvpolicy
 from kvpolicy.testing import check_propagation, check_scorer, check_selector
 
 CHECKS: dict[str, Any] = {

@@ -5,6 +5,8 @@ from typing import Any
 import attrs
 import pytest
 import torch
+
+from kvpolicy import CachePolicy, LayerContext
 from kvpolicy.policies import (
     FastKV,
     FullContext,
@@ -15,8 +17,6 @@ from kvpolicy.policies import (
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
 )
-
-from kvpolicy import CachePolicy, LayerContext
 
 
 def layer(weights: list[list[float]], *, layer_idx: int = 0, num_layers: int = 2) -> LayerContext:
@@ -147,9 +147,13 @@ def test_compute_rate_of_a_number_of_tokens_needs_the_context() -> None:
         (
             lambda: FastKV(retention_rate=0.3),
             ValueError,
-            "retention_rate must not exceed tsp_rate",
+            "retention_rate must not exceed tsp_rate, .* retention_rate=0.3 and tsp_rate=0.2",
         ),
-        (lambda: FastKV(tsp_tokens=5, retention_tokens=6), ValueError, "must not exceed"),
+        (
+            lambda: FastKV(tsp_tokens=5, retention_tokens=6),
+            ValueError,
+            "retention_tokens must not exceed tsp_tokens, .* got retention_tokens=6 and",
+        ),
         (lambda: SnapKV(kernel_size=6), ValueError, "kernel_size must be odd, .* got 6; use 5 or"),
         (lambda: FastKV(kernel_size=0), ValueError, "kernel_size must be at least 1, got 0"),
         (lambda: SnapKV(window_size=0), ValueError, "window_size must be at least 1, got 0"),

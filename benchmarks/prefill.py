@@ -1,0 +1,128 @@
+"""Prefill against the full context, beside what the operation count allows.
+
+A Llama of random weights (16 layers, hidden size 512) on the CPU reads prompts of 4,096 and 8,192
+tokens; every policy takes its turn in every round, so that a machine that slows down slows down
+all of them. Writes ``results/prefill.json`` beside this file and prints a table.
+
+    python benchmarks/prefill.py [--rounds 7] [--threads 2] [--out DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvpolicy import CachePolicy
+from kvpolicy.evaluation import Latencies, measure_latency
+from kvpolicy.evaluation.results import environment, write_all
+from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
+
+LENGTHS = (4096, 8192)
+POLICIES: dict[str, CachePolicy] = {
+    "full_context": FullContext(),
+    "streaming_llm": StreamingLLM(0.1),
+    "snapkv": SnapKV(0.1),
+    "fastkv": FastKV(tsp_rate=0.2, retention_rate=0.1),
+}
+
+
+def random_model() -> LlamaForCausalLM:
+    """The model all runs share; its weights are the same every time."""
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=16,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=max(LENGTHS) * 2,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+def allowed_speedup(config: LlamaConfig, policy: CachePolicy, context_len: int) -> float:
+    """Operations of a full prefill over those of the policy's, scoring not counted.
+
+    A layer over ``n`` tokens multiplies them with its matrices, ``2 * n * parameters``, and in
+    causal attention with each other, ``2 * n ** 2 * query_heads * head_dim`` (half of two full
+    products of two operations each).
+    """
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head_dim = hidden // heads
+    projections = hidden * head_dim * (2 * heads + 2 * config.num_key_value_heads)
+    parameters = projections + 3 * hidden * config.intermediate_size
+
+    def layer(tokens: float) -> float:
+        return 2 * tokens * parameters + 2 * tokens**2 * heads * head_dim
+
+    rates = policy.propagation.layer_rates(config.num_hidden_layers, context_len)
+    return len(rates) * layer(context_len) / sum(layer(context_len * rate) for rate in rates)
+
+
+def row_of(name: str, length: int, measured: Latencies, model: LlamaForCausalLM) -> dict[str, Any]:
+    """The figures of one policy at one length."""
+    timing, baseline = measured.timings[name], measured.baseline
+    ratios = timing.prefill.speedups(baseline.prefill)
+    return {
+        "policy": name,
+        "context": length,
+        "prefill_ms": timing.prefill.wall_ms,
+        "prefill_cpu_ms": timing.prefill.cpu_ms,
+        "full_prefill_ms": baseline.prefill.wall_ms,
+        "speedup": timing.prefill.speedup(baseline.prefill),
+        "speedup_lowest": min(ratios),
+        "speedup_highest": max(ratios),
+        "allowed": allowed_speedup(model.config, POLICIES[name], length),
+        "decode_ms": timing.decode.wall_ms,
+        "decode_speedup": timing.decode.speedup(baseline.decode),
+    }
+
+
+def show(row: dict[str, Any]) -> str:
+    """One line of the table."""
+    return (
+        f"{row['policy']:<15}{row['context']:>7}"
+        f"{sorted(row['prefill_ms'])[len(row['prefill_ms']) // 2]:>12.0f}"
+        f"{row['speedup']:>9.2f} ({row['speedup_lowest']:.2f}-{row['speedup_highest']:.2f})"
+        f"{row['allowed']:>9.2f}{row['decode_speedup']:>10.2f}"
+    )
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model = random_model()
+    print(f"{'policy':<15}{'tokens':>7}{'prefill ms':>12}{'speed-up (range)':>21}", end="")
+    print(f"{'allowed':>9}{'decode x':>10}")
+    rows = []
+    for length in LENGTHS:
+        prompt = torch.randint(model.config.vocab_size, (length,)).tolist()
+        measured = measure_latency(model, prompt, POLICIES, rounds=options.rounds, new_tokens=16)
+        for name in POLICIES:
+            rows.append(row_of(name, length, measured, model))
+            print(show(rows[-1]))
+            sys.stdout.flush()
+    record = {
+        "settings": {"rounds": options.rounds, "batch": 1, "model": model.config.to_dict()},
+        **environment(model.device),
+        "rows": rows,
+    }
+    text = json.dumps(record, indent=1, default=str)
+    write_all(options.out, {"prefill.json": text.encode()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The `kvpolicy` command as a typer application: a new command is a line in `COMMANDS`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+import kvpolicy
+from kvpolicy.evaluation.command_compare import compare
+from kvpolicy.evaluation.command_generate import generate
+from kvpolicy.evaluation.command_policies import policies
+
+COMMANDS: tuple[Callable[..., None], ...] = (compare, generate, policies)
+
+app = typer.Typer(
+    name="kvpolicy",
+    help="Decide which tokens a language model keeps while it reads a long prompt.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+for command in COMMANDS:
+    app.command()(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvpolicy {kvpolicy.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Decide which tokens a language model keeps while it reads a long prompt."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the application; a wrong command line becomes one line on stderr and status 2."""
+    try:
+        # Without a command the help is what one wants, and no error.
+        status = app(
+            args=list(arguments) or ["--help"], prog_name="kvpolicy", standalone_mode=False
+        )
+    except typer.Exit as stop:
+        return stop.exit_code
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    except Exception as error:
+        # click's usage errors; where their class lives depends on the version of typer.
+        describe = getattr(error, "format_message", None)
+        if describe is None:
+            raise
+        print(f"error: {' '.join(describe().split())} (see --help)", file=sys.stderr)
+        return 2
+    return status if isinstance(status, int) else 0

@@ -1,0 +1,39 @@
+"""The entry point of the `kvpolicy` command: says what is missing or wrong in one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from kvpolicy.evaluation.extras import MissingExtraError, require
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: What follows the command's name; None for the process's own.
+
+    Returns:
+        The exit status: 0, 1 where the work cannot be done, 2 where the command line is wrong, 130
+        where the user stopped it. Other than 0 comes with a line ``error: ...`` on stderr.
+    """
+    try:
+        require("typer", extra="cli")
+        require("rich", extra="cli")
+        from kvpolicy.evaluation.app import run
+
+        return run(sys.argv[1:] if arguments is None else list(arguments))
+    except BrokenPipeError:  # the reader of stdout has left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 1
+    except (MissingExtraError, ValueError, OSError, torch.OutOfMemoryError) as error:
+        # A command's work raises these for what its user can put right; the rest are bugs.
+        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: stopped", file=sys.stderr)
+        return 130

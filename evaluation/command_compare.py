@@ -1,0 +1,127 @@
+"""`kvpolicy compare`: policies side by side on prompts with known answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvpolicy.evaluation.models import NEEDLE
+from kvpolicy.evaluation.prompts import MIN_NEEDLE_CONTEXT
+from kvpolicy.evaluation.results import cpu_count
+from kvpolicy.evaluation.study import Settings, Study, check, run, write
+from kvpolicy.evaluation.tables import (
+    comparison_legend,
+    comparison_table,
+    sweep_legend,
+    sweep_table,
+)
+from kvpolicy.evaluation.terminal import DeviceOption, DtypeOption, load_shown, progress_bar
+
+
+def compare(
+    model: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="A folder, a Hub name, or needle for the bundled model."),
+    ] = NEEDLE,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='Lines of {"prompt": "...", "answer": "..."}; default: needle task.',
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("--policy", "-p", metavar="NAME", help="A policy, repeatable; default: all."),
+    ] = None,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--rate",
+            "-r",
+            metavar="RATE",
+            help="A KV retention rate, repeatable; default: 0.1, 0.2.",
+        ),
+    ] = None,
+    context: Annotated[
+        int,
+        typer.Option(
+            min=MIN_NEEDLE_CONTEXT, metavar="N", help="Tokens of a needle prompt, at least 64."
+        ),
+    ] = 1024,
+    count: Annotated[
+        int, typer.Option(min=2, metavar="N", help="Needle prompts: half one-hop, half two-hop.")
+    ] = 200,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the needle prompts.")] = 0,
+    tsp_layer: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="N", help="Layer that FastKV drops after; default: see the output."
+        ),
+    ] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Also FastKV's accuracy by TSP layer, other prompts.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rounds of timing.")] = 9,
+    new_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens decoded in a round.")
+    ] = 32,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="CPU threads; default: all processors, at most 4."),
+    ] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "cpu",
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for compare.json and the pictures.")
+    ] = None,
+) -> None:
+    """Hold policies against full context: accuracy, memory and speed."""
+    settings = Settings(
+        model=model,
+        prompts=prompts,
+        policies=tuple(policy or ()),
+        rates=tuple(rate or (0.1, 0.2)),
+        context=context,
+        count=count,
+        seed=seed,
+        tsp_layer=tsp_layer,
+        sweep=sweep,
+        rounds=rounds,
+        new_tokens=new_tokens,
+        threads=threads or min(cpu_count(), 4),
+        dtype=dtype,
+        device=device,
+    )
+    chosen = check(settings, out)
+    loaded = load_shown(model, dtype, device)
+    with progress_bar() as progress:
+        study = run(settings, chosen, loaded, progress)
+    show(study)
+    if out is not None:
+        names = write(study, out)
+        Console(highlight=False, markup=False, soft_wrap=True).print(
+            f"\nwritten to {out}: {', '.join(names)}"
+        )
+
+
+def show(study: Study) -> None:
+    """Print a study: what it was measured with, the tables, their legends, the notes."""
+    console = Console(highlight=False, markup=False)
+    console.print(study.headline(), style="dim")
+    console.print()
+    console.print(comparison_table(study.comparison))
+    console.print()
+    for line in comparison_legend(study.comparison):
+        console.print(line, style="dim")
+    for note in study.notes:
+        console.print(note)
+    if study.sweep is not None:
+        console.print()
+        console.print(sweep_table(study.sweep))
+        console.print()
+        for line in sweep_legend(study.sweep):
+            console.print(line, style="dim")

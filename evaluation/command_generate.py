@@ -1,0 +1,88 @@
+"""`kvpolicy generate`: one completion under a policy."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvpolicy.evaluation.generation import encode_prompt, stream
+from kvpolicy.evaluation.models import default_tsp_layer
+from kvpolicy.evaluation.prompts import read_text
+from kvpolicy.evaluation.terminal import DeviceOption, DtypeOption, load_shown
+from kvpolicy.evaluation.variant import build_policy, takes
+
+
+def generate(
+    prompt_file: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", help="The prompt, UTF-8 text; line ends at its end are cut off."
+        ),
+    ],
+    model: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="A folder, a Hub name, or needle for the bundled model."),
+    ] = "needle",
+    policy: Annotated[
+        str, typer.Option("--policy", "-p", metavar="NAME", help="A name from `kvpolicy policies`.")
+    ] = "fastkv",
+    retention_rate: Annotated[
+        float | None,
+        typer.Option(metavar="RATE", help="Fraction of the context every layer keeps, in (0, 1]."),
+    ] = None,
+    tsp_rate: Annotated[
+        float | None,
+        typer.Option(metavar="RATE", help="Fraction of the context that goes on, in (0, 1]."),
+    ] = None,
+    tsp_layer: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Layer after which tokens are dropped, from 0; default: the policy's, or the one "
+            "chosen for the bundled model.",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens to generate at most.")
+    ] = 128,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample; greedy otherwise.")] = False,
+    temperature: Annotated[float, typer.Option(metavar="T", help="Of --sample, above 0.")] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of --sample.")] = 0,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--no-chat", help="Chat template; by default where there is one."),
+    ] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "cpu",
+) -> None:
+    """Stream a completion to stdout; then, on stderr, what the cache held."""
+    if tsp_layer is None and takes(policy, "tsp_layer"):
+        tsp_layer = default_tsp_layer(model)
+    chosen = build_policy(
+        policy, retention_rate=retention_rate, tsp_rate=tsp_rate, tsp_layer=tsp_layer
+    )
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
+    text = read_text(prompt_file, "prompt file").rstrip("\r\n")
+    loaded = load_shown(model, dtype, device)
+    chosen.check_model(loaded.model.config.num_hidden_layers)
+    input_ids = encode_prompt(loaded, text, chat=chat)
+    begin = time.perf_counter()
+    with Console(stderr=True).status(f"reading {input_ids.shape[1]:,} tokens") as reading:
+        cache = stream(
+            loaded,
+            input_ids,
+            chosen,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature if sample else None,
+            seed=seed,
+            on_text=reading.stop,
+        )
+    seconds = time.perf_counter() - begin
+    errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    errors.rule(f"{policy}, prompt of {input_ids.shape[1]:,} tokens, {seconds:.1f} s")
+    errors.print(str(cache.report()))

@@ -1,0 +1,49 @@
+"""`kvpolicy policies`: every method and part that is registered."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+
+from kvpolicy.evaluation.variant import parameters_of
+from kvpolicy.registry import kind_of, registered
+
+KINDS = ("policy", "scorer", "selector", "propagation")
+_INDENT = " " * 4
+_WIDTH = 80
+
+
+def policies() -> None:
+    """List every method and part: name, parameters with defaults, paper, summary."""
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    factories = registered()
+    for kind in KINDS:
+        console.print(f"{kind}", style="bold")
+        for name, factory in factories.items():
+            if kind_of(factory) == kind:
+                console.print(describe(name, factory))
+        console.print()
+
+
+def describe(name: str, factory: Callable[..., Any]) -> str:
+    """Name, paper, summary and parameters of a factory, in lines of at most 80 columns."""
+    paper = getattr(factory, "paper", "")
+    lines = [f"  {name}" + (f"  ({paper})" if paper else "")]
+    parameters = ", ".join(
+        key if default is inspect.Parameter.empty else f"{key}={default!r}"
+        for key, default in parameters_of(factory).items()
+    )
+    for text in (_summary(factory), parameters or "no parameters"):
+        lines += textwrap.wrap(
+            text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False
+        )
+    return "\n".join(lines)
+
+
+def _summary(factory: Callable[..., Any]) -> str:
+    """The first line of a docstring."""
+    return (inspect.getdoc(factory) or "not described").splitlines()[0]

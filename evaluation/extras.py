@@ -1,0 +1,32 @@
+"""Optional packages: which extra brings one that is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+
+
+class MissingExtraError(ImportError):
+    """A package of an optional extra is not installed; the message says how to get it."""
+
+
+def require(package: str, *, extra: str) -> None:
+    """Check that an optional package is installed.
+
+    Args:
+        package: Its import name.
+        extra: The extra of kvpolicy that brings it.
+
+    Raises:
+        MissingExtraError: It is not.
+
+    Example:
+        >>> require("torch", extra="none: torch always comes with kvpolicy")
+    """
+    try:
+        found = importlib.util.find_spec(package) is not None
+    except ValueError:  # a module that was put into sys.modules by hand has no spec
+        found = False
+    if not found:
+        raise MissingExtraError(
+            f"{package} is not installed; get it with: pip install 'kvpolicy[{extra}]'"
+        )

@@ -1,0 +1,101 @@
+"""One streamed completion under a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpolicy.evaluation.models import Loaded
+from kvpolicy.policy import CachePolicy
+
+if TYPE_CHECKING:
+    from kvpolicy.integrations.transformers import PolicyCache
+
+
+def encode_prompt(loaded: Loaded, text: str, *, chat: bool | None = None) -> torch.Tensor:
+    """Turn a prompt into tokens.
+
+    Args:
+        loaded: The model and its tokenizer.
+        text: The prompt.
+        chat: Whether it is a user's turn of a chat; None for yes if the tokenizer has a template.
+
+    Returns:
+        int64 ``[1, prompt_len]`` on the model's device.
+
+    Raises:
+        ValueError: A template is asked for and there is none, or no token comes of the text.
+    """
+    template = getattr(loaded.tokenizer, "chat_template", None)
+    if chat and not template:
+        raise ValueError(
+            f"--chat needs a chat template, but the tokenizer of {loaded.name} has none"
+        )
+    if template and chat is not False:
+        turns = [{"role": "user", "content": text}]
+        encoded = loaded.tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_dict=True
+        )
+    else:
+        encoded = loaded.tokenizer(text)
+    ids = encoded["input_ids"]
+    if not ids:
+        raise ValueError("prompt must have at least one token, got none")
+    return torch.tensor([ids], device=loaded.model.device)
+
+
+def stream(
+    loaded: Loaded,
+    input_ids: torch.Tensor,
+    policy: CachePolicy,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float | None = None,
+    seed: int = 0,
+    on_text: Callable[[], None] = lambda: None,
+) -> PolicyCache:
+    """Write a completion to stdout as it comes.
+
+    Args:
+        loaded: The model and its tokenizer.
+        input_ids: ``[1, prompt_len]``.
+        policy: Which tokens to keep.
+        max_new_tokens: At most so many tokens.
+        temperature: Of sampling, above 0; None for greedy.
+        seed: Of sampling.
+        on_text: Called before each piece of text is written.
+
+    Returns:
+        The cache, as it is after the last token.
+    """
+    from transformers import TextStreamer
+
+    from kvpolicy.integrations.transformers import PolicyCache
+
+    class Streamer(TextStreamer):  # type: ignore[misc]
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            on_text()
+            super().on_finalized_text(text, stream_end)
+
+    cache = PolicyCache(policy)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature is not None:
+        torch.manual_seed(seed)
+        sampling = {"do_sample": True, "temperature": temperature}
+    config = loaded.model.generation_config
+    end = config.eos_token_id
+    pad = config.pad_token_id
+    if pad is None:  # never written at one row, but generate asks for it
+        pad = end[0] if isinstance(end, list) else end
+    loaded.model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        past_key_values=cache,
+        max_new_tokens=max_new_tokens,
+        streamer=Streamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True),
+        pad_token_id=pad,
+        **sampling,
+    )
+    return cache

@@ -1,0 +1,126 @@
+"""Loading a model and its tokenizer, with errors one can act on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NEEDLE = "needle"
+# The first layer that answers as full context does in `kvpolicy compare --sweep`, whose prompts are
+# others than those it compares on.
+NEEDLE_TSP_LAYER = 2
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+# What the Hugging Face Hub takes for a name: "model" or "owner/model".
+_HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
+
+
+@attrs.frozen(eq=False)
+class Loaded:
+    """A model in evaluation mode, with its tokenizer.
+
+    Args:
+        name: What it was asked for as.
+        model: The model.
+        tokenizer: Its tokenizer.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: Any
+
+    @property
+    def bundled(self) -> bool:
+        """Whether it is the package's own needle model."""
+        return self.name == NEEDLE
+
+    @property
+    def dtype(self) -> str:
+        """Its dtype, such as ``"float32"``."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+
+def default_tsp_layer(name: str) -> int | None:
+    """The TSP layer chosen for a model; None where none was, so that a policy's own default holds.
+
+    Args:
+        name: As for `load`.
+    """
+    return NEEDLE_TSP_LAYER if name == NEEDLE else None
+
+
+def load(name: str = NEEDLE, *, dtype: str = "auto", device: str = "cpu") -> Loaded:
+    """Load a model and its tokenizer.
+
+    Args:
+        name: ``"needle"`` for the bundled model, a folder, or a name on the Hugging Face Hub.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; ``"auto"`` for the checkpoint's own,
+            float32 for the bundled model.
+        device: As torch names it: ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
+
+    Raises:
+        ValueError: The dtype or device is unknown, or there is no such model; says what was tried.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
+    target = _check_device(device)
+    if name == NEEDLE:
+        from kvpolicy.evaluation import needle
+
+        model = needle.load_model(dtype=DTYPES.get(dtype, torch.float32))
+        return Loaded(name, model.to(target).eval(), needle.load_tokenizer())
+    _check_name(name)
+    return _from_pretrained(name, DTYPES.get(dtype, "auto"), target)
+
+
+def _from_pretrained(name: str, dtype: torch.dtype | str, device: torch.device) -> Loaded:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        AutoConfig.from_pretrained(name)  # without a network this fails in half the time
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"model {name} could not be loaded: {reason}") from error
+    return Loaded(name, model.to(device).eval(), tokenizer)
+
+
+def _check_name(name: str) -> None:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(
+                f"model folder {name} must hold a config.json as save_pretrained writes it, "
+                "got none"
+            )
+    elif path.exists():
+        raise ValueError(f"model {name} must be a folder as save_pretrained writes it, got a file")
+    elif not _HUB_NAME.fullmatch(name):
+        raise ValueError(
+            f"model {name} does not exist; give a folder, a Hub name such as owner/model, or "
+            f"{NEEDLE} for the bundled model"
+        )
+
+
+def _check_device(device: str) -> torch.device:
+    try:
+        target = torch.device(device)
+        torch.empty(0, device=target)
+    except (RuntimeError, AssertionError) as error:
+        # Torch says on the first line what is wrong, and then where in its own code.
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"device must be one torch can use here, got {device!r}: {reason}"
+        ) from None
+    return target

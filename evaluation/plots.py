@@ -1,0 +1,110 @@
+"""Pictures of a comparison, as PNG bytes; matplotlib is imported when one is asked for."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from kvpolicy.evaluation.comparison import Comparison, Row
+from kvpolicy.evaluation.extras import require
+from kvpolicy.evaluation.sweep import Sweep
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MARKERS = "osD^vP*X"
+
+
+def plot_comparison(comparison: Comparison) -> bytes:
+    """Accuracy against retention rate: a panel for each kind of prompt, a line for each policy.
+
+    A policy without a retention rate is a point at the share of the tokens that it keeps.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    figure, panels = _panels(comparison.kinds, "exact match by KV retention rate")
+    full, *others = comparison.rows
+    names = list(dict.fromkeys(row.variant.name for row in others))
+    for kind, axes in panels.items():
+        _full_context_line(axes, 100 * full.scores[kind].rate)
+        for index, name in enumerate(names):
+            rows = [row for row in others if row.variant.name == name]
+            points = sorted((_kept_rate(row), 100 * row.scores[kind].rate) for row in rows)
+            _line(axes, index, points, name)
+        axes.set_xlabel("KV retention rate (fraction of the tokens)")
+        axes.set_xticks(sorted({0.0, *(round(_kept_rate(row), 3) for row in others)}))
+        axes.set_xlim(0.0, 1.1 * max(_kept_rate(row) for row in others) if others else 1.0)
+    return _finish(figure, panels)
+
+
+def plot_sweep(sweep: Sweep) -> bytes:
+    """Accuracy of FastKV against TSP layer: a panel for each kind, a line for each rate.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    figure, panels = _panels(list(sweep.full), "FastKV: exact match by TSP layer")
+    for kind, axes in panels.items():
+        _full_context_line(axes, 100 * sweep.full[kind].rate)
+        for index, (rate, layers) in enumerate(sweep.scores.items()):
+            points = [(float(i), 100 * scores[kind].rate) for i, scores in enumerate(layers)]
+            _line(axes, index, points, f"retention rate {rate:g}")
+        axes.set_xlabel("TSP layer (index, from 0)")
+        axes.set_xticks(range(len(next(iter(sweep.scores.values())))))
+    return _finish(figure, panels)
+
+
+def _panels(kinds: list[str], title: str) -> tuple[Figure, dict[str, Axes]]:
+    require("matplotlib", extra="plot")
+    from matplotlib.figure import Figure  # without pyplot: no window, no global state
+
+    figure = Figure(figsize=(1.0 + 4.0 * len(kinds), 4.2), layout="constrained")
+    figure.suptitle(title)
+    grid = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
+    panels: dict[str, Any] = dict(zip(kinds, grid, strict=True))
+    for kind, axes in panels.items():
+        axes.set_title(kind, fontsize="medium")
+        axes.set_ylim(-4, 104)
+        axes.grid(alpha=0.3)
+    grid[0].set_ylabel("exact match (% of prompts)")
+    return figure, panels
+
+
+def _full_context_line(axes: Axes, height: float) -> None:
+    axes.axhline(height, color="black", linestyle="--", linewidth=1.2, label="full context")
+
+
+def _line(axes: Axes, index: int, points: list[tuple[float, float]], label: str) -> None:
+    xs, ys = zip(*points, strict=True)
+    # Good policies lie on top of each other: hollow markers of different form and size, and
+    # thinner lines on top of thicker ones, let all of them be seen.
+    level = index % 4
+    axes.plot(
+        xs,
+        ys,
+        color=f"C{index}",
+        linewidth=3.5 - 0.9 * level,
+        marker=_MARKERS[index % len(_MARKERS)],
+        markersize=12 - 2.2 * level,
+        markerfacecolor="none",
+        markeredgewidth=1.8,
+        label=label,
+    )
+
+
+def _kept_rate(row: Row) -> float:
+    held = row.timing.held
+    assert held is not None
+    rate = row.variant.retention_rate
+    return held.kept / held.seen if rate is None else rate
+
+
+def _finish(figure: Figure, panels: dict[str, Axes]) -> bytes:
+    handles, labels = next(iter(panels.values())).get_legend_handles_labels()
+    columns = 2 if len(panels) == 1 else 4
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
+    return picture.getvalue()

@@ -1,0 +1,154 @@
+"""Prompts with known answers: of the needle task, or from a file of JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+MIN_NEEDLE_CONTEXT = 64
+
+
+@attrs.frozen
+class Prompt:
+    """A prompt and what a correct continuation starts with.
+
+    Args:
+        input_ids: The prompt's tokens.
+        answers: Token ids of the answer; several where a tokenizer can spell it in several ways.
+        kind: What kind of question it is; every kind is scored by itself.
+        decode: Turns tokens into text where the answer counts as text; None where tokens count.
+
+    Example:
+        >>> Prompt((1, 2), answers=((7, 8),)).is_match([7, 8, 9])
+        True
+    """
+
+    input_ids: tuple[int, ...]
+    answers: tuple[tuple[int, ...], ...]
+    kind: str = "exact match"
+    decode: Callable[[Sequence[int]], str] | None = attrs.field(default=None, repr=False)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens to generate, so that any spelling of the answer fits."""
+        return max(len(answer) for answer in self.answers)
+
+    def is_match(self, generated: Sequence[int]) -> bool:
+        """Whether the continuation starts with the answer.
+
+        As many generated tokens as the answer has are compared: token by token, or, with
+        ``decode``, as text without white space around it.
+        """
+        for answer in self.answers:
+            head = tuple(generated[: len(answer)])
+            if self.decode is None:
+                if head == answer:
+                    return True
+            elif self.decode(head).strip() == self.decode(answer).strip():
+                return True
+        return False
+
+
+def needle_prompts(context_len: int = 1024, count: int = 200, seed: int = 0) -> list[Prompt]:
+    """Prompts of the needle task, half of them one-hop and half two-hop.
+
+    Args:
+        context_len: Tokens of every prompt, at least 64; short ones hold fewer pairs.
+        count: Number of prompts, at least 2; of an odd number the larger half is one-hop.
+        seed: Of the draws. The two kinds share their contexts and differ in the question.
+
+    Raises:
+        ValueError: ``context_len`` or ``count`` is out of its range.
+    """
+    from kvpolicy.evaluation.needle import NeedleTask
+
+    if context_len < MIN_NEEDLE_CONTEXT:
+        raise ValueError(f"context must be at least {MIN_NEEDLE_CONTEXT} tokens, got {context_len}")
+    if count < 2:
+        raise ValueError(f"count must be at least 2, one prompt of each kind, got {count}")
+    prompts = []
+    for kind, hops, share in (("one-hop", 1, count - count // 2), ("two-hop", 2, count // 2)):
+        task = NeedleTask(context_len=context_len, hops=hops, num_pairs=min(16, context_len // 16))
+        prompts += [
+            Prompt(tuple(drawn.input_ids), (tuple(drawn.answer),), kind)
+            for drawn in task.prompts(share, seed)
+        ]
+    return prompts
+
+
+def read_prompts(path: Path, tokenizer: Any) -> list[Prompt]:
+    """Prompts from a file with one ``{"prompt": "...", "answer": "..."}`` a line.
+
+    The answer is matched exactly against the decoded continuation, white space around either not
+    counted, over as many tokens as the answer has (spelled with a space before it, or without).
+
+    Args:
+        path: The file, UTF-8; blank lines are skipped.
+        tokenizer: A tokenizer of Transformers.
+
+    Raises:
+        ValueError: The file cannot be read, has no prompt, or a line breaks the rule; the message
+            names the line.
+    """
+    prompts = [
+        _from_line(line, f"line {number} of {path}", tokenizer)
+        for number, line in enumerate(read_text(path, "prompts file").splitlines(), start=1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise ValueError(f"prompts file {path} must hold at least one prompt, got none")
+    return prompts
+
+
+def read_text(path: Path, what: str) -> str:
+    """Read a UTF-8 text file that must not be empty.
+
+    Args:
+        path: The file.
+        what: What it is, for messages.
+
+    Raises:
+        ValueError: It does not exist, is a folder, is empty or is not text.
+    """
+    if not path.exists():
+        raise ValueError(f"{what} {path} does not exist")
+    if not path.is_file():
+        raise ValueError(f"{what} {path} must be a file, got a folder or device")
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{what} {path} must be UTF-8 text, got other bytes") from None
+    if "\0" in text:
+        raise ValueError(f"{what} {path} must be UTF-8 text, got a binary file with NUL bytes")
+    if not text.strip():
+        raise ValueError(f"{what} {path} is empty")
+    return text
+
+
+def _from_line(line: str, where: str, tokenizer: Any) -> Prompt:
+    rule = f'{where} must be a JSON object {{"prompt": "...", "answer": "..."}}'
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{rule}, got no JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(entry, dict):
+        raise ValueError(f"{rule}, got {type(entry).__name__}")
+    for name in ("prompt", "answer"):
+        value = entry.get(name)
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError(f"{rule}, both texts and not blank, got {name}={value!r}")
+    answer = entry["answer"].strip()
+    spellings = (
+        tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (answer, f" {answer}")
+    )
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    return Prompt(
+        tuple(tokenizer.encode(entry["prompt"])), tuple(dict.fromkeys(spellings)), decode=decode
+    )

@@ -1,0 +1,86 @@
+"""Results as files, with what they were measured on; all of them are written, or none."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvpolicy
+
+
+def cpu_count() -> int:
+    """Processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """The versions and the machine that numbers were measured with, as plain data.
+
+    Args:
+        device: The model's device.
+    """
+    found: dict[str, Any] = {
+        "versions": {
+            "kvpolicy": kvpolicy.__version__,
+            "torch": torch.__version__,
+            "transformers": version("transformers"),
+            "python": platform.python_version(),
+        },
+        "machine": {
+            "system": platform.system(),
+            "processor": _processor(),
+            "cpus": cpu_count(),
+            "threads": torch.get_num_threads(),
+            "device": str(device),
+        },
+    }
+    if device.type == "cuda":
+        found["machine"]["gpu"] = torch.cuda.get_device_name(device)
+    return found
+
+
+def check_folder(folder: Path) -> None:
+    """Check, before the work, that results can be written to a folder; it need not exist yet.
+
+    Raises:
+        ValueError: It is a file, or lies in one, or cannot be written to.
+    """
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ValueError(f"out must be a folder, got {folder}, but {existing} is a file")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"out must be a folder that can be written to, got {folder}")
+
+
+def write_all(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files into a folder, made if needed; under temporary names until all are complete.
+
+    Args:
+        folder: Where to.
+        files: Their contents by name; files of these names are replaced.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as temporary:
+        for name, content in files.items():
+            (Path(temporary) / name).write_bytes(content)
+        for name in files:
+            os.replace(Path(temporary) / name, folder / name)
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:  # not Linux
+        pass
+    return platform.processor() or platform.machine()

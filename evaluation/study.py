@@ -1,0 +1,229 @@
+"""A study: settings checked, a comparison and a sweep run, their numbers and pictures written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from kvpolicy.evaluation.comparison import Comparison, compare
+from kvpolicy.evaluation.extras import require
+from kvpolicy.evaluation.models import NEEDLE, Loaded, default_tsp_layer
+from kvpolicy.evaluation.plots import plot_comparison, plot_sweep
+from kvpolicy.evaluation.progress import Progress, silent
+from kvpolicy.evaluation.prompts import Prompt, needle_prompts, read_prompts, read_text
+from kvpolicy.evaluation.results import check_folder, environment, write_all
+from kvpolicy.evaluation.sweep import SEED_OFFSET, Sweep, sweep_tsp_layers
+from kvpolicy.evaluation.variant import Variant, takes, variants
+
+# Speed-ups that differ more than this from round to round are worth a warning.
+UNSTEADY = 0.15
+
+
+@attrs.frozen
+class Settings:
+    """What to compare, on what; see ``kvpolicy compare --help``.
+
+    Args:
+        model: ``"needle"``, a folder or a Hub name.
+        prompts: A file of prompts; None for the needle task.
+        policies: Names; none for all.
+        rates: KV retention rates in (0, 1].
+        context: Tokens of a needle prompt.
+        count: Needle prompts.
+        seed: Of the needle prompts.
+        tsp_layer: Where FastKV drops; None for the bundled model's own, or the policy's default.
+        sweep: Whether to sweep the TSP layers.
+        rounds: Rounds of timing.
+        new_tokens: Tokens decoded in a round.
+        threads: CPU threads.
+        dtype: See `kvpolicy.evaluation.models.load`.
+        device: See `kvpolicy.evaluation.models.load`.
+    """
+
+    model: str = NEEDLE
+    prompts: Path | None = None
+    policies: tuple[str, ...] = ()
+    rates: tuple[float, ...] = (0.1, 0.2)
+    context: int = 1024
+    count: int = 200
+    seed: int = 0
+    tsp_layer: int | None = None
+    sweep: bool = False
+    rounds: int = 9
+    new_tokens: int = 32
+    threads: int = 1
+    dtype: str = "auto"
+    device: str = "cpu"
+
+    @property
+    def effective_tsp_layer(self) -> int | None:
+        """The TSP layer that policies are built with; None for their default."""
+        return default_tsp_layer(self.model) if self.tsp_layer is None else self.tsp_layer
+
+
+@attrs.frozen
+class Study:
+    """What was found, with what it was found on.
+
+    Args:
+        settings: What was asked for.
+        environment: Versions and machine; see `kvpolicy.evaluation.results.environment`.
+        dtype: The model's.
+        comparison: The policies side by side.
+        sweep: Accuracy by TSP layer, if asked for.
+        notes: What a reader has to know of the choices made.
+    """
+
+    settings: Settings
+    environment: dict[str, Any]
+    dtype: str
+    comparison: Comparison
+    sweep: Sweep | None
+    notes: tuple[str, ...]
+
+    def headline(self) -> str:
+        """Versions in one line, model and machine in the next."""
+        versions, machine = self.environment["versions"], self.environment["machine"]
+        threads = machine["threads"]
+        return (
+            f"kvpolicy {versions['kvpolicy']}, torch {versions['torch']}, transformers "
+            f"{versions['transformers']}\n"
+            f"model {self.settings.model} in {self.dtype} on "
+            f"{machine.get('gpu', machine['device'])}, {threads} thread{'s' * (threads > 1)}, "
+            f"{machine['processor']}"
+        )
+
+    def as_data(self) -> dict[str, Any]:
+        """Everything as plain data for JSON."""
+        settings = attrs.asdict(self.settings)
+        settings["prompts"] = "needle" if settings["prompts"] is None else str(settings["prompts"])
+        settings["tsp_layer"] = self.settings.effective_tsp_layer
+        settings["dtype"] = self.dtype
+        data = {"settings": settings, **self.environment, **self.comparison.as_data()}
+        data["notes"] = list(self.notes)
+        if self.sweep is not None:
+            seed = None if self.settings.prompts else self.settings.seed + SEED_OFFSET
+            data["sweep"] = {"seed": seed, **self.sweep.as_data()}
+        return data
+
+
+def check(settings: Settings, out: Path | None = None) -> list[Variant]:
+    """Check what can be checked before a model is loaded, and build the policies.
+
+    Args:
+        settings: What to compare.
+        out: The folder that results are to go to.
+
+    Raises:
+        ValueError: A setting is out of its range, or a name or file does not exist.
+        MissingExtraError: Pictures are wanted and matplotlib is not installed.
+    """
+    if out is not None:
+        check_folder(out)
+        require("matplotlib", extra="plot")
+    chosen = variants(settings.policies, settings.rates, tsp_layer=settings.effective_tsp_layer)
+    if settings.prompts is not None:
+        read_text(settings.prompts, "prompts file")
+    elif settings.model != NEEDLE:
+        raise ValueError(
+            f"--prompts must be given with --model {settings.model}: the needle task is in the "
+            "bundled model's own tokens"
+        )
+    return chosen
+
+
+def run(
+    settings: Settings, chosen: Sequence[Variant], loaded: Loaded, progress: Progress = silent
+) -> Study:
+    """Compare, and sweep if asked to; sets the number of torch's threads.
+
+    Args:
+        settings: What to compare.
+        chosen: The policies, from `check`.
+        loaded: The model.
+        progress: Told how far it is.
+    """
+    torch.set_num_threads(settings.threads)
+    prompts = _prompts(settings, loaded, settings.seed)
+    comparison = compare(
+        loaded.model,
+        prompts,
+        chosen,
+        rounds=settings.rounds,
+        new_tokens=settings.new_tokens,
+        progress=progress,
+    )
+    sweep = None
+    if settings.sweep:
+        others = _prompts(settings, loaded, settings.seed + SEED_OFFSET)
+        sweep = sweep_tsp_layers(loaded.model, others, settings.rates, progress=progress)
+    return Study(
+        settings,
+        environment(loaded.model.device),
+        loaded.dtype,
+        comparison,
+        sweep,
+        (*_notes(settings, chosen, loaded, prompts), *_timing_notes(comparison)),
+    )
+
+
+def write(study: Study, folder: Path) -> list[str]:
+    """Write the numbers and pictures of a study; returns the names of the files."""
+    files = {"compare.json": json.dumps(study.as_data(), indent=2, allow_nan=False).encode()}
+    files["compare.png"] = plot_comparison(study.comparison)
+    if study.sweep is not None:
+        files["tsp_layers.png"] = plot_sweep(study.sweep)
+    write_all(folder, files)
+    return list(files)
+
+
+def _prompts(settings: Settings, loaded: Loaded, seed: int) -> list[Prompt]:
+    if settings.prompts is None:
+        return needle_prompts(settings.context, settings.count, seed)
+    return read_prompts(settings.prompts, loaded.tokenizer)
+
+
+def _notes(
+    settings: Settings, chosen: Sequence[Variant], loaded: Loaded, prompts: Sequence[Prompt]
+) -> list[str]:
+    notes = []
+    if settings.tsp_layer is not None:
+        why = "as asked for"
+    elif settings.effective_tsp_layer is not None:
+        why = "chosen from the sweep on other prompts (see --sweep)"
+    else:
+        why = "its default"
+    for name in dict.fromkeys(each.name for each in chosen if takes(each.name, "tsp_layer")):
+        policy = next(each.policy for each in chosen if each.name == name)
+        layers = sorted(policy.propagation.acting_layers(loaded.model.config.num_hidden_layers))
+        notes.append(f"{name} drops tokens after layer {', '.join(map(str, layers))}, {why}.")
+    raised = [each for each in chosen if "tsp_rate" in each.parameters]
+    for variant in raised:
+        notes.append(
+            f"{variant.label}: tsp_rate raised to {variant.parameters['tsp_rate']:g}, since layers "
+            "after the drop cannot keep more than reaches them."
+        )
+    limit = getattr(loaded.model.config, "max_position_embeddings", None)
+    longest = max(len(prompt.input_ids) for prompt in prompts)
+    if limit is not None and longest > limit:
+        notes.append(
+            f"Prompts of up to {longest:,} tokens exceed the {limit:,} positions that the model "
+            "is made for."
+        )
+    if settings.sweep and settings.prompts is not None:
+        notes.append("The sweep is over the same prompts: there is only one file.")
+    return notes
+
+
+def _timing_notes(comparison: Comparison) -> list[str]:
+    if comparison.unsteadiness < UNSTEADY:
+        return []
+    return [
+        f"Times were unsteady: speeds differed by {comparison.unsteadiness:.0%} from round to "
+        "round. Is the machine busy? Try again when it is idle, or raise --rounds."
+    ]

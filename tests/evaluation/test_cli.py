@@ -1,0 +1,303 @@
+"""The `kvpolicy` command: what it prints, and one line for whatever a user can get wrong."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from logging import getLogger
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.utils import logging
+from typer.testing import CliRunner
+
+import kvpolicy
+from kvpolicy.evaluation import command_generate, load, needle_prompts
+from kvpolicy.evaluation.app import app
+from kvpolicy.evaluation.cli import main
+from kvpolicy.registry import registered
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The command sets threads and the loudness of Transformers for its process."""
+    monkeypatch.setenv("COLUMNS", "80")
+    threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
+    hub = getLogger("huggingface_hub")
+    hub_level = hub.level
+    yield
+    torch.set_num_threads(threads)
+    hub.setLevel(hub_level)
+    logging.set_verbosity(verbosity)
+    logging.enable_progress_bar()
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run_main(*arguments: object) -> tuple[int, str, str]:
+        status = main([str(each) for each in arguments])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run_main
+
+
+@pytest.fixture(scope="module")
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prompt = needle_prompts(128, count=2, seed=5)[0]
+    file = tmp_path_factory.mktemp("prompts") / "needle.txt"
+    file.write_text(load().tokenizer.decode(list(prompt.input_ids)) + "\n")
+    return file
+
+
+def fails(result: tuple[int, str, str], status: int, said: str) -> None:
+    """One clear line on stderr, nothing on stdout, no traceback."""
+    assert result[0] == status
+    assert result[1] == ""
+    lines = [line for line in result[2].splitlines() if line.strip()]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert said in lines[0]
+
+
+def test_version_and_help(run: Run) -> None:
+    assert run("--version") == (0, f"kvpolicy {kvpolicy.__version__}\n", "")
+    status, out, err = run("--help")
+    assert (status, err) == (0, "")
+    for command in ("compare", "generate", "policies"):
+        assert command in out
+        assert run(command, "--help")[0] == 0
+    assert run() == (status, out, err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nope"], "No such command 'nope'"),
+        (["--nope"], "No such option"),
+        (["generate"], "Missing option '--prompt-file'"),
+        (["compare", "--rate", "much"], "Invalid value for '--rate'"),
+        (["compare", "--context", "63"], "Invalid value for '--context'"),
+        (["compare", "--count", "1"], "Invalid value for '--count'"),
+        (["compare", "--rounds", "0"], "Invalid value for '--rounds'"),
+        (["compare", "--threads", "0"], "Invalid value for '--threads'"),
+        (["compare", "extra"], "unexpected extra argument"),
+    ],
+)
+def test_wrong_command_line(run: Run, arguments: list[str], said: str) -> None:
+    fails(run(*arguments), 2, said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--policy", "nope"], "no policy is named 'nope'; known: fastkv, full_context"),
+        (["--rate", "0"], "retention_rate must be in (0, 1], got 0.0"),
+        (["--rate", "1.5"], "retention_rate must be in (0, 1], got 1.5"),
+        (["--dtype", "int7"], "dtype must be one of auto, float32, bfloat16, float16"),
+        (["--device", "abacus"], "device must be one torch can use here, got 'abacus'"),
+        (["--tsp-layer", "6"], "tsp_layer must be in [0, 5]"),
+        (["--model", "./no/such"], "model ./no/such does not exist"),
+        (["--model", "some/model"], "--prompts must be given with --model some/model"),
+        (["--prompts", "no-such.jsonl"], "prompts file no-such.jsonl does not exist"),
+    ],
+)
+def test_compare_bad_input(run: Run, arguments: list[str], said: str) -> None:
+    if arguments[0] == "--model" and "does not exist" in said:
+        arguments = [*arguments, "--prompts", __file__]
+    fails(run("compare", *arguments), 1, said)
+
+
+def test_compare_bad_prompts_and_folders(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("")
+    fails(run("compare", "--prompts", file), 1, "is empty")
+    file.write_text('{"prompt": "f1", "answer": "f2"}\n{"prompt": "f1"}\n')
+    fails(run("compare", "--prompts", file), 1, f"line 2 of {file} must be a JSON object")
+    fails(run("compare", "--out", file), 1, f"out must be a folder, got {file}")
+    fails(run("compare", "--model", file, "--prompts", file), 1, "got a file")
+    fails(run("compare", "--model", tmp_path, "--prompts", file), 1, "config.json")
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_compare_prints_a_table_and_writes(run: Run, tmp_path: Path) -> None:
+    small = ("--context", 96, "--count", 4, "--rounds", 1, "--new-tokens", 1, "--threads", 1)
+    out = tmp_path / "out"
+    status, shown, _ = run("compare", "-p", "snapkv", "-r", 0.2, *small, "--out", out)
+    assert status == 0
+    assert max(map(len, shown.split("\nwritten")[0].splitlines())) <= 80
+    rows = [line.split() for line in shown.splitlines()]
+    (snap,) = (row for row in rows if row[:1] == ["snapkv"])
+    (full,) = (row for row in rows if row[:1] == ["full_context"])
+    assert (snap[1], snap[4], full[4]) == ("0.2", "19", "96")
+    assert "1 thread," in shown
+    assert "speed: x2 = twice as fast" in shown
+    assert sorted(path.name for path in out.iterdir()) == ["compare.json", "compare.png"]
+
+
+def test_compare_on_prompts_of_a_file(run: Run, tmp_path: Path) -> None:
+    """The bundled model's own answers are matched as text; a wrong one is not."""
+    decode = load().tokenizer.decode
+    prompts = [each for each in needle_prompts(96, count=8, seed=2) if each.kind == "one-hop"]
+    lines = [
+        f'{{"prompt": "{decode(list(each.input_ids))}", "answer": "{decode(list(answer))}"}}'
+        for each in prompts
+        for answer in each.answers
+    ]
+    file = tmp_path / "prompts.jsonl"
+    quick = ("-p", "full-context", "--rounds", 1, "--new-tokens", 1, "--threads", 1)
+
+    def score() -> float:
+        file.write_text("\n".join(lines))
+        status, shown, _ = run("compare", "--prompts", file, *quick)
+        assert status == 0
+        found = re.search(r"^full_context +- +([\d.]+) ", shown, flags=re.MULTILINE)
+        assert found is not None
+        return float(found[1])
+
+    before = score()
+    assert before >= 50.0
+    lines[:] = [line.replace('"answer": "', '"answer": "f1 ') for line in lines]
+    assert score() == 0.0
+
+
+def test_compare_with_a_saved_model(run: Run, tmp_path: Path) -> None:
+    loaded = load()
+    loaded.model.save_pretrained(tmp_path / "model")
+    loaded.tokenizer.save_pretrained(tmp_path / "model")
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "f1 f2 f3", "answer": "f4"}\n')
+    quick = ("-p", "fastkv", "--rounds", 1, "--new-tokens", 1, "--threads", 1)
+    status, shown, _ = run("compare", "--model", tmp_path / "model", "--prompts", file, *quick)
+    assert status == 0
+    assert "chosen from the sweep" not in shown
+
+
+def test_generate_streams_and_reports(run: Run, prompt_file: Path) -> None:
+    status, out, err = run("generate", "--prompt-file", prompt_file, "--max-new-tokens", 3)
+    assert status == 0
+    assert len(out.split()) == 3
+    assert "fastkv, prompt of 128 tokens" in err
+    assert re.search(r"^total +130 +14.0 ", err, flags=re.MULTILINE)  # int(12.8) + 2 appended
+
+
+def test_generate_answers_under_full_context(run: Run, prompt_file: Path) -> None:
+    _, out, _ = run(
+        "generate", "--prompt-file", prompt_file, "-p", "full_context", "--max-new-tokens", 3
+    )
+    prompt = needle_prompts(128, count=2, seed=5)[0]
+    assert out.split() == load().tokenizer.decode(list(prompt.answers[0])).split()
+
+
+def test_generate_sampling_follows_its_seed(run: Run, prompt_file: Path) -> None:
+    def sampled(seed: int) -> str:
+        arguments = ("--sample", "--temperature", 9, "--seed", seed, "--max-new-tokens", 12)
+        return run("generate", "--prompt-file", prompt_file, *arguments)[1]
+
+    assert sampled(1) == sampled(1)
+    assert sampled(1) != sampled(2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--policy", "nope"], "no policy is named 'nope'; known: "),
+        (["-p", "snapkv", "--tsp-rate", "0.3"], "policy snapkv takes no tsp_rate"),
+        (["--retention-rate", "0.5"], "retention_rate must not exceed tsp_rate"),
+        (["--retention-rate", "2"], "retention_rate must be in (0, 1], got 2.0"),
+        (["--tsp-layer", "6"], "tsp_layer must be in [0, 5] for a model of 6 layers, got 6"),
+        (["--tsp-layer", "-1"], "tsp_layer must be at least 0"),
+        (["--sample", "--temperature", "0"], "temperature must be above 0"),
+        (["--chat"], "--chat needs a chat template"),
+        (["--model", "/no/such/model"], "model /no/such/model does not exist"),
+    ],
+)
+def test_generate_bad_input(run: Run, prompt_file: Path, arguments: list[str], said: str) -> None:
+    fails(run("generate", "--prompt-file", prompt_file, *arguments), 1, said)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "does not exist"), (b"\n", "is empty"), (b"\xff\0", "UTF-8")]
+)
+def test_generate_bad_prompt_file(
+    run: Run, tmp_path: Path, content: bytes | None, said: str
+) -> None:
+    file = tmp_path / "prompt.txt"
+    if content is not None:
+        file.write_bytes(content)
+    fails(run("generate", "--prompt-file", file), 1, said)
+
+
+def test_generate_with_a_chat_template(
+    run: Run, prompt_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load()
+    loaded.tokenizer.chat_template = (
+        "{% for message in messages %}f1 {{ message['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}f2 f3{% endif %}"
+    )
+    monkeypatch.setattr(command_generate, "load_shown", lambda *each: loaded)
+    for option, count in ((["--chat"], 131), ([], 131), (["--no-chat"], 128)):
+        arguments = ("--prompt-file", prompt_file, "--max-new-tokens", 1, *option)
+        assert f"prompt of {count} tokens" in run("generate", *arguments)[2]
+
+
+def test_policies_lists_everything_in_80_columns() -> None:
+    result = CliRunner().invoke(app, ["policies"])
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    for name, factory in registered().items():
+        paper = getattr(factory, "paper", "")
+        assert f"  {name}" + (f"  ({paper})" if paper else "") in lines
+    assert "    retention_rate=0.1, window_size=8, kernel_size=7, retention_tokens=None" in lines
+    order = [line for line in lines if line and not line.startswith(" ")]
+    assert order == ["policy", "scorer", "selector", "propagation"]
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *(["-c", code] if code else []), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_import_brings_in_nothing_optional() -> None:
+    code = """
+import sys, kvpolicy.evaluation
+print(sorted({"typer", "rich", "matplotlib", "transformers"} & set(sys.modules)))
+"""
+    assert python(code).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("missing", "extra", "arguments"),
+    [
+        ("typer", "cli", "['policies']"),
+        ("rich", "cli", "['policies']"),
+        ("matplotlib", "plot", "['compare', '--out', 'never-made']"),
+    ],
+)
+def test_missing_extra_is_named(missing: str, extra: str, arguments: str) -> None:
+    code = f"""
+import sys
+sys.modules[{missing!r}] = None
+from kvpolicy.evaluation.cli import main
+sys.exit(main({arguments}))
+"""
+    result = python(code)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr == (
+        f"error: {missing} is not installed; get it with: pip install 'kvpolicy[{extra}]'\n"
+    )
+
+
+def test_module_runs_as_the_command() -> None:
+    result = python("", "-m", "kvpolicy.evaluation", "--version")
+    assert (result.returncode, result.stdout) == (0, f"kvpolicy {kvpolicy.__version__}\n")

@@ -1,0 +1,48 @@
+"""Result files: all or none, and where they may go."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvpolicy.evaluation.results import check_folder, environment, write_all
+
+
+def test_files_are_written_and_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "deeper"
+    write_all(folder, {"a": b"1", "b": b"2"})
+    write_all(folder, {"a": b"3"})
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {"a": b"3", "b": b"2"}
+
+
+def test_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_all(tmp_path, {"a": b"old"})
+    write_bytes = Path.write_bytes
+
+    def full_disk(path: Path, content: bytes) -> int:
+        if path.name == "b":
+            raise OSError("No space left on device")
+        return write_bytes(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        write_all(tmp_path, {"a": b"new", "b": b"new"})
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"old"}
+
+
+def test_folder_must_not_be_a_file_nor_lie_in_one(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for folder in (file, file / "inside"):
+        with pytest.raises(ValueError, match="is a file"):
+            check_folder(folder)
+    check_folder(tmp_path / "not" / "yet")
+    assert not (tmp_path / "not").exists()
+
+
+def test_environment_names_versions_and_threads() -> None:
+    found = environment(torch.device("cpu"))
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["machine"]["threads"] == torch.get_num_threads()
+    assert found["machine"]["device"] == "cpu"
+    assert found["machine"]["processor"]

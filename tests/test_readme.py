@@ -1,0 +1,49 @@
+"""The README's examples run, and print what it says."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.reference import random_tokens, tiny_model
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+FIRST, USE, SCORER = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def run(code: str, **names: Any) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, names)
+    return printed.getvalue()
+
+
+def test_the_first_example_prints_what_it_says() -> None:
+    said = re.search(r"This prints `(.*?)`", README)
+    assert said is not None
+    assert run(FIRST).strip() == said[1]
+    assert len(FIRST.strip().splitlines()) <= 12
+
+
+def test_the_example_of_use() -> None:
+    def inputs(length: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([random_tokens(0, length)])}
+
+    printed = run(
+        USE.replace("256", "4"),
+        model=tiny_model("llama", seed=0),
+        inputs=inputs(30),
+        longer_inputs=inputs(60),
+        input_ids=torch.tensor([random_tokens(1, 3)]),
+    )
+    assert printed.splitlines()[-1].startswith("total")
+
+
+@pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
+def test_the_example_of_a_scorer() -> None:
+    run(SCORER)
+    assert len(SCORER.strip().splitlines()) <= 17
