@@ -1,0 +1,113 @@
+"""Training rows: replayed symbols, and needles with many questions to a row."""
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import attrs
+
+from .vocabulary import BOS, END, FILLERS, KEY, LINK, QUERY, QUERY2, SYMBOLS
+
+Pieces = list[list[int]]
+
+
+@attrs.frozen
+class RowPlan:
+    """What a needle row holds.
+
+    Args:
+        length: tokens in the row.
+        num_pairs: key-value pairs.
+        has_links: whether a link leads to each pair.
+        num_values: values of a pair; rows of one value are the easiest.
+        two_hop_share: chance of each question to be a two-hop one, in [0, 1].
+        links_first: whether all links stand before all pairs. Then no pair has been read when its
+            link is, and a model cannot settle the second hop while it reads the link.
+    """
+
+    length: int
+    num_pairs: int
+    has_links: bool = False
+    num_values: int = 3
+    two_hop_share: float = 0.0
+    links_first: bool = False
+
+
+@attrs.frozen
+class NeedleRow:
+    """A row in two parts, each a list of pieces: the context, then fillers and questions in turn.
+
+    ``bridges`` has an entry per question: the key that a two-hop question leads to first, None for
+    one hop.
+    """
+
+    context: Pieces
+    asked: Pieces
+    bridges: list[int | None]
+
+
+def copy_row(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
+    """Return distinct symbols followed by replayed chunks, and where the next token is determined.
+
+    Example:
+        >>> row, known = copy_row(random.Random(0), 48)
+        >>> len(row), len(set(row)), min(known) >= 24
+        (48, 24, True)
+    """
+    half = length // 2
+    source = rng.sample(SYMBOLS, half)
+    row, known = list(source), list[int]()
+    while len(row) < length:
+        size = rng.randint(4, 8)
+        start = rng.randrange(half - size + 1)
+        known += range(len(row), len(row) + size - 1)
+        row += source[start : start + size]
+    return row[:length], [position for position in known if position + 1 < length]
+
+
+def needle_row(rng: random.Random, plan: RowPlan) -> NeedleRow:
+    """Return a random row of exactly ``plan.length`` tokens.
+
+    Example:
+        >>> row = needle_row(random.Random(0), RowPlan(64, num_pairs=4))
+        >>> sum(map(len, row.context + row.asked)), len(row.bridges)
+        (64, 4)
+    """
+    segments, questions, bridges = _contents(rng, plan)
+    room = plan.length - 1 - sum(map(len, segments))
+    count = min(len(questions), room // (plan.num_values + 3))
+    questions, bridges = questions[:count], bridges[:count]
+    room -= sum(map(len, questions))
+    behind = rng.randint(0, min(room, 2 * count))
+    context = [[BOS], *_scatter(rng, segments, room - behind)]
+    return NeedleRow(context, _scatter(rng, questions, behind), bridges)
+
+
+def _contents(rng: random.Random, plan: RowPlan) -> tuple[Pieces, Pieces, list[int | None]]:
+    """Draw the segments in order, the questions with their answers, and the bridges."""
+    width = 1 + plan.num_values
+    symbols = rng.sample(SYMBOLS, plan.num_pairs * (width + 1))
+    pairs = [symbols[index * width : (index + 1) * width] for index in range(plan.num_pairs)]
+    names = symbols[plan.num_pairs * width :]
+    questions, bridges = [], []
+    for name, pair in rng.sample(list(zip(names, pairs, strict=True)), plan.num_pairs):
+        two_hop = plan.has_links and rng.random() < plan.two_hop_share
+        questions.append([*([QUERY2, name] if two_hop else [QUERY, pair[0]]), *pair[1:], END])
+        bridges.append(pair[0] if two_hop else None)
+    stored = [[KEY, *pair, END] for pair in pairs]
+    linked = zip(names, pairs, strict=True) if plan.has_links else ()
+    links = [[LINK, name, pair[0]] for name, pair in linked]
+    if plan.links_first:
+        return rng.sample(links, len(links)) + stored, questions, bridges
+    return rng.sample(links + stored, len(links + stored)), questions, bridges
+
+
+def _scatter(rng: random.Random, segments: Sequence[list[int]], fillers: int) -> Pieces:
+    """Put fillers before, between and behind the segments; all ways to divide them are alike."""
+    slots = fillers + len(segments)
+    cuts = [-1, *sorted(rng.sample(range(slots), len(segments))), slots]
+    gaps = [right - left - 1 for left, right in pairwise(cuts)]
+    pieces = [rng.choices(FILLERS, k=gaps[0])]
+    for segment, gap in zip(segments, gaps[1:], strict=True):
+        pieces += [segment, rng.choices(FILLERS, k=gap)]
+    return pieces
