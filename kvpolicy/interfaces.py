@@ -61,7 +61,7 @@ class KVSelector(abc.ABC):
 
     @property
     def budget(self) -> Budget | None:
-        """How many tokens each row keeps; None for all."""
+        """How many tokens each row keeps; None where no one number holds for rows and heads."""
         return None
 
     def protected(self, context: LayerContext) -> Tensor:
@@ -94,12 +94,12 @@ class PropagationPolicy(abc.ABC):
 
     @property
     def protected_tail(self) -> int:
-        """Trailing tokens that always go on."""
-        return 0
+        """Trailing tokens that always go on, at least 1: the last predicts the next."""
+        return 1
 
     @property
     def budget(self) -> Budget | None:
-        """How many tokens of each row go on; None for all."""
+        """How many tokens of each row go on; None where no one number holds for all."""
         return None
 
     def protected(self, context: LayerContext) -> Tensor:
@@ -137,6 +137,6 @@ class PropagationPolicy(abc.ABC):
 
         Returns:
             int64 ``[batch, passed_len]``, indices into the layer's new tokens: ascending, unique,
-            never padding; rows that pass on fewer are filled with -1 on the left. None passes
-            everything on.
+            never padding, the last token among them; rows that pass on fewer are filled with -1 on
+            the left. None passes everything on.
         """

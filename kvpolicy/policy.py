@@ -6,9 +6,11 @@ import math
 from typing import ClassVar
 
 import attrs
+import torch
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
+from kvpolicy.errors import ShapeError
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 
 
@@ -87,16 +89,31 @@ class CachePolicy:
         self.propagation.acting_layers(num_layers)
 
     def decide(self, context: LayerContext) -> Decision:
-        """Choose what one layer keeps and passes on; the saliency is computed once, if at all."""
+        """Choose what one layer keeps and passes on; the saliency is computed once, if at all.
+
+        Raises:
+            ShapeError: What a part returned has not the axes it is to have.
+            ValueError: Indices are not ascending, unique and in range, or the last token is not
+                passed on.
+        """
         propagates = context.layer_idx in self.propagation.acting_layers(context.num_layers)
         saliency = None
         if self.selector.needs_saliency or (propagates and self.propagation.needs_saliency):
             assert self.scorer is not None
             saliency = self.scorer.score(context)
-        return Decision(
-            kept=self.selector.select(saliency, context),
-            passed_on=self.propagation.propagate(saliency, context) if propagates else None,
-        )
+            _check_saliency(self.scorer, saliency, context)
+        kept = self.selector.select(saliency, context)
+        _check_indices(self.selector, kept, (context.batch, context.kv_heads), context.key_len)
+        passed = self.propagation.propagate(saliency, context) if propagates else None
+        if passed is not None:
+            _check_indices(self.propagation, passed, (context.batch,), context.new_len)
+            if bool((passed[:, -1:] != context.new_len - 1).any()) or not passed.shape[1]:
+                raise ValueError(
+                    f"propagate of {self.propagation} must pass on the last token of every row, "
+                    f"{context.new_len - 1}, got {passed[:, -1:].flatten().tolist()}; the next "
+                    "token is predicted from it"
+                )
+        return Decision(kept, passed)
 
     def prefill_compute_rate(self, num_layers: int, context_len: int | None = None) -> float:
         """Layer-tokens computed in prefill over layer-tokens of a full prefill.
@@ -117,3 +134,30 @@ class CachePolicy:
 def _check_kind(name: str, part: object, kind: type) -> None:
     if not isinstance(part, kind):
         raise TypeError(f"{name} must be a {kind.__name__}, got {part!r}")
+
+
+def _check_saliency(scorer: Scorer, saliency: Tensor, context: LayerContext) -> None:
+    heads = (context.query_heads, context.kv_heads)
+    shapes = [(context.batch, count, context.key_len) for count in heads]
+    if tuple(saliency.shape) not in shapes:
+        raise ShapeError(
+            f"score of {scorer} must return [batch, query_heads or kv_heads, key_len] = "
+            f"[{context.batch}, {heads[0]} or {heads[1]}, {context.key_len}], got "
+            f"{list(saliency.shape)}"
+        )
+
+
+def _check_indices(part: object, indices: Tensor, rows: tuple[int, ...], length: int) -> None:
+    if tuple(indices.shape[:-1]) != rows or indices.dtype != torch.int64:
+        raise ShapeError(
+            f"{part} must return int64 indices of shape {[*rows, 'count']}, got {indices.dtype} of "
+            f"shape {list(indices.shape)}"
+        )
+    before, after = indices[..., :-1], indices[..., 1:]
+    unordered = (after <= before) & (before >= 0)
+    outside = (indices >= length) | (indices < -1)
+    if bool(unordered.any() | outside.any()):
+        raise ValueError(
+            f"indices of {part} must be ascending, unique and in [0, {length}), with -1 on the "
+            f"left only, got {indices.tolist()}"
+        )

@@ -117,7 +117,7 @@ def check_selector(component: KVSelector) -> None:
             f"{list(context.keys.shape)}",
         )
         larger = attrs.evolve(context, seen_len=tuple(n + more for n in context.seen_len))
-        kept_of_more = component.select(saliency, larger)
+        kept_of_more = component.select(saliency, larger if component.budget else context)
         protected = component.protected(context)
         for row in range(context.batch):
             for head in range(context.kv_heads):
@@ -134,7 +134,8 @@ def check_selector(component: KVSelector) -> None:
                 _require(not lost, f"a larger budget must only add tokens, but drops {lost}")
             alone = row_alone(context, row)
             start = context.key_len - alone.key_len
-            own = component.select(saliency[row : row + 1, :, start:].clone(), alone)[0] + start
+            own = component.select(saliency[row : row + 1, :, start:].clone(), alone)[0]
+            own = torch.where(own < 0, own, own + start)
             here = kept[row, :, kept.shape[2] - own.shape[1] :]
             _require(
                 torch.equal(here, own) and bool((kept[row, :, : -own.shape[1]] == -1).all()),
@@ -157,16 +158,7 @@ def check_propagation(component: PropagationPolicy) -> None:
     """
     _check_kind(component, PropagationPolicy)
     for num_layers in (8, 32, 36):
-        acting = component.acting_layers(num_layers)
-        _require(
-            all(0 <= layer < num_layers for layer in acting),
-            f"acting_layers must lie in the model of {num_layers} layers, got {sorted(acting)}",
-        )
-        rates = component.layer_rates(num_layers, context_len=1000)
-        _require(
-            len(rates) == num_layers and all(0 < rate <= 1 for rate in rates),
-            f"layer_rates must be {num_layers} fractions in (0, 1], got {rates}",
-        )
+        _check_layers(component, num_layers)
 
     @_property
     @given(data=st.data(), context=layer_contexts(0))
@@ -179,6 +171,10 @@ def check_propagation(component: PropagationPolicy) -> None:
         if passed is None:
             _require_all_fit(component, context)
             return
+        _require(
+            any(component.acting_layers(count) for count in (8, 32, 36)),
+            "acting_layers must name the layers after which tokens are dropped, got none",
+        )
         _require(
             passed.ndim == 2 and passed.shape[0] == context.batch,
             f"passed_on must be [batch, passed_len] with batch={context.batch}, got "
@@ -194,6 +190,10 @@ def check_propagation(component: PropagationPolicy) -> None:
                 saliency=means[row] if component.needs_saliency else None,
                 budget=component.budget,
                 seen_len=context.seen_len[row],
+            )
+            _require(
+                int(passed[row, -1]) == context.new_len - 1,
+                f"the last token must go on, {context.new_len - 1}, got {passed[row].tolist()}",
             )
             _check_passed_alone(component, context, saliency, passed, row)
 
@@ -225,10 +225,9 @@ def _check_choice(
     fixed = protected.nonzero().flatten().tolist()
     _require(set(fixed) <= set(chosen), f"protected tokens {fixed} must be among {chosen}")
     available = int(valid.sum())
-    expected = available
     if budget is not None:
         expected = budget.count(seen_len=seen_len, available=available, protected=len(fixed))
-    _require(len(chosen) == expected, f"exactly {expected} tokens must stay, got {len(chosen)}")
+        _require(len(chosen) == expected, f"exactly {expected} tokens must stay, got {len(chosen)}")
     if saliency is not None:
         kept = [float(saliency[index]) for index in chosen if index not in fixed]
         dropped = set(valid.nonzero().flatten().tolist()) - set(chosen)
@@ -237,6 +236,29 @@ def _check_choice(
         _require(
             best <= worst,
             f"no dropped token may outscore a kept unprotected one, but {best} > {worst}",
+        )
+
+
+def _check_layers(component: PropagationPolicy, num_layers: int) -> None:
+    """Check what a propagation policy declares of a model's layers."""
+    acting = component.acting_layers(num_layers)
+    _require(
+        all(0 <= layer < num_layers for layer in acting),
+        f"acting_layers must lie in the model of {num_layers} layers, got {sorted(acting)}",
+    )
+    rates = component.layer_rates(num_layers, context_len=1000)
+    _require(
+        len(rates) == num_layers and all(0 < rate <= 1 for rate in rates),
+        f"layer_rates must be {num_layers} fractions in (0, 1], got {rates}",
+    )
+    if component.budget is None:
+        return
+    passed = component.budget.count(seen_len=1000, available=1000, protected=0)
+    for layer in acting:
+        _require(
+            passed == 1000 or all(rate < 1 for rate in rates[layer + 1 :]),
+            f"layer_rates must be below 1 after layer {layer}, where tokens are dropped, got "
+            f"{rates}",
         )
 
 

@@ -45,7 +45,7 @@ class TokenSelectivePropagation(PropagationPolicy):
         tsp_layer: Index of the layer after which tokens are dropped, from 0; None for
             ``num_layers // 2 - 1``.
         tsp_rate: Fraction of the row's context that goes on, in (0, 1]. 0.2 by default.
-        window_size: Trailing tokens that always go on, at least 0.
+        window_size: Trailing tokens that always go on, at least 1.
         tsp_tokens: Number of tokens that go on, in place of the rate.
 
     Raises:
@@ -70,7 +70,8 @@ class TokenSelectivePropagation(PropagationPolicy):
     def __attrs_post_init__(self) -> None:
         if self.tsp_layer is not None:
             check_count("tsp_layer", self.tsp_layer)
-        check_count("window_size", self.window_size)
+        # At least the last token: the next one is predicted from it.
+        check_count("window_size", self.window_size, minimum=1)
         # A default rate that gave way to a number of tokens shall not show in the repr.
         object.__setattr__(self, "tsp_rate", self.budget.rate)
 

@@ -34,18 +34,29 @@ class ModelParts:
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        self.model = model
         self.decoder = _find_decoder(model)
         config: Any = self.decoder.config
         layers: Any = self.decoder.layers
         self.config = config
         self.layers: list[nn.Module] = list(layers)
         self.attentions = [_find_attention(layer, i) for i, layer in enumerate(self.layers)]
-        self.implementation = str(config._attn_implementation)
-        if self.implementation not in IMPLEMENTATIONS:
+        _ = self.implementation
+
+    @property
+    def implementation(self) -> str:
+        """The attention implementation, which may be changed between two forwards.
+
+        Raises:
+            UnsupportedModelError: It is one whose masks are not known.
+        """
+        name = str(self.config._attn_implementation)
+        if name not in IMPLEMENTATIONS:
             raise UnsupportedModelError(
                 f"attn_implementation of the model must be one of {', '.join(IMPLEMENTATIONS)}, "
-                f"got {self.implementation!r}; load it with attn_implementation='sdpa'"
+                f"got {name!r}; load it with attn_implementation='sdpa'"
             )
+        return name
 
     @property
     def num_layers(self) -> int:
@@ -120,6 +131,7 @@ class Attachment:
                 self._routed.append(attention)
             decoder = self.parts.decoder
             self._handles = [
+                self.parts.model.register_forward_pre_hook(self._before_model, with_kwargs=True),
                 decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True),
                 decoder.register_forward_hook(self._after_decoder, with_kwargs=True),
             ]
@@ -137,9 +149,30 @@ class Attachment:
             unroute(attention)
         self._handles, self._routed = [], []
 
+    def _before_model(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Refuse what asks for logits of tokens that may be dropped."""
+        if kwargs is None or kwargs.get("past_key_values") is not self.cache:
+            return
+        if not self.cache.may_drop:
+            return
+        if kwargs.get("labels") is not None or isinstance(kwargs.get("logits_to_keep"), Tensor):
+            raise ValueError(
+                "labels and a tensor of logits_to_keep must not be given for a prompt of which "
+                f"{self.cache.policy} drops tokens, since a dropped token has no logits; the "
+                "logits returned are those of the last tokens that went on"
+            )
+
+    # Torch looks up whether a hook takes keyword arguments when it calls it. Where another thread
+    # has detached its cache from the model in between, the hook is called without; it was that
+    # thread's, whose own forwards have ended, so there is nothing to do.
+
     def _before_decoder(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if kwargs is None:
+            return None
         bound = self._decoder_signature.bind_partial(module, *args, **kwargs)
         arguments = dict(bound.arguments)
         arguments.update(arguments.pop("kwargs", {}))
@@ -148,34 +181,31 @@ class Attachment:
             return None
         return (), self.cache.begin_forward(arguments)
 
-    def _after_decoder(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        if kwargs.get("past_key_values") is self.cache:
-            self.cache.finish_forward()
+    def _after_decoder(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+        if len(rest) < 2 or rest[0].get("past_key_values") is not self.cache:
+            return None
+        return self.cache.finish_forward(rest[1])
 
     def _hook_layer(self, layer: nn.Module, index: int) -> None:
         cache = self.cache
 
         def before(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
         ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            if kwargs.get("past_key_values") is not cache:
+            if kwargs is None or kwargs.get("past_key_values") is not cache:
                 return None
             hidden: Tensor = args[0] if args else kwargs["hidden_states"]
             return args, cache.forward.enter_layer(index, hidden, kwargs)
 
-        def after(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-        ) -> Any:
-            if kwargs.get("past_key_values") is not cache:
-                return output
+        def after(module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+            if len(rest) < 2 or rest[0].get("past_key_values") is not cache:
+                return None
             if cache.forward.waits_for_queries():
                 raise UnsupportedModelError(
                     f"model must hand the keys of the cache to an attention function as they are, "
                     f"but {type(module).__name__} at {index} did not; the policy saw no queries"
                 )
-            return cache.forward.leave_layer(index, output)
+            return cache.forward.leave_layer(index, rest[1])
 
         self._handles += [
             layer.register_forward_pre_hook(before, with_kwargs=True),

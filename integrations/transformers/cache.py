@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -76,6 +77,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         self._forward: Forward | None = None
         self._before: list[State] = []
         self._starts_turn = False
+        self._filled_by: weakref.ref[nn.Module] | None = None
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[PolicyCache]:
@@ -94,16 +96,13 @@ class PolicyCache(Cache):  # type: ignore[misc]
         if self._attachment is not None:
             if self._attachment.parts.decoder is not parts.decoder:
                 raise ValueError("model must be the one the cache is attached to, got another one")
-            yield self
+            try:
+                yield self
+            finally:
+                self._roll_back()
             return
         self.policy.check_model(parts.num_layers)
-        if self.layers and len(self.layers) != parts.num_layers:
-            raise ValueError(
-                f"model must have the {len(self.layers)} layers of the model that filled the "
-                f"cache, got one with {parts.num_layers}; use a new PolicyCache"
-            )
-        if not self.layers:
-            self.layers.extend(PolicyLayer() for _ in range(parts.num_layers))
+        self._check_filled_by(parts)
         self._attachment = Attachment(self, parts)
         try:
             self._attachment.attach()
@@ -113,9 +112,34 @@ class PolicyCache(Cache):  # type: ignore[misc]
             self._attachment = None
             self._roll_back()
 
+    def _check_filled_by(self, parts: ModelParts) -> None:
+        if self._tokens is None:
+            self.layers[:] = [PolicyLayer() for _ in range(parts.num_layers)]
+        elif len(self.layers) != parts.num_layers:
+            raise ValueError(
+                f"model must have the {len(self.layers)} layers of the model that filled the "
+                f"cache, got one with {parts.num_layers}; use a new PolicyCache"
+            )
+        elif self._filled_by is not None and self._filled_by() is not parts.decoder:
+            raise ValueError(
+                "model must be the one that filled the cache, got another one; use a new "
+                "PolicyCache or reset() this one"
+            )
+
     def start_turn(self) -> None:
         """Let the policy act on the next forward: a new turn begins in a hand-written loop."""
+        self._roll_back()
         self._starts_turn = True
+
+    @contextmanager
+    def new_turn(self) -> Iterator[None]:
+        """Start a turn that is off again after the block if no forward took it up."""
+        before = self._starts_turn
+        self.start_turn()
+        try:
+            yield
+        finally:
+            self._starts_turn = self._starts_turn and before
 
     def report(self) -> CacheReport:
         """Tokens and bytes held against what a full cache would hold; prints as a table."""
@@ -127,6 +151,16 @@ class PolicyCache(Cache):  # type: ignore[misc]
         return () if self._tokens is None else tuple(self._tokens.lengths.tolist())
 
     # What the hooks call.
+
+    @property
+    def acts_next(self) -> bool:
+        """Whether the policy acts on the next forward."""
+        return self._tokens is None or self._starts_turn
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether the next forward may drop tokens."""
+        return self.acts_next and bool(self.policy.propagation.acting_layers(len(self.layers)))
 
     @property
     def forward(self) -> Forward:
@@ -148,7 +182,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         """
         assert self._attachment is not None
         self._roll_back()
-        acts = self._tokens is None or self._starts_turn
+        acts, implementation = self.acts_next, self._attachment.parts.implementation
         incoming = read_inputs(arguments, self._tokens, acts=acts)
         self._check_sliding_window(incoming.tokens.seen + incoming.new_valid.shape[1])
         self._before = [layer.state() for layer in self.layers]
@@ -157,17 +191,30 @@ class PolicyCache(Cache):  # type: ignore[misc]
             self.layers,
             incoming,
             acts=acts,
-            implementation=self._attachment.parts.implementation,
+            implementation=implementation,
         )
         return incoming.arguments
 
-    def finish_forward(self) -> None:
-        """Make what the forward did the cache's state."""
-        self._tokens = self.forward.finish()
-        if self.forward.acts:
-            self.propagated = self.forward.propagated
+    def finish_forward(self, output: Any) -> Any:
+        """Make what the forward did the cache's state; returns the decoder's output.
+
+        Raises:
+            UnsupportedModelError: A layer did not use the cache.
+        """
+        forward = self.forward
+        self._tokens = forward.finish()
+        assert self._attachment is not None
+        self._filled_by = weakref.ref(self._attachment.parts.decoder)
+        if forward.acts:
+            self.propagated = forward.propagated
             self._starts_turn = False
         self._forward, self._before = None, []
+        if isinstance(output, tuple):
+            return (forward.in_order(output[0]), *output[1:])
+        for name in ("last_hidden_state", "hidden_states"):
+            if output.get(name) is not None:
+                output[name] = forward.in_order(output[name])
+        return output
 
     def _roll_back(self) -> None:
         """Undo a forward that did not come to its end."""
@@ -222,13 +269,17 @@ class PolicyCache(Cache):  # type: ignore[misc]
             tokens_to_remove: Minus their number, as in Transformers.
 
         Raises:
+            TypeError: It is no int.
             ValueError: It is positive, or more than were appended: what the policy evicted from
                 a prompt cannot be brought back.
         """
+        if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int):
+            raise TypeError(f"tokens_to_remove must be an int, got {tokens_to_remove!r}")
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove must be 0 or negative, got {tokens_to_remove}")
+        self._roll_back()
         count = -tokens_to_remove
         appended = 0 if self._tokens is None else self._tokens.appended.shape[1]
-        if count < 0:
-            raise ValueError(f"tokens_to_remove must be 0 or negative, got {tokens_to_remove}")
         if count > appended:
             raise ValueError(
                 f"tokens_to_remove must be at least {-appended}: only {appended} tokens were "
@@ -242,12 +293,18 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything: the next forward reads a first prompt."""
+        self._roll_back()
         for layer in self.layers:
             layer.reset()
         self.propagated = {}
         self._tokens = None
-        self._forward, self._before = None, []
         self._starts_turn = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what binds the cache to a model: a copy is attached to nothing."""
+        state = dict(self.__dict__)
+        state.update(_attachment=None, _forward=None, _before=[], _filled_by=None)
+        return state
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Raise: rows cannot be reordered yet."""

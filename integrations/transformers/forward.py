@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
-from kvpolicy.integrations.transformers.inputs import Incoming
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.inputs import Incoming, take_columns
 from kvpolicy.integrations.transformers.layer import PolicyLayer
 from kvpolicy.integrations.transformers.masks import causal_mask, position_mask
 from kvpolicy.integrations.transformers.tokens import SeenTokens
@@ -50,6 +51,8 @@ class Forward:
             self.new_positions, incoming.columns, padded=incoming.padded, acts=acts
         )
         self.propagated: dict[int, Tensor] = {}
+        self._updated: set[int] = set()
+        self._order_of_columns = incoming.order
         self._moved = incoming.moved
         self._seen_len = tuple(self.tokens.lengths.tolist()) if acts else ()
         self._slots: Tensor | None = None  # of the forward's tokens, those that reach the layer
@@ -117,6 +120,7 @@ class Forward:
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values that the layer's attention is to see, with the new ones."""
         layer = self.layers[index]
+        self._updated.add(index)
         if not self.acts:
             return layer.append(keys, values)
         if layer.keys is not None and layer.values is not None:
@@ -181,10 +185,29 @@ class Forward:
         return _cut(output, passed)
 
     def finish(self) -> SeenTokens:
-        """Every layer is done: the tokens seen now."""
+        """Every layer is done: the tokens seen now.
+
+        Raises:
+            UnsupportedModelError: A layer did not use the cache, as with gradient checkpointing.
+        """
+        missing = set(range(len(self.layers))) - self._updated
+        if missing:
+            raise UnsupportedModelError(
+                f"model must give every layer the cache, but layers {sorted(missing)} did not "
+                "update it; gradient checkpointing has to be off"
+            )
         for layer in self.layers:
             layer.follow(self.tokens)
         return self.tokens
+
+    def in_order(self, hidden: Any) -> Any:
+        """Hidden states ``[batch, new_len, ...]`` in the order of the input's columns.
+
+        Where tokens were dropped they are left as they are: those that went on.
+        """
+        if self._order_of_columns is None or self.propagated:
+            return hidden
+        return _cut(hidden, self._order_of_columns.argsort(dim=1))
 
 
 def _cut(value: Any, slots: Tensor) -> Any:
@@ -193,7 +216,4 @@ def _cut(value: Any, slots: Tensor) -> Any:
         return None
     if isinstance(value, tuple):
         return tuple(_cut(part, slots) for part in value)
-    index = slots.clamp(min=0)
-    value = value.expand(index.shape[0], *value.shape[1:])
-    index = index.view(*index.shape, *[1] * (value.ndim - 2))
-    return value.gather(1, index.expand(-1, -1, *value.shape[2:]))
+    return take_columns(value, slots)

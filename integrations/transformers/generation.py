@@ -38,8 +38,7 @@ def wrap_generate() -> None:
             if not isinstance(cache, PolicyCache):
                 return original(self, *args, **kwargs)
             check_generation(self, cache, args, kwargs)
-            with cache.attached(self):
-                cache.start_turn()
+            with cache.attached(self), cache.new_turn():
                 return original(self, *args, **kwargs)
 
         generate._kvpolicy_wraps = original  # type: ignore[attr-defined]
@@ -90,14 +89,18 @@ def _effective_config(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _check_continuation(cache: PolicyCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     seen = cache.get_seq_length()
+    embeds = kwargs.get("inputs_embeds")
     given = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
-    if not seen or not isinstance(given, Tensor) or given.ndim != 2:
+    name, given = ("input_ids", given) if embeds is None else ("inputs_embeds", embeds)
+    if not seen or not isinstance(given, Tensor) or given.ndim < 2:
         return
     mask = kwargs.get("attention_mask")
-    length = given.shape[1] if mask is None else mask.shape[1]
+    length = given.shape[1]
+    if embeds is None and isinstance(mask, Tensor) and mask.ndim == 2:
+        length = mask.shape[1]
     if length <= seen:
         raise ValueError(
-            f"input_ids must continue the {seen} tokens the cache has seen, got {given.shape[1]}; "
-            "pass the whole conversation, or the new tokens with an attention_mask over the "
-            "whole conversation, or reset() the cache"
+            f"{name} must continue the {seen} tokens the cache has seen, got {given.shape[1]}; "
+            "pass the whole conversation, or (as input_ids) the new tokens with an "
+            "attention_mask over the whole conversation, or reset() the cache"
         )

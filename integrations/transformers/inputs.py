@@ -16,12 +16,15 @@ class Incoming:
     """The tokens of one forward.
 
     Args:
-        arguments: The decoder's arguments, with each row's padding moved before its tokens.
+        arguments: The decoder's arguments; where the policy acts, with each row's padding moved
+            before its tokens.
         tokens: The tokens seen before, as far as they still count.
         moved: See `SeenTokens.with_padding`; None where nothing moved.
-        new_valid: ``[batch, new_len]`` bool, False on padding, which comes first.
+        new_valid: ``[batch, new_len]`` bool, False on padding.
         columns: ``[batch, new_len]`` bool, the same in the order of the input's columns.
         padded: Whether any is padding.
+        order: ``[batch, new_len]`` int64, the input's column in each place; None where the columns
+            keep their places.
     """
 
     arguments: dict[str, Any]
@@ -30,6 +33,7 @@ class Incoming:
     new_valid: Tensor
     columns: Tensor
     padded: bool
+    order: Tensor | None = None
 
 
 def read_inputs(arguments: dict[str, Any], seen: SeenTokens | None, *, acts: bool) -> Incoming:
@@ -42,8 +46,8 @@ def read_inputs(arguments: dict[str, Any], seen: SeenTokens | None, *, acts: boo
 
     Raises:
         TypeError: There is neither ``input_ids`` nor ``inputs_embeds``.
-        ValueError: The batch size or the attention mask does not fit what was seen, or a row is
-            padded on the right.
+        ValueError: There are no tokens, the batch size or the attention mask does not fit what
+            was seen, or a row is padded on the right.
     """
     inputs = arguments.get("input_ids")
     if inputs is None:
@@ -51,6 +55,8 @@ def read_inputs(arguments: dict[str, Any], seen: SeenTokens | None, *, acts: boo
     if inputs is None:
         raise TypeError("input_ids or inputs_embeds must be given, got neither")
     batch, new_len = inputs.shape[:2]
+    if not new_len:
+        raise ValueError(f"input_ids must hold at least one token, got {list(inputs.shape)}")
     if seen is None:
         seen = SeenTokens.none(batch, inputs.device)
     if batch != seen.batch:
@@ -66,6 +72,8 @@ def read_inputs(arguments: dict[str, Any], seen: SeenTokens | None, *, acts: boo
     tokens, moved = _read_past(mask[:, : seen.seen], seen, acts=acts)
     columns = mask[:, seen.seen :]
     if bool(columns.all()):
+        if tokens.padded:
+            arguments = _with_positions(arguments, tokens, columns)
         return Incoming(arguments, tokens, moved, columns, columns, padded=False)
     if new_len > 1 and not bool(columns[:, -1].all()):
         row = int((~columns[:, -1]).nonzero()[0])
@@ -73,8 +81,12 @@ def read_inputs(arguments: dict[str, Any], seen: SeenTokens | None, *, acts: boo
             f"attention_mask must pad on the left: the last token of every row must be real, but "
             f"row {row} ends in padding; set tokenizer.padding_side = 'left'"
         )
-    arguments, new_valid = _padding_first(arguments, columns, seen.seen)
-    return Incoming(arguments, tokens, moved, new_valid, columns, padded=True)
+    order = _padding_first(columns) if acts else None
+    new_valid = columns if order is None else columns.gather(1, order)
+    arguments = _with_positions(arguments, tokens, columns)
+    if order is not None:
+        arguments = _reordered(arguments, order, seen.seen)
+    return Incoming(arguments, tokens, moved, new_valid, columns, padded=True, order=order)
 
 
 def _without_mask(arguments: dict[str, Any], seen: SeenTokens, new_len: int) -> Incoming:
@@ -115,26 +127,50 @@ def _read_past(past: Tensor, seen: SeenTokens, *, acts: bool) -> tuple[SeenToken
             "attention_mask must not change for tokens already read, except where a new turn "
             "starts: call cache.start_turn() first"
         )
+    # Only what was appended last may turn out to be padding: the tokens after a row's end of text,
+    # on which nothing that counts was built.
+    gone = seen.valid & ~past
+    prompt_len = seen.seen - seen.appended.shape[1]
+    stays_after = (past.flip(1).cumsum(dim=1) > 0).flip(1)
+    if bool(gone[:, :prompt_len].any() | (gone & stays_after).any()):
+        raise ValueError(
+            "attention_mask must not turn tokens already read into padding, except the last ones "
+            "that were generated; keep every row's columns where they were (do not pad the whole "
+            "conversation anew) and put padding between the turns"
+        )
     return seen.with_padding(past)
 
 
-def _padding_first(
-    arguments: dict[str, Any], columns: Tensor, seen: int
-) -> tuple[dict[str, Any], Tensor]:
-    """Move padding that stands between a row's tokens, as a later turn's may, before them."""
+def _with_positions(
+    arguments: dict[str, Any], tokens: SeenTokens, columns: Tensor
+) -> dict[str, Any]:
+    """Give padded rows the positions they have alone, where the caller gives none."""
+    if arguments.get("position_ids") is not None:
+        return arguments
+    return {**arguments, "position_ids": tokens.positions_of(columns).clamp(min=0)}
+
+
+def _padding_first(columns: Tensor) -> Tensor | None:
+    """The order that brings padding between a row's tokens, as a later turn's, before them."""
     if not bool((columns[:, :-1] & ~columns[:, 1:]).any()):
-        return arguments, columns
-    batch, new_len = columns.shape
-    order = columns.to(torch.uint8).argsort(dim=1, stable=True)
-    moved = dict(arguments)
-    if moved.get("position_ids") is None:
-        moved["position_ids"] = torch.arange(seen, seen + new_len, device=columns.device)[None]
-    for name in {"input_ids", "inputs_embeds", "position_ids"} & moved.keys():
-        if moved[name] is not None:
-            value = moved[name].expand(batch, *moved[name].shape[1:])
-            index = order.view(batch, new_len, *[1] * (value.ndim - 2)).expand(value.shape)
-            moved[name] = value.gather(1, index)
-    new_valid = columns.gather(1, order)
-    past = moved["attention_mask"][:, :seen]
-    moved["attention_mask"] = torch.cat([past, new_valid.to(past.dtype).to(past.device)], dim=1)
-    return moved, new_valid
+        return None
+    return columns.to(torch.uint8).argsort(dim=1, stable=True)
+
+
+def _reordered(arguments: dict[str, Any], order: Tensor, seen: int) -> dict[str, Any]:
+    arguments = dict(arguments)
+    for name in {"input_ids", "inputs_embeds", "position_ids"} & arguments.keys():
+        if arguments[name] is not None:
+            arguments[name] = take_columns(arguments[name], order)
+    mask = arguments["attention_mask"]
+    new = mask[:, seen:].gather(1, order.to(mask.device))
+    arguments["attention_mask"] = torch.cat([mask[:, :seen], new], dim=1)
+    return arguments
+
+
+def take_columns(value: Tensor, columns: Tensor) -> Tensor:
+    """Take columns ``[batch, count]`` of a tensor ``[batch or 1, len, ...]``; -1 counts as 0."""
+    index = columns.clamp(min=0)
+    value = value.expand(index.shape[0], *value.shape[1:])
+    index = index.view(*index.shape, *[1] * (value.ndim - 2))
+    return value.gather(1, index.expand(-1, -1, *value.shape[2:]))

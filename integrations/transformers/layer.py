@@ -83,7 +83,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def drop_last(self, count: int) -> None:
         """Take back the last ``count`` appended slots."""
         if count and self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]
+            self.keys = own_storage(self.keys[:, :, :-count])
+            self.values = own_storage(self.values[:, :, :-count])
 
     def state(self) -> State:
         """All that `restore` needs to bring the layer back to this moment."""

@@ -54,7 +54,7 @@ class CacheReport:
         seen, columns = sum(cache.seen_lengths), cache.get_seq_length()
         reports = []
         for layer in cache.layers:
-            if layer.keys is None or layer.values is None:
+            if layer.keys is None or layer.values is None or layer.positions is None:
                 reports.append(LayerReport(0, 0.0, 0, 0))
                 continue
             batch, kv_heads, _, key_dim = layer.keys.shape

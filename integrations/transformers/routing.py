@@ -8,6 +8,7 @@ queries if the keys come from one. Calls with any other cache pass straight thro
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 from collections.abc import Callable
@@ -38,7 +39,15 @@ class RoutedConfig:
         self.users = 0
 
     def __getattr__(self, name: str) -> Any:
+        if name == "original" or name.startswith("__"):  # asked for while a copy is being made
+            raise AttributeError(name)
         return getattr(self.original, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.original, memo)  # a copied module is attached to nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy.copy, (self.original,)
 
 
 def route(attention: Any) -> None:

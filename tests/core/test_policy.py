@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import attrs
 import pytest
+import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy import CachePolicy, LayerContext, Scorer
-from kvpolicy.errors import UnknownPolicyError
+from kvpolicy import CachePolicy, KVSelector, LayerContext, PropagationPolicy, Scorer
+from kvpolicy.errors import ShapeError, UnknownPolicyError
 from kvpolicy.policies import (
     FastKV,
     GQAGroupSelector,
@@ -105,3 +107,77 @@ def test_a_third_partys_entry_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_part_is_refused() -> None:
     with pytest.raises(TypeError, match=r"an entry of kvpolicy\.policies must build a CachePolicy"):
         kind_of(dict)  # type: ignore[arg-type]
+
+
+def layer() -> LayerContext:
+    return LayerContext(
+        layer_idx=0,
+        num_layers=2,
+        queries=torch.randn(1, 6, 3, 5),
+        keys=torch.randn(1, 2, 11, 5),
+        values=torch.randn(1, 2, 11, 5),
+        positions=torch.arange(11).expand(1, 2, 11),
+        new_valid=torch.ones(1, 11, dtype=torch.bool),
+        seen_len=(11,),
+        scaling=1.0,
+    )
+
+
+@attrs.frozen
+class Returns(Scorer, KVSelector, PropagationPolicy):
+    """Returns what it was given, as any part."""
+
+    value: Tensor = attrs.field(eq=False)
+
+    @property
+    def needs_saliency(self) -> bool:
+        return False
+
+    def acting_layers(self, num_layers: int) -> frozenset[int]:
+        return frozenset({0})
+
+    def score(self, context: LayerContext) -> Tensor:
+        return self.value
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        return self.value
+
+    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("role", "value", "error", "message"),
+    [
+        ("scorer", torch.zeros(1, 11), ShapeError, r"score of .* \[1, 6 or 2, 11\], got \[1, 11\]"),
+        ("scorer", torch.zeros(1, 2, 3), ShapeError, "score of"),
+        ("selector", torch.zeros(1, 3).long(), ShapeError, "must return int64 indices of shape"),
+        ("selector", torch.ones(1, 2, 3), ShapeError, "got torch.float32"),
+        ("selector", torch.tensor([[[4, 3], [1, 2]]]), ValueError, "ascending, unique and in"),
+        ("selector", torch.tensor([[[4, 4], [1, 2]]]), ValueError, "ascending, unique and in"),
+        ("selector", torch.tensor([[[4, 11], [1, 2]]]), ValueError, r"in \[0, 11\)"),
+        ("selector", torch.tensor([[[4, -1], [1, 2]]]), ValueError, "-1 on the left only"),
+        ("selector", torch.tensor([[[-2, 1], [1, 2]]]), ValueError, "ascending, unique and in"),
+        ("propagation", torch.tensor([3, 10]), ShapeError, r"shape \[1, 'count'\]"),
+        ("propagation", torch.tensor([[10, 3]]), ValueError, "ascending, unique and in"),
+        ("propagation", torch.tensor([[3, 9]]), ValueError, "must pass on the last token .* 10"),
+        ("propagation", torch.zeros(1, 0).long(), ValueError, "must pass on the last token"),
+    ],
+)
+def test_what_a_part_returns_is_checked(
+    role: str, value: Tensor, error: type[Exception], message: str
+) -> None:
+    parts: dict[str, Any] = {
+        "scorer": WindowMaxPoolScorer(3),
+        "selector": GQAGroupSelector(),
+        "propagation": PassAllPropagation(),
+    }
+    parts[role] = Returns(value)
+    with pytest.raises(error, match=message):
+        CachePolicy(**parts).decide(layer())
+
+
+def test_padding_on_the_left_of_indices_is_right() -> None:
+    kept = torch.tensor([[[-1, -1, 3], [0, 4, 10]]])
+    policy = CachePolicy(None, Returns(kept), PassAllPropagation())
+    assert torch.equal(policy.decide(layer()).kept, kept)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy import LayerContext
+from kvpolicy import KVSelector, LayerContext
 from kvpolicy.policies import (
     GQAGroupSelector,
     SinkAndRecentSelector,
@@ -138,9 +138,60 @@ class OutsideTheModel(TokenSelectivePropagation):
         return frozenset({num_layers})
 
 
+class DropsTheLastToken(TokenSelectivePropagation):
+    @property
+    def protected_tail(self) -> int:
+        return 0
+
+    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
+        passed = super().propagate(saliency, context)
+        return None if passed is None else (passed - 1).clamp(min=-1)
+
+
+class ActsNowhere(TokenSelectivePropagation):
+    def acting_layers(self, num_layers: int) -> frozenset[int]:
+        return frozenset()
+
+    def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
+        return [1.0] * num_layers
+
+
+class ForgetsItsRates(TokenSelectivePropagation):
+    def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
+        return [1.0] * num_layers
+
+
+class OnePerHead(KVSelector):
+    """A right one without one budget: head h keeps its h + 1 last tokens."""
+
+    @property
+    def protected_tail(self) -> int:
+        return 1
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        kept = torch.full((context.batch, context.kv_heads, context.kv_heads), -1)
+        for head in range(context.kv_heads):
+            for back in range(1, head + 2):
+                held = context.valid[:, head].sum(dim=-1) >= back
+                kept[held, head, context.kv_heads - back] = context.key_len - back
+        width = int(context.valid.sum(dim=-1).max())
+        return kept[..., -min(width, context.kv_heads) :]
+
+    @property
+    def needs_saliency(self) -> bool:
+        return False
+
+
+def test_a_selector_without_one_budget_passes() -> None:
+    check_selector(OnePerHead())
+
+
 @pytest.mark.parametrize(
     ("propagation", "message"),
     [
+        (DropsTheLastToken, "the last token must go on|exactly|no padding"),
+        (ActsNowhere, "acting_layers must name"),
+        (ForgetsItsRates, "layer_rates must be below 1"),
         (DropsOldTokens, "outscore"),
         (PassesAll, "but None was returned"),
         (OutsideTheModel, "acting_layers must lie in the model"),

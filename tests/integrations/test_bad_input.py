@@ -313,3 +313,92 @@ def test_all_errors_of_the_package_are_value_errors() -> None:
     for error in (NotAttachedError, UnsupportedGenerationError, UnsupportedModelError):
         assert issubclass(error, KVPolicyError)
     assert issubclass(KVPolicyError, ValueError)
+
+
+def test_a_conversation_padded_anew(model: PreTrainedModel) -> None:
+    """A tokenizer pads whole texts on the left: the columns of what was read would move."""
+    rows = [random_tokens(0, 30), random_tokens(1, 30)]
+    ids, mask = left_padded(rows)
+    cache = PolicyCache(SnapKV(0.3))
+    said = tokens_of(model, ids, cache, attention_mask=mask)
+    texts = [rows[0] + said[0] + random_tokens(5, 3), rows[1] + said[1] + random_tokens(6, 25)]
+    again, again_mask = left_padded(texts)
+    with pytest.raises(ValueError, match="do not pad the whole conversation anew"):
+        tokens_of(model, again, cache, attention_mask=again_mask)
+    # Between the turns padding is right.
+    added, added_mask = left_padded([random_tokens(5, 3), random_tokens(6, 25)])
+    whole = torch.cat([ids, torch.tensor(said), added], dim=1)
+    whole_mask = torch.cat([torch.ones(2, 37, dtype=torch.int64), added_mask], dim=1)
+    tokens_of(model, whole, cache, attention_mask=whole_mask)
+
+
+@pytest.mark.parametrize("column", [4, 61], ids=["in the prompt", "among generated tokens"])
+def test_a_mask_that_takes_out_what_others_were_built_on(
+    model: PreTrainedModel, usable: PolicyCache, column: int
+) -> None:
+    ids = torch.cat([prompt(66), prompt(30, seed=3)], dim=1)
+    mask = torch.ones_like(ids)
+    mask[0, column] = 0
+    with pytest.raises(ValueError, match="must not turn tokens already read into padding"):
+        tokens_of(model, ids, usable, attention_mask=mask)
+
+
+def test_no_tokens(model: PreTrainedModel, usable: PolicyCache) -> None:
+    with usable.attached(model), pytest.raises(ValueError, match="at least one token"):
+        model(torch.empty(1, 0, dtype=torch.int64), past_key_values=usable)
+
+
+def test_embeddings_that_do_not_go_on(model: PreTrainedModel, usable: PolicyCache) -> None:
+    embeds = model.get_input_embeddings()(prompt(40))
+    with pytest.raises(ValueError, match="inputs_embeds must continue the 66 tokens .* got 40"):
+        model.generate(inputs_embeds=embeds, past_key_values=usable, max_new_tokens=2)
+
+
+def test_a_mask_that_is_no_tensor(model: PreTrainedModel, usable: PolicyCache) -> None:
+    with usable.attached(model), pytest.raises(ValueError, match="must be 2D, .* got list"):
+        model(prompt(2), attention_mask=[[1] * 68], past_key_values=usable)
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpoint")
+def test_gradient_checkpointing() -> None:
+    """Its layers drop the cache from their arguments."""
+    other = tiny_model("llama", seed=1)
+    other.gradient_checkpointing_enable()
+    other.train()
+    cache = PolicyCache(SnapKV(0.3))
+    message = r"layers \[0, 1, 2, 3\] did not update it"
+    with cache.attached(other), pytest.raises(UnsupportedModelError, match=message):
+        other(prompt(40), past_key_values=cache, use_cache=True)
+    assert cache.get_seq_length() == 0
+    other.eval()
+    assert tokens_of(other, prompt(40), cache)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"labels": prompt(80)}, {"logits_to_keep": torch.tensor([15])}], ids=str
+)
+def test_logits_of_tokens_that_may_be_dropped(
+    model: PreTrainedModel, usable: PolicyCache, arguments: dict[str, Any]
+) -> None:
+    cache = PolicyCache(FASTKV)
+    with cache.attached(model), pytest.raises(ValueError, match="a dropped token has no logits"):
+        model(prompt(80), past_key_values=cache, **arguments)
+    evicts = PolicyCache(SnapKV(0.3))
+    with torch.no_grad(), evicts.attached(model):
+        model(prompt(80), past_key_values=evicts, **arguments)
+
+
+@pytest.mark.parametrize("count", [-2.0, None, "x", True])
+def test_crop_by_what_is_no_number(usable: PolicyCache, count: Any) -> None:
+    with pytest.raises(TypeError, match="tokens_to_remove must be an int"):
+        usable.crop(count)
+
+
+def test_another_model_of_the_same_depth(model: PreTrainedModel, usable: PolicyCache) -> None:
+    other = tiny_model("llama", seed=2)
+    with pytest.raises(ValueError, match="model must be the one that filled the cache"):
+        tokens_of(other, prompt(80), usable)
+    usable_again = PolicyCache(FASTKV)
+    tokens_of(model, prompt(60), usable_again)
+    usable_again.reset()
+    tokens_of(other, prompt(60), usable_again)

@@ -1,7 +1,10 @@
 """The cache as its users handle it: loops, turns, failures, what is left behind."""
 
+import copy
+import pickle
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -317,3 +320,231 @@ def test_report_counts_tokens_and_bytes(model: PreTrainedModel) -> None:
     assert len(table) == 6
     assert max(map(len, table)) <= 80
     assert table[-1].split() == ["total", "80", "18.0", "10,240", "51,200", "20.0%"]
+
+
+@torch.no_grad()
+def chunk_with_padding_inside(model: PreTrainedModel, cache: Any, **kwargs: Any) -> Tensor:
+    """Logits of a second turn [answer token][padding][question] of row 1, by hand."""
+    ids, mask = torch.cat([prompt(20), prompt(20, 1)]), torch.ones(2, 20, dtype=torch.int64)
+    added, added_mask = torch.cat([prompt(8, 2), prompt(8, 3)]), torch.ones(2, 8, dtype=torch.int64)
+    added_mask[1, 1:5] = 0
+    whole = torch.cat([mask, added_mask], dim=1)
+    positions = (whole.cumsum(1) - 1).clamp(min=0)
+    first = {"attention_mask": mask, "position_ids": positions[:, :20]}
+    model(ids, past_key_values=cache, **first)
+    if isinstance(cache, PolicyCache) and kwargs.pop("turn", True):
+        cache.start_turn()
+    output = model(
+        added,
+        attention_mask=whole,
+        position_ids=positions[:, 20:],
+        past_key_values=cache,
+        output_hidden_states=True,
+    )
+    return torch.cat([output.logits, *output.hidden_states], dim=-1)
+
+
+@pytest.mark.parametrize("turn", [True, False])
+def test_padding_inside_a_chunk_leaves_every_column_its_own_logits(
+    model: PreTrainedModel, turn: bool
+) -> None:
+    cache = PolicyCache(FullContext())
+    with cache.attached(model):
+        got = chunk_with_padding_inside(model, cache, turn=turn)
+    expected = chunk_with_padding_inside(model, DynamicCache())
+    real = torch.ones(2, 8, dtype=torch.bool)
+    real[1, 1:5] = False
+    torch.testing.assert_close(got[real], expected[real], atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_crop_through_a_chunk_with_padding_inside(model: PreTrainedModel) -> None:
+    cache = PolicyCache(FullContext())
+    ids, mask = torch.cat([prompt(10), prompt(10, 1)]), torch.ones(2, 10, dtype=torch.int64)
+    whole = torch.cat([mask, torch.tensor([[1, 1, 1], [1, 0, 1]])], dim=1)
+    with cache.attached(model):
+        model(ids, attention_mask=mask, past_key_values=cache)
+        chunk = torch.tensor([[3, 4, 5]] * 2)
+        model(chunk, attention_mask=whole, past_key_values=cache)
+        cache.crop(-2)
+        assert cache.seen_lengths == (11, 11)
+        assert cache.layers[0].positions[1, 0].tolist() == list(range(11))
+        logits = model(
+            torch.tensor([[7], [7]]), past_key_values=cache, attention_mask=torch.ones(2, 12)
+        ).logits
+    alone = model(torch.cat([ids[1:], torch.tensor([[3, 7]])], dim=1)).logits
+    torch.testing.assert_close(logits[1, -1], alone[0, -1], atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_a_padded_loop_without_position_ids_gives_each_row_its_own(model: PreTrainedModel) -> None:
+    """Also in a later turn, whose padding stands between a row's tokens."""
+    rows, added = [random_tokens(0, 30), random_tokens(1, 20)], [random_tokens(2, 9), [5, 6, 7]]
+    cache, (ids, mask), (more, more_mask) = (
+        PolicyCache(FASTKV),
+        left_padded(rows),
+        left_padded(added),
+    )
+    with cache.attached(model):
+        model(ids, attention_mask=mask, past_key_values=cache)
+        cache.start_turn()
+        whole = torch.cat([mask, more_mask], dim=1)
+        logits = model(more, attention_mask=whole, past_key_values=cache).logits[:, -1]
+    for row in range(2):
+        alone = PolicyCache(FASTKV)
+        with alone.attached(model):
+            model(torch.tensor([rows[row]]), past_key_values=alone)
+            alone.start_turn()
+            expected = model(torch.tensor([added[row]]), past_key_values=alone).logits[:, -1]
+        torch.testing.assert_close(logits[row : row + 1], expected, atol=1e-4, rtol=0)
+
+
+class Interrupted(BaseException):
+    """Like KeyboardInterrupt, which hooks that run on failure do not see."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("operation", ["crop", "start_turn", "report", "reset", "nothing"])
+def test_the_cache_after_a_forward_that_failed_inside_the_block(
+    model: PreTrainedModel, operation: str
+) -> None:
+    def interrupt(*args: Any) -> None:
+        raise Interrupted
+
+    results = []
+    for fails in (False, True):
+        cache = PolicyCache(SnapKV(retention_tokens=12))
+        with cache.attached(model):
+            model(prompt(40), past_key_values=cache)
+            model(prompt(3, 2), past_key_values=cache)
+            if fails:
+                handle = model.model.layers[2].register_forward_pre_hook(interrupt)
+                with pytest.raises(Interrupted):
+                    model(prompt(1, 4), past_key_values=cache)
+                handle.remove()
+            if operation == "crop":
+                cache.crop(-2)
+            elif operation != "nothing":
+                getattr(cache, operation)()
+            results.append(model(prompt(20, 5), past_key_values=cache).logits)
+            results.append(torch.stack([layer.positions for layer in cache.layers]))
+            results.append(torch.stack([layer.keys for layer in cache.layers]))
+    for before, after in zip(results[:3], results[3:], strict=True):
+        assert torch.equal(before, after)
+
+
+@torch.no_grad()
+def test_report_after_a_first_forward_that_failed(model: PreTrainedModel) -> None:
+    def interrupt(*args: Any) -> None:
+        raise Interrupted
+
+    cache = PolicyCache(FASTKV)
+    with cache.attached(model):
+        handle = model.model.layers[2].register_forward_pre_hook(interrupt)
+        with pytest.raises(Interrupted):
+            model(prompt(40), past_key_values=cache)
+        handle.remove()
+        assert cache.report().total.held_bytes == 0
+
+
+@torch.no_grad()
+def test_a_generate_that_is_refused_starts_no_turn(model: PreTrainedModel) -> None:
+    cache = PolicyCache(SnapKV(retention_tokens=12))
+    with cache.attached(model):
+        model(prompt(40), past_key_values=cache)
+        with pytest.raises(ValueError, match="not_an_argument"):
+            model.generate(prompt(60), past_key_values=cache, not_an_argument=1)
+        model(prompt(1, 3), past_key_values=cache)
+    assert [layer.kept_len for layer in cache.layers] == [13] * 4
+
+
+def test_a_refused_generate_binds_the_cache_to_nothing(model: PreTrainedModel) -> None:
+    cache = PolicyCache(FASTKV)
+    with pytest.raises(ValueError, match="not_an_argument"):
+        tiny_model("llama", seed=0, num_layers=2).generate(
+            prompt(60), past_key_values=cache, not_an_argument=1
+        )
+    assert len(tokens_of(model, prompt(60), cache)[0]) == 7
+
+
+@torch.no_grad()
+def test_the_attention_implementation_may_change_between_forwards() -> None:
+    logits = []
+    for implementation in ("sdpa", "eager"):
+        other = tiny_model("llama", seed=1)
+        cache = PolicyCache(SnapKV(retention_tokens=12))
+        with cache.attached(other):
+            other(prompt(40), past_key_values=cache)
+            other.set_attn_implementation(implementation)
+            logits.append(other(prompt(5, 3), past_key_values=cache).logits)
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_copy_goes_its_own_way(model: PreTrainedModel, attached: bool) -> None:
+    cache = PolicyCache(FASTKV)
+    with cache.attached(model):
+        model(prompt(60), past_key_values=cache)
+        if attached:
+            fork = copy.deepcopy(cache)
+            assert copy.deepcopy(model).config is not model.config
+    if not attached:
+        fork = pickle.loads(pickle.dumps(cache))
+    question = torch.cat([prompt(60), prompt(9, 3)], dim=1)
+    other = torch.cat([prompt(60), prompt(9, 4)], dim=1)
+    expected = tokens_of(model, other, copy.deepcopy(cache))
+    assert tokens_of(model, question, cache) != expected
+    assert tokens_of(model, other, fork) == expected
+
+
+def test_threads_share_a_model(model: PreTrainedModel) -> None:
+    """Caches come and go in other threads while forwards run; plain calls are not disturbed."""
+    policies = {0: FASTKV, 1: SnapKV(0.2), 2: None}
+    expected = {
+        seed: tokens_of(model, prompt(30, seed), policy and PolicyCache(policy))
+        for seed, policy in policies.items()
+    }
+    failures: list[object] = []
+
+    def work(seed: int) -> None:
+        policy = policies[seed]
+        try:
+            for _ in range(40):
+                got = tokens_of(model, prompt(30, seed), policy and PolicyCache(policy))
+                if got != expected[seed]:
+                    failures.append((seed, got))
+        except BaseException as error:
+            failures.append((seed, error))
+
+    before, interval = trace_of(model), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in policies]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failures == []
+    assert trace_of(model) == before
+
+
+def test_a_base_model_without_its_head(model: PreTrainedModel) -> None:
+    cache, whole = PolicyCache(FASTKV), PolicyCache(FASTKV)
+    with torch.no_grad(), cache.attached(model.model):
+        hidden = model.model(prompt(60), past_key_values=cache, return_dict=False)[0]
+    with torch.no_grad(), whole.attached(model):
+        logits = model(prompt(60), past_key_values=whole).logits
+    assert hidden.shape[1] == 30
+    assert torch.equal(model.lm_head(hidden), logits)
+
+
+def test_memory_after_crop_is_that_of_what_is_left(model: PreTrainedModel) -> None:
+    cache = PolicyCache(FullContext())
+    with torch.no_grad(), cache.attached(model):
+        model(prompt(40), past_key_values=cache)
+        model(prompt(6, 2), past_key_values=cache)
+        cache.crop(-3)
+    assert cache.report().total.share == 1.0

@@ -43,7 +43,7 @@ def test_registered_parts(kind: str, factory: Any) -> None:
         ("selector", SinkAndRecentSelector(0.4, num_sinks=0)),
         ("selector", SinkAndRecentSelector(retention_tokens=11, num_sinks=5)),
         ("propagation", TokenSelectivePropagation(tsp_rate=0.3, window_size=2)),
-        ("propagation", TokenSelectivePropagation(0, tsp_tokens=7, window_size=0)),
+        ("propagation", TokenSelectivePropagation(0, tsp_tokens=7, window_size=1)),
     ],
     ids=str,
 )

@@ -158,6 +158,11 @@ def test_compute_rate_of_a_number_of_tokens_needs_the_context() -> None:
         (lambda: FastKV(kernel_size=0), ValueError, "kernel_size must be at least 1, got 0"),
         (lambda: SnapKV(window_size=0), ValueError, "window_size must be at least 1, got 0"),
         (lambda: SnapKV(window_size=8.0), TypeError, "window_size must be an int, got 8.0"),
+        (
+            lambda: TokenSelectivePropagation(window_size=0),
+            ValueError,
+            "window_size must be at least 1, got 0",
+        ),
         (lambda: FastKV(tsp_layer=-1), ValueError, "tsp_layer must be at least 0, got -1"),
         (lambda: StreamingLLM(num_sinks=-1), ValueError, "num_sinks must be at least 0, got -1"),
         (lambda: StreamingLLM("all"), TypeError, "retention_rate must be a number"),

@@ -13,7 +13,8 @@ def budget(
 ) -> int:
     """Turns a rate or a number of tokens into the number of tokens to keep.
 
-    `min(available, max(int(seen * rate), protected))`, or with `tokens` in place of the product.
+    `min(available, max(int(seen * rate), protected, 1))`, or with `tokens` in place of the product:
+    at least one, so that no context is ever emptied.
 
     Args:
         rate: fraction of all tokens seen, in (0, 1]; None where `tokens` is given.
@@ -28,7 +29,7 @@ def budget(
     if tokens is None:
         assert rate is not None, "a budget is a rate or a number of tokens"
         tokens = int(seen * rate)
-    return min(available, max(tokens, protected))
+    return min(available, max(tokens, protected, 1))
 
 
 def max_pool(row: Sequence[float], kernel_size: int) -> list[float]:
