@@ -19,6 +19,7 @@ from kvpolicy.evaluation.tables import (
     sweep_table,
 )
 from kvpolicy.evaluation.terminal import DeviceOption, DtypeOption, load_shown, progress_bar
+from kvpolicy.evaluation.variant import RATES
 
 
 def compare(
@@ -43,7 +44,7 @@ def compare(
             "--rate",
             "-r",
             metavar="RATE",
-            help="A KV retention rate, repeatable; default: 0.1, 0.2.",
+            help=f"A KV retention rate, repeatable; default: {', '.join(map(str, RATES))}.",
         ),
     ] = None,
     context: Annotated[
@@ -84,7 +85,7 @@ def compare(
         model=model,
         prompts=prompts,
         policies=tuple(policy or ()),
-        rates=tuple(rate or (0.1, 0.2)),
+        rates=tuple(rate or RATES),
         context=context,
         count=count,
         seed=seed,

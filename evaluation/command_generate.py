@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Annotated
@@ -65,8 +66,10 @@ def generate(
     chosen = build_policy(
         policy, retention_rate=retention_rate, tsp_rate=tsp_rate, tsp_layer=tsp_layer
     )
-    if not temperature > 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be above 0 and finite, got {temperature}")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be in [0, 2**63), got {seed}")
     text = read_text(prompt_file, "prompt file").rstrip("\r\n")
     loaded = load_shown(model, dtype, device)
     chosen.check_model(loaded.model.config.num_hidden_layers)

@@ -123,4 +123,6 @@ def _check_device(device: str) -> torch.device:
         raise ValueError(
             f"device must be one torch can use here, got {device!r}: {reason}"
         ) from None
+    if target.type == "meta":
+        raise ValueError("device must be one that holds numbers, got 'meta'")
     return target

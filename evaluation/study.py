@@ -18,7 +18,7 @@ from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.prompts import Prompt, needle_prompts, read_prompts, read_text
 from kvpolicy.evaluation.results import check_folder, environment, write_all
 from kvpolicy.evaluation.sweep import SEED_OFFSET, Sweep, sweep_tsp_layers
-from kvpolicy.evaluation.variant import Variant, takes, variants
+from kvpolicy.evaluation.variant import RATES, Variant, takes, variants
 
 # Speed-ups that differ more than this from round to round are worth a warning.
 UNSTEADY = 0.15
@@ -48,7 +48,7 @@ class Settings:
     model: str = NEEDLE
     prompts: Path | None = None
     policies: tuple[str, ...] = ()
-    rates: tuple[float, ...] = (0.1, 0.2)
+    rates: tuple[float, ...] = RATES
     context: int = 1024
     count: int = 200
     seed: int = 0

@@ -11,7 +11,7 @@ from kvpolicy.evaluation.accuracy import Score, measure_accuracy
 from kvpolicy.evaluation.comparison import score_data
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.prompts import Prompt
-from kvpolicy.evaluation.variant import variants
+from kvpolicy.evaluation.variant import RATES, variants
 from kvpolicy.policies import FullContext
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Sweep:
 def sweep_tsp_layers(
     model: PreTrainedModel,
     prompts: Sequence[Prompt],
-    rates: Sequence[float] = (0.1, 0.2),
+    rates: Sequence[float] = RATES,
     *,
     progress: Progress = silent,
 ) -> Sweep:

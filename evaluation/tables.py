@@ -119,8 +119,8 @@ def _in_two_lines(kind: str) -> str:
 
 
 def _asked(scores: Iterable[Score]) -> str:
-    """How many prompts were asked, and how far chance alone moves their score."""
+    """How many prompts were asked, and half the widest 95% interval of their score."""
     counts = [score.count for score in scores]
     widest = 100 * fmean(0.98 / count**0.5 for count in counts)
     number = " + ".join(f"{count:,}" for count in counts)
-    return f"{number} prompt{'s' * (sum(counts) > 1)} (chance: ±{widest:.0f})"
+    return f"{number} prompt{'s' * (sum(counts) > 1)} (95% interval: up to ±{widest:.0f})"

@@ -301,3 +301,17 @@ sys.exit(main({arguments}))
 def test_module_runs_as_the_command() -> None:
     result = python("", "-m", "kvpolicy.evaluation", "--version")
     assert (result.returncode, result.stdout) == (0, f"kvpolicy {kvpolicy.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--device", "meta"), "device must be one that holds numbers, got 'meta'"),
+        (("--sample", "--seed", 2**63), "seed must be in [0, 2**63)"),
+        (("--sample", "--temperature", "inf"), "temperature must be above 0 and finite, got inf"),
+    ],
+)
+def test_generate_refuses_values_that_torch_would(
+    run: Run, prompt_file: Path, arguments: tuple[object, ...], said: str
+) -> None:
+    fails(run("generate", "--prompt-file", prompt_file, *arguments), 1, said)
