@@ -123,4 +123,4 @@ def _asked(scores: Iterable[Score]) -> str:
     counts = [score.count for score in scores]
     widest = 100 * fmean(0.98 / count**0.5 for count in counts)
     number = " + ".join(f"{count:,}" for count in counts)
-    return f"{number} prompt{'s' * (sum(counts) > 1)} (95% interval: up to ±{widest:.0f})"
+    return f"{number} prompt{'s' * (sum(counts) > 1)} (95% interval ±{widest:.0f})"
