@@ -63,14 +63,21 @@ class ModelParts:
         """Decoder layers."""
         return len(self.layers)
 
-    @property
-    def sliding_window(self) -> int | None:
-        """Tokens that sliding-window layers can look back, None if there are no such layers."""
+    def check_context(self, context_len: int) -> None:
+        """Check that a context fits the model's sliding window, if it has one.
+
+        Raises:
+            UnsupportedModelError: It does not.
+        """
         window = getattr(self.config, "sliding_window", None)
         kinds = getattr(self.config, "layer_types", None)
         if window is None or (kinds is not None and "sliding_attention" not in kinds):
-            return None
-        return int(window)
+            return
+        if context_len > window:
+            raise UnsupportedModelError(
+                f"context must fit the model's sliding_window of {window} tokens, got "
+                f"{context_len}; policies over sliding windows are not supported yet"
+            )
 
 
 def _find_decoder(model: Any) -> nn.Module:

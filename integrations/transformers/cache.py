@@ -10,11 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache
 
-from kvpolicy.errors import (
-    NotAttachedError,
-    UnsupportedGenerationError,
-    UnsupportedModelError,
-)
+from kvpolicy.errors import NotAttachedError, UnsupportedGenerationError
 from kvpolicy.integrations.transformers import routing
 from kvpolicy.integrations.transformers.attachment import Attachment, ModelParts
 from kvpolicy.integrations.transformers.forward import Forward
@@ -181,10 +177,11 @@ class PolicyCache(Cache):  # type: ignore[misc]
             UnsupportedModelError: The context exceeds the model's sliding window.
         """
         assert self._attachment is not None
+        parts = self._attachment.parts
         self._roll_back()
-        acts, implementation = self.acts_next, self._attachment.parts.implementation
+        acts, implementation = self.acts_next, parts.implementation
         incoming = read_inputs(arguments, self._tokens, acts=acts)
-        self._check_sliding_window(incoming.tokens.seen + incoming.new_valid.shape[1])
+        parts.check_context(incoming.tokens.seen + incoming.new_valid.shape[1])
         self._before = [layer.state() for layer in self.layers]
         self._forward = Forward(
             self.policy,
@@ -223,15 +220,6 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 layer.restore(state)
             routing.waiting.set(None)
         self._forward, self._before = None, []
-
-    def _check_sliding_window(self, context_len: int) -> None:
-        assert self._attachment is not None
-        window = self._attachment.parts.sliding_window
-        if window is not None and context_len > window:
-            raise UnsupportedModelError(
-                f"context must fit the model's sliding_window of {window} tokens, got "
-                f"{context_len}; policies over sliding windows are not supported yet"
-            )
 
     # What Transformers asks of a cache.
 
