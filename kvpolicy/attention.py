@@ -7,9 +7,9 @@ from torch import Tensor
 
 from kvpolicy.context import LayerContext
 
-# Keys converted to float32 at a time: a copy of all of a long context's keys would show in the peak
-# memory of a half-precision prefill.
-_KEY_BLOCK = 16384
+# Bytes of attention logits computed at a time. Scoring holds about four times as much, whatever the
+# length of the context: the logits, their softmax, a mask, and keys converted to float32.
+BLOCK_BYTES = 1 << 24
 
 
 def query_key_products(queries: Tensor, keys: Tensor) -> Tensor:
@@ -29,22 +29,15 @@ def query_key_products(queries: Tensor, keys: Tensor) -> Tensor:
     batch, query_heads, query_len, head_dim = queries.shape
     kv_heads, key_len = keys.shape[1:3]
     grouped = queries.float().reshape(batch, kv_heads, -1, head_dim)  # group and query_len as one
-    if keys.dtype == torch.float32:
-        products = grouped @ keys.transpose(-1, -2)
-    else:
-        products = torch.empty(
-            *grouped.shape[:3], key_len, dtype=torch.float32, device=queries.device
-        )
-        for start in range(0, key_len, _KEY_BLOCK):
-            block = slice(start, start + _KEY_BLOCK)
-            products[..., block] = grouped @ keys[:, :, block].float().transpose(-1, -2)
+    products = grouped @ keys.float().transpose(-1, -2)
     return products.view(batch, query_heads, query_len, key_len)
 
 
 def causal_attention_sums(context: LayerContext) -> Tensor:
     """Attention that the shown queries give each key, summed over the queries.
 
-    Softmax over all keys that a query sees: its own, those before it, no padding.
+    Softmax over all keys that a query sees: its own, those before it, no padding. Computed in
+    blocks of KV heads and of queries, so that no matrix of queries times keys is ever whole.
 
     Args:
         context: The layer, with ``query_len`` trailing queries.
@@ -53,18 +46,49 @@ def causal_attention_sums(context: LayerContext) -> Tensor:
         float32 ``[batch, query_heads, key_len]``; 0 on padding. Queries that are padding add
         nothing.
     """
-    key_len, query_len = context.key_len, context.query_len
-    logits = query_key_products(context.queries, context.keys).mul_(context.scaling)
-    slots = torch.arange(key_len, device=logits.device)
-    causal = slots <= slots[key_len - query_len :, None]  # [query_len, key_len]
     group = context.query_heads // context.kv_heads
-    valid = context.valid.repeat_interleave(group, dim=1)  # [batch, query_heads, key_len]
-    visible = causal & valid[:, :, None, :]
+    heads, count = _block_sizes(context)
+    sums = torch.zeros(
+        context.batch,
+        context.query_heads,
+        context.key_len,
+        dtype=torch.float32,
+        device=context.keys.device,
+    )
+    for head in range(0, context.kv_heads, heads):
+        keys = context.keys[:, head : head + heads].float()
+        valid = context.valid[:, head : head + heads].repeat_interleave(group, dim=1)
+        block = slice(head * group, (head + heads) * group)
+        for start in range(0, context.query_len, count):
+            weights = _block_weights(context, block, keys, valid, slice(start, start + count))
+            sums[:, block, : weights.shape[-1]] += weights.sum(dim=2)
+    return sums
+
+
+def _block_sizes(context: LayerContext) -> tuple[int, int]:
+    """KV heads and queries whose logits, and whose keys in float32, fit `BLOCK_BYTES`."""
+    row_bytes = 4 * context.batch * context.key_len
+    group = context.query_heads // context.kv_heads
+    head_dim = context.keys.shape[-1]
+    per_head = row_bytes * max(group * min(context.query_len, 8), head_dim)
+    heads = min(max(BLOCK_BYTES // per_head, 1), context.kv_heads)
+    return heads, max(BLOCK_BYTES // (row_bytes * group * heads), 1)
+
+
+def _block_weights(
+    context: LayerContext, heads: slice, keys: Tensor, valid: Tensor, shown: slice
+) -> Tensor:
+    """Attention of some queries of some heads over the keys up to the last of them."""
+    queries = context.queries[:, heads, shown]
+    query_valid = context.query_valid[:, None, shown, None]
+    first = context.key_len - context.query_len + shown.start
+    seen = first + queries.shape[2]
+    logits = query_key_products(queries, keys[:, :, :seen]).mul_(context.scaling)
+    slots = torch.arange(seen, device=logits.device)
+    hidden = (slots > slots[first:, None]) | ~valid[:, :, None, :seen]
     # The lowest number instead of -inf: a padded query that sees nothing stays finite.
-    logits.masked_fill_(~visible, torch.finfo(torch.float32).min)
-    weights = logits.softmax(dim=-1)
-    weights.masked_fill_(~(context.query_valid[:, None, :, None] & visible), 0.0)
-    return weights.sum(dim=2)
+    logits.masked_fill_(hidden, torch.finfo(torch.float32).min)
+    return logits.softmax(dim=-1).masked_fill_(hidden | ~query_valid, 0.0)
 
 
 def group_mean(saliency: Tensor, kv_heads: int) -> Tensor:

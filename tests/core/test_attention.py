@@ -1,6 +1,7 @@
 """The shared attention mathematics against loops over single numbers."""
 
 import math
+from typing import Any
 
 import attrs
 import pytest
@@ -44,8 +45,17 @@ def test_attention_sums(context: LayerContext) -> None:
     torch.testing.assert_close(sums, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_products_in_half_precision_are_exact_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpolicy.attention._KEY_BLOCK", 4)  # several blocks, the last one short
+@pytest.mark.parametrize("block_bytes", [1, 300, 2000])
+def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
+    """One query of one head at a time, some, and all of them."""
+    drawn = context(queries=torch.randn(2, 6, 4, 5), keys=torch.randn(2, 2, 11, 5))
+    whole = causal_attention_sums(drawn)
+    torch.testing.assert_close(whole, torch.tensor(loop_over_single_numbers(drawn)))
+    monkeypatch.setattr("kvpolicy.attention.BLOCK_BYTES", block_bytes)
+    torch.testing.assert_close(causal_attention_sums(drawn), whole)
+
+
+def test_products_in_half_precision_are_exact_in_float32() -> None:
     queries = torch.randn(2, 6, 3, 5).to(torch.bfloat16)
     keys = torch.randn(2, 2, 11, 5).to(torch.bfloat16)
     expected = queries.float() @ keys.float().repeat_interleave(3, dim=1).transpose(-1, -2)
@@ -58,8 +68,8 @@ def test_group_mean() -> None:
     assert group_mean(saliency, 6) is saliency
 
 
-def context() -> LayerContext:
-    return LayerContext(
+def context(**changes: Any) -> LayerContext:
+    unchanged = LayerContext(
         layer_idx=0,
         num_layers=1,
         queries=torch.zeros(2, 6, 3, 5),
@@ -70,6 +80,7 @@ def context() -> LayerContext:
         seen_len=(11, 11),
         scaling=1.0,
     )
+    return attrs.evolve(unchanged, **changes)
 
 
 @pytest.mark.parametrize(
@@ -88,5 +99,5 @@ def context() -> LayerContext:
 )
 def test_shapes_of_a_context(change: dict[str, object], message: str) -> None:
     with pytest.raises(ShapeError, match=message):
-        attrs.evolve(context(), **change)
+        context(**change)
     assert context().query_valid.shape == (2, 3)
