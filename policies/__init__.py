@@ -1,8 +1,15 @@
 """Concrete scorers, selectors and propagation policies, and the named methods made of them."""
 
-from kvpolicy.policies.methods import FastKV, FullContext, SnapKV, StreamingLLM
+from kvpolicy.policies.combined_scorers import MaxScorer, SumScorer, ValueAwareScorer
+from kvpolicy.policies.key_scorers import KeyDiffScorer, KeyNormScorer, RandomScorer
+from kvpolicy.policies.methods import H2O, FastKV, FullContext, SnapKV, StreamingLLM
+from kvpolicy.policies.more_methods import TOVA, KeyDiff, KeyNorm, Random
 from kvpolicy.policies.propagation import PassAllPropagation, TokenSelectivePropagation
-from kvpolicy.policies.scorers import WindowMaxPoolScorer
+from kvpolicy.policies.scorers import (
+    AccumulatedAttentionScorer,
+    LastQueryScorer,
+    WindowMaxPoolScorer,
+)
 from kvpolicy.policies.selectors import (
     GQAGroupSelector,
     KeepAllSelector,
@@ -10,14 +17,27 @@ from kvpolicy.policies.selectors import (
 )
 
 __all__ = [
+    "H2O",
+    "TOVA",
+    "AccumulatedAttentionScorer",
     "FastKV",
     "FullContext",
     "GQAGroupSelector",
     "KeepAllSelector",
+    "KeyDiff",
+    "KeyDiffScorer",
+    "KeyNorm",
+    "KeyNormScorer",
+    "LastQueryScorer",
+    "MaxScorer",
     "PassAllPropagation",
+    "Random",
+    "RandomScorer",
     "SinkAndRecentSelector",
     "SnapKV",
     "StreamingLLM",
+    "SumScorer",
     "TokenSelectivePropagation",
+    "ValueAwareScorer",
     "WindowMaxPoolScorer",
 ]

@@ -8,17 +8,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
+from kvpolicy.policies import H2O, TOVA, FastKV, FullContext, KeyDiff, SnapKV, StreamingLLM
 from kvpolicy.policy import CachePolicy
 from tests import reference
-from tests.reference import PAD_TOKEN_ID, Method, ReferenceState, TurnResult, random_tokens
+from tests.reference import PAD_TOKEN_ID, Method, ReferenceState, Scored, TurnResult, random_tokens
 
 NUM_DECODE = 16
 # Tokens of each row in the first turn, and of what its user adds in the second.
 FIRST_LENS = (67, 41, 23)
 SECOND_LENS = (11, 29, 3)
 
-METHODS: dict[str, tuple[CachePolicy, Method]] = {
+METHODS: dict[str, tuple[CachePolicy, Method | Scored]] = {
     "full_context": (FullContext(), reference.FullContext()),
     "streaming_llm": (StreamingLLM(0.3), reference.StreamingLLM(0.3)),
     "streaming_llm_tokens": (
@@ -30,6 +30,10 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
         reference.SnapKV(0.3, window_size=4, kernel_size=3),
     ),
     "snapkv_defaults": (SnapKV(0.2), reference.SnapKV(0.2)),
+    "h2o": (H2O(0.4, window_size=2), reference.H2O(0.4, window_size=2)),
+    "tova": (TOVA(0.25), reference.TOVA(0.25)),
+    # No KeyNorm: in the first layer a token that comes twice has one norm, but for rounding.
+    "key_diff": (KeyDiff(0.4, window_size=2), reference.KeyDiff(0.4, window_size=2)),
     "fastkv": (
         FastKV(tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3),
         reference.FastKV(0.25, window_size=4, kernel_size=3, tsp_rate=0.4),
@@ -58,7 +62,9 @@ class Turn:
 
 
 @cache
-def expected_turns(model: PreTrainedModel, method: Method, row: int) -> tuple[TurnResult, ...]:
+def expected_turns(
+    model: PreTrainedModel, method: Method | Scored, row: int
+) -> tuple[TurnResult, ...]:
     """Both turns of one row alone, by the reference."""
     state = ReferenceState(model, method)
     first = state.turn(random_tokens(row, FIRST_LENS[row]), NUM_DECODE)

@@ -12,10 +12,15 @@ from transformers import DynamicCache, PreTrainedModel
 from kvpolicy import CachePolicy, KVSelector, LayerContext, PropagationPolicy
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import (
+    H2O,
+    TOVA,
     FastKV,
     FullContext,
     GQAGroupSelector,
+    KeyDiff,
+    KeyNorm,
     PassAllPropagation,
+    Random,
     SnapKV,
     StreamingLLM,
     WindowMaxPoolScorer,
@@ -41,6 +46,11 @@ EVICTING = [
     StreamingLLM(0.3),
     SnapKV(0.3),
     FastKV(tsp_rate=0.5, retention_rate=0.3),
+    H2O(0.3),
+    TOVA(0.3),
+    KeyNorm(0.3),
+    KeyDiff(0.3),
+    Random(0.3, seed=1),
 ]
 NAMES = [type(policy).__name__ for policy in EVICTING]
 

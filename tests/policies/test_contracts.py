@@ -6,9 +6,17 @@ import pytest
 
 import kvpolicy
 from kvpolicy.policies import (
+    AccumulatedAttentionScorer,
     GQAGroupSelector,
+    KeyDiffScorer,
+    KeyNormScorer,
+    LastQueryScorer,
+    MaxScorer,
+    RandomScorer,
     SinkAndRecentSelector,
+    SumScorer,
     TokenSelectivePropagation,
+    ValueAwareScorer,
     WindowMaxPoolScorer,
 )
 from kvpolicy.testing import check_propagation, check_scorer, check_selector
@@ -37,6 +45,12 @@ def test_registered_parts(kind: str, factory: Any) -> None:
     [
         ("scorer", WindowMaxPoolScorer(1, 1)),
         ("scorer", WindowMaxPoolScorer(3, 5)),
+        ("scorer", ValueAwareScorer(WindowMaxPoolScorer(3, 1))),
+        ("scorer", ValueAwareScorer(KeyNormScorer())),
+        ("scorer", SumScorer([WindowMaxPoolScorer(3), KeyDiffScorer()], [1.0, 0.5])),
+        ("scorer", MaxScorer([LastQueryScorer(), WindowMaxPoolScorer(4, 3)])),
+        ("scorer", SumScorer([AccumulatedAttentionScorer(), WindowMaxPoolScorer(3)])),
+        ("scorer", RandomScorer(seed=2**70)),
         ("selector", GQAGroupSelector(0.3, window_size=2)),
         ("selector", GQAGroupSelector(1.0, window_size=0)),
         ("selector", GQAGroupSelector(retention_tokens=9, window_size=3)),

@@ -1,5 +1,8 @@
 """The methods on tensors small enough for paper, their parameters and the paper's figures."""
 
+import math
+import subprocess
+import sys
 from typing import Any
 
 import attrs
@@ -8,13 +11,22 @@ import torch
 
 from kvpolicy import CachePolicy, LayerContext
 from kvpolicy.policies import (
+    TOVA,
+    AccumulatedAttentionScorer,
     FastKV,
     FullContext,
     GQAGroupSelector,
+    KeyDiffScorer,
+    KeyNormScorer,
+    LastQueryScorer,
+    MaxScorer,
+    RandomScorer,
     SinkAndRecentSelector,
     SnapKV,
     StreamingLLM,
+    SumScorer,
     TokenSelectivePropagation,
+    ValueAwareScorer,
     WindowMaxPoolScorer,
 )
 
@@ -188,3 +200,156 @@ def test_a_method_equals_its_parts_put_together_by_hand(policy: CachePolicy) -> 
     assert torch.equal(policy.decide(context).kept, by_hand.decide(context).kept)
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
         policy.scorer = None  # type: ignore[misc]
+
+
+def test_h2o_counts_every_query_and_none_sees_the_future() -> None:
+    """Three tokens in one head: attention rows (1), (1/4, 3/4), (1/8, 1/8, 3/4)."""
+    keys = torch.tensor([[[[0.0, 0.0, 0.0], [0.0, 3.0, 0.0], [0.0, 0.0, 6.0]]]])
+    rows = torch.tensor([[[[9.0, 9.0, 9.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]]])
+    context = attrs.evolve(
+        layer([[1.0, 1.0, 1.0]]),
+        keys=torch.cat([keys[..., :1], keys[..., 1:].clamp(min=1e-30).log()], dim=-1).clamp(min=0),
+        values=keys,
+        queries=rows,
+    )
+    sums = AccumulatedAttentionScorer().score(context)
+    assert sums.shape == (1, 1, 3)
+    second = math.exp(math.log(3.0)) / (1 + math.exp(math.log(3.0)))
+    third = 6.0 / (6.0 + 1 + 1)
+    expected = [1 + (1 - second) + (1 - third) / 2, second + (1 - third) / 2, third]
+    torch.testing.assert_close(sums[0, 0], torch.tensor(expected))
+
+
+def test_key_norm_and_key_diff_on_paper() -> None:
+    keys = torch.tensor([[[[3.0, 4.0], [1.0, 0.0], [0.0, -2.0]]]])
+    context = attrs.evolve(
+        layer([[1.0, 1.0, 1.0]]), keys=keys, values=keys, queries=torch.ones(1, 1, 1, 2)
+    )
+    assert KeyNormScorer().score(context).tolist() == [[[-5.0, -1.0, -2.0]]]
+    # Directions (.6, .8), (1, 0), (0, -1); their mean points along (1.6, -.2).
+    length = math.hypot(1.6, 0.2)
+    expected = [[[-(0.6 * 1.6 - 0.8 * 0.2) / length, -1.6 / length, -0.2 / length]]]
+    torch.testing.assert_close(KeyDiffScorer().score(context), torch.tensor(expected))
+
+
+def test_tova_looks_at_the_last_token_alone() -> None:
+    context = layer(WEIGHTS)
+    expected = torch.tensor(WEIGHTS)
+    torch.testing.assert_close(LastQueryScorer().score(context)[0], expected)
+    assert TOVA(retention_tokens=3).decide(context).kept.tolist() == [[[0, 2, 7]]]
+
+
+def test_random_numbers_are_spread_and_independent() -> None:
+    context = attrs.evolve(
+        layer(WEIGHTS),
+        keys=torch.zeros(1, 2, 5000, 2),
+        values=torch.zeros(1, 2, 5000, 2),
+        positions=torch.arange(5000).expand(1, 2, 5000),
+        new_valid=torch.ones(1, 5000, dtype=torch.bool),
+        seen_len=(5000,),
+    )
+    numbers = RandomScorer(seed=0).score(context)[0]
+    assert 0 <= numbers.min() < 0.01
+    assert 0.99 < numbers.max() < 1
+    counts = torch.histc(numbers, bins=10, min=0, max=1)
+    assert (counts - 1000).abs().max() < 120  # four standard deviations of a fair draw
+    others = [
+        RandomScorer(seed=1).score(context)[0, 0],
+        RandomScorer(seed=0).score(attrs.evolve(context, layer_idx=1))[0, 0],
+        numbers[1],
+    ]
+    for other in others:
+        assert abs(torch.corrcoef(torch.stack([numbers[0], other]))[0, 1]) < 0.06
+
+
+MEMORY_OF_A_LONG_CONTEXT = """
+import resource
+import torch
+from kvpolicy import LayerContext
+from kvpolicy.policies import AccumulatedAttentionScorer
+
+def context(length):
+    return LayerContext(
+        layer_idx=0,
+        num_layers=1,
+        queries=torch.randn(1, 2, length, 8, dtype=torch.bfloat16),
+        keys=torch.randn(1, 1, length, 8, dtype=torch.bfloat16),
+        values=torch.zeros(1, 1, length, 8, dtype=torch.bfloat16),
+        positions=torch.arange(length).expand(1, 1, length),
+        new_valid=torch.ones(1, length, dtype=torch.bool),
+        seen_len=(length,),
+        scaling=0.4,
+    )
+
+torch.set_num_threads(1)
+AccumulatedAttentionScorer().score(context(64))
+long = context(32768)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+sums = AccumulatedAttentionScorer().score(long)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, sums.sum().item())
+"""
+
+
+def test_h2o_at_32768_tokens_takes_less_than_64_megabytes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY_OF_A_LONG_CONTEXT], capture_output=True, text=True, check=True
+    )
+    extra, total = map(float, done.stdout.split())
+    assert total == pytest.approx(2 * 32768, rel=1e-3)  # every query of both heads gives 1 in all
+    assert extra < 64  # the whole matrix of two heads would be 8,192
+
+
+def test_combined_scorers_on_paper() -> None:
+    context = attrs.evolve(
+        layer(WEIGHTS), values=torch.arange(16.0).view(1, 1, 8, 2) * torch.tensor([3.0, 0.0])
+    )
+    first, keys = LastQueryScorer(), KeyNormScorer()
+    attention, norms = first.score(context), keys.score(context)
+    valued = ValueAwareScorer(first).score(context)
+    torch.testing.assert_close(valued, attention * torch.arange(0, 48, 6.0))
+    both = SumScorer([first, keys], [1.0, 2.0]).score(context)
+    torch.testing.assert_close(both, attention + 2 * norms)
+    highest = MaxScorer([first, RandomScorer()]).score(context)
+    torch.testing.assert_close(highest, attention.maximum(RandomScorer().score(context)))
+
+
+def test_a_part_of_a_sum_sees_no_more_queries_than_alone() -> None:
+    context = attrs.evolve(layer(WEIGHTS), queries=torch.randn(1, 2, 5, 2))
+    alone = attrs.evolve(context, queries=context.queries[:, :, -1:])
+    both = SumScorer([LastQueryScorer(), AccumulatedAttentionScorer()]).score(context)
+    expected = LastQueryScorer().score(alone) + AccumulatedAttentionScorer().score(context)
+    torch.testing.assert_close(both, expected)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: SumScorer([]), ValueError, "scorers must hold at least one Scorer"),
+        (lambda: MaxScorer([WindowMaxPoolScorer]), TypeError, "scorer must be a Scorer"),
+        (lambda: ValueAwareScorer(None), TypeError, "scorer must be a Scorer, got None"),
+        (lambda: SumScorer([KeyNormScorer()], [1, 2]), ValueError, "weights must be one for each"),
+        (lambda: RandomScorer(-1), ValueError, "seed must be at least 0, got -1"),
+    ],
+)
+def test_bad_combinations(build: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build()
+
+
+def test_any_scorer_works_with_any_selector_and_propagation() -> None:
+    scorers = [
+        KeyDiffScorer(),
+        AccumulatedAttentionScorer(),
+        SumScorer([LastQueryScorer(), KeyNormScorer()]),
+        ValueAwareScorer(LastQueryScorer()),
+    ]
+    for scorer in scorers:
+        policy = CachePolicy(
+            scorer,
+            GQAGroupSelector(0.5, window_size=1),
+            TokenSelectivePropagation(0, 0.5, window_size=1),
+        )
+        decision = policy.decide(layer(WEIGHTS))
+        assert decision.kept.shape == (1, 1, 4)
+        assert decision.passed_on is not None
+        assert decision.passed_on.shape == (1, 4)

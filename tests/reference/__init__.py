@@ -8,17 +8,22 @@ from .dense import Act, causal_visible, dense_masked_logits, visible_after
 from .generation import ReferenceState, TurnResult
 from .methods import FastKV, FullContext, Method, SnapKV, StreamingLLM
 from .models import FAMILIES, PAD_TOKEN_ID, VOCAB_SIZE, Family, random_tokens, tiny_model
+from .scored_methods import H2O, TOVA, KeyDiff, Scored
 
 __all__ = [
     "FAMILIES",
+    "H2O",
     "PAD_TOKEN_ID",
+    "TOVA",
     "VOCAB_SIZE",
     "Act",
     "Family",
     "FastKV",
     "FullContext",
+    "KeyDiff",
     "Method",
     "ReferenceState",
+    "Scored",
     "SnapKV",
     "StreamingLLM",
     "TurnResult",

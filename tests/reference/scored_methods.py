@@ -1,0 +1,102 @@
+"""Methods that keep the last tokens and, per KV head, the highest of one score."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .attention import Entry, attention_probabilities
+from .methods import Choice, LayerView
+from .selection import budget, head_mean, highest, margin
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Keeps the last `window_size` entries and the highest scores of the others.
+
+    Attributes:
+        retention_rate: fraction of all tokens seen.
+        window_size: last entries, always kept.
+    """
+
+    retention_rate: float = 0.1
+    window_size: int = 8
+
+    def scores(self, layer: LayerView, head: int) -> list[float]:
+        """One positive number for each entry of a KV head, higher is kept."""
+        raise NotImplementedError
+
+    def choose(self, layer: LayerView) -> Choice:
+        """The window and the highest others per KV head, all tokens."""
+        kept, margins = [], []
+        for head, held in enumerate(layer.entries):
+            count = budget(
+                self.retention_rate,
+                None,
+                seen=layer.seen,
+                available=len(held),
+                protected=self.window_size,
+            )
+            outside = max(len(held) - self.window_size, 0)
+            scores = self.scores(layer, head)[:outside]
+            chosen = highest(scores, count - (len(held) - outside))
+            kept.append(chosen + list(range(outside, len(held))))
+            margins.append(margin(scores, chosen))
+        return Choice(kept, margin=min(margins))
+
+
+def group_attention(layer: LayerView, head: int, observers: int | None) -> list[float]:
+    """Attention that the last queries (all if None) give each entry, summed; mean of the group."""
+    group = len(layer.queries) // len(layer.entries)
+    held = layer.entries[head]
+    rows = []
+    for queries in layer.queries[head * group : (head + 1) * group]:
+        first = 0 if observers is None else max(len(queries) - observers, 0)
+        given = attention_probabilities(
+            queries[first:], layer.new_positions[first:], held, layer.scaling
+        )
+        rows.append([math.fsum(given[:, key].tolist()) for key in range(len(held))])
+    return head_mean(rows)
+
+
+@dataclass(frozen=True)
+class H2O(Scored):
+    """By the attention of all of the prompt's queries, each of them causal."""
+
+    def scores(self, layer: LayerView, head: int) -> list[float]:
+        """Column sums of the causal attention."""
+        return group_attention(layer, head, None)
+
+
+@dataclass(frozen=True)
+class TOVA(Scored):
+    """By the attention of the last query."""
+
+    window_size: int = 1
+
+    def scores(self, layer: LayerView, head: int) -> list[float]:
+        """The last query's attention."""
+        return group_attention(layer, head, 1)
+
+
+@dataclass(frozen=True)
+class KeyDiff(Scored):
+    """By how little the key points where the keys point on average."""
+
+    def scores(self, layer: LayerView, head: int) -> list[float]:
+        """Two minus the cosine."""
+        return two_minus_cosines(layer.entries[head])
+
+
+def norm(entry: Entry) -> float:
+    """Euclidean norm of a key."""
+    return math.sqrt(math.fsum(float(x) ** 2 for x in entry.key))
+
+
+def two_minus_cosines(held: Sequence[Entry]) -> list[float]:
+    """Per entry, 2 minus the cosine between its key and the mean of all keys' directions."""
+    directions = [entry.key.double() / norm(entry) for entry in held]
+    mean = torch.stack(directions).mean(dim=0)
+    length = math.sqrt(float(mean @ mean))
+    return [2 - float(direction @ mean) / length for direction in directions]
