@@ -33,7 +33,7 @@ def query_key_products(queries: Tensor, keys: Tensor) -> Tensor:
     return products.view(batch, query_heads, query_len, key_len)
 
 
-def causal_attention_sums(context: LayerContext) -> Tensor:
+def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = None) -> Tensor:
     """Attention that the shown queries give each key, summed over the queries.
 
     Softmax over all keys that a query sees: its own, those before it, no padding. Computed in
@@ -41,6 +41,7 @@ def causal_attention_sums(context: LayerContext) -> Tensor:
 
     Args:
         context: The layer, with ``query_len`` trailing queries.
+        query_weights: float32 ``[batch, query_len]``, how much each query counts; 1 if None.
 
     Returns:
         float32 ``[batch, query_heads, key_len]``; 0 on padding. Queries that are padding add
@@ -60,7 +61,10 @@ def causal_attention_sums(context: LayerContext) -> Tensor:
         valid = context.valid[:, head : head + heads].repeat_interleave(group, dim=1)
         block = slice(head * group, (head + heads) * group)
         for start in range(0, context.query_len, count):
-            weights = _block_weights(context, block, keys, valid, slice(start, start + count))
+            shown = slice(start, start + count)
+            weights = _block_weights(context, block, keys, valid, shown)
+            if query_weights is not None:
+                weights *= query_weights[:, None, shown, None]
             sums[:, block, : weights.shape[-1]] += weights.sum(dim=2)
     return sums
 

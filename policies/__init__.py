@@ -5,6 +5,7 @@ from kvpolicy.policies.key_scorers import KeyDiffScorer, KeyNormScorer, RandomSc
 from kvpolicy.policies.methods import H2O, FastKV, FullContext, SnapKV, StreamingLLM
 from kvpolicy.policies.more_methods import TOVA, KeyDiff, KeyNorm, Random
 from kvpolicy.policies.propagation import PassAllPropagation, TokenSelectivePropagation
+from kvpolicy.policies.pyramid import PyramidInfer, PyramidPropagation, WeightedTailScorer
 from kvpolicy.policies.scorers import (
     AccumulatedAttentionScorer,
     LastQueryScorer,
@@ -31,6 +32,8 @@ __all__ = [
     "LastQueryScorer",
     "MaxScorer",
     "PassAllPropagation",
+    "PyramidInfer",
+    "PyramidPropagation",
     "Random",
     "RandomScorer",
     "SinkAndRecentSelector",
@@ -39,5 +42,6 @@ __all__ = [
     "SumScorer",
     "TokenSelectivePropagation",
     "ValueAwareScorer",
+    "WeightedTailScorer",
     "WindowMaxPoolScorer",
 ]

@@ -8,7 +8,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import H2O, TOVA, FastKV, FullContext, KeyDiff, SnapKV, StreamingLLM
+from kvpolicy.policies import (
+    H2O,
+    TOVA,
+    FastKV,
+    FullContext,
+    KeyDiff,
+    PyramidInfer,
+    SnapKV,
+    StreamingLLM,
+)
 from kvpolicy.policy import CachePolicy
 from tests import reference
 from tests.reference import PAD_TOKEN_ID, Method, ReferenceState, Scored, TurnResult, random_tokens
@@ -18,7 +27,7 @@ NUM_DECODE = 16
 FIRST_LENS = (67, 41, 23)
 SECOND_LENS = (11, 29, 3)
 
-METHODS: dict[str, tuple[CachePolicy, Method | Scored]] = {
+METHODS: dict[str, tuple[CachePolicy, Method | Scored | reference.PyramidInfer]] = {
     "full_context": (FullContext(), reference.FullContext()),
     "streaming_llm": (StreamingLLM(0.3), reference.StreamingLLM(0.3)),
     "streaming_llm_tokens": (
@@ -34,6 +43,14 @@ METHODS: dict[str, tuple[CachePolicy, Method | Scored]] = {
     "tova": (TOVA(0.25), reference.TOVA(0.25)),
     # No KeyNorm: in the first layer a token that comes twice has one norm, but for rounding.
     "key_diff": (KeyDiff(0.4, window_size=2), reference.KeyDiff(0.4, window_size=2)),
+    "pyramid_infer": (
+        PyramidInfer(min_context=8),
+        reference.PyramidInfer(min_context=8),
+    ),
+    "pyramid_infer_steep": (
+        PyramidInfer(0.1, 0.3, distance_weight=2.0, num_sinks=2, min_context=3),
+        reference.PyramidInfer(0.1, 0.3, distance_weight=2.0, num_sinks=2, min_context=3),
+    ),
     "fastkv": (
         FastKV(tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3),
         reference.FastKV(0.25, window_size=4, kernel_size=3, tsp_rate=0.4),
@@ -63,7 +80,7 @@ class Turn:
 
 @cache
 def expected_turns(
-    model: PreTrainedModel, method: Method | Scored, row: int
+    model: PreTrainedModel, method: Method | Scored | reference.PyramidInfer, row: int
 ) -> tuple[TurnResult, ...]:
     """Both turns of one row alone, by the reference."""
     state = ReferenceState(model, method)

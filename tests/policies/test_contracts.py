@@ -12,11 +12,13 @@ from kvpolicy.policies import (
     KeyNormScorer,
     LastQueryScorer,
     MaxScorer,
+    PyramidPropagation,
     RandomScorer,
     SinkAndRecentSelector,
     SumScorer,
     TokenSelectivePropagation,
     ValueAwareScorer,
+    WeightedTailScorer,
     WindowMaxPoolScorer,
 )
 from kvpolicy.testing import check_propagation, check_scorer, check_selector
@@ -56,6 +58,8 @@ def test_registered_parts(kind: str, factory: Any) -> None:
         ("selector", GQAGroupSelector(retention_tokens=9, window_size=3)),
         ("selector", SinkAndRecentSelector(0.4, num_sinks=0)),
         ("selector", SinkAndRecentSelector(retention_tokens=11, num_sinks=5)),
+        ("scorer", WeightedTailScorer(0.5, distance_weight=3.0)),
+        ("propagation", PyramidPropagation(0.1, 0.2, num_sinks=2, min_context=0)),
         ("propagation", TokenSelectivePropagation(tsp_rate=0.3, window_size=2)),
         ("propagation", TokenSelectivePropagation(0, tsp_tokens=7, window_size=1)),
     ],

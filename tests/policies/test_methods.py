@@ -20,6 +20,7 @@ from kvpolicy.policies import (
     KeyNormScorer,
     LastQueryScorer,
     MaxScorer,
+    PyramidInfer,
     RandomScorer,
     SinkAndRecentSelector,
     SnapKV,
@@ -353,3 +354,48 @@ def test_any_scorer_works_with_any_selector_and_propagation() -> None:
         assert decision.kept.shape == (1, 1, 4)
         assert decision.passed_on is not None
         assert decision.passed_on.shape == (1, 4)
+
+
+@pytest.mark.parametrize(("num_layers", "decay_ratio"), [(32, 0.7), (36, 0.75)])
+def test_pyramid_infer_computes_the_papers_share(num_layers: int, decay_ratio: float) -> None:
+    rate = PyramidInfer(decay_ratio=decay_ratio).prefill_compute_rate(num_layers)
+    assert rate == pytest.approx(0.60, abs=0.006)
+
+
+def test_pyramid_infer_on_paper() -> None:
+    """Eight tokens, a tail of 1 + int(8 * 0.125) = 2, so six before it; r is 0.55 at layer 1 of 2.
+
+    int(6 * 0.55) = 3 of them go on: the sink, and the two that weigh most on average.
+    """
+    context = layer(WEIGHTS, layer_idx=1)
+    context = attrs.evolve(context, queries=context.queries.expand(1, 2, 2, 2))
+    policy = PyramidInfer(0.125, 0.1, distance_weight=1.0, num_sinks=1, min_context=2)
+    assert policy.scorer is not None
+    weights = policy.scorer.score(context).mean(dim=1)[0]
+    # The first of the two tail queries does not see the last token, the second sees all.
+    first = torch.tensor([row[:7] for row in WEIGHTS])
+    first = first / first.sum(dim=1, keepdim=True)
+    expected = (first + torch.tensor(WEIGHTS)[:, :7]).mean(dim=0) / 2
+    torch.testing.assert_close(weights[:7], expected)
+    passed = policy.propagation.propagate(policy.scorer.score(context), context)
+    assert passed is not None
+    assert passed.tolist() == [[0, 2, 4, 6, 7]]
+    # Two would not be more than min_context: nothing is dropped.
+    reluctant = PyramidInfer(0.125, 0.1, num_sinks=1, min_context=3)
+    assert reluctant.propagation.propagate(policy.scorer.score(context), context) is None
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: PyramidInfer(0.0), ValueError, r"recent_rate must be in \(0, 1\], got 0.0"),
+        (lambda: PyramidInfer(decay_ratio=1.5), ValueError, r"decay_ratio must be in \(0, 1\]"),
+        (lambda: PyramidInfer(distance_weight=0), ValueError, "distance_weight must be above 0"),
+        (lambda: PyramidInfer(distance_weight="1"), TypeError, "distance_weight must be a number"),
+        (lambda: PyramidInfer(num_sinks=-1), ValueError, "num_sinks must be at least 0"),
+        (lambda: PyramidInfer(min_context=1.5), TypeError, "min_context must be an int, got 1.5"),
+    ],
+)
+def test_bad_parameters_of_pyramid_infer(build: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build()

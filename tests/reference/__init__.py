@@ -8,6 +8,7 @@ from .dense import Act, causal_visible, dense_masked_logits, visible_after
 from .generation import ReferenceState, TurnResult
 from .methods import FastKV, FullContext, Method, SnapKV, StreamingLLM
 from .models import FAMILIES, PAD_TOKEN_ID, VOCAB_SIZE, Family, random_tokens, tiny_model
+from .pyramid import PyramidInfer
 from .scored_methods import H2O, TOVA, KeyDiff, Scored
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "FullContext",
     "KeyDiff",
     "Method",
+    "PyramidInfer",
     "ReferenceState",
     "Scored",
     "SnapKV",

@@ -20,6 +20,7 @@ from .decoder import (
 )
 from .dense import Act
 from .methods import LayerView, Method
+from .pyramid import PyramidInfer
 from .scored_methods import Scored
 
 
@@ -65,7 +66,7 @@ class ReferenceState:
         seen: tokens of the row so far: those of prompts and those fed in decoding.
     """
 
-    def __init__(self, model: PreTrainedModel, method: Method | Scored) -> None:
+    def __init__(self, model: PreTrainedModel, method: Method | Scored | PyramidInfer) -> None:
         """Starts an empty context.
 
         Args:
