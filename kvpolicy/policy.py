@@ -92,10 +92,17 @@ class CachePolicy:
         """Choose what one layer keeps and passes on; the saliency is computed once, if at all.
 
         Raises:
+            TypeError: A part returned no tensor, or a saliency that is not of floats.
             ShapeError: What a part returned has not the axes it is to have.
+            ValueError: A saliency is not a number (NaN).
             ValueError: Indices are not ascending, unique and in range, or the last token is not
                 passed on.
         """
+        # Autocast would round the scores to half precision, where many tokens tie.
+        with torch.autocast(context.keys.device.type, enabled=False):
+            return self._decide(context)
+
+    def _decide(self, context: LayerContext) -> Decision:
         propagates = context.layer_idx in self.propagation.acting_layers(context.num_layers)
         saliency = None
         if self.selector.needs_saliency or (propagates and self.propagation.needs_saliency):
@@ -136,7 +143,9 @@ def _check_kind(name: str, part: object, kind: type) -> None:
         raise TypeError(f"{name} must be a {kind.__name__}, got {part!r}")
 
 
-def _check_saliency(scorer: Scorer, saliency: Tensor, context: LayerContext) -> None:
+def _check_saliency(scorer: Scorer, saliency: object, context: LayerContext) -> None:
+    if not isinstance(saliency, Tensor) or not saliency.is_floating_point():
+        raise TypeError(f"score of {scorer} must return a tensor of floats, got {saliency!r}")
     heads = (context.query_heads, context.kv_heads)
     shapes = [(context.batch, count, context.key_len) for count in heads]
     if tuple(saliency.shape) not in shapes:
@@ -145,9 +154,16 @@ def _check_saliency(scorer: Scorer, saliency: Tensor, context: LayerContext) -> 
             f"[{context.batch}, {heads[0]} or {heads[1]}, {context.key_len}], got "
             f"{list(saliency.shape)}"
         )
+    group = saliency.shape[1] // context.kv_heads
+    if bool((saliency.isnan() & context.valid.repeat_interleave(group, dim=1)).any()):
+        raise ValueError(
+            f"score of {scorer} must return numbers, got NaN at layer {context.layer_idx}"
+        )
 
 
-def _check_indices(part: object, indices: Tensor, rows: tuple[int, ...], length: int) -> None:
+def _check_indices(part: object, indices: object, rows: tuple[int, ...], length: int) -> None:
+    if not isinstance(indices, Tensor):
+        raise TypeError(f"{part} must return a tensor of indices, got {indices!r}")
     if tuple(indices.shape[:-1]) != rows or indices.dtype != torch.int64:
         raise ShapeError(
             f"{part} must return int64 indices of shape {[*rows, 'count']}, got {indices.dtype} of "

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,7 +118,57 @@ def _find_attention(layer: nn.Module, index: int) -> nn.Module:
     return attention
 
 
-class Attachment:
+class _Hooks:
+    """Hooks whose copies, on a copied module, do nothing."""
+
+    cache: PolicyCache
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
+        idle = type(self).__new__(type(self))
+        no_cache: Any = object()  # no call carries it
+        idle.cache = no_cache
+        return idle
+
+
+# Torch looks up whether a hook takes keyword arguments when it calls it. Where another thread has
+# detached its cache from the model in between, the hook is called without; it was that thread's,
+# whose own forwards have ended, so there is nothing to do.
+
+
+class LayerHooks(_Hooks):
+    """What one decoder layer does for a cache.
+
+    Args:
+        cache: The cache.
+        index: The layer's.
+    """
+
+    def __init__(self, cache: PolicyCache, index: int) -> None:
+        self.cache = cache
+        self.index = index
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Give the layer the arguments of the tokens that reach it."""
+        if kwargs is None or kwargs.get("past_key_values") is not self.cache:
+            return None
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        return args, self.cache.forward.enter_layer(self.index, hidden, kwargs)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+        """Cut the layer's output to the tokens that go on."""
+        if len(rest) < 2 or rest[0].get("past_key_values") is not self.cache:
+            return None
+        if self.cache.forward.waits_for_queries():
+            raise UnsupportedModelError(
+                f"model must hand the keys of the cache to an attention function as they are, "
+                f"but {type(module).__name__} at {self.index} did not; the policy saw no queries"
+            )
+        return self.cache.forward.leave_layer(self.index, rest[1])
+
+
+class Attachment(_Hooks):
     """Hooks on a model that act on the calls that carry one cache, and on no others.
 
     Args:
@@ -128,7 +181,6 @@ class Attachment:
         self.parts = parts
         self._handles: list[RemovableHandle] = []
         self._routed: list[nn.Module] = []
-        self._decoder_signature = inspect.signature(type(parts.decoder).forward)
 
     def attach(self) -> None:
         """Register the hooks; if that fails, none is left."""
@@ -138,12 +190,20 @@ class Attachment:
                 self._routed.append(attention)
             decoder = self.parts.decoder
             self._handles = [
-                self.parts.model.register_forward_pre_hook(self._before_model, with_kwargs=True),
-                decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True),
-                decoder.register_forward_hook(self._after_decoder, with_kwargs=True),
+                self.parts.model.register_forward_pre_hook(self.before_model, with_kwargs=True),
+                decoder.register_forward_pre_hook(self.before_decoder, with_kwargs=True),
+                decoder.register_forward_hook(
+                    self.after_decoder, with_kwargs=True, always_call=True
+                ),
             ]
             for index, layer in enumerate(self.parts.layers):
-                self._hook_layer(layer, index)
+                hooks = LayerHooks(self.cache, index)
+                self._handles += [
+                    layer.register_forward_pre_hook(hooks.before, with_kwargs=True),
+                    # First, so that other hooks, such as those that record hidden states, see
+                    # what goes on.
+                    layer.register_forward_hook(hooks.after, with_kwargs=True, prepend=True),
+                ]
         except BaseException:
             self.detach()
             raise
@@ -156,65 +216,66 @@ class Attachment:
             unroute(attention)
         self._handles, self._routed = [], []
 
-    def _before_model(
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Watch the calls of another module around the same decoder as well."""
+        if model is self.parts.model:
+            yield
+            return
+        handle = model.register_forward_pre_hook(self.before_model, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def before_model(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
         """Refuse what asks for logits of tokens that may be dropped."""
-        if kwargs is None or kwargs.get("past_key_values") is not self.cache:
+        if not self._carries_cache(args, kwargs) or not self.cache.may_drop:
             return
-        if not self.cache.may_drop:
-            return
-        if kwargs.get("labels") is not None or isinstance(kwargs.get("logits_to_keep"), Tensor):
+        arguments = _by_name(module, args, kwargs)
+        if arguments.get("labels") is not None or isinstance(
+            arguments.get("logits_to_keep"), Tensor
+        ):
             raise ValueError(
                 "labels and a tensor of logits_to_keep must not be given for a prompt of which "
                 f"{self.cache.policy} drops tokens, since a dropped token has no logits; the "
                 "logits returned are those of the last tokens that went on"
             )
 
-    # Torch looks up whether a hook takes keyword arguments when it calls it. Where another thread
-    # has detached its cache from the model in between, the hook is called without; it was that
-    # thread's, whose own forwards have ended, so there is nothing to do.
-
-    def _before_decoder(
+    def before_decoder(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if kwargs is None:
+        """Take up a forward that carries the cache."""
+        if not self._carries_cache(args, kwargs):
             return None
-        bound = self._decoder_signature.bind_partial(module, *args, **kwargs)
-        arguments = dict(bound.arguments)
-        arguments.update(arguments.pop("kwargs", {}))
-        arguments.pop("self")
-        if arguments.get("past_key_values") is not self.cache:
-            return None
-        return (), self.cache.begin_forward(arguments)
+        return (), self.cache.begin_forward(_by_name(module, args, kwargs))
 
-    def _after_decoder(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        if len(rest) < 2 or rest[0].get("past_key_values") is not self.cache:
+    def after_decoder(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+        """Conclude a forward, or take it back if it failed and there is no output."""
+        if len(rest) < 2 or not self._carries_cache(args, rest[0]):
+            return None
+        if rest[1] is None:
+            self.cache.abandon_forward()
             return None
         return self.cache.finish_forward(rest[1])
 
-    def _hook_layer(self, layer: nn.Module, index: int) -> None:
-        cache = self.cache
+    def _carries_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+        return kwargs is not None and any(each is self.cache for each in (*args, *kwargs.values()))
 
-        def before(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            if kwargs is None or kwargs.get("past_key_values") is not cache:
-                return None
-            hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-            return args, cache.forward.enter_layer(index, hidden, kwargs)
 
-        def after(module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-            if len(rest) < 2 or rest[0].get("past_key_values") is not cache:
-                return None
-            if cache.forward.waits_for_queries():
-                raise UnsupportedModelError(
-                    f"model must hand the keys of the cache to an attention function as they are, "
-                    f"but {type(module).__name__} at {index} did not; the policy saw no queries"
-                )
-            return cache.forward.leave_layer(index, rest[1])
+def _by_name(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> dict[str, Any]:
+    """A call's arguments by name."""
+    signature = _signature(type(module).forward)
+    arguments = dict(signature.bind_partial(module, *args, **(kwargs or {})).arguments)
+    arguments.update(arguments.pop("kwargs", {}))
+    arguments.pop("self")
+    return arguments
 
-        self._handles += [
-            layer.register_forward_pre_hook(before, with_kwargs=True),
-            layer.register_forward_hook(after, with_kwargs=True),
-        ]
+
+@functools.lru_cache(maxsize=32)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)

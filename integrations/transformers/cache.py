@@ -10,7 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache
 
-from kvpolicy.errors import NotAttachedError, UnsupportedGenerationError
+from kvpolicy.errors import (
+    NotAttachedError,
+    UnsupportedGenerationError,
+    UnsupportedModelError,
+)
 from kvpolicy.integrations.transformers import routing
 from kvpolicy.integrations.transformers.attachment import Attachment, ModelParts
 from kvpolicy.integrations.transformers.forward import Forward
@@ -93,7 +97,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
             if self._attachment.parts.decoder is not parts.decoder:
                 raise ValueError("model must be the one the cache is attached to, got another one")
             try:
-                yield self
+                with self._attachment.watching(model):
+                    yield self
             finally:
                 self._roll_back()
             return
@@ -199,19 +204,22 @@ class PolicyCache(Cache):  # type: ignore[misc]
             UnsupportedModelError: A layer did not use the cache.
         """
         forward = self.forward
-        self._tokens = forward.finish()
+        try:
+            self._tokens = forward.finish()
+        except UnsupportedModelError:
+            self.abandon_forward()
+            raise
         assert self._attachment is not None
         self._filled_by = weakref.ref(self._attachment.parts.decoder)
         if forward.acts:
             self.propagated = forward.propagated
             self._starts_turn = False
         self._forward, self._before = None, []
-        if isinstance(output, tuple):
-            return (forward.in_order(output[0]), *output[1:])
-        for name in ("last_hidden_state", "hidden_states"):
-            if output.get(name) is not None:
-                output[name] = forward.in_order(output[name])
-        return output
+        return forward.in_order(output)
+
+    def abandon_forward(self) -> None:
+        """Undo a forward that failed."""
+        self._roll_back()
 
     def _roll_back(self) -> None:
         """Undo a forward that did not come to its end."""
@@ -249,6 +257,10 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def batch_size(self) -> int:
         """Rows, -1 before the first forward."""
         return -1 if self._tokens is None else self._tokens.batch
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: there is no maximum."""
+        return -1
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back tokens that were appended since the policy last acted.
@@ -290,7 +302,12 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what binds the cache to a model: a copy is attached to nothing."""
-        state = dict(self.__dict__)
+        # A forward under way, or one that was interrupted, is not part of the copy.
+        held = self._before or [layer.state() for layer in self.layers]
+        layers = [PolicyLayer() for _ in held]
+        for layer, each in zip(layers, held, strict=True):
+            layer.restore(each)
+        state = {**self.__dict__, "layers": layers, "propagated": dict(self.propagated)}
         state.update(_attachment=None, _forward=None, _before=[], _filled_by=None)
         return state
 

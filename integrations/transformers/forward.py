@@ -158,7 +158,10 @@ class Forward:
         )
         layer.query_heads = queries.shape[1]
         layer.store(keys, values, positions, decision.kept)
-        self._passed = decision.passed_on
+        passed = decision.passed_on
+        if passed is not None and passed.shape == self.new_valid.shape:
+            passed = None if torch.equal(passed >= 0, self.new_valid) else passed
+        self._passed = passed
 
     def _positions(self, layer: PolicyLayer, keys: Tensor) -> Tensor:
         batch, kv_heads, key_len, _ = keys.shape
@@ -200,14 +203,41 @@ class Forward:
             layer.follow(self.tokens)
         return self.tokens
 
-    def in_order(self, hidden: Any) -> Any:
-        """Hidden states ``[batch, new_len, ...]`` in the order of the input's columns.
+    def in_order(self, output: Any) -> Any:
+        """The decoder's output with hidden states in the order of the input's columns.
 
-        Where tokens were dropped they are left as they are: those that went on.
+        Those that come after tokens were dropped are left as they are, in the order of the tokens
+        that went on.
         """
-        if self._order_of_columns is None or self.propagated:
-            return hidden
-        return _cut(hidden, self._order_of_columns.argsort(dim=1))
+        if self._order_of_columns is None:
+            return output
+        if isinstance(output, tuple):
+            states = (self._each_in_order(part) for part in output[1:])
+            return (self._last_in_order(output[0]), *states)
+        for name, restore in (
+            ("last_hidden_state", self._last_in_order),
+            ("hidden_states", self._each_in_order),
+        ):
+            if output.get(name) is not None:
+                output[name] = restore(output[name])
+        return output
+
+    def _last_in_order(self, hidden: Tensor) -> Tensor:
+        return hidden if self.propagated else self._restored(hidden)
+
+    def _each_in_order(self, states: Any) -> Any:
+        """Hidden states ``[batch, new_len, hidden]`` before each layer and after the last."""
+        if not isinstance(states, tuple) or any(
+            each is not None and getattr(each, "ndim", 0) != 3 for each in states
+        ):
+            return states
+        whole = 1 + min(self.propagated, default=len(states))
+        restored = (None if each is None else self._restored(each) for each in states[:whole])
+        return (*restored, *states[whole:])
+
+    def _restored(self, hidden: Tensor) -> Tensor:
+        assert self._order_of_columns is not None
+        return take_columns(hidden, self._order_of_columns.argsort(dim=1))
 
 
 def _cut(value: Any, slots: Tensor) -> Any:

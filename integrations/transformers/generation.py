@@ -80,7 +80,7 @@ def _effective_config(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """The configuration `generate` will arrive at: arguments, then given, then the model's."""
     config = copy.deepcopy(model.generation_config)
     given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    for source in (given.to_dict() if given is not None else {}, kwargs):
+    for source in (given.to_dict() if isinstance(given, GenerationConfig) else {}, kwargs):
         known = {name: value for name, value in source.items() if hasattr(config, name)}
         config.update(**{name: value for name, value in known.items() if value is not None})
     assert isinstance(config, GenerationConfig)
@@ -98,7 +98,8 @@ def _check_continuation(cache: PolicyCache, args: tuple[Any, ...], kwargs: dict[
     length = given.shape[1]
     if embeds is None and isinstance(mask, Tensor) and mask.ndim == 2:
         length = mask.shape[1]
-    if length <= seen:
+    whole = embeds is None or not isinstance(mask, Tensor) or mask.shape[1:2] == given.shape[1:2]
+    if length <= seen or not whole:
         raise ValueError(
             f"{name} must continue the {seen} tokens the cache has seen, got {given.shape[1]}; "
             "pass the whole conversation, or (as input_ids) the new tokens with an "

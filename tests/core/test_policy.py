@@ -151,6 +151,10 @@ class Returns(Scorer, KVSelector, PropagationPolicy):
     [
         ("scorer", torch.zeros(1, 11), ShapeError, r"score of .* \[1, 6 or 2, 11\], got \[1, 11\]"),
         ("scorer", torch.zeros(1, 2, 3), ShapeError, "score of"),
+        ("scorer", None, TypeError, "score of .* must return a tensor of floats, got None"),
+        ("scorer", torch.zeros(1, 2, 11).long(), TypeError, "must return a tensor of floats"),
+        ("scorer", torch.full((1, 2, 11), float("nan")), ValueError, "got NaN at layer 0"),
+        ("selector", [[0]], TypeError, r"must return a tensor of indices, got \[\[0\]\]"),
         ("selector", torch.zeros(1, 3).long(), ShapeError, "must return int64 indices of shape"),
         ("selector", torch.ones(1, 2, 3), ShapeError, "got torch.float32"),
         ("selector", torch.tensor([[[4, 3], [1, 2]]]), ValueError, "ascending, unique and in"),

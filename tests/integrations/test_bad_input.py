@@ -402,3 +402,32 @@ def test_another_model_of_the_same_depth(model: PreTrainedModel, usable: PolicyC
     tokens_of(model, prompt(60), usable_again)
     usable_again.reset()
     tokens_of(other, prompt(60), usable_again)
+
+
+def test_new_embeddings_alone(model: PreTrainedModel, usable: PolicyCache) -> None:
+    """Transformers would cut off as many of them as the cache has seen."""
+    embeds = model.get_input_embeddings()(prompt(80))
+    mask = torch.ones(1, 66 + 80, dtype=torch.int64)
+    with pytest.raises(ValueError, match="inputs_embeds must continue the 66 tokens"):
+        model.generate(inputs_embeds=embeds, attention_mask=mask, past_key_values=usable)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_dropped_logits_asked_for_in_another_way(model: PreTrainedModel, inner: bool) -> None:
+    """By position, and through the head of a model whose decoder was attached first."""
+    cache, which = PolicyCache(FASTKV), torch.tensor([15])
+    message = "a dropped token has no logits"
+    if inner:
+        with (
+            cache.attached(model.model),
+            cache.attached(model),
+            pytest.raises(ValueError, match=message),
+        ):
+            model(prompt(40), past_key_values=cache, logits_to_keep=which)
+    else:
+        with cache.attached(model), pytest.raises(ValueError, match=message):
+            model(prompt(40), None, None, cache, logits_to_keep=which)
+
+
+def test_a_cache_has_no_maximum() -> None:
+    assert PolicyCache(FASTKV).get_max_length() == -1

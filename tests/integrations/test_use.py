@@ -7,13 +7,16 @@ import sys
 import threading
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
+from kvpolicy import CachePolicy, LayerContext, PropagationPolicy
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
+from kvpolicy.policies import FastKV, FullContext, KeepAllSelector, SnapKV, StreamingLLM
+from kvpolicy.selection import compress
 from tests.integrations.conversation import left_padded
 from tests.reference import PAD_TOKEN_ID, random_tokens, tiny_model
 
@@ -548,3 +551,147 @@ def test_memory_after_crop_is_that_of_what_is_left(model: PreTrainedModel) -> No
         model(prompt(6, 2), past_key_values=cache)
         cache.crop(-3)
     assert cache.report().total.share == 1.0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("half", [False, True])
+def test_autocast_does_not_round_the_scores(half: bool) -> None:
+    other = tiny_model("llama", seed=1)
+    if half:
+        other = other.to(torch.bfloat16)
+    for seed in range(6):
+        plain, cast = PolicyCache(SnapKV(0.3)), PolicyCache(SnapKV(0.3))
+        with plain.attached(other):
+            other(prompt(120, seed), past_key_values=plain)
+        with torch.autocast("cpu", torch.bfloat16), cast.attached(other):
+            other(prompt(120, seed), past_key_values=cast)
+        for one, two in zip(plain.layers, cast.layers, strict=True):
+            assert one.kept_len == two.kept_len == 36
+            if half:  # a float32 model computes other keys under autocast
+                assert torch.equal(one.positions, two.positions)
+
+
+def through_pickle(cache: PolicyCache) -> Any:
+    return pickle.loads(pickle.dumps(cache))
+
+
+def half_done(model: PreTrainedModel, cache: PolicyCache, ids: Tensor, error: Any) -> None:
+    """A forward that fails in the third layer."""
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    handle = model.model.layers[2].register_forward_pre_hook(fail)
+    with pytest.raises(error):
+        model(ids, past_key_values=cache)
+    handle.remove()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("error", [RuntimeError, Interrupted])
+@pytest.mark.parametrize("fork", [copy.copy, copy.deepcopy, through_pickle])
+def test_a_copy_after_a_failed_forward_is_that_of_before(
+    model: PreTrainedModel, fork: Any, error: type[BaseException]
+) -> None:
+    cache = PolicyCache(SnapKV(0.3))
+    with cache.attached(model):
+        model(prompt(40), past_key_values=cache)
+        cache.start_turn()
+        half_done(model, cache, prompt(20, 2), error)
+        other = fork(cache)
+        assert [layer.kept_len for layer in other.layers] == [12] * 4
+        expected = model(prompt(1, 3), past_key_values=cache).logits
+        got_len = cache.get_seq_length()
+    with other.attached(model):
+        other.start_turn()
+        assert torch.equal(model(prompt(1, 3), past_key_values=other).logits, expected)
+    assert other.get_seq_length() == got_len
+
+
+@torch.no_grad()
+def test_a_shallow_copy_goes_its_own_way_too(model: PreTrainedModel) -> None:
+    cache, alone = PolicyCache(SnapKV(0.3)), PolicyCache(SnapKV(0.3))
+    for each in (cache, alone):
+        with each.attached(model):
+            model(prompt(40), past_key_values=each)
+    fork = copy.copy(cache)
+    with fork.attached(model):
+        model(prompt(3, 2), past_key_values=fork)
+    with cache.attached(model), alone.attached(model):
+        got = model(prompt(1, 3), past_key_values=cache).logits
+        assert torch.equal(got, model(prompt(1, 3), past_key_values=alone).logits)
+
+
+@torch.no_grad()
+def test_after_an_error_the_cache_shows_what_was_before(model: PreTrainedModel) -> None:
+    cache = PolicyCache(SnapKV(0.3))
+    with cache.attached(model):
+        half_done(model, cache, prompt(40), RuntimeError)
+        assert [layer.kept_len for layer in cache.layers] == [0] * 4
+        model(prompt(40), past_key_values=cache)
+        sizes, report = cache.get_mask_sizes(1, 0), str(cache.report())
+        cache.start_turn()
+        half_done(model, cache, prompt(20, 2), RuntimeError)
+        assert cache.get_mask_sizes(1, 0) == sizes
+        assert str(cache.report()) == report
+
+
+@torch.no_grad()
+def test_hidden_states_before_a_drop_are_in_the_columns_order(model: PreTrainedModel) -> None:
+    ids, mask = torch.cat([prompt(40), prompt(40, 1)]), torch.ones(2, 40, dtype=torch.int64)
+    mask[1, 10:20] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    expected = model(ids, attention_mask=mask, position_ids=positions, output_hidden_states=True)
+    dropping, keeping = PolicyCache(FASTKV), PolicyCache(FullContext())
+    with dropping.attached(model), keeping.attached(model):
+        inputs = {"attention_mask": mask, "position_ids": positions, "output_hidden_states": True}
+        got = model(ids, past_key_values=dropping, **inputs)
+        plain = model.model(ids, past_key_values=keeping, return_dict=False, **inputs)
+    real = mask.bool()
+    for index in range(3):  # up to the output of the TSP layer's predecessor, and its input
+        want = expected.hidden_states[index][real]
+        torch.testing.assert_close(plain[2][index][real], want, atol=1e-4, rtol=0)
+        if index < 2:
+            torch.testing.assert_close(got.hidden_states[index][real], want, atol=1e-4, rtol=0)
+    assert got.hidden_states[2].shape[1] < 40
+
+
+@attrs.frozen
+class PassesAllByName(PropagationPolicy):
+    """Names all tokens where None would say the same."""
+
+    @property
+    def needs_saliency(self) -> bool:
+        return False
+
+    def acting_layers(self, num_layers: int) -> frozenset[int]:
+        return frozenset({1})
+
+    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        return compress(context.new_valid, context.new_len)
+
+
+@torch.no_grad()
+def test_passing_everything_by_name_drops_nothing(model: PreTrainedModel) -> None:
+    cache = PolicyCache(CachePolicy(None, KeepAllSelector(), PassesAllByName()))
+    ids, mask = torch.cat([prompt(20), prompt(20, 1)]), torch.ones(2, 20, dtype=torch.int64)
+    mask[1, 5:9] = 0
+    with cache.attached(model):
+        logits = model(ids, attention_mask=mask, past_key_values=cache).logits
+    assert cache.propagated == {}
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    expected = model(ids, attention_mask=mask, position_ids=positions).logits
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_a_copy_of_an_attached_model_is_attached_to_nothing(model: PreTrainedModel) -> None:
+    cache = PolicyCache(FASTKV)
+    with cache.attached(model):
+        copied = copy.deepcopy(model)
+    expected = tokens_of(model, prompt(60), PolicyCache(FASTKV))
+    assert tokens_of(copied, prompt(60), PolicyCache(FASTKV)) == expected
+    assert type(copied.model.layers[0].self_attn.config) is type(model.config)
+    with cache.attached(copied):
+        logits = copied(prompt(60), past_key_values=cache).logits
+    assert int(logits[0, -1].argmax()) == expected[0][0]
