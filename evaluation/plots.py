@@ -33,9 +33,7 @@ def plot_comparison(comparison: Comparison) -> bytes:
             rows = [row for row in others if row.variant.name == name]
             points = sorted((_kept_rate(row), 100 * row.scores[kind].rate) for row in rows)
             _line(axes, index, points, name)
-        axes.set_xlabel("KV retention rate (fraction of the tokens)")
-        axes.set_xticks(sorted({0.0, *(round(_kept_rate(row), 3) for row in others)}))
-        axes.set_xlim(0.0, 1.1 * max(_kept_rate(row) for row in others) if others else 1.0)
+        _rate_axis(axes, sorted({round(_kept_rate(row), 3) for row in others}))
     return _finish(figure, panels)
 
 
@@ -70,6 +68,20 @@ def _panels(kinds: list[str], title: str) -> tuple[Figure, dict[str, Axes]]:
         axes.grid(alpha=0.3)
     grid[0].set_ylabel("exact match (% of prompts)")
     return figure, panels
+
+
+def _rate_axis(axes: Axes, rates: list[float]) -> None:
+    """A logarithmic axis with a tick at every rate that leaves the labels room."""
+    axes.set_xlabel("KV retention rate (fraction of the tokens)")
+    axes.set_xscale("log")
+    ticks: list[float] = []
+    for rate in rates:
+        if not ticks or rate > 1.15 * ticks[-1]:
+            ticks.append(rate)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    if rates:
+        axes.set_xlim(rates[0] / 1.3, 1.3 * rates[-1])
 
 
 def _full_context_line(axes: Axes, height: float) -> None:
