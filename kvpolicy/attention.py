@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kvpolicy.context import LayerContext
 
-# Bytes of attention logits computed at a time. Scoring holds about four times as much, whatever the
-# length of the context: the logits, their softmax, a mask, and keys converted to float32.
+# Bytes of attention logits computed at a time. Scoring holds up to about four times as much: the
+# logits, their softmax, a mask, and keys converted to float32, of at least one KV head.
 BLOCK_BYTES = 1 << 24
 
 

@@ -117,7 +117,7 @@ class SumScorer(_CombinedScorer):
     )
 
     def __attrs_post_init__(self) -> None:
-        _check_scorers(self.scorers)
+        super().__attrs_post_init__()
         if self.weights is not None and len(self.weights) != len(self.scorers):
             raise ValueError(
                 f"weights must be one for each of {len(self.scorers)} scorers, got {self.weights}"

@@ -155,10 +155,11 @@ class PyramidPropagation(PropagationPolicy):
         assert saliency is not None
         valid, protected = context.new_valid[:, None], self.protected(context)[:, None]
         new_lens = context.new_valid.sum(dim=1).tolist()
+        fixed_lens = protected[:, 0].sum(dim=1).tolist()
         budgets = [
-            max(self._passed(context, row, new), fixed)
-            for row, (new, fixed) in enumerate(
-                zip(new_lens, protected[:, 0].sum(dim=1).tolist(), strict=True)
+            max(self._passed(context, row, new, tail), fixed)
+            for row, (new, tail, fixed) in enumerate(
+                zip(new_lens, tail_lens(context, self.recent_rate), fixed_lens, strict=True)
             )
         ]
         if budgets == new_lens:
@@ -166,15 +167,13 @@ class PyramidPropagation(PropagationPolicy):
         new = saliency[..., context.key_len - context.new_len :].mean(dim=1, keepdim=True)
         return select_top(new, budgets, valid=valid, protected=protected)[:, 0]
 
-    def _passed(self, context: LayerContext, row: int, new_len: int) -> int:
+    def _passed(self, context: LayerContext, row: int, new_len: int, tail_len: int) -> int:
         seen = context.seen_len[row]
-        recent = int(seen * self.recent_rate)
-        tail = min(1 + recent, new_len)
         rate = self.rate_after(context.layer_idx, context.num_layers)
-        stay = int((new_len - tail) * rate)
-        if rate >= 1 or stay <= min(self.min_context, seen - 1 - recent):
+        stay = int((new_len - tail_len) * rate)
+        if rate >= 1 or stay <= min(self.min_context, seen - 1 - int(seen * self.recent_rate)):
             return new_len
-        return tail + stay
+        return tail_len + stay
 
 
 class PyramidInfer(CachePolicy):

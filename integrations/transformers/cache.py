@@ -100,7 +100,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 with self._attachment.watching(model):
                     yield self
             finally:
-                self._roll_back()
+                self.abandon_forward()
             return
         self.policy.check_model(parts.num_layers)
         self._check_filled_by(parts)
@@ -111,7 +111,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         finally:
             self._attachment.detach()
             self._attachment = None
-            self._roll_back()
+            self.abandon_forward()
 
     def _check_filled_by(self, parts: ModelParts) -> None:
         if self._tokens is None:
@@ -129,7 +129,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def start_turn(self) -> None:
         """Let the policy act on the next forward: a new turn begins in a hand-written loop."""
-        self._roll_back()
+        self.abandon_forward()
         self._starts_turn = True
 
     @contextmanager
@@ -183,7 +183,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         """
         assert self._attachment is not None
         parts = self._attachment.parts
-        self._roll_back()
+        self.abandon_forward()
         acts, implementation = self.acts_next, parts.implementation
         incoming = read_inputs(arguments, self._tokens, acts=acts)
         parts.check_context(incoming.tokens.seen + incoming.new_valid.shape[1])
@@ -218,11 +218,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         return forward.in_order(output)
 
     def abandon_forward(self) -> None:
-        """Undo a forward that failed."""
-        self._roll_back()
-
-    def _roll_back(self) -> None:
-        """Undo a forward that did not come to its end."""
+        """Undo a forward that did not come to its end; without one, do nothing."""
         if self._forward is not None:
             for layer, state in zip(self.layers, self._before, strict=True):
                 layer.restore(state)
@@ -277,7 +273,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
             raise TypeError(f"tokens_to_remove must be an int, got {tokens_to_remove!r}")
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove must be 0 or negative, got {tokens_to_remove}")
-        self._roll_back()
+        self.abandon_forward()
         count = -tokens_to_remove
         appended = 0 if self._tokens is None else self._tokens.appended.shape[1]
         if count > appended:
@@ -293,7 +289,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything: the next forward reads a first prompt."""
-        self._roll_back()
+        self.abandon_forward()
         for layer in self.layers:
             layer.reset()
         self.propagated = {}

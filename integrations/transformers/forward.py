@@ -193,8 +193,8 @@ class Forward:
         Raises:
             UnsupportedModelError: A layer did not use the cache, as with gradient checkpointing.
         """
-        missing = set(range(len(self.layers))) - self._updated
-        if missing:
+        if len(self._updated) < len(self.layers):
+            missing = set(range(len(self.layers))) - self._updated
             raise UnsupportedModelError(
                 f"model must give every layer the cache, but layers {sorted(missing)} did not "
                 "update it; gradient checkpointing has to be off"
