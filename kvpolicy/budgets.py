@@ -72,6 +72,23 @@ class Budget:
         assert wanted is not None
         return min(available, max(wanted, protected, 1))
 
+    def fraction(self, context_len: int | None = None, *, protected: int = 0) -> float:
+        """The budget as a fraction of a prompt: the rate, or the number of tokens over its length.
+
+        Args:
+            context_len: Tokens of the prompt, needed where the budget is a number of tokens.
+            protected: Tokens that are kept whatever the budget.
+
+        Raises:
+            ValueError: ``context_len`` is needed and not given.
+        """
+        if self.rate is not None:
+            return self.rate
+        if context_len is None:
+            raise ValueError(f"context_len must be given where {self.name}_tokens is, got None")
+        kept = self.count(seen_len=context_len, available=context_len, protected=protected)
+        return kept / context_len
+
     @property
     def amount(self) -> float:
         """The rate, or else the number of tokens."""

@@ -68,6 +68,23 @@ class KVSelector(abc.ABC):
         """Bool ``[batch, kv_heads, key_len]``: the tokens that are kept whatever their saliency."""
         return context.is_tail(self.protected_tail)
 
+    def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
+        """Fraction of a prompt's tokens that each layer keeps, if all of them reach it.
+
+        The mean over the KV heads; 1 where the selector has no budget and does not say otherwise.
+
+        Args:
+            num_layers: Layers of the model.
+            context_len: Length of the prompt, needed where a budget is a number of tokens.
+
+        Raises:
+            ValueError: A number of tokens cannot become a fraction without ``context_len``.
+        """
+        if self.budget is None:
+            return [1.0] * num_layers
+        rate = self.budget.fraction(context_len, protected=self.protected_tail)
+        return [rate] * num_layers
+
     @abc.abstractmethod
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Choose the keys to keep.
@@ -83,9 +100,20 @@ class KVSelector(abc.ABC):
 
 
 class PropagationPolicy(abc.ABC):
-    """Which tokens go on to the next layer during prefill?"""
+    """Which tokens go on to the next layer during prefill?
+
+    Two ways to act: the layers after an acting one continue with the tokens that go on (*drop*), or
+    what was computed serves for the choice only, and the prefill runs again from the embeddings on
+    the chosen tokens, at positions without gaps (*restart*; the layers after the acting one are not
+    run before). Which of the two is `restarts`.
+    """
 
     paper: ClassVar[str] = ""
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the prefill runs again on the tokens that go on; then one layer acts."""
+        return False
 
     @property
     def needs_saliency(self) -> bool:
@@ -115,7 +143,7 @@ class PropagationPolicy(abc.ABC):
         return frozenset()
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Fraction of the prompt's tokens that each layer computes.
+        """Fraction of the prompt's tokens that reach each layer, and whose keys it sees.
 
         Args:
             num_layers: Layers of the model.
@@ -125,6 +153,23 @@ class PropagationPolicy(abc.ABC):
             ValueError: A number of tokens cannot become a fraction without ``context_len``.
         """
         return [1.0] * num_layers
+
+    def prefill_passes(
+        self, num_layers: int, context_len: int | None = None
+    ) -> tuple[list[float], ...]:
+        """Fraction of the prompt's tokens that each layer computes, for every pass of the prefill.
+
+        The last pass is that of `layer_rates`; a policy that restarts has one before it, in which
+        layers it does not reach compute 0.
+
+        Args:
+            num_layers: Layers of the model.
+            context_len: Length of the prompt, needed where a budget is a number of tokens.
+
+        Raises:
+            ValueError: See `layer_rates`.
+        """
+        return (self.layer_rates(num_layers, context_len),)
 
     @abc.abstractmethod
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:

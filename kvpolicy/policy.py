@@ -103,24 +103,50 @@ class CachePolicy:
             return self._decide(context)
 
     def _decide(self, context: LayerContext) -> Decision:
-        propagates = context.layer_idx in self.propagation.acting_layers(context.num_layers)
+        propagates = not self.propagation.restarts and self._acts_at(context)
         saliency = None
         if self.selector.needs_saliency or (propagates and self.propagation.needs_saliency):
-            assert self.scorer is not None
-            saliency = self.scorer.score(context)
-            _check_saliency(self.scorer, saliency, context)
+            saliency = self._score(context)
         kept = self.selector.select(saliency, context)
         _check_indices(self.selector, kept, (context.batch, context.kv_heads), context.key_len)
-        passed = self.propagation.propagate(saliency, context) if propagates else None
-        if passed is not None:
-            _check_indices(self.propagation, passed, (context.batch,), context.new_len)
-            if bool((passed[:, -1:] != context.new_len - 1).any()) or not passed.shape[1]:
-                raise ValueError(
-                    f"propagate of {self.propagation} must pass on the last token of every row, "
-                    f"{context.new_len - 1}, got {passed[:, -1:].flatten().tolist()}; the next "
-                    "token is predicted from it"
-                )
+        passed = self._propagate(saliency, context) if propagates else None
         return Decision(kept, passed)
+
+    def decide_restart(self, context: LayerContext) -> Tensor | None:
+        """Choose the tokens to restart the prefill on; see `PropagationPolicy.propagate`.
+
+        Raises:
+            TypeError: As `decide`.
+            ShapeError: As `decide`.
+            ValueError: As `decide`.
+        """
+        assert self.propagation.restarts
+        assert self._acts_at(context)
+        with torch.autocast(context.keys.device.type, enabled=False):
+            saliency = self._score(context) if self.propagation.needs_saliency else None
+            return self._propagate(saliency, context)
+
+    def _acts_at(self, context: LayerContext) -> bool:
+        return context.layer_idx in self.propagation.acting_layers(context.num_layers)
+
+    def _score(self, context: LayerContext) -> Tensor:
+        assert self.scorer is not None
+        saliency = self.scorer.score(context)
+        _check_saliency(self.scorer, saliency, context)
+        return saliency
+
+    def _propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
+        passed = self.propagation.propagate(saliency, context)
+        if passed is None:
+            return None
+        _check_indices(self.propagation, passed, (context.batch,), context.new_len)
+        if bool((passed[:, -1:] != context.new_len - 1).any()) or not passed.shape[1]:
+            raise ValueError(
+                f"propagate of {self.propagation} must pass on the last token of every row, "
+                f"{context.new_len - 1}, got {passed[:, -1:].flatten().tolist()}; the next "
+                "token is predicted from it"
+            )
+        return passed
 
     def prefill_compute_rate(self, num_layers: int, context_len: int | None = None) -> float:
         """Layer-tokens computed in prefill over layer-tokens of a full prefill.
@@ -130,12 +156,14 @@ class CachePolicy:
             context_len: Length of the prompt, needed where a budget is a number of tokens.
 
         Returns:
-            A fraction in (0, 1]; FastKV's 0.60 at 32 layers, TSP layer 15 and TSP rate 0.2.
+            A fraction, FastKV's 0.60 at 32 layers, TSP layer 15 and TSP rate 0.2; in (0, 1] but for
+            a policy that restarts, which computes some layers twice.
 
         Raises:
             ValueError: A layer lies outside the model, or ``context_len`` is needed.
         """
-        return math.fsum(self.propagation.layer_rates(num_layers, context_len)) / num_layers
+        passes = self.propagation.prefill_passes(num_layers, context_len)
+        return math.fsum(rate for layer_rates in passes for rate in layer_rates) / num_layers
 
 
 def _check_kind(name: str, part: object, kind: type) -> None:

@@ -99,14 +99,7 @@ class TokenSelectivePropagation(PropagationPolicy):
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """1 up to the TSP layer, the TSP rate after it; see `PropagationPolicy.layer_rates`."""
         (layer,) = self.acting_layers(num_layers)
-        rate = self.budget.rate
-        if rate is None:
-            if context_len is None:
-                raise ValueError("context_len must be given where tsp_tokens is, got None")
-            passed = self.budget.count(
-                seen_len=context_len, available=context_len, protected=self.window_size
-            )
-            rate = passed / context_len
+        rate = self.budget.fraction(context_len, protected=self.window_size)
         return [1.0 if index <= layer else rate for index in range(num_layers)]
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
