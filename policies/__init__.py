@@ -1,6 +1,7 @@
 """Concrete scorers, selectors and propagation policies, and the named methods made of them."""
 
 from kvpolicy.policies.combined_scorers import MaxScorer, SumScorer, ValueAwareScorer
+from kvpolicy.policies.gem_filter import GemFilter, LastQueryProductScorer, RestartPropagation
 from kvpolicy.policies.key_scorers import KeyDiffScorer, KeyNormScorer, RandomScorer
 from kvpolicy.policies.methods import H2O, FastKV, FullContext, SnapKV, StreamingLLM
 from kvpolicy.policies.more_methods import TOVA, KeyDiff, KeyNorm, Random
@@ -24,11 +25,13 @@ __all__ = [
     "FastKV",
     "FullContext",
     "GQAGroupSelector",
+    "GemFilter",
     "KeepAllSelector",
     "KeyDiff",
     "KeyDiffScorer",
     "KeyNorm",
     "KeyNormScorer",
+    "LastQueryProductScorer",
     "LastQueryScorer",
     "MaxScorer",
     "PassAllPropagation",
@@ -36,6 +39,7 @@ __all__ = [
     "PyramidPropagation",
     "Random",
     "RandomScorer",
+    "RestartPropagation",
     "SinkAndRecentSelector",
     "SnapKV",
     "StreamingLLM",

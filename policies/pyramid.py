@@ -99,6 +99,8 @@ class PyramidPropagation(PropagationPolicy):
         decay_ratio: What ``r`` falls to at the last layer, in (0, 1].
         num_sinks: First tokens that always go on, at least 0.
         min_context: Tokens before the tail below which nothing is dropped, at least 0.
+        window_size: Last tokens that always go on even where the tail is shorter, at least 1; for
+            scorers that leave a window unscored.
 
     Raises:
         TypeError: An argument is not of its type.
@@ -118,12 +120,19 @@ class PyramidPropagation(PropagationPolicy):
     decay_ratio: float = 0.7
     num_sinks: int = 4
     min_context: int = 64
+    window_size: int = attrs.field(default=1, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_rate("recent_rate", self.recent_rate)
         check_rate("decay_ratio", self.decay_ratio)
         check_count("num_sinks", self.num_sinks)
         check_count("min_context", self.min_context)
+        check_count("window_size", self.window_size, minimum=1)
+
+    @property
+    def protected_tail(self) -> int:
+        """The window; the tail's length depends on the prompt."""
+        return self.window_size
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
         """All but the last, after which nothing is computed."""
@@ -143,12 +152,13 @@ class PyramidPropagation(PropagationPolicy):
         return rates
 
     def protected(self, context: LayerContext) -> Tensor:
-        """The tail and the sinks; see `PropagationPolicy.protected`."""
+        """The tail, the window and the sinks; see `PropagationPolicy.protected`."""
         lens = torch.tensor(tail_lens(context, self.recent_rate), device=context.keys.device)
         slots = torch.arange(context.new_len, device=context.keys.device)
         tail = slots >= context.new_len - lens[:, None]
         positions = context.positions[:, 0, context.key_len - context.new_len :]
-        return context.new_valid & (tail | (positions < self.num_sinks))
+        always = tail | (positions < self.num_sinks)
+        return (context.new_valid & always) | context.is_new_tail(self.window_size)
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
         """Return int64 ``[batch, passed_len]`` or None; see `PropagationPolicy.propagate`."""

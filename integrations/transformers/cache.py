@@ -22,6 +22,7 @@ from kvpolicy.integrations.transformers.generation import wrap_generate
 from kvpolicy.integrations.transformers.inputs import read_inputs
 from kvpolicy.integrations.transformers.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.report import CacheReport
+from kvpolicy.integrations.transformers.restart import FilterPass
 from kvpolicy.integrations.transformers.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
@@ -188,6 +189,11 @@ class PolicyCache(Cache):  # type: ignore[misc]
         incoming = read_inputs(arguments, self._tokens, acts=acts)
         parts.check_context(incoming.tokens.seen + incoming.new_valid.shape[1])
         self._before = [layer.state() for layer in self.layers]
+        propagated: dict[int, Tensor] = {}
+        if acts and self.policy.propagation.restarts:
+            first = FilterPass(self.policy, self.layers, incoming, implementation)
+            self._forward = first
+            incoming, propagated = first.run(parts.decoder), first.propagated
         self._forward = Forward(
             self.policy,
             self.layers,
@@ -195,6 +201,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
             acts=acts,
             implementation=implementation,
         )
+        self._forward.propagated.update(propagated)
         return incoming.arguments
 
     def finish_forward(self, output: Any) -> Any:

@@ -46,15 +46,27 @@ class Forward:
         self.implementation = implementation
         self.first = incoming.tokens.seen == 0
         self.new_valid = incoming.new_valid  # of the tokens that reach the layer at hand
-        self.new_positions = incoming.tokens.positions_of(incoming.new_valid)
+        self.new_positions = (
+            incoming.tokens.positions_of(incoming.new_valid)
+            if incoming.positions is None
+            else incoming.positions
+        )
         self.tokens = incoming.tokens.extended(
-            self.new_positions, incoming.columns, padded=incoming.padded, acts=acts
+            self.new_positions,
+            incoming.columns,
+            padded=incoming.padded,
+            acts=acts,
+            skipped=incoming.skipped,
         )
         self.propagated: dict[int, Tensor] = {}
         self._updated: set[int] = set()
         self._order_of_columns = incoming.order
         self._moved = incoming.moved
         self._seen_len = tuple(self.tokens.lengths.tolist()) if acts else ()
+        # Also where rows without padding pass on different numbers of tokens.
+        self._padded = self.tokens.padded or (
+            incoming.positions is not None and not bool(self.new_valid.all())
+        )
         self._slots: Tensor | None = None  # of the forward's tokens, those that reach the layer
         self._combined: Tensor | None = None  # positions of the keys of the layer at hand
         self._order: Tensor | None = None  # that brings padding in the middle to the left
@@ -78,7 +90,7 @@ class Forward:
 
     def _combine(self, layer: PolicyLayer) -> None:
         self._order = self._combined = None
-        if not (self.tokens.padded or layer.padded):
+        if not (self._padded or layer.padded):
             return
         heads = 1 if layer.keys is None else layer.keys.shape[1]
         new = self.new_positions[:, None].expand(-1, heads, -1)
@@ -135,33 +147,38 @@ class Forward:
         """Whether an attention function is still to come; if given, the one for ``keys``."""
         return self._pending is not None and (keys is None or keys is self._pending[0])
 
+    def before_attention(self, index: int, queries: Tensor, scaling: float) -> None:
+        """The layer's queries are known, its attention is not computed yet."""
+
     def observe(self, index: int, queries: Tensor, scaling: float) -> None:
-        """Let the policy decide, now that the layer's queries are known; keep what it keeps."""
-        assert self._pending is not None
-        (keys, values), self._pending = self._pending, None
+        """Let the policy decide, now that the layer has attended; keep what it keeps."""
+        context = self._context(index, queries, scaling)
+        self._pending = None
+        decision = self.policy.decide(context)
         layer = self.layers[index]
-        positions = self._positions(layer, keys)
-        shown = self.policy.num_queries
-        first_query = 0 if shown is None else max(queries.shape[2] - shown, 0)
-        decision = self.policy.decide(
-            LayerContext(
-                layer_idx=index,
-                num_layers=len(self.layers),
-                queries=queries[:, :, first_query:],
-                keys=keys,
-                values=values,
-                positions=positions,
-                new_valid=self.new_valid,
-                seen_len=self._seen_len,
-                scaling=scaling,
-            )
-        )
         layer.query_heads = queries.shape[1]
-        layer.store(keys, values, positions, decision.kept)
+        layer.store(context.keys, context.values, context.positions, decision.kept)
         passed = decision.passed_on
         if passed is not None and passed.shape == self.new_valid.shape:
             passed = None if torch.equal(passed >= 0, self.new_valid) else passed
         self._passed = passed
+
+    def _context(self, index: int, queries: Tensor, scaling: float) -> LayerContext:
+        assert self._pending is not None
+        keys, values = self._pending
+        shown = self.policy.num_queries
+        first_query = 0 if shown is None else max(queries.shape[2] - shown, 0)
+        return LayerContext(
+            layer_idx=index,
+            num_layers=len(self.layers),
+            queries=queries[:, :, first_query:],
+            keys=keys,
+            values=values,
+            positions=self._positions(self.layers[index], keys),
+            new_valid=self.new_valid,
+            seen_len=self._seen_len,
+            scaling=scaling,
+        )
 
     def _positions(self, layer: PolicyLayer, keys: Tensor) -> Tensor:
         batch, kv_heads, key_len, _ = keys.shape
@@ -180,6 +197,7 @@ class Forward:
             return output
         self.new_positions = gather_positions(self.new_positions, passed)
         self.new_valid = self.new_positions >= 0
+        self._padded = self._padded or not bool(self.new_valid.all())
         self._slots = passed if self._slots is None else gather_positions(self._slots, passed)
         self._causal.clear()
         self.propagated[index] = self.new_positions

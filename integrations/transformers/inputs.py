@@ -25,6 +25,8 @@ class Incoming:
         padded: Whether any is padding.
         order: ``[batch, new_len]`` int64, the input's column in each place; None where the columns
             keep their places.
+        positions: ``[batch, new_len]`` int64, -1 on padding; None where they follow those seen.
+        skipped: See `SeenTokens.extended`.
     """
 
     arguments: dict[str, Any]
@@ -34,6 +36,8 @@ class Incoming:
     columns: Tensor
     padded: bool
     order: Tensor | None = None
+    positions: Tensor | None = None
+    skipped: Tensor | None = None
 
 
 def read_inputs(arguments: dict[str, Any], seen: SeenTokens | None, *, acts: bool) -> Incoming:
@@ -64,6 +68,9 @@ def read_inputs(arguments: dict[str, Any], seen: SeenTokens | None, *, acts: boo
             f"input_ids must have the batch size the cache holds, {seen.batch}, got {batch}; "
             "use a new PolicyCache or reset() this one"
         )
+    if seen.skipped is not None and arguments.get("position_ids") is not None:
+        behind = arguments["position_ids"] - seen.skipped[:, None]
+        arguments = {**arguments, "position_ids": behind.clamp(min=0)}
     mask = arguments.get("attention_mask")
     if mask is None:
         return _without_mask(arguments, seen, new_len)
@@ -72,8 +79,7 @@ def read_inputs(arguments: dict[str, Any], seen: SeenTokens | None, *, acts: boo
     tokens, moved = _read_past(mask[:, : seen.seen], seen, acts=acts)
     columns = mask[:, seen.seen :]
     if bool(columns.all()):
-        if tokens.padded:
-            arguments = _with_positions(arguments, tokens, columns)
+        arguments = _with_positions(arguments, tokens, columns)
         return Incoming(arguments, tokens, moved, columns, columns, padded=False)
     if new_len > 1 and not bool(columns[:, -1].all()):
         row = int((~columns[:, -1]).nonzero()[0])
@@ -83,7 +89,7 @@ def read_inputs(arguments: dict[str, Any], seen: SeenTokens | None, *, acts: boo
         )
     order = _padding_first(columns) if acts else None
     new_valid = columns if order is None else columns.gather(1, order)
-    arguments = _with_positions(arguments, tokens, columns)
+    arguments = _with_positions(arguments, tokens, columns, padded=True)
     if order is not None:
         arguments = _reordered(arguments, order, seen.seen)
     return Incoming(arguments, tokens, moved, new_valid, columns, padded=True, order=order)
@@ -97,6 +103,7 @@ def _without_mask(arguments: dict[str, Any], seen: SeenTokens, new_len: int) -> 
             f"and the {new_len} new ones"
         )
     valid = torch.ones(seen.batch, new_len, dtype=torch.bool, device=seen.valid.device)
+    arguments = _with_positions(arguments, seen, valid)
     return Incoming(arguments, seen, None, valid, valid, padded=False)
 
 
@@ -142,12 +149,14 @@ def _read_past(past: Tensor, seen: SeenTokens, *, acts: bool) -> tuple[SeenToken
 
 
 def _with_positions(
-    arguments: dict[str, Any], tokens: SeenTokens, columns: Tensor
+    arguments: dict[str, Any], tokens: SeenTokens, columns: Tensor, *, padded: bool = False
 ) -> dict[str, Any]:
-    """Give padded rows the positions they have alone, where the caller gives none."""
-    if arguments.get("position_ids") is not None:
+    """Give rows the positions they have alone, where they differ and the caller gives none."""
+    if arguments.get("position_ids") is not None or not (
+        tokens.padded or tokens.skipped is not None or padded
+    ):
         return arguments
-    return {**arguments, "position_ids": tokens.positions_of(columns).clamp(min=0)}
+    return {**arguments, "position_ids": tokens.rotary_positions_of(columns)}
 
 
 def _padding_first(columns: Tensor) -> Tensor | None:

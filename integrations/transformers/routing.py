@@ -83,13 +83,17 @@ def routed_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Call the module's own attention function; show the queries to the cache of the keys."""
-    output = _own_function(module)(module, query, key, value, attention_mask, **kwargs)
+    attend = _own_function(module)
     pending = waiting.get()
-    if pending is not None and pending[0].waits_for_queries(key):
-        waiting.set(None)
-        scaling = kwargs.get("scaling")
-        forward, layer_idx = pending
-        forward.observe(layer_idx, query, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if pending is None or not pending[0].waits_for_queries(key):
+        return attend(module, query, key, value, attention_mask, **kwargs)
+    waiting.set(None)
+    forward, layer_idx = pending
+    scaling = kwargs.get("scaling")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    forward.before_attention(layer_idx, query, scaling)
+    output = attend(module, query, key, value, attention_mask, **kwargs)
+    forward.observe(layer_idx, query, scaling)
     return output
 
 

@@ -20,12 +20,15 @@ class SeenTokens:
         appended: ``[batch, appended_len]`` int64, positions of the tokens read since the policy
             last acted, which every layer holds behind what it kept; -1 on padding.
         padded: Whether any column is padding in any row.
+        skipped: ``[batch]`` int64, how far each row's rotary positions lie behind its positions:
+            the tokens that restarted prefills left out. None where there are none.
     """
 
     valid: Tensor
     lengths: Tensor
     appended: Tensor
     padded: bool
+    skipped: Tensor | None = None
 
     @staticmethod
     def none(batch: int, device: torch.device) -> SeenTokens:
@@ -52,8 +55,21 @@ class SeenTokens:
         positions = self.lengths[:, None] + new_valid.cumsum(dim=1) - 1
         return positions.masked_fill(~new_valid, -1)
 
+    def rotary_positions_of(self, new_valid: Tensor) -> Tensor:
+        """Positions ``[batch, new_len]`` at which the next tokens are read; 0 on padding."""
+        positions = self.positions_of(new_valid)
+        if self.skipped is not None:
+            positions = positions - self.skipped[:, None]
+        return positions.clamp(min=0)
+
     def extended(
-        self, positions: Tensor, columns: Tensor, *, padded: bool, acts: bool
+        self,
+        positions: Tensor,
+        columns: Tensor,
+        *,
+        padded: bool,
+        acts: bool,
+        skipped: Tensor | None,
     ) -> SeenTokens:
         """With the next tokens.
 
@@ -62,12 +78,15 @@ class SeenTokens:
             columns: ``[batch, new_len]`` bool, in the order of the input.
             padded: Whether any column is padding.
             acts: Whether the policy acts on them; then nothing counts as appended.
+            skipped: ``[batch]`` int64, how many of them a restarted prefill left out; None where
+                it does not restart.
         """
         return SeenTokens(
             valid=torch.cat([self.valid, columns], dim=1),
             lengths=self.lengths + columns.sum(dim=1),
             appended=(positions[:, :0] if acts else torch.cat([self.appended, positions], dim=1)),
             padded=self.padded or padded,
+            skipped=_sum(self.skipped, skipped),
         )
 
     def without_last(self, count: int) -> SeenTokens:
@@ -78,6 +97,7 @@ class SeenTokens:
             lengths=self.lengths - self.valid[:, keep:].sum(dim=1),
             appended=self.appended[:, : self.appended.shape[1] - count],
             padded=self.padded,
+            skipped=self.skipped,
         )
 
     def with_padding(self, valid: Tensor) -> tuple[SeenTokens, Tensor]:
@@ -96,5 +116,9 @@ class SeenTokens:
         # A padded column would write to position 0 as well: let it write to a column of its own.
         spare = torch.cat([moved, moved[:, :1]], dim=1)
         spare.scatter_(1, before.masked_fill(~self.valid, self.seen), after)
-        tokens = SeenTokens(valid, valid.sum(dim=1), self.appended, padded=True)
+        tokens = attrs.evolve(self, valid=valid, lengths=valid.sum(dim=1), padded=True)
         return tokens, spare[:, : self.seen]
+
+
+def _sum(before: Tensor | None, more: Tensor | None) -> Tensor | None:
+    return before if more is None else more if before is None else before + more

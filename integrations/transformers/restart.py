@@ -1,0 +1,96 @@
+"""Prefill in two passes: one that chooses tokens at a layer, then the one that counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.integrations.transformers.forward import Forward
+from kvpolicy.integrations.transformers.inputs import Incoming, take_columns
+from kvpolicy.integrations.transformers.layer import PolicyLayer
+from kvpolicy.policy import CachePolicy
+from kvpolicy.selection import gather_positions
+
+
+class _Chosen(Exception):  # noqa: N818 -- not an error: it ends a pass that has served
+    """The filter layer has been asked."""
+
+
+class FilterPass(Forward):
+    """The first pass of a prefill that restarts: nothing is kept but the choice of tokens.
+
+    It ends inside the filter layer, once that layer's queries and keys are known: neither its
+    attention and MLP nor any later layer is computed.
+
+    Args:
+        policy: A policy whose propagation restarts.
+        layers: What each layer of the model holds; it stays as it is.
+        incoming: The forward's tokens and those seen before.
+        implementation: The model's attention implementation.
+    """
+
+    def __init__(
+        self,
+        policy: CachePolicy,
+        layers: list[PolicyLayer],
+        incoming: Incoming,
+        implementation: str,
+    ) -> None:
+        super().__init__(policy, layers, incoming, acts=True, implementation=implementation)
+        (self.filter_layer,) = policy.propagation.acting_layers(len(layers))
+        self._incoming = incoming
+        self._chosen: Tensor | None = None
+
+    def run(self, decoder: nn.Module) -> Incoming:
+        """Run the pass; returns the tokens of the second."""
+        try:
+            # Not through the decoder's hooks, one of which has brought us here.
+            decoder.forward(**self._incoming.arguments)
+        except _Chosen:
+            return self._second()
+        raise AssertionError("the filter layer was never reached")
+
+    def before_attention(self, index: int, queries: Tensor, scaling: float) -> None:
+        """At the filter layer, choose and end the pass."""
+        if index == self.filter_layer:
+            self._chosen = self.policy.decide_restart(self._context(index, queries, scaling))
+            raise _Chosen
+
+    def observe(self, index: int, queries: Tensor, scaling: float) -> None:
+        """Keep nothing."""
+        self._pending = None
+
+    def _second(self) -> Incoming:
+        """The chosen tokens, at positions that follow the row's without a gap."""
+        incoming, chosen = self._incoming, self._chosen
+        if chosen is None:
+            everything = torch.arange(self.new_valid.shape[1], device=self.new_valid.device)
+            chosen = torch.where(self.new_valid, everything, -1)
+        valid = chosen >= 0
+        positions = gather_positions(self.new_positions, chosen)
+        skipped = self.new_valid.sum(dim=1) - valid.sum(dim=1)
+        if bool(skipped.any()):
+            self.propagated[self.filter_layer] = positions
+        return attrs.evolve(
+            incoming,
+            arguments=self._arguments(chosen),
+            new_valid=valid,
+            positions=positions,
+            skipped=skipped,
+            order=None,
+        )
+
+    def _arguments(self, chosen: Tensor) -> dict[str, Any]:
+        arguments, tokens = dict(self._incoming.arguments), self._incoming.tokens
+        for name in {"input_ids", "inputs_embeds"} & arguments.keys():
+            if arguments[name] is not None:
+                arguments[name] = take_columns(arguments[name], chosen)
+        valid = chosen >= 0
+        arguments["position_ids"] = tokens.rotary_positions_of(valid)
+        arguments["attention_mask"] = None
+        if tokens.padded or not bool(valid.all()):
+            arguments["attention_mask"] = torch.cat([tokens.valid, valid], dim=1).long()
+        return arguments
