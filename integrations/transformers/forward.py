@@ -43,6 +43,7 @@ class Forward:
         self.policy = policy
         self.layers = layers
         self.acts = acts
+        self._before = incoming.tokens
         self.implementation = implementation
         self.first = incoming.tokens.seen == 0
         self.new_valid = incoming.new_valid  # of the tokens that reach the layer at hand
@@ -134,7 +135,7 @@ class Forward:
         layer = self.layers[index]
         self._updated.add(index)
         if not self.acts:
-            return layer.append(keys, values)
+            return layer.append(keys, values, self._before)
         if layer.keys is not None and layer.values is not None:
             keys = torch.cat([layer.keys, keys], dim=2)
             values = torch.cat([layer.values, values], dim=2)
@@ -166,19 +167,24 @@ class Forward:
     def _context(self, index: int, queries: Tensor, scaling: float) -> LayerContext:
         assert self._pending is not None
         keys, values = self._pending
-        shown = self.policy.num_queries
-        first_query = 0 if shown is None else max(queries.shape[2] - shown, 0)
+        queries, new_valid = self._observed(index, queries)
         return LayerContext(
             layer_idx=index,
             num_layers=len(self.layers),
-            queries=queries[:, :, first_query:],
+            queries=queries,
             keys=keys,
             values=values,
             positions=self._positions(self.layers[index], keys),
-            new_valid=self.new_valid,
+            new_valid=new_valid,
             seen_len=self._seen_len,
             scaling=scaling,
         )
+
+    def _observed(self, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """The queries the policy looks at, and which of the prompt's slots are tokens."""
+        shown = self.policy.num_queries
+        first_query = 0 if shown is None else max(queries.shape[2] - shown, 0)
+        return queries[:, :, first_query:], self.new_valid
 
     def _positions(self, layer: PolicyLayer, keys: Tensor) -> Tensor:
         batch, kv_heads, key_len, _ = keys.shape

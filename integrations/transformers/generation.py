@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 
 _lock = threading.Lock()
 
+# Contrastive search, DoLa, and group or constrained beams live outside of Transformers by now, as
+# `custom_generate` code that handles caches by itself.
+MODES = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+    GenerationMode.ASSISTED_GENERATION,
+)
+
 
 def wrap_generate() -> None:
     """Wrap `GenerationMixin.generate`, once, so that a policy cache is attached while it runs.
@@ -37,8 +47,8 @@ def wrap_generate() -> None:
             cache = kwargs.get("past_key_values")
             if not isinstance(cache, PolicyCache):
                 return original(self, *args, **kwargs)
-            check_generation(self, cache, args, kwargs)
-            with cache.attached(self), cache.new_turn():
+            prompt_end = check_generation(self, cache, args, kwargs)
+            with cache.attached(self), cache.new_turn(prompt_end):
                 return original(self, *args, **kwargs)
 
         generate._kvpolicy_wraps = original  # type: ignore[attr-defined]
@@ -47,8 +57,12 @@ def wrap_generate() -> None:
 
 def check_generation(
     model: Any, cache: PolicyCache, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+) -> int | None:
     """Check a call of `generate` before anything is computed.
+
+    Returns:
+        The columns of the context at the prompt's end, where the prompt may come in several
+        forwards or with draft tokens behind it; else None: it comes in one forward.
 
     Raises:
         UnsupportedGenerationError: A mode that would be wrong with a policy.
@@ -61,19 +75,21 @@ def check_generation(
         )
     config = _effective_config(model, args, kwargs)
     mode = config.get_generation_mode(kwargs.get("assistant_model"))
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+    if mode not in MODES:
         raise UnsupportedGenerationError(
-            f"generation mode must be greedy_search or sample with a PolicyCache, got "
-            f"{mode.value}; others are not supported yet"
+            f"generation mode must be one of {', '.join(each.value for each in MODES)} with a "
+            f"PolicyCache, got {mode.value}, which Transformers no longer has itself"
         )
-    if config.prefill_chunk_size is not None:
+    chunked = config.prefill_chunk_size is not None
+    if chunked and cache.policy.propagation.acting_layers(model.config.num_hidden_layers):
         raise UnsupportedGenerationError(
-            f"prefill_chunk_size must be None with a PolicyCache, got {config.prefill_chunk_size}; "
-            "the policy acts on the prompt as a whole"
+            f"prefill_chunk_size must be None where {cache.policy} drops tokens, got "
+            f"{config.prefill_chunk_size}; the prompt must come in one forward"
         )
     if kwargs.get("use_cache", config.use_cache) is False:
         raise UnsupportedGenerationError("use_cache must be True with a PolicyCache, got False")
-    _check_continuation(cache, args, kwargs)
+    prompt_end = _check_continuation(cache, args, kwargs)
+    return prompt_end if chunked or mode == GenerationMode.ASSISTED_GENERATION else None
 
 
 def _effective_config(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,15 +103,20 @@ def _effective_config(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return config
 
 
-def _check_continuation(cache: PolicyCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_continuation(
+    cache: PolicyCache, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int | None:
+    """Columns of the whole context that the inputs give; None where they cannot be told."""
     seen = cache.get_seq_length()
     embeds = kwargs.get("inputs_embeds")
     given = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
     name, given = ("input_ids", given) if embeds is None else ("inputs_embeds", embeds)
-    if not seen or not isinstance(given, Tensor) or given.ndim < 2:
-        return
+    if not isinstance(given, Tensor) or given.ndim < 2:
+        return None
     mask = kwargs.get("attention_mask")
     length = given.shape[1]
+    if not seen:
+        return length
     if embeds is None and isinstance(mask, Tensor) and mask.ndim == 2:
         length = mask.shape[1]
     whole = embeds is None or not isinstance(mask, Tensor) or mask.shape[1:2] == given.shape[1:2]
@@ -105,3 +126,4 @@ def _check_continuation(cache: PolicyCache, args: tuple[Any, ...], kwargs: dict[
             "pass the whole conversation, or (as input_ids) the new tokens with an "
             "attention_mask over the whole conversation, or reset() the cache"
         )
+    return length

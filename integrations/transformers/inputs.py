@@ -40,24 +40,29 @@ class Incoming:
     skipped: Tensor | None = None
 
 
-def read_inputs(arguments: dict[str, Any], seen: SeenTokens | None, *, acts: bool) -> Incoming:
+def read_inputs(
+    arguments: dict[str, Any],
+    seen: SeenTokens | None,
+    *,
+    acts: bool,
+    starts: bool | None = None,
+    ends: bool = True,
+) -> Incoming:
     """Read the arguments of a decoder's forward.
 
     Args:
         arguments: By name, as the decoder takes them.
         seen: The tokens the cache has seen; None if none.
         acts: Whether the policy acts on this forward.
+        starts: Whether the forward starts a turn; ``acts`` if None.
+        ends: Whether it ends its prompt; before the end a row may have padding only.
 
     Raises:
         TypeError: There is neither ``input_ids`` nor ``inputs_embeds``.
         ValueError: There are no tokens, the batch size or the attention mask does not fit what
             was seen, or a row is padded on the right.
     """
-    inputs = arguments.get("input_ids")
-    if inputs is None:
-        inputs = arguments.get("inputs_embeds")
-    if inputs is None:
-        raise TypeError("input_ids or inputs_embeds must be given, got neither")
+    inputs = inputs_of(arguments)
     batch, new_len = inputs.shape[:2]
     if not new_len:
         raise ValueError(f"input_ids must hold at least one token, got {list(inputs.shape)}")
@@ -76,12 +81,14 @@ def read_inputs(arguments: dict[str, Any], seen: SeenTokens | None, *, acts: boo
         return _without_mask(arguments, seen, new_len)
     _check_shape(mask, batch, seen.seen, new_len)
     mask = mask.to(device=inputs.device, dtype=torch.bool)
-    tokens, moved = _read_past(mask[:, : seen.seen], seen, acts=acts)
+    tokens, moved = _read_past(
+        mask[:, : seen.seen], seen, starts=acts if starts is None else starts
+    )
     columns = mask[:, seen.seen :]
     if bool(columns.all()):
         arguments = _with_positions(arguments, tokens, columns)
         return Incoming(arguments, tokens, moved, columns, columns, padded=False)
-    if new_len > 1 and not bool(columns[:, -1].all()):
+    if ends and new_len > 1 and not bool(columns[:, -1].all()):
         row = int((~columns[:, -1]).nonzero()[0])
         raise ValueError(
             f"attention_mask must pad on the left: the last token of every row must be real, but "
@@ -93,6 +100,37 @@ def read_inputs(arguments: dict[str, Any], seen: SeenTokens | None, *, acts: boo
     if order is not None:
         arguments = _reordered(arguments, order, seen.seen)
     return Incoming(arguments, tokens, moved, new_valid, columns, padded=True, order=order)
+
+
+def inputs_of(arguments: dict[str, Any]) -> Tensor:
+    """The tokens ``[batch, new_len]`` or embeddings ``[batch, new_len, hidden]`` of a forward.
+
+    Raises:
+        TypeError: There are neither.
+    """
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(arguments.get(name), Tensor):
+            found: Tensor = arguments[name]
+            return found
+    raise TypeError("input_ids or inputs_embeds must be given, got neither")
+
+
+def span_of(arguments: dict[str, Any], seen: int, start: int, stop: int) -> dict[str, Any]:
+    """The arguments of a forward over some of its columns, from ``start`` up to ``stop``.
+
+    Args:
+        arguments: By name; the mask covers the ``seen`` columns as well.
+        seen: Columns seen before the forward.
+        start: First column.
+        stop: The column after the last.
+    """
+    arguments = dict(arguments)
+    for name in {"input_ids", "inputs_embeds", "position_ids"} & arguments.keys():
+        if arguments[name] is not None:
+            arguments[name] = arguments[name][:, start:stop]
+    if isinstance(arguments.get("attention_mask"), Tensor):
+        arguments["attention_mask"] = arguments["attention_mask"][:, : seen + stop]
+    return arguments
 
 
 def _without_mask(arguments: dict[str, Any], seen: SeenTokens, new_len: int) -> Incoming:
@@ -121,7 +159,7 @@ def _check_shape(mask: Any, batch: int, seen: int, new_len: int) -> None:
         )
 
 
-def _read_past(past: Tensor, seen: SeenTokens, *, acts: bool) -> tuple[SeenTokens, Tensor | None]:
+def _read_past(past: Tensor, seen: SeenTokens, *, starts: bool) -> tuple[SeenTokens, Tensor | None]:
     if torch.equal(past, seen.valid):
         return seen, None
     if bool((past & ~seen.valid).any()):
@@ -129,7 +167,7 @@ def _read_past(past: Tensor, seen: SeenTokens, *, acts: bool) -> tuple[SeenToken
             "attention_mask must be 0 wherever it was when the tokens were read, but it turns "
             "padding into tokens; reset() the cache and start again"
         )
-    if not acts:
+    if not starts:
         raise ValueError(
             "attention_mask must not change for tokens already read, except where a new turn "
             "starts: call cache.start_turn() first"

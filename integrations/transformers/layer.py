@@ -68,8 +68,17 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
 
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the tokens of one forward behind what is held, and return all of it."""
+    def append(self, keys: Tensor, values: Tensor, tokens: SeenTokens) -> tuple[Tensor, Tensor]:
+        """Add the tokens of one forward behind what is held, and return all of it.
+
+        Args:
+            keys: ``[batch, kv_heads, new_len, head_dim]``.
+            values: Likewise.
+            tokens: Those seen before.
+        """
+        if self.keys is None or self.values is None:  # the first chunk of a first prompt
+            empty = tokens.appended[:, None, :0].expand(-1, keys.shape[1], -1)
+            self.store(keys[:, :, :0], values[:, :, :0], empty, empty)
         assert self.keys is not None
         assert self.values is not None
         self.keys = torch.cat([self.keys, keys], dim=2)
@@ -85,6 +94,15 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         if count and self.keys is not None and self.values is not None:
             self.keys = own_storage(self.keys[:, :, :-count])
             self.values = own_storage(self.values[:, :, :-count])
+
+    def take_rows(self, rows: Tensor, tokens: SeenTokens) -> None:
+        """Continue with the rows ``[count]`` of the batch, whose tokens are ``tokens``."""
+        if self.keys is not None and self.values is not None and self._chosen is not None:
+            places = rows.to(self.keys.device)
+            self.keys = self.keys.index_select(0, places)
+            self.values = self.values.index_select(0, places)
+            self._chosen = self._chosen.index_select(0, places)
+        self.follow(tokens)
 
     def state(self) -> State:
         """All that `restore` needs to bring the layer back to this moment."""

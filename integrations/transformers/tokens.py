@@ -100,6 +100,17 @@ class SeenTokens:
             skipped=self.skipped,
         )
 
+    def take_rows(self, rows: Tensor) -> SeenTokens:
+        """With the rows ``[count]`` of the batch."""
+        rows = rows.to(self.lengths.device)
+        return SeenTokens(
+            valid=self.valid.index_select(0, rows),
+            lengths=self.lengths.index_select(0, rows),
+            appended=self.appended.index_select(0, rows),
+            padded=self.padded,
+            skipped=None if self.skipped is None else self.skipped.index_select(0, rows),
+        )
+
     def with_padding(self, valid: Tensor) -> tuple[SeenTokens, Tensor]:
         """Declare tokens already seen to be padding, such as those after a row's end of text.
 
@@ -116,8 +127,10 @@ class SeenTokens:
         # A padded column would write to position 0 as well: let it write to a column of its own.
         spare = torch.cat([moved, moved[:, :1]], dim=1)
         spare.scatter_(1, before.masked_fill(~self.valid, self.seen), after)
-        tokens = attrs.evolve(self, valid=valid, lengths=valid.sum(dim=1), padded=True)
-        return tokens, spare[:, : self.seen]
+        moved = spare[:, : self.seen]
+        appended = moved.gather(1, self.appended.clamp(min=0)).masked_fill(self.appended < 0, -1)
+        tokens = SeenTokens(valid, valid.sum(dim=1), appended, padded=True, skipped=self.skipped)
+        return tokens, moved
 
 
 def _sum(before: Tensor | None, more: Tensor | None) -> Tensor | None:

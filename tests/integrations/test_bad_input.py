@@ -135,10 +135,10 @@ def test_a_conversation_that_does_not_go_on(model: PreTrainedModel, usable: Poli
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_beams": 2}, "got beam_search"),
-        ({"num_beams": 2, "do_sample": True}, "got beam_sample"),
-        ({"prompt_lookup_num_tokens": 3}, "got assisted_generation"),
-        ({"assistant_model": None, "prefill_chunk_size": 16}, "prefill_chunk_size must be None"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "got contrastive_search"),
+        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, "got group_beam_search"),
+        ({"dola_layers": "low"}, "got dola_generation"),
+        ({"prefill_chunk_size": 16}, "prefill_chunk_size must be None where FastKV"),
         ({"use_cache": False}, "use_cache must be True"),
         ({"custom_generate": lambda model, **_: None}, "custom_generate must be None"),
     ],
@@ -151,24 +151,38 @@ def test_modes_of_generation_that_do_not_work_yet(
         model.generate(prompt(80), past_key_values=usable, max_new_tokens=3, **arguments)
 
 
-def test_a_draft_model(model: PreTrainedModel, usable: PolicyCache) -> None:
-    with pytest.raises(UnsupportedGenerationError, match="got assisted_generation"):
-        model.generate(prompt(80), past_key_values=usable, assistant_model=model)
-
-
-def test_beams_in_the_models_own_generation_config(usable: PolicyCache) -> None:
+def test_a_mode_in_the_models_own_generation_config(usable: PolicyCache) -> None:
     other = tiny_model("llama", seed=1)
-    other.generation_config.num_beams = 3
-    with pytest.raises(UnsupportedGenerationError, match="got beam_search"):
+    other.generation_config.penalty_alpha = 0.6
+    other.generation_config.top_k = 4
+    with pytest.raises(UnsupportedGenerationError, match="got contrastive_search"):
         other.generate(prompt(80), past_key_values=usable, max_new_tokens=3)
 
 
-@pytest.mark.parametrize("name", ["reorder_cache", "batch_select_indices"])
-def test_operations_on_rows(usable: PolicyCache, name: str) -> None:
-    with pytest.raises(UnsupportedGenerationError, match=name):
-        getattr(usable, name)(torch.tensor([0]))
-    with pytest.raises(UnsupportedGenerationError, match="batch_repeat_interleave"):
-        usable.batch_repeat_interleave(2)
+def test_chunks_of_a_prompt_of_which_tokens_are_dropped(
+    model: PreTrainedModel, usable: PolicyCache
+) -> None:
+    with torch.no_grad(), usable.attached(model):
+        usable.start_turn(prompt_len=40)
+        with pytest.raises(UnsupportedGenerationError, match="a prompt must come in one forward"):
+            model(prompt(20), past_key_values=usable)
+    with pytest.raises(ValueError, match="prompt_len must be at least 1, got 0"):
+        usable.start_turn(prompt_len=0)
+    with pytest.raises(TypeError, match="prompt_len must be an int"):
+        usable.start_turn(prompt_len=2.0)  # type: ignore[arg-type]
+
+
+def test_rows_while_a_prompt_is_read_in_chunks(model: PreTrainedModel) -> None:
+    cache = PolicyCache(SnapKV(0.3))
+    cache.start_turn(prompt_len=40)
+    with torch.no_grad(), cache.attached(model):
+        model(prompt(20), past_key_values=cache)
+    with pytest.raises(ValueError, match="rows must not change while a prompt is read in chunks"):
+        cache.reorder_cache(torch.tensor([0]))
+    with pytest.raises(ValueError, match="tokens_to_remove must be 0 while a prompt is read"):
+        cache.crop(-3)
+    with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
+        cache.batch_repeat_interleave(0)
 
 
 def test_layer_outside_the_model(model: PreTrainedModel) -> None:

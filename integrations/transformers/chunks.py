@@ -1,0 +1,149 @@
+"""A prompt that comes in several forwards: what earlier ones leave for the policy's act."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.integrations.transformers.forward import Forward
+
+
+@attrs.frozen(eq=False)
+class Chunks:
+    """The earlier chunks of a prompt, and as many of their queries as the policy looks at.
+
+    Args:
+        num_queries: Trailing queries the policy looks at, as `CachePolicy.num_queries`.
+        columns: Columns of the chunks so far, padding included.
+        row_lens: ``[batch]`` int64, tokens of each row in them.
+        valid: ``[batch, held_len]`` bool, of the columns whose queries are held.
+        queries: By layer, ``[batch, query_heads, held_len, head_dim]``.
+    """
+
+    num_queries: int | None
+    columns: int = 0
+    row_lens: Tensor | None = None
+    valid: Tensor | None = None
+    queries: dict[int, Tensor] = attrs.field(factory=dict)
+
+    def with_chunk(self, valid: Tensor, queries: dict[int, Tensor]) -> Chunks:
+        """With one more chunk.
+
+        Args:
+            valid: ``[batch, new_len]`` bool, the chunk's columns.
+            queries: By layer, ``[batch, query_heads, new_len, head_dim]``.
+        """
+        lens = valid.sum(dim=1)
+        columns = valid if self.valid is None else torch.cat([self.valid, valid], dim=1)
+        first = self._first_needed(columns)
+        return Chunks(
+            self.num_queries,
+            self.columns + valid.shape[1],
+            lens if self.row_lens is None else self.row_lens + lens,
+            columns[:, first:],
+            {
+                index: self._joined(index, new)[:, :, first:].clone()
+                for index, new in queries.items()
+            },
+        )
+
+    def _joined(self, index: int, queries: Tensor) -> Tensor:
+        held = self.queries.get(index)
+        return queries if held is None else torch.cat([held, queries], dim=2)
+
+    def _first_needed(self, valid: Tensor) -> int:
+        """The last column from which on every row has all the queries the policy looks at."""
+        if self.num_queries is None:
+            return 0
+        enough = valid.flip(1).cumsum(dim=1).flip(1) >= self.num_queries
+        return max(int(enough.all(dim=0).sum()) - 1, 0)
+
+    def shown(self, index: int, queries: Tensor, new_valid: Tensor) -> Tensor:
+        """A layer's trailing queries of all chunks, each row's padding before its tokens.
+
+        Args:
+            index: The layer's.
+            queries: Those of the last chunk, ``[batch, query_heads, new_len, head_dim]``.
+            new_valid: ``[batch, new_len]`` bool, the last chunk's tokens.
+
+        Returns:
+            ``[batch, query_heads, query_len, head_dim]``, as many as the policy looks at.
+        """
+        assert self.valid is not None
+        valid = torch.cat([self.valid, new_valid], dim=1)
+        order = valid.to(torch.uint8).argsort(dim=1, stable=True)
+        if self.num_queries is not None:
+            order = order[:, max(order.shape[1] - self.num_queries, 0) :]
+        joined = self._joined(index, queries)
+        places = order[:, None, :, None].expand(-1, joined.shape[1], -1, joined.shape[3])
+        return joined.gather(2, places)
+
+    def prompt_valid(self, new_valid: Tensor) -> Tensor:
+        """``[batch, prompt_len]`` bool of the whole prompt, padding before tokens.
+
+        Args:
+            new_valid: ``[batch, new_len]`` bool, the last chunk's tokens.
+        """
+        assert self.row_lens is not None
+        length = self.columns + new_valid.shape[1]
+        first = length - self.row_lens - new_valid.sum(dim=1)
+        return torch.arange(length, device=new_valid.device) >= first[:, None]
+
+
+class ChunkForward(Forward):
+    """A forward over a chunk that does not end its prompt: appended, its queries remembered."""
+
+    def __init__(self, *args: Any, chunks: Chunks, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._chunks = chunks
+        self._queries: dict[int, Tensor] = {}
+
+    @property
+    def chunks(self) -> Chunks:
+        """The prompt so far, this chunk included."""
+        return self._chunks.with_chunk(self.new_valid, self._queries)
+
+    def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Forward.update`; then an attention function is to show the queries."""
+        self._pending = super().update(index, keys, values)
+        return self._pending
+
+    def observe(self, index: int, queries: Tensor, scaling: float) -> None:
+        """Remember the layer's queries."""
+        self._pending = None
+        if self.policy.num_queries != 0:
+            self._queries[index] = queries
+
+
+class LastChunkForward(Forward):
+    """The forward that ends a prompt of several chunks: the policy acts on all of them."""
+
+    def __init__(self, *args: Any, chunks: Chunks, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._chunks = chunks
+
+    def _observed(self, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        if self.policy.num_queries == 0:
+            return queries[:, :, :0], self._chunks.prompt_valid(self.new_valid)
+        shown = self._chunks.shown(index, queries, self.new_valid)
+        return shown, self._chunks.prompt_valid(self.new_valid)
+
+
+def joined_outputs(first: Any, second: Any) -> Any:
+    """The output of two forwards as that of one: hidden states one after the other.
+
+    Args:
+        first: The decoder's output for the earlier tokens, a `ModelOutput`.
+        second: That for the later ones, a `ModelOutput` or a tuple whose first entry is the last
+            hidden state.
+    """
+    if isinstance(second, tuple):
+        return (torch.cat([first[0], second[0]], dim=1), *second[1:])
+    second.last_hidden_state = torch.cat([first.last_hidden_state, second.last_hidden_state], dim=1)
+    if second.get("hidden_states") is not None:
+        pairs = zip(first.hidden_states, second.hidden_states, strict=True)
+        second.hidden_states = tuple(torch.cat(pair, dim=1) for pair in pairs)
+    return second

@@ -1,0 +1,314 @@
+"""How a cache takes up a model's forwards: turns, prompts in chunks, and what a failure undoes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from torch import Tensor, nn
+from transformers import Cache
+
+from kvpolicy.checks import check_count
+from kvpolicy.errors import (
+    NotAttachedError,
+    UnsupportedGenerationError,
+    UnsupportedModelError,
+)
+from kvpolicy.integrations.transformers import routing
+from kvpolicy.integrations.transformers.chunks import (
+    ChunkForward,
+    Chunks,
+    LastChunkForward,
+    joined_outputs,
+)
+from kvpolicy.integrations.transformers.forward import Forward
+from kvpolicy.integrations.transformers.inputs import Incoming, inputs_of, read_inputs, span_of
+from kvpolicy.integrations.transformers.layer import PolicyLayer, State
+from kvpolicy.integrations.transformers.restart import FilterPass
+from kvpolicy.integrations.transformers.tokens import SeenTokens
+from kvpolicy.policy import CachePolicy
+
+if TYPE_CHECKING:
+    from kvpolicy.integrations.transformers.attachment import Attachment
+
+
+@attrs.frozen(eq=False)
+class Snapshot:
+    """All that a forward changes in a cache. Tensors are replaced, never written to."""
+
+    layers: list[State]
+    tokens: SeenTokens | None
+    propagated: dict[int, Tensor]
+    starts_turn: bool
+    prompt_end: int | None
+    chunks: Chunks | None
+
+
+class ReadingCache(Cache):  # type: ignore[misc]
+    """What the hooks on a model call, and the state that forwards change.
+
+    A forward appends its tokens, unless a turn starts with it: then the policy acts on them. Where
+    the prompt's end is known, a forward that does not reach it is one chunk of the prompt, which
+    is appended until the end comes; one that goes beyond it brings draft tokens along, and is
+    taken as two.
+
+    Args:
+        policy: Which tokens to keep.
+    """
+
+    def __init__(self, policy: CachePolicy) -> None:
+        super().__init__(layers=[])
+        self.policy = policy
+        self.layers: list[PolicyLayer]
+        self.propagated: dict[int, Tensor] = {}
+        self._attachment: Attachment | None = None
+        self._filled_by: weakref.ref[nn.Module] | None = None
+        self._tokens: SeenTokens | None = None
+        self._starts_turn = False
+        self._prompt_end: int | None = None  # in columns; None: where the next forward ends
+        self._chunks: Chunks | None = None
+        self._forward: Forward | None = None
+        self._first_output: Any = None  # of the prompt, where draft tokens came with it
+        self._undo: Snapshot | None = None
+
+    def start_turn(self, prompt_len: int | None = None) -> None:
+        """Let the policy act on the next forward: a new turn begins in a hand-written loop.
+
+        Args:
+            prompt_len: Columns of the turn's prompt, where it comes in several forwards: the
+                policy then acts once, when they have all come. None: it comes in one.
+
+        Raises:
+            TypeError: ``prompt_len`` is not an int.
+            ValueError: ``prompt_len`` is below 1.
+        """
+        if prompt_len is not None:
+            check_count("prompt_len", prompt_len, minimum=1)
+        self._start_turn(None if prompt_len is None else self.get_seq_length() + prompt_len)
+
+    def _start_turn(self, prompt_end: int | None) -> None:
+        self.abandon_forward()
+        self._starts_turn, self._prompt_end, self._chunks = True, prompt_end, None
+
+    @contextmanager
+    def new_turn(self, prompt_end: int | None = None) -> Iterator[None]:
+        """Start a turn; if no forward has ended its prompt by the block's end, take it back.
+
+        Args:
+            prompt_end: Columns of the whole context at the prompt's end, where it may come in
+                several forwards or with draft tokens behind it.
+        """
+        before = self._snapshot()
+        self._start_turn(prompt_end)
+        try:
+            yield
+        finally:
+            if self._chunks is not None:
+                self.abandon_forward()
+                self._restore(before)
+            self._starts_turn = self._starts_turn and before.starts_turn
+            self._prompt_end = None
+
+    @property
+    def acts_next(self) -> bool:
+        """Whether the policy acts on the next forward, or on the prompt that it is a part of."""
+        return self._tokens is None or self._starts_turn
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether the next forward may drop tokens."""
+        return self.acts_next and self._drops
+
+    @property
+    def _drops(self) -> bool:
+        return bool(self.policy.propagation.acting_layers(len(self.layers)))
+
+    @property
+    def forward(self) -> Forward:
+        """The forward under way."""
+        if self._forward is None:
+            raise NotAttachedError(
+                "a decoder layer was called with a PolicyCache outside its model's forward; call "
+                "the model itself inside `with cache.attached(model):`"
+            )
+        return self._forward
+
+    def begin_forward(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Take up a forward of the decoder; returns the arguments to run it with.
+
+        Raises:
+            TypeError: See `read_inputs`.
+            ValueError: See `read_inputs`.
+            UnsupportedGenerationError: A prompt comes in chunks, and the policy drops tokens.
+            UnsupportedModelError: The context exceeds the model's sliding window.
+        """
+        self.abandon_forward()
+        before = self._snapshot()
+        ends = True
+        if self.acts_next and self._prompt_end is not None:
+            arguments = self._without_seen(arguments)
+            missing = self._prompt_end - self.get_seq_length()
+            columns = inputs_of(arguments).shape[1]
+            ends = columns >= missing
+            if columns > missing:
+                arguments = self._read_prompt(arguments, missing, columns)
+        self._undo = before
+        self._forward, incoming = self._take_up(arguments, ends=ends)
+        return incoming.arguments
+
+    def _take_up(self, arguments: dict[str, Any], *, ends: bool) -> tuple[Forward, Incoming]:
+        assert self._attachment is not None
+        parts = self._attachment.parts
+        starts, implementation = self.acts_next, parts.implementation
+        acts = starts and ends
+        if starts and self._drops and (self._chunks is not None or not ends):
+            raise UnsupportedGenerationError(
+                f"a prompt must come in one forward where {self.policy} drops tokens, got a chunk "
+                "of it; leave prefill_chunk_size at None"
+            )
+        incoming = read_inputs(
+            arguments,
+            self._tokens,
+            acts=acts,
+            starts=starts and self._chunks is None,
+            ends=ends,
+        )
+        parts.check_context(incoming.tokens.seen + incoming.new_valid.shape[1])
+        kind: dict[str, Any] = {"acts": acts, "implementation": implementation}
+        if starts and not ends:
+            chunks = self._chunks or Chunks(self.policy.num_queries)
+            return ChunkForward(self.policy, self.layers, incoming, chunks=chunks, **kind), incoming
+        if acts and self._chunks is not None:
+            forward = LastChunkForward(
+                self.policy, self.layers, incoming, chunks=self._chunks, **kind
+            )
+            return forward, incoming
+        propagated: dict[int, Tensor] = {}
+        if acts and self.policy.propagation.restarts:
+            first = FilterPass(self.policy, self.layers, incoming, implementation)
+            self._forward = first
+            incoming, propagated = first.run(parts.decoder), first.propagated
+        forward = Forward(self.policy, self.layers, incoming, **kind)
+        forward.propagated.update(propagated)
+        return forward, incoming
+
+    def _without_seen(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """A forward over the whole conversation as one over its new columns."""
+        seen, columns = self.get_seq_length(), inputs_of(arguments).shape[1]
+        mask = arguments.get("attention_mask")
+        whole = columns if not isinstance(mask, Tensor) else mask.shape[-1]
+        assert self._prompt_end is not None
+        if not seen or whole != columns or columns < self._prompt_end:
+            return arguments
+        return {
+            **span_of(arguments, 0, seen, columns),
+            "attention_mask": mask,
+        }
+
+    def _read_prompt(self, arguments: dict[str, Any], missing: int, columns: int) -> dict[str, Any]:
+        """Read the prompt in a forward of its own; returns the arguments of the drafts behind."""
+        assert self._attachment is not None
+        seen = self.get_seq_length()
+        prompt = {**span_of(arguments, seen, 0, missing), "return_dict": True}
+        output = self._attachment.parts.decoder(**prompt)
+        self._first_output = output
+        return span_of(arguments, seen, missing, columns)
+
+    def finish_forward(self, output: Any) -> Any:
+        """Make what the forward did the cache's state; returns the decoder's output.
+
+        Raises:
+            UnsupportedModelError: A layer did not use the cache.
+        """
+        forward = self.forward
+        try:
+            self._tokens = forward.finish()
+        except UnsupportedModelError:
+            self.abandon_forward()
+            raise
+        assert self._attachment is not None
+        self._filled_by = weakref.ref(self._attachment.parts.decoder)
+        if isinstance(forward, ChunkForward):
+            self._chunks, self._starts_turn = forward.chunks, True
+        elif forward.acts:
+            self.propagated = forward.propagated
+            self._starts_turn, self._prompt_end, self._chunks = False, None, None
+        first, self._first_output = self._first_output, None
+        self._forward, self._undo = None, None
+        output = forward.in_order(output)
+        return output if first is None else joined_outputs(first, output)
+
+    def abandon_forward(self) -> None:
+        """Undo a forward that did not come to its end; without one, do nothing."""
+        if self._undo is not None:
+            self._restore(self._undo)
+            routing.waiting.set(None)
+        self._forward, self._undo, self._first_output = None, None, None
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(
+            [layer.state() for layer in self.layers],
+            self._tokens,
+            dict(self.propagated),
+            self._starts_turn,
+            self._prompt_end,
+            self._chunks,
+        )
+
+    def _restore(self, before: Snapshot) -> None:
+        for layer, state in zip(self.layers, before.layers, strict=True):
+            layer.restore(state)
+        self._tokens = before.tokens
+        self.propagated = dict(before.propagated)
+        self._starts_turn, self._prompt_end = before.starts_turn, before.prompt_end
+        self._chunks = before.chunks
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what binds the cache to a model: a copy is attached to nothing."""
+        # A forward under way, or one that was interrupted, is not part of the copy.
+        held = self._undo or self._snapshot()
+        layers = [PolicyLayer() for _ in held.layers]
+        for layer, each in zip(layers, held.layers, strict=True):
+            layer.restore(each)
+        return {
+            **self.__dict__,
+            "layers": layers,
+            "propagated": dict(held.propagated),
+            "_tokens": held.tokens,
+            "_starts_turn": held.starts_turn,
+            "_prompt_end": held.prompt_end,
+            "_chunks": held.chunks,
+            "_attachment": None,
+            "_filled_by": None,
+            "_forward": None,
+            "_first_output": None,
+            "_undo": None,
+        }
+
+    # What Transformers asks of a cache, as far as forwards need it.
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take a layer's new keys and values; return all that its attention is to see.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        if self._forward is None:
+            raise NotAttachedError(
+                "cache must be attached to the model for its policy to act: use "
+                "model.generate(past_key_values=cache), or call the model inside "
+                "`with cache.attached(model):`"
+            )
+        keys, values = self._forward.update(layer_idx, key_states, value_states)
+        if self._forward.waits_for_queries():
+            routing.waiting.set((self._forward, layer_idx))
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns seen, padding included; what is stored is ``layers[i].kept_len``."""
+        return 0 if self._tokens is None else self._tokens.seen

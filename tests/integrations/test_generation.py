@@ -1,0 +1,306 @@
+"""The modes of `generate`: beams, drafts, chunks, and rows that come and go."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvpolicy import CachePolicy
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import (
+    H2O,
+    FastKV,
+    FullContext,
+    GemFilter,
+    KeyDiff,
+    PyramidInfer,
+    SnapKV,
+    StreamingLLM,
+)
+from tests import reference
+from tests.integrations.conversation import left_padded
+from tests.reference import ReferenceState, random_tokens, tiny_model
+
+EVICTING: dict[str, CachePolicy] = {
+    "full_context": FullContext(),
+    "streaming_llm": StreamingLLM(0.4),
+    "snapkv": SnapKV(0.4),
+    "h2o": H2O(0.4),
+    "key_diff": KeyDiff(0.4),
+}
+POLICIES = {
+    **EVICTING,
+    "fastkv": FastKV(tsp_rate=0.5, retention_rate=0.3),
+    "gem_filter": GemFilter(retention_rate=0.4),
+    "pyramid_infer": PyramidInfer(min_context=8),
+}
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama", seed=1)
+
+
+@pytest.fixture(scope="module")
+def draft_model() -> PreTrainedModel:
+    return tiny_model("llama", seed=2)
+
+
+# A prompt that repeats itself, so that looking it up proposes something.
+IDS = torch.tensor([random_tokens(0, 20) * 3])
+
+
+def generate(model: PreTrainedModel, cache: Any, ids: Tensor = IDS, **kwargs: Any) -> Any:
+    kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, **kwargs}
+    return model.generate(ids, past_key_values=cache, **{"do_sample": False, **kwargs})
+
+
+def continued(ids: Tensor, seed: int = 9) -> Tensor:
+    return torch.cat([ids, torch.tensor([random_tokens(seed, 30)])], dim=1)
+
+
+def assert_same_state(one: PolicyCache, other: PolicyCache) -> None:
+    assert one.get_seq_length() == other.get_seq_length()
+    for layer, twin in zip(one.layers, other.layers, strict=True):
+        assert torch.equal(layer.positions, twin.positions)
+        tokens = layer.positions >= 0
+        assert torch.allclose(layer.keys[tokens], twin.keys[tokens], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("drafts", ["looked up", "bad model", "good model"])
+def test_drafts_change_nothing(
+    model: PreTrainedModel, draft_model: PreTrainedModel, name: str, drafts: str
+) -> None:
+    """The first forward brings drafts along with the prompt; they are not the prompt's end."""
+    how: dict[str, Any] = {
+        "looked up": {"prompt_lookup_num_tokens": 4},
+        "bad model": {"assistant_model": draft_model},
+        "good model": {"assistant_model": model},
+    }[drafts]
+    plain, assisted = PolicyCache(POLICIES[name]), PolicyCache(POLICIES[name])
+    first = generate(model, plain)
+    assert torch.equal(generate(model, assisted, **how), first)
+    second = generate(model, plain, continued(first))
+    assert torch.equal(generate(model, assisted, continued(first), **how), second)
+    assert_same_state(plain, assisted)
+
+
+@pytest.mark.parametrize("policy", [POLICIES["snapkv"], POLICIES["fastkv"]], ids=["kv", "tsp"])
+def test_drafts_with_scores_and_hidden_states(model: PreTrainedModel, policy: CachePolicy) -> None:
+    kwargs = {"output_logits": True, "return_dict_in_generate": True}
+    plain = generate(model, PolicyCache(policy), **kwargs)
+    assisted = generate(model, PolicyCache(policy), prompt_lookup_num_tokens=4, **kwargs)
+    assert torch.allclose(torch.stack(plain.logits), torch.stack(assisted.logits), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("chunk", [7, 25, 64])
+def test_a_prompt_in_chunks_is_the_prompt(model: PreTrainedModel, name: str, chunk: int) -> None:
+    whole, chunked = PolicyCache(EVICTING[name]), PolicyCache(EVICTING[name])
+    first = generate(model, whole)
+    assert torch.equal(generate(model, chunked, prefill_chunk_size=chunk), first)
+    assert_same_state(whole, chunked)
+    second = generate(model, whole, continued(first))
+    again = generate(model, chunked, continued(first), prefill_chunk_size=chunk)
+    assert torch.equal(again, second)
+    assert_same_state(whole, chunked)
+
+
+@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("chunk", [5, 16])
+def test_a_padded_batch_in_chunks(model: PreTrainedModel, name: str, chunk: int) -> None:
+    """The first chunks of short rows are padding only; a later turn has padding in the middle."""
+    ids, mask = left_padded([random_tokens(row, length) for row, length in enumerate((50, 31, 9))])
+    whole, chunked = PolicyCache(EVICTING[name]), PolicyCache(EVICTING[name])
+    first = generate(model, whole, ids, attention_mask=mask)
+    how = {"attention_mask": mask, "prefill_chunk_size": chunk}
+    assert torch.equal(generate(model, chunked, ids, **how), first)
+    assert_same_state(whole, chunked)
+    added, added_mask = left_padded([random_tokens(5 + row, 3 + 9 * row) for row in range(3)])
+    ids = torch.cat([first, added], dim=1)
+    said = torch.ones(3, NEW, dtype=mask.dtype)
+    said[1, 8:] = 0  # the row ended early
+    mask = torch.cat([mask, said, added_mask], dim=1)
+    second = generate(model, whole, ids, attention_mask=mask)
+    how = {"attention_mask": mask, "prefill_chunk_size": chunk}
+    assert torch.equal(generate(model, chunked, ids, **how), second)
+    assert_same_state(whole, chunked)
+
+
+@torch.no_grad()
+def test_chunks_in_a_loop_by_hand(model: PreTrainedModel) -> None:
+    whole, chunked = PolicyCache(SnapKV(0.3)), PolicyCache(SnapKV(0.3))
+    with whole.attached(model):
+        expected = model(IDS, past_key_values=whole).logits[:, -1]
+    with chunked.attached(model):
+        chunked.start_turn(prompt_len=60)
+        for start in (0, 20, 40):
+            assert chunked.layers[0].kept_len == start  # nothing is evicted before the end
+            logits = model(IDS[:, start : start + 20], past_key_values=chunked).logits[:, -1]
+        assert torch.allclose(logits, expected, atol=1e-5)
+        assert_same_state(whole, chunked)
+        model(IDS[:, :2], past_key_values=chunked)
+        assert chunked.layers[0].kept_len == 18 + 2
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_a_failure_between_chunks_takes_the_turn_back(model: PreTrainedModel, turn: int) -> None:
+    cache, other = PolicyCache(SnapKV(0.4)), PolicyCache(SnapKV(0.4))
+    ids = IDS
+    if turn == 2:
+        ids = continued(generate(model, cache))
+        generate(model, other)
+    calls = []
+
+    def fail_later(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+
+    handle = model.model.layers[2].mlp.register_forward_hook(fail_later)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        generate(model, cache, ids, prefill_chunk_size=16)
+    handle.remove()
+    assert cache.get_seq_length() == other.get_seq_length()
+    expected = generate(model, other, ids)
+    assert torch.equal(generate(model, cache, ids, prefill_chunk_size=16), expected)
+    assert_same_state(cache, other)
+
+
+@pytest.mark.parametrize("when", ["prompt", "drafts"])
+def test_a_failure_around_drafts_takes_the_prompt_back(model: PreTrainedModel, when: str) -> None:
+    cache = PolicyCache(POLICIES["fastkv"])
+    calls = []
+
+    def fail(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == (1 if when == "prompt" else 2):
+            raise RuntimeError("out of memory")
+
+    handle = model.model.layers[2].mlp.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        generate(model, cache, prompt_lookup_num_tokens=4)
+    handle.remove()
+    assert cache.get_seq_length() == 0
+    expected = generate(model, PolicyCache(POLICIES["fastkv"]))
+    assert torch.equal(generate(model, cache, prompt_lookup_num_tokens=4), expected)
+
+
+@pytest.mark.parametrize("how", [{"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}])
+@pytest.mark.parametrize("padded", [False, True])
+def test_beams_of_a_policy_that_keeps_everything(
+    model: PreTrainedModel, how: dict[str, Any], padded: bool
+) -> None:
+    ids, mask = left_padded([random_tokens(0, 50), random_tokens(1, 31)][: 1 + padded])
+    expected = generate(model, DynamicCache(), ids, attention_mask=mask, **how)
+    found = generate(model, PolicyCache(FullContext()), ids, attention_mask=mask, **how)
+    assert torch.equal(found, expected)
+
+
+METHODS = {
+    "snapkv": (SnapKV(0.4), reference.SnapKV(0.4)),
+    "fastkv": (
+        FastKV(tsp_rate=0.5, retention_rate=0.3),
+        reference.FastKV(0.3, tsp_rate=0.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_beams_score_as_the_reference_scores_them(
+    model: PreTrainedModel, name: str, sampled: bool
+) -> None:
+    """Every beam that is returned has followed its own tokens only, through every reordering."""
+    policy, method = METHODS[name]
+    torch.manual_seed(0)
+    output = generate(
+        model,
+        PolicyCache(policy),
+        num_beams=4,
+        num_return_sequences=4,
+        length_penalty=0.0,
+        do_sample=sampled,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    beams = output.beam_indices
+    assert any(sorted(set(step)) != [0, 1, 2, 3] for step in beams.T.tolist())
+    for sequence, score in zip(output.sequences.tolist(), output.sequences_scores, strict=True):
+        state = ReferenceState(model, method)
+        said = sequence[60:]
+        turn = state.turn(IDS[0].tolist(), NEW - 1, forced=said[:-1])
+        logits = torch.cat([turn.prefill_logits[None], turn.decode_logits])
+        total = logits.log_softmax(-1)[torch.arange(NEW), said].sum()
+        assert abs(float(total) - float(score)) < 1e-3
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_rows_may_be_repeated_chosen_and_reordered(model: PreTrainedModel, name: str) -> None:
+    ids, mask = left_padded([random_tokens(0, 50), random_tokens(1, 31)])
+    cache = PolicyCache(POLICIES[name])
+    with torch.no_grad(), cache.attached(model):
+        model(ids, attention_mask=mask, past_key_values=cache)
+        alone = []
+        for row in range(2):
+            single = PolicyCache(POLICIES[name])
+            with single.attached(model):
+                length = int(mask[row].sum())
+                model(ids[row : row + 1, 50 - length :], past_key_values=single)
+                token = torch.tensor([[3]])
+                alone.append(model(token, past_key_values=single).logits[0, -1])
+        cache.batch_repeat_interleave(2)  # 0 0 1 1
+        cache.batch_select_indices(torch.tensor([0, 2, 3]))  # 0 1 1
+        cache.reorder_cache(torch.tensor([2, 0, 1]))  # 1 0 1
+        assert cache.batch_size == 3
+        for positions in cache.propagated.values():
+            assert positions.shape[0] == 3
+        rows = [1, 0, 1]
+        longer = torch.cat([mask[rows], torch.ones(3, 1, dtype=mask.dtype)], dim=1)
+        tokens = torch.full((3, 1), 3)
+        logits = model(tokens, attention_mask=longer, past_key_values=cache).logits[:, -1]
+    for index, row in enumerate(rows):
+        assert torch.allclose(logits[index], alone[row], atol=1e-4)
+
+
+def test_several_samples_of_one_prompt(model: PreTrainedModel) -> None:
+    def sampled(cache: Any) -> Tensor:
+        torch.manual_seed(3)
+        return generate(model, cache, do_sample=True, num_return_sequences=3)
+
+    assert torch.equal(sampled(PolicyCache(FullContext())), sampled(DynamicCache()))
+
+
+def test_a_streamer_gets_every_token(model: PreTrainedModel) -> None:
+    class Recorder:
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+
+        def put(self, value: Tensor) -> None:
+            self.tokens += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.tokens.append(-1)
+
+    streamer = Recorder()
+    output = generate(model, PolicyCache(POLICIES["fastkv"]), streamer=streamer)
+    assert streamer.tokens == [*output[0].tolist(), -1]
+
+
+def test_hidden_states_in_generate_are_those_of_the_tokens_that_went_on(
+    model: PreTrainedModel,
+) -> None:
+    output = generate(
+        model,
+        PolicyCache(FastKV(tsp_layer=1, tsp_rate=0.5, retention_rate=0.3)),
+        return_dict_in_generate=True,
+        output_hidden_states=True,
+        output_scores=True,
+    )
+    assert [state.shape[1] for state in output.hidden_states[0]] == [60, 60, 30, 30, 30]
+    assert [state.shape[1] for state in output.hidden_states[1]] == [1] * 5
+    assert len(output.scores) == NEW
