@@ -66,6 +66,10 @@ class ModelParts:
         """Decoder layers."""
         return len(self.layers)
 
+    def device_of(self, index: int) -> torch.device:
+        """The device of a layer's parameters."""
+        return next(self.layers[index].parameters()).device
+
     def check_context(self, context_len: int) -> None:
         """Check that a context fits the model's sliding window, if it has one.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.checks import check_count
+from kvpolicy.description import describe, from_description
 from kvpolicy.integrations.transformers.attachment import Attachment, ModelParts
 from kvpolicy.integrations.transformers.generation import wrap_generate
 from kvpolicy.integrations.transformers.layer import PolicyLayer
 from kvpolicy.integrations.transformers.reading import ReadingCache
 from kvpolicy.integrations.transformers.report import CacheReport
+from kvpolicy.integrations.transformers.saving import SavedCache, fingerprint
 from kvpolicy.policy import CachePolicy
 
 
@@ -61,6 +64,7 @@ class PolicyCache(ReadingCache):
             hint = f"{policy.__name__}()" if isinstance(policy, type) else "kvpolicy.build(name)"
             raise TypeError(f"policy must be a CachePolicy, got {policy!r}; pass {hint}")
         super().__init__(policy)
+        self._loaded_for: str | None = None  # fingerprint of the model that filled a saved cache
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[PolicyCache]:
@@ -109,6 +113,88 @@ class PolicyCache(ReadingCache):
                 "model must be the one that filled the cache, got another one; use a new "
                 "PolicyCache or reset() this one"
             )
+        elif self._filled_by is None and self._loaded_for is not None:
+            if fingerprint(parts.decoder) != self._loaded_for:
+                raise ValueError(
+                    "model must be the one that filled the saved cache, got another one, by its "
+                    "parameters"
+                )
+            self._move_to(parts)
+
+    def _move_to(self, parts: ModelParts) -> None:
+        assert self._tokens is not None
+        self._tokens = self._tokens.to(parts.device_of(0))
+        for index, layer in enumerate(self.layers):
+            layer.move_to(parts.device_of(index), self._tokens.to(parts.device_of(index)))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what the cache holds to a file, to go on from it later or elsewhere.
+
+        Args:
+            path: The file, in the safetensors format: keys, values and positions of every layer,
+                the tokens seen, the policy's description and a fingerprint of the model.
+
+        Raises:
+            ValueError: The cache has read nothing, or only a part of a prompt, or the model that
+                filled it is gone.
+            OSError: The file cannot be written; one that was there stays as it was.
+        """
+        self.abandon_forward()
+        if self._tokens is None or self._chunks is not None:
+            raise ValueError("cache must have read a prompt to be saved, got one that has not")
+        SavedCache(
+            policy=describe(self.policy),
+            model=self._fingerprint(),
+            tokens=self._tokens,
+            layers=self.layers,
+            propagated=self.propagated,
+            starts_turn=self._starts_turn,
+        ).write(path)
+
+    def _fingerprint(self) -> str:
+        if self._loaded_for is not None:
+            return self._loaded_for
+        decoder = None if self._filled_by is None else self._filled_by()
+        if decoder is None:
+            raise ValueError(
+                "cache must be saved while the model that filled it exists, since the file says "
+                "which it was; a copy of a cache knows none"
+            )
+        return fingerprint(decoder)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], policy: CachePolicy | None = None) -> PolicyCache:
+        """Read a file of `save`: a cache that goes on where the saved one was.
+
+        Its tensors move to the model's devices when it is attached.
+
+        Args:
+            path: The file.
+            policy: The policy that filled the cache; needed only where a part of it is not
+                registered, since a file names no code to run.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It is no file of `save`, its policy is another than ``policy``, or cannot be
+                built without it.
+        """
+        saved = SavedCache.read(path)
+        if policy is None:
+            try:
+                policy = from_description(saved.policy)
+            except ValueError as error:
+                raise ValueError(f"policy must be given to load {path}: {error}") from None
+        elif describe(policy) != saved.policy:
+            raise ValueError(
+                f"policy must be the one that filled the cache in {path}, which is "
+                f"{saved.policy}, got {describe(policy)}"
+            )
+        cache = cls(policy)
+        cache.layers[:] = saved.layers
+        cache.propagated = saved.propagated
+        cache._tokens, cache._starts_turn = saved.tokens, saved.starts_turn
+        cache._loaded_for = saved.model
+        return cache
 
     def report(self) -> CacheReport:
         """Tokens and bytes held against what a full cache would hold; prints as a table."""
@@ -167,6 +253,7 @@ class PolicyCache(ReadingCache):
         for layer in self.layers:
             layer.reset()
         self.propagated = {}
+        self._loaded_for = None
         self._tokens, self._chunks, self._prompt_end = None, None, None
         self._starts_turn = False
 

@@ -60,13 +60,27 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         if not torch.equal(kept, torch.where(positions >= 0, everything, -1)):
             keys, values = gather_slots(keys, kept), gather_slots(values, kept)
             positions = gather_positions(positions, kept)
+        self._hold(keys, values, positions)
+
+    def load(self, keys: Tensor, values: Tensor, chosen: Tensor, tokens: SeenTokens) -> None:
+        """Hold what a file has: ``chosen`` are the positions of what the policy kept."""
+        self._hold(keys, values, chosen)
+        self.follow(tokens)
+
+    def _hold(self, keys: Tensor, values: Tensor, chosen: Tensor) -> None:
         self.keys, self.values = own_storage(keys), own_storage(values)
-        self._chosen = positions
-        valid = positions >= 0
+        self._chosen = chosen
+        valid = chosen >= 0
         self.padded = not bool(valid.all())
         self.ragged = self.padded and not bool((valid == valid[:, :1]).all())
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
+
+    def move_to(self, device: torch.device, tokens: SeenTokens) -> None:
+        """Hold the same on a device, where ``tokens`` are as well."""
+        if self.keys is not None and self.values is not None and self._chosen is not None:
+            chosen = self._chosen.to(device)
+            self.load(self.keys.to(device), self.values.to(device), chosen, tokens)
 
     def append(self, keys: Tensor, values: Tensor, tokens: SeenTokens) -> tuple[Tensor, Tensor]:
         """Add the tokens of one forward behind what is held, and return all of it.

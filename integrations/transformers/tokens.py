@@ -100,6 +100,16 @@ class SeenTokens:
             skipped=self.skipped,
         )
 
+    def to(self, device: torch.device) -> SeenTokens:
+        """The same on a device."""
+        return SeenTokens(
+            valid=self.valid.to(device),
+            lengths=self.lengths.to(device),
+            appended=self.appended.to(device),
+            padded=self.padded,
+            skipped=None if self.skipped is None else self.skipped.to(device),
+        )
+
     def take_rows(self, rows: Tensor) -> SeenTokens:
         """With the rows ``[count]`` of the batch."""
         rows = rows.to(self.lengths.device)

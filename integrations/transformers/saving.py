@@ -1,0 +1,169 @@
+"""A cache as a file: what its layers hold, with the policy and the model that filled it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from kvpolicy.description import Description
+from kvpolicy.integrations.transformers.layer import PolicyLayer
+from kvpolicy.integrations.transformers.tokens import SeenTokens
+
+FORMAT = "kvpolicy-cache"
+VERSION = 1
+# Values of every parameter that go into a model's fingerprint.
+SAMPLE = 64
+
+
+@attrs.frozen(eq=False)
+class SavedCache:
+    """What a file holds of a cache.
+
+    Args:
+        policy: The policy's description.
+        model: The fingerprint of the model that filled the cache.
+        tokens: The tokens seen.
+        layers: What each layer holds.
+        propagated: See `PolicyCache.propagated`.
+        starts_turn: Whether the policy acts on the next forward.
+    """
+
+    policy: Description
+    model: str
+    tokens: SeenTokens
+    layers: list[PolicyLayer]
+    propagated: dict[int, Tensor]
+    starts_turn: bool
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the file whole or not at all.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        target = Path(path)
+        metadata = {
+            "format": FORMAT,
+            "version": str(VERSION),
+            "policy": json.dumps(self.policy),
+            "model": self.model,
+            "query_heads": json.dumps([layer.query_heads for layer in self.layers]),
+            "padded": json.dumps(self.tokens.padded),
+            "starts_turn": json.dumps(self.starts_turn),
+        }
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        os.close(handle)
+        try:
+            save_file(self._tensors(), name, metadata)
+            os.replace(name, target)
+        except BaseException:
+            os.unlink(name)
+            raise
+
+    def _tensors(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            keys, values, positions = layer.state()[:3]
+            assert keys is not None
+            assert values is not None
+            assert positions is not None
+            found[f"layers.{index}.keys"] = keys
+            found[f"layers.{index}.values"] = values
+            found[f"layers.{index}.positions"] = positions
+        for name in ("valid", "lengths", "appended", "skipped"):
+            if getattr(self.tokens, name) is not None:
+                found[f"tokens.{name}"] = getattr(self.tokens, name)
+        for index, positions in self.propagated.items():
+            found[f"propagated.{index}"] = positions
+        # The format takes no two names for one storage.
+        return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> SavedCache:
+        """Read a file, into tensors on the CPU.
+
+        Raises:
+            OSError: It cannot be read.
+            ValueError: It is no saved cache, or one of another version.
+        """
+        try:
+            with safe_open(os.fspath(path), framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != FORMAT or metadata.get("version") != str(VERSION):
+                    raise ValueError(
+                        f"path must be a file of PolicyCache.save, version {VERSION}, got {path} "
+                        f"with format {metadata.get('format')} {metadata.get('version', '')}"
+                    )
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(
+                f"path must be a file of PolicyCache.save, got {path}: {error}"
+            ) from None
+        try:
+            return _rebuilt(metadata, tensors)
+        except KeyError as error:
+            raise ValueError(
+                f"path must be a whole file of PolicyCache.save, {path} lacks {error}"
+            ) from None
+
+
+def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache:
+    tokens = SeenTokens(
+        valid=tensors["tokens.valid"],
+        lengths=tensors["tokens.lengths"],
+        appended=tensors["tokens.appended"],
+        padded=json.loads(metadata["padded"]),
+        skipped=tensors.get("tokens.skipped"),
+    )
+    layers = []
+    for index, query_heads in enumerate(json.loads(metadata["query_heads"])):
+        keys, values, positions = (
+            tensors[f"layers.{index}.{name}"] for name in ("keys", "values", "positions")
+        )
+        layer = PolicyLayer()
+        layer.load(keys, values, positions, tokens)
+        layer.query_heads = query_heads
+        layers.append(layer)
+    propagated = {
+        int(name.partition(".")[2]): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("propagated.")
+    }
+    return SavedCache(
+        json.loads(metadata["policy"]),
+        metadata["model"],
+        tokens,
+        layers,
+        propagated,
+        json.loads(metadata["starts_turn"]),
+    )
+
+
+@torch.no_grad()
+def fingerprint(decoder: nn.Module) -> str:
+    """What tells a model from another: names, shapes and samples of all its parameters.
+
+    Args:
+        decoder: The model without its head.
+    """
+    found = hashlib.sha256()
+    for name, parameter in sorted(decoder.named_parameters()):
+        found.update(f"{name} {tuple(parameter.shape)}".encode())
+        if parameter.is_meta:
+            continue
+        flat = parameter.detach().flatten()
+        step = max(len(flat) // SAMPLE, 1)
+        # bfloat16 keeps the same of a model that is loaded in half or in full precision.
+        sample: Any = flat[::step][:SAMPLE].to(dtype=torch.bfloat16, device="cpu")
+        found.update(sample.view(torch.int16).numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,106 @@
+"""A policy as plain data, and back: what a saved cache says of the policy that filled it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import attrs
+
+from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+from kvpolicy.policy import CachePolicy
+from kvpolicy.registry import Part, registered
+
+Description = dict[str, Any]
+
+
+def describe(part: Part) -> Description:
+    """A policy or part as data for JSON: its class and its fields, parts within parts.
+
+    Two parts are equal where their descriptions are; a description of registered classes can be
+    built again with `from_description`.
+
+    Args:
+        part: A policy, scorer, selector or propagation policy, as an attrs class.
+
+    Example:
+        >>> from kvpolicy.policies import GQAGroupSelector
+        >>> describe(GQAGroupSelector(retention_tokens=64, window_size=4))["type"]
+        'gqa_group'
+    """
+    names = {factory: name for name, factory in registered().items()}
+    return _described(part, names)
+
+
+def _described(value: Any, names: dict[Any, str]) -> Any:
+    if attrs.has(type(value)):
+        kind = type(value)
+        fields = {
+            each.name: _described(getattr(value, each.name), names) for each in attrs.fields(kind)
+        }
+        unregistered = f"{kind.__module__}:{kind.__qualname__}"
+        return {"type": names.get(kind, unregistered), "fields": fields}
+    if isinstance(value, (list, tuple)):
+        return [_described(each, names) for each in value]
+    if isinstance(value, float):
+        return float(value)  # a default rate as any other
+    if value is None or isinstance(value, (str, int)):
+        return value
+    return {"type": "repr", "repr": repr(value)}
+
+
+def from_description(description: Description) -> CachePolicy:
+    """Build the policy that `describe` described.
+
+    Only what is registered, and this package's own parts, is built: a file names no code to run.
+
+    Raises:
+        ValueError: It is no policy's description, or one of its parts is not registered or holds
+            what plain data cannot say.
+
+    Example:
+        >>> from kvpolicy.policies import FastKV
+        >>> from_description(describe(FastKV(tsp_layer=3))) == FastKV(tsp_layer=3)
+        True
+    """
+    built = _built(description, registered())
+    if not isinstance(built, CachePolicy):
+        raise ValueError(f"description must be that of a CachePolicy, got {built!r}")
+    return built
+
+
+def _own_class(kind: str) -> object:
+    """The class that this package calls ``module:name``; None if it has no such part."""
+    module, _, name = kind.partition(":")
+    if not module.startswith("kvpolicy."):
+        return None
+    try:
+        found: object = getattr(import_module(module), name, None)
+    except ImportError:
+        return None
+    parts = (CachePolicy, Scorer, KVSelector, PropagationPolicy)
+    return found if isinstance(found, type) and issubclass(found, parts) else None
+
+
+def _built(value: Any, known: dict[str, Any]) -> Any:
+    if isinstance(value, list):
+        return tuple(_built(each, known) for each in value)
+    if not isinstance(value, dict):
+        return value
+    kind, fields = str(value.get("type")), value.get("fields")
+    factory = known.get(kind) or _own_class(kind)
+    if not isinstance(factory, type) or not isinstance(fields, dict):
+        raise ValueError(
+            f"every part of a described policy must be registered under kvpolicy.policies, got "
+            f"{kind!r}"
+        )
+    parts = {name: _built(each, known) for name, each in fields.items()}
+    try:
+        if issubclass(factory, CachePolicy):
+            # A method's own signature is not that of its parts.
+            policy = factory.__new__(factory)
+            CachePolicy.__init__(policy, **parts)
+            return policy
+        return factory(**parts)
+    except TypeError as error:
+        raise ValueError(f"the description of {kind} must fit its fields: {error}") from error

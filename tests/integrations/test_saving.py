@@ -1,0 +1,176 @@
+"""A cache as a file: saved, loaded, refused."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvpolicy import CachePolicy, LayerContext, Scorer, registered
+from kvpolicy.description import describe, from_description
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import (
+    FastKV,
+    GemFilter,
+    GQAGroupSelector,
+    LastQueryScorer,
+    PassAllPropagation,
+    PyramidInfer,
+    SnapKV,
+    SumScorer,
+    WindowMaxPoolScorer,
+)
+from tests.integrations.conversation import left_padded
+from tests.reference import random_tokens, tiny_model
+
+POLICIES: dict[str, CachePolicy] = {
+    "snapkv": SnapKV(0.4),
+    "fastkv": FastKV(tsp_rate=0.5, retention_rate=0.3),
+    "gem_filter": GemFilter(retention_tokens=17),
+    "pyramid_infer": PyramidInfer(min_context=8),
+    "composed": CachePolicy(
+        SumScorer([WindowMaxPoolScorer(), LastQueryScorer()], [1.0, 8.0]),
+        GQAGroupSelector(0.4),
+        PassAllPropagation(),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama", seed=1)
+
+
+def generate(model: PreTrainedModel, cache: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    return model.generate(
+        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=7, do_sample=False
+    )
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_loaded_cache_goes_on_as_the_saved_one(
+    model: PreTrainedModel, tmp_path: Path, name: str, padded: bool
+) -> None:
+    rows = [random_tokens(0, 60), random_tokens(1, 43)][: 1 + padded]
+    ids, mask = left_padded(rows)
+    cache = PolicyCache(POLICIES[name])
+    said = generate(model, cache, ids, mask)
+    cache.save(tmp_path / "document.safetensors")
+    for question in range(2):  # many questions about one document
+        added = torch.tensor([random_tokens(7 + question, 20)]).expand(len(rows), -1)
+        whole = torch.cat([said, added], dim=1)
+        longer = torch.cat([mask, torch.ones(len(rows), 27, dtype=mask.dtype)], dim=1)
+        loaded = PolicyCache.load(tmp_path / "document.safetensors")
+        assert loaded.policy == cache.policy
+        assert str(loaded.report()) == str(cache.report())
+        kept = copy.deepcopy(cache)
+        assert torch.equal(
+            generate(model, loaded, whole, longer), generate(model, kept, whole, longer)
+        )
+        for one, other in zip(loaded.layers, kept.layers, strict=True):
+            assert torch.equal(one.positions, other.positions)
+        assert loaded.propagated.keys() == kept.propagated.keys()
+    loaded.save(tmp_path / "again.safetensors")  # from the model that it has met since
+    assert (
+        PolicyCache.load(tmp_path / "again.safetensors").get_seq_length() == loaded.get_seq_length()
+    )
+
+
+def saved(model: PreTrainedModel, path: Path, policy: CachePolicy | None = None) -> Path:
+    cache = PolicyCache(policy or SnapKV(0.4))
+    ids = torch.tensor([random_tokens(0, 60)])
+    generate(model, cache, ids, torch.ones_like(ids))
+    cache.save(path / "cache.safetensors")
+    return path / "cache.safetensors"
+
+
+def test_another_model_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    cache = PolicyCache.load(saved(model, tmp_path))
+    ids = torch.tensor([random_tokens(0, 80)])
+    with pytest.raises(ValueError, match="model must be the one that filled the saved cache"):
+        generate(tiny_model("llama", seed=2), cache, ids, torch.ones_like(ids))
+    generate(tiny_model("llama", seed=1), cache, ids, torch.ones_like(ids))  # the same, loaded anew
+
+
+def test_another_policy_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    path = saved(model, tmp_path)
+    with pytest.raises(ValueError, match="policy must be the one that filled the cache"):
+        PolicyCache.load(path, SnapKV(0.2))
+    PolicyCache.load(path, SnapKV(0.4))
+
+
+@attrs.frozen
+class Mine(Scorer):
+    """The norm of values."""
+
+    power: float = 1.0
+
+    def score(self, context: LayerContext) -> Tensor:
+        return context.values.float().norm(dim=-1) ** self.power
+
+
+def test_a_policy_of_the_users_own_is_to_be_given(model: PreTrainedModel, tmp_path: Path) -> None:
+    policy = CachePolicy(Mine(2.0), GQAGroupSelector(0.4), PassAllPropagation())
+    path = saved(model, tmp_path, policy)
+    with pytest.raises(ValueError, match="policy must be given to load .*Mine"):
+        PolicyCache.load(path)
+    assert PolicyCache.load(path, policy).policy is policy
+    other = CachePolicy(Mine(3.0), GQAGroupSelector(0.4), PassAllPropagation())
+    with pytest.raises(ValueError, match="policy must be the one"):
+        PolicyCache.load(path, other)
+
+
+def test_what_is_no_saved_cache(model: PreTrainedModel, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        PolicyCache.load(tmp_path / "nothing")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(ValueError, match="path must be a file of PolicyCache.save"):
+        PolicyCache.load(tmp_path / "text")
+    save_file({"weights": torch.zeros(2)}, tmp_path / "weights.safetensors")
+    with pytest.raises(ValueError, match="path must be a file of PolicyCache.save.*format None"):
+        PolicyCache.load(tmp_path / "weights.safetensors")
+    metadata = {"format": "kvpolicy-cache", "version": "1"}
+    save_file({"weights": torch.zeros(2)}, tmp_path / "part.safetensors", metadata)
+    with pytest.raises(ValueError, match="path must be a whole file"):
+        PolicyCache.load(tmp_path / "part.safetensors")
+
+
+def test_what_cannot_be_saved(model: PreTrainedModel, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cache must have read a prompt"):
+        PolicyCache(SnapKV()).save(tmp_path / "cache")
+    cache = PolicyCache(SnapKV())
+    ids = torch.tensor([random_tokens(0, 60)])
+    generate(model, cache, ids, torch.ones_like(ids))
+    with pytest.raises(ValueError, match="while the model that filled it exists"):
+        copy.deepcopy(cache).save(tmp_path / "cache")
+    with pytest.raises(FileNotFoundError):
+        cache.save(tmp_path / "no folder" / "cache")
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError, match="taken"):
+        cache.save(tmp_path / "taken")
+    assert [each.name for each in tmp_path.iterdir()] == ["taken"]  # nothing half-written
+
+
+@pytest.mark.parametrize("name", list(registered("policy")))
+def test_every_policy_can_be_described_and_built_again(name: str) -> None:
+    policy: Any = registered("policy")[name]()
+    again = from_description(describe(policy))
+    assert again == policy
+    assert type(again) is type(policy)
+
+
+def test_a_description_that_fits_nothing() -> None:
+    with pytest.raises(ValueError, match="must be registered under kvpolicy.policies, got 'os:"):
+        from_description({"type": "os:system", "fields": {}})
+    with pytest.raises(ValueError, match="description must be that of a CachePolicy"):
+        from_description(describe(GQAGroupSelector()))
+    wrong = describe(SnapKV())
+    wrong["fields"]["selector"]["fields"]["colour"] = 3
+    with pytest.raises(ValueError, match="gqa_group must fit its fields"):
+        from_description(wrong)
