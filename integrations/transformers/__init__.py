@@ -2,5 +2,19 @@
 
 from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.report import CacheReport, LayerReport
+from kvpolicy.integrations.transformers.storage import (
+    OffloadedStorage,
+    PlainStorage,
+    QuantizedStorage,
+    Storage,
+)
 
-__all__ = ["CacheReport", "LayerReport", "PolicyCache"]
+__all__ = [
+    "CacheReport",
+    "LayerReport",
+    "OffloadedStorage",
+    "PlainStorage",
+    "PolicyCache",
+    "QuantizedStorage",
+    "Storage",
+]

@@ -17,6 +17,7 @@ from kvpolicy.integrations.transformers.layer import PolicyLayer
 from kvpolicy.integrations.transformers.reading import ReadingCache
 from kvpolicy.integrations.transformers.report import CacheReport
 from kvpolicy.integrations.transformers.saving import SavedCache, fingerprint
+from kvpolicy.integrations.transformers.storage import PlainStorage, Storage
 from kvpolicy.policy import CachePolicy
 
 
@@ -30,6 +31,8 @@ class PolicyCache(ReadingCache):
 
     Args:
         policy: Which tokens to keep.
+        storage: How keys and values are held: `PlainStorage`, `QuantizedStorage` or
+            `OffloadedStorage`. As they are, if None.
 
     Attributes:
         policy: The policy.
@@ -39,7 +42,7 @@ class PolicyCache(ReadingCache):
             on: ``[batch, passed_len]`` int64, -1 on empty slots.
 
     Raises:
-        TypeError: ``policy`` is not a `CachePolicy`.
+        TypeError: ``policy`` is not a `CachePolicy`, or ``storage`` not a `Storage`.
 
     Where a policy drops tokens, a prompt's logits and hidden states are those of the tokens that
     went on, the last token always among them.
@@ -59,11 +62,15 @@ class PolicyCache(ReadingCache):
         (43, torch.Size([1, 1, 15, 8]))
     """
 
-    def __init__(self, policy: CachePolicy) -> None:
+    def __init__(self, policy: CachePolicy, storage: Storage | None = None) -> None:
         if not isinstance(policy, CachePolicy):
             hint = f"{policy.__name__}()" if isinstance(policy, type) else "kvpolicy.build(name)"
             raise TypeError(f"policy must be a CachePolicy, got {policy!r}; pass {hint}")
-        super().__init__(policy)
+        if storage is not None and not isinstance(storage, Storage):
+            raise TypeError(
+                f"storage must be a Storage such as OffloadedStorage(), got {storage!r}"
+            )
+        super().__init__(policy, PlainStorage() if storage is None else storage)
         self._loaded_for: str | None = None  # fingerprint of the model that filled a saved cache
 
     @contextmanager
@@ -102,7 +109,7 @@ class PolicyCache(ReadingCache):
 
     def _check_filled_by(self, parts: ModelParts) -> None:
         if self._tokens is None:
-            self.layers[:] = [PolicyLayer() for _ in range(parts.num_layers)]
+            self.layers[:] = [PolicyLayer(self.storage) for _ in range(parts.num_layers)]
         elif len(self.layers) != parts.num_layers:
             raise ValueError(
                 f"model must have the {len(self.layers)} layers of the model that filled the "
@@ -163,15 +170,21 @@ class PolicyCache(ReadingCache):
         return fingerprint(decoder)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], policy: CachePolicy | None = None) -> PolicyCache:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        policy: CachePolicy | None = None,
+        storage: Storage | None = None,
+    ) -> PolicyCache:
         """Read a file of `save`: a cache that goes on where the saved one was.
 
-        Its tensors move to the model's devices when it is attached.
+        Its tensors move to the model's devices, and into ``storage``, when it is attached.
 
         Args:
             path: The file.
             policy: The policy that filled the cache; needed only where a part of it is not
                 registered, since a file names no code to run.
+            storage: How keys and values are held from now on; as they are, if None.
 
         Raises:
             OSError: The file cannot be read.
@@ -189,7 +202,9 @@ class PolicyCache(ReadingCache):
                 f"policy must be the one that filled the cache in {path}, which is "
                 f"{saved.policy}, got {describe(policy)}"
             )
-        cache = cls(policy)
+        cache = cls(policy, storage)
+        for layer in saved.layers:
+            layer.storage = cache.storage
         cache.layers[:] = saved.layers
         cache.propagated = saved.propagated
         cache._tokens, cache._starts_turn = saved.tokens, saved.starts_turn

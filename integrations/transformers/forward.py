@@ -93,7 +93,7 @@ class Forward:
         self._order = self._combined = None
         if not (self._padded or layer.padded):
             return
-        heads = 1 if layer.keys is None else layer.keys.shape[1]
+        heads = 1 if layer.held is None else layer.held.shape[1]
         new = self.new_positions[:, None].expand(-1, heads, -1)
         held = layer.positions
         if held is not None and self._moved is not None:
@@ -136,9 +136,10 @@ class Forward:
         self._updated.add(index)
         if not self.acts:
             return layer.append(keys, values, self._before)
-        if layer.keys is not None and layer.values is not None:
-            keys = torch.cat([layer.keys, keys], dim=2)
-            values = torch.cat([layer.values, values], dim=2)
+        if layer.held is not None:
+            held_keys, held_values = layer.held.read()
+            keys = torch.cat([held_keys, keys], dim=2)
+            values = torch.cat([held_values, values], dim=2)
         if self._order is not None:
             keys, values = gather_slots(keys, self._order), gather_slots(values, self._order)
         self._pending = keys, values

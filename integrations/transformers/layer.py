@@ -9,10 +9,11 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvpolicy.errors import NotAttachedError
+from kvpolicy.integrations.transformers.storage import Held, PlainStorage, Storage
 from kvpolicy.integrations.transformers.tokens import SeenTokens
 from kvpolicy.selection import gather_positions, gather_slots
 
-State = tuple[Tensor | None, Tensor | None, Tensor | None, bool, bool, SeenTokens | None]
+State = tuple[Held | None, Tensor | None, bool, bool, SeenTokens | None]
 
 
 class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -20,9 +21,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     Tensors are replaced, never written to, so that a failed forward can be taken back.
 
+    Args:
+        storage: How they are held.
+
     Attributes:
-        keys: ``[batch, kv_heads, kept_len, head_dim]``, None before the first forward.
-        values: ``[batch, kv_heads, kept_len, head_dim]``, None before the first forward.
         padded: Whether some row or head holds fewer tokens than others.
         ragged: Whether heads of one row do.
     """
@@ -31,15 +33,26 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     is_croppable = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+    def __init__(self, storage: Storage | None = None) -> None:
+        # Not the base's own, which would set keys and values.
+        self.storage = PlainStorage() if storage is None else storage
+        self.held: Held | None = None
+        self.is_initialized = False
         self.padded = False
         self.ragged = False
         self.query_heads = 0
         self._chosen: Tensor | None = None  # positions of what the policy kept, without appended
         self._tokens: SeenTokens | None = None
+
+    @property
+    def keys(self) -> Tensor | None:
+        """``[batch, kv_heads, kept_len, head_dim]``, None before the first forward."""
+        return None if self.held is None else self.held.read()[0]
+
+    @property
+    def values(self) -> Tensor | None:
+        """``[batch, kv_heads, kept_len, head_dim]``, None before the first forward."""
+        return None if self.held is None else self.held.read()[1]
 
     @property
     def positions(self) -> Tensor | None:
@@ -52,7 +65,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def kept_len(self) -> int:
         """Slots held per row and head."""
-        return 0 if self.keys is None else self.keys.shape[2]
+        return 0 if self.held is None else self.held.shape[2]
 
     def store(self, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor) -> None:
         """Keep the slots ``kept`` ``[batch, kv_heads, kept_len]`` of all that the layer sees."""
@@ -68,7 +81,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.follow(tokens)
 
     def _hold(self, keys: Tensor, values: Tensor, chosen: Tensor) -> None:
-        self.keys, self.values = own_storage(keys), own_storage(values)
+        self.held = self.storage.hold(keys, values)
         self._chosen = chosen
         valid = chosen >= 0
         self.padded = not bool(valid.all())
@@ -78,9 +91,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def move_to(self, device: torch.device, tokens: SeenTokens) -> None:
         """Hold the same on a device, where ``tokens`` are as well."""
-        if self.keys is not None and self.values is not None and self._chosen is not None:
-            chosen = self._chosen.to(device)
-            self.load(self.keys.to(device), self.values.to(device), chosen, tokens)
+        if self.held is not None and self._chosen is not None:
+            keys, values = self.held.read()
+            self.load(keys.to(device), values.to(device), self._chosen.to(device), tokens)
 
     def append(self, keys: Tensor, values: Tensor, tokens: SeenTokens) -> tuple[Tensor, Tensor]:
         """Add the tokens of one forward behind what is held, and return all of it.
@@ -90,14 +103,12 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             values: Likewise.
             tokens: Those seen before.
         """
-        if self.keys is None or self.values is None:  # the first chunk of a first prompt
+        if self.held is None:  # the first chunk of a first prompt
             empty = tokens.appended[:, None, :0].expand(-1, keys.shape[1], -1)
             self.store(keys[:, :, :0], values[:, :, :0], empty, empty)
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys = torch.cat([self.keys, keys], dim=2)
-        self.values = torch.cat([self.values, values], dim=2)
-        return self.keys, self.values
+        assert self.held is not None
+        self.held = self.held.appended(keys, values)
+        return self.held.read()
 
     def follow(self, tokens: SeenTokens) -> None:
         """Learn which tokens have been seen now."""
@@ -105,32 +116,28 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def drop_last(self, count: int) -> None:
         """Take back the last ``count`` appended slots."""
-        if count and self.keys is not None and self.values is not None:
-            self.keys = own_storage(self.keys[:, :, :-count])
-            self.values = own_storage(self.values[:, :, :-count])
+        if count and self.held is not None:
+            self.held = self.held.first(self.kept_len - count)
 
     def take_rows(self, rows: Tensor, tokens: SeenTokens) -> None:
         """Continue with the rows ``[count]`` of the batch, whose tokens are ``tokens``."""
-        if self.keys is not None and self.values is not None and self._chosen is not None:
-            places = rows.to(self.keys.device)
-            self.keys = self.keys.index_select(0, places)
-            self.values = self.values.index_select(0, places)
-            self._chosen = self._chosen.index_select(0, places)
+        if self.held is not None and self._chosen is not None:
+            self.held = self.held.rows(rows)
+            self._chosen = self._chosen.index_select(0, rows.to(self._chosen.device))
         self.follow(tokens)
 
     def state(self) -> State:
         """All that `restore` needs to bring the layer back to this moment."""
-        return self.keys, self.values, self._chosen, self.padded, self.ragged, self._tokens
+        return self.held, self._chosen, self.padded, self.ragged, self._tokens
 
     def restore(self, state: State) -> None:
         """Bring the layer back to the moment of `state`."""
-        self.keys, self.values, self._chosen, self.padded, self.ragged, self._tokens = state
-        self.is_initialized = self.keys is not None
+        self.held, self._chosen, self.padded, self.ragged, self._tokens = state
+        self.is_initialized = self.held is not None
 
     def nbytes(self) -> int:
         """Bytes of memory behind the keys and values, whole storages."""
-        held = (tensor for tensor in (self.keys, self.values) if tensor is not None)
-        return sum(tensor.untyped_storage().nbytes() for tensor in held)
+        return 0 if self.held is None else self.held.nbytes()
 
     # What Transformers asks of a layer.
 
@@ -157,12 +164,4 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything."""
-        self.restore((None, None, None, False, False, None))
-
-
-def own_storage(tensor: Tensor) -> Tensor:
-    """The tensor, copied if it is a view into something larger."""
-    tensor = tensor.contiguous()
-    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
-        return tensor.clone()
-    return tensor
+        self.restore((None, None, False, False, None))

@@ -28,6 +28,7 @@ from kvpolicy.integrations.transformers.forward import Forward
 from kvpolicy.integrations.transformers.inputs import Incoming, inputs_of, read_inputs, span_of
 from kvpolicy.integrations.transformers.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.restart import FilterPass
+from kvpolicy.integrations.transformers.storage import Storage
 from kvpolicy.integrations.transformers.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
@@ -57,11 +58,13 @@ class ReadingCache(Cache):  # type: ignore[misc]
 
     Args:
         policy: Which tokens to keep.
+        storage: How keys and values are held.
     """
 
-    def __init__(self, policy: CachePolicy) -> None:
+    def __init__(self, policy: CachePolicy, storage: Storage) -> None:
         super().__init__(layers=[])
         self.policy = policy
+        self.storage = storage
         self.layers: list[PolicyLayer]
         self.propagated: dict[int, Tensor] = {}
         self._attachment: Attachment | None = None
@@ -270,7 +273,7 @@ class ReadingCache(Cache):  # type: ignore[misc]
         """All but what binds the cache to a model: a copy is attached to nothing."""
         # A forward under way, or one that was interrupted, is not part of the copy.
         held = self._undo or self._snapshot()
-        layers = [PolicyLayer() for _ in held.layers]
+        layers = [PolicyLayer(self.storage) for _ in held.layers]
         for layer, each in zip(layers, held.layers, strict=True):
             layer.restore(each)
         return {

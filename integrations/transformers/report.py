@@ -54,12 +54,13 @@ class CacheReport:
         seen, columns = sum(cache.seen_lengths), cache.get_seq_length()
         reports = []
         for layer in cache.layers:
-            if layer.keys is None or layer.values is None or layer.positions is None:
+            keys, values, positions = layer.keys, layer.values, layer.positions
+            if keys is None or values is None or positions is None:
                 reports.append(LayerReport(0, 0.0, 0, 0))
                 continue
-            batch, kv_heads, _, key_dim = layer.keys.shape
-            slot_bytes = (key_dim + layer.values.shape[3]) * layer.keys.element_size()
-            kept = int((layer.positions >= 0).sum()) / kv_heads
+            batch, kv_heads, _, key_dim = keys.shape
+            slot_bytes = (key_dim + values.shape[3]) * keys.element_size()
+            kept = int((positions >= 0).sum()) / kv_heads
             full = batch * kv_heads * columns * slot_bytes
             reports.append(LayerReport(seen, kept, layer.nbytes(), full))
         return CacheReport(tuple(reports))

@@ -73,12 +73,10 @@ class SavedCache:
     def _tensors(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            keys, values, positions = layer.state()[:3]
-            assert keys is not None
-            assert values is not None
+            held, positions = layer.state()[:2]
+            assert held is not None
             assert positions is not None
-            found[f"layers.{index}.keys"] = keys
-            found[f"layers.{index}.values"] = values
+            found[f"layers.{index}.keys"], found[f"layers.{index}.values"] = held.read()
             found[f"layers.{index}.positions"] = positions
         for name in ("valid", "lengths", "appended", "skipped"):
             if getattr(self.tokens, name) is not None:

@@ -1,0 +1,268 @@
+"""How a layer's keys and values are held: as they are, quantised, or away from the device."""
+
+from __future__ import annotations
+
+import abc
+import copy
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.checks import check_count
+
+
+class Held(abc.ABC):
+    """Keys and values of one layer. Nothing changes it: every operation gives another one."""
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> torch.Size:
+        """``[batch, kv_heads, kept_len, head_dim]`` of the keys."""
+
+    @abc.abstractmethod
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[batch, kv_heads, kept_len, head_dim]``, where attention needs them."""
+
+    @abc.abstractmethod
+    def appended(self, keys: Tensor, values: Tensor) -> Held:
+        """With more tokens behind."""
+
+    @abc.abstractmethod
+    def first(self, count: int) -> Held:
+        """With the first ``count`` slots only."""
+
+    @abc.abstractmethod
+    def rows(self, rows: Tensor) -> Held:
+        """With the rows ``[count]`` of the batch."""
+
+    @abc.abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of memory behind it, whole storages."""
+
+
+class Storage(abc.ABC):
+    """How a cache holds keys and values, layer by layer."""
+
+    @abc.abstractmethod
+    def hold(self, keys: Tensor, values: Tensor) -> Held:
+        """Hold what a layer keeps.
+
+        Args:
+            keys: ``[batch, kv_heads, kept_len, head_dim]``.
+            values: Likewise; the head dimension may be another.
+        """
+
+
+@attrs.frozen
+class PlainStorage(Storage):
+    """Holds tensors as they come, on their device.
+
+    Example:
+        >>> PlainStorage().hold(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4)).nbytes()
+        192
+    """
+
+    def hold(self, keys: Tensor, values: Tensor) -> Held:
+        """See `Storage.hold`."""
+        return _Plain(own_storage(keys), own_storage(values), keys.device)
+
+
+@attrs.frozen
+class OffloadedStorage(Storage):
+    """Holds tensors in the memory of the CPU; a layer's come back while it attends.
+
+    Example:
+        >>> OffloadedStorage().hold(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4)).shape
+        torch.Size([1, 2, 3, 4])
+    """
+
+    def hold(self, keys: Tensor, values: Tensor) -> Held:
+        """See `Storage.hold`."""
+        away = torch.device("cpu")
+        return _Plain(own_storage(keys.to(away)), own_storage(values.to(away)), keys.device)
+
+
+@attrs.frozen
+class QuantizedStorage(Storage):
+    """Holds tensors in few bits, by the quantised cache layers of Transformers.
+
+    What a policy keeps is quantised at once; tokens that are appended stay as they are until there
+    are ``residual_length`` of them, when all is quantised anew.
+
+    Args:
+        backend: ``"quanto"`` (optimum-quanto) or ``"hqq"``, which has to be installed.
+        nbits: Bits of a number: 2 or 4 with quanto, 1, 2, 3, 4 or 8 with hqq.
+        q_group_size: Numbers that share a scale; must divide the head dimension.
+        residual_length: Appended tokens that are held as they are, at least 1.
+
+    Raises:
+        TypeError: A number is not an int.
+        ValueError: The backend is unknown or a number below 1.
+        ImportError: The backend is not installed.
+
+    Source: KIVI (arXiv 2402.02750), as in Transformers' ``QuantizedCache``.
+    """
+
+    backend: str = "quanto"
+    nbits: int = 4
+    q_group_size: int = 64
+    residual_length: int = 128
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("nbits", "q_group_size", "residual_length"):
+            check_count(name, getattr(self, name), minimum=1)
+        self._layer()
+
+    def _layer(self) -> Any:
+        """An empty quantised layer of Transformers."""
+        from transformers import cache_utils
+
+        # Along the axis that each backend groups within a head's numbers.
+        kinds = {
+            "quanto": (cache_utils.QuantoQuantizedLayer, 0),
+            "hqq": (cache_utils.HQQQuantizedLayer, 1),
+        }
+        if self.backend not in kinds:
+            raise ValueError(f"backend must be one of {', '.join(kinds)}, got {self.backend!r}")
+        kind, axis = kinds[self.backend]
+        return kind(
+            nbits=self.nbits,
+            axis_key=axis,
+            axis_value=axis,
+            q_group_size=self.q_group_size,
+            residual_length=self.residual_length,
+        )
+
+    def hold(self, keys: Tensor, values: Tensor) -> Held:
+        """See `Storage.hold`.
+
+        Raises:
+            ValueError: ``q_group_size`` does not divide the head dimension.
+        """
+        for name, tensor in (("keys", keys), ("values", values)):
+            if tensor.shape[3] % self.q_group_size:
+                raise ValueError(
+                    f"q_group_size must divide the head dimension of {name}, {tensor.shape[3]}, "
+                    f"got {self.q_group_size}"
+                )
+        empty = keys[:, :, :0].clone(), values[:, :, :0].clone()
+        if not keys.shape[2]:
+            return _Quantized(self, None, *empty)
+        layer = self._layer()
+        layer.update(keys, values)
+        return _Quantized(self, layer, *empty, quantized_len=keys.shape[2])
+
+
+@attrs.frozen(eq=False)
+class _Plain(Held):
+    keys: Tensor
+    values: Tensor
+    device: torch.device  # where attention needs them
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.keys.shape
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        return self.keys.to(self.device), self.values.to(self.device)
+
+    def appended(self, keys: Tensor, values: Tensor) -> Held:
+        home = self.keys.device
+        return attrs.evolve(
+            self,
+            keys=torch.cat([self.keys, keys.to(home)], dim=2),
+            values=torch.cat([self.values, values.to(home)], dim=2),
+        )
+
+    def first(self, count: int) -> Held:
+        keys, values = own_storage(self.keys[:, :, :count]), own_storage(self.values[:, :, :count])
+        return attrs.evolve(self, keys=keys, values=values)
+
+    def rows(self, rows: Tensor) -> Held:
+        rows = rows.to(self.keys.device)
+        return attrs.evolve(
+            self, keys=self.keys.index_select(0, rows), values=self.values.index_select(0, rows)
+        )
+
+    def nbytes(self) -> int:
+        return _nbytes(self.keys) + _nbytes(self.values)
+
+
+@attrs.frozen(eq=False)
+class _Quantized(Held):
+    storage: QuantizedStorage
+    layer: Any  # of Transformers, never updated but in a copy; None where it would be empty
+    keys: Tensor  # of the tokens appended since
+    values: Tensor
+    quantized_len: int = 0
+
+    @property
+    def shape(self) -> torch.Size:
+        batch, heads, count, dim = self.keys.shape
+        return torch.Size((batch, heads, self.quantized_len + count, dim))
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        if self.layer is None:
+            return self.keys, self.values
+        empty = self.keys[:, :, :0], self.values[:, :, :0]
+        keys, values = copy.copy(self.layer).update(*empty)
+        return torch.cat([keys, self.keys], dim=2), torch.cat([values, self.values], dim=2)
+
+    def appended(self, keys: Tensor, values: Tensor) -> Held:
+        after = attrs.evolve(
+            self,
+            keys=torch.cat([self.keys, keys], dim=2),
+            values=torch.cat([self.values, values], dim=2),
+        )
+        if after.keys.shape[2] < self.storage.residual_length:
+            return after
+        return self.storage.hold(*after.read())
+
+    def first(self, count: int) -> Held:
+        recent = count - self.quantized_len
+        if recent >= 0:
+            keys, values = self.keys[:, :, :recent].clone(), self.values[:, :, :recent].clone()
+            return attrs.evolve(self, keys=keys, values=values)
+        keys, values = self.read()
+        return self.storage.hold(keys[:, :, :count], values[:, :, :count])
+
+    def rows(self, rows: Tensor) -> Held:
+        keys, values = self.read()
+        rows, prefix = rows.to(keys.device), self.quantized_len
+        held = self.storage.hold(keys[rows, :, :prefix], values[rows, :, :prefix])
+        assert isinstance(held, _Quantized)
+        return attrs.evolve(held, keys=keys[rows, :, prefix:], values=values[rows, :, prefix:])
+
+    def nbytes(self) -> int:
+        held = _nbytes(self.keys) + _nbytes(self.values)
+        for name in ("_quantized_keys", "_quantized_values") if self.layer is not None else ():
+            held += sum(_nbytes(tensor) for tensor in _tensors_in(getattr(self.layer, name)))
+        return held
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """The plain tensors that a quantised one is made of."""
+    if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
+        names, _ = value.__tensor_flatten__()
+        return [each for name in names for each in _tensors_in(getattr(value, name))]
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [each for part in value for each in _tensors_in(part)]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def own_storage(tensor: Tensor) -> Tensor:
+    """The tensor, copied if it is a view into something larger."""
+    tensor = tensor.contiguous()
+    if _nbytes(tensor) != tensor.numel() * tensor.element_size():
+        return tensor.clone()
+    return tensor
