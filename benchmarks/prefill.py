@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvpolicy import CachePolicy
-from kvpolicy.evaluation import Latencies, measure_latency
+from kvpolicy.evaluation import Latencies, estimate, measure_latency, shape_of
 from kvpolicy.evaluation.results import environment, write_all
 from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
 
@@ -49,22 +49,9 @@ def random_model() -> LlamaForCausalLM:
 
 
 def allowed_speedup(config: LlamaConfig, policy: CachePolicy, context_len: int) -> float:
-    """Operations of a full prefill over those of the policy's, scoring not counted.
-
-    A layer over ``n`` tokens multiplies them with its matrices, ``2 * n * parameters``, and in
-    causal attention with each other, ``2 * n ** 2 * query_heads * head_dim`` (half of two full
-    products of two operations each).
-    """
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    head_dim = hidden // heads
-    projections = hidden * head_dim * (2 * heads + 2 * config.num_key_value_heads)
-    parameters = projections + 3 * hidden * config.intermediate_size
-
-    def layer(tokens: float) -> float:
-        return 2 * tokens * parameters + 2 * tokens**2 * heads * head_dim
-
-    rates = policy.propagation.layer_rates(config.num_hidden_layers, context_len)
-    return len(rates) * layer(context_len) / sum(layer(context_len * rate) for rate in rates)
+    """Operations of the layers in a full prefill over those in the policy's."""
+    found = estimate(policy, shape_of(config), context_len)
+    return found.full.layers / found.prefill.layers
 
 
 def row_of(name: str, length: int, measured: Latencies, model: LlamaForCausalLM) -> dict[str, Any]:

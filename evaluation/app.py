@@ -9,11 +9,21 @@ from typing import Annotated
 import typer
 
 import kvpolicy
+from kvpolicy.evaluation.command_analyze import analyze
+from kvpolicy.evaluation.command_calibrate import calibrate
 from kvpolicy.evaluation.command_compare import compare
+from kvpolicy.evaluation.command_estimate import estimate
 from kvpolicy.evaluation.command_generate import generate
 from kvpolicy.evaluation.command_policies import policies
 
-COMMANDS: tuple[Callable[..., None], ...] = (compare, generate, policies)
+COMMANDS: tuple[Callable[..., None], ...] = (
+    analyze,
+    calibrate,
+    compare,
+    estimate,
+    generate,
+    policies,
+)
 
 app = typer.Typer(
     name="kvpolicy",

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from kvpolicy.evaluation.models import NEEDLE
 from kvpolicy.evaluation.prompts import MIN_NEEDLE_CONTEXT
@@ -15,6 +16,10 @@ from kvpolicy.evaluation.study import Settings, Study, check, run, write
 from kvpolicy.evaluation.tables import (
     comparison_legend,
     comparison_table,
+    held_out_legend,
+    held_out_table,
+    rate_sweep_legend,
+    rate_sweep_table,
     sweep_legend,
     sweep_table,
 )
@@ -66,6 +71,9 @@ def compare(
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Also FastKV's accuracy by TSP layer, other prompts.")
     ] = False,
+    sweep_rates: Annotated[
+        bool, typer.Option("--sweep-rates", help="Also by TSP rate and retention rate.")
+    ] = False,
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rounds of timing.")] = 9,
     new_tokens: Annotated[
         int, typer.Option(min=1, metavar="N", help="Tokens decoded in a round.")
@@ -91,6 +99,7 @@ def compare(
         seed=seed,
         tsp_layer=tsp_layer,
         sweep=sweep,
+        sweep_rates=sweep_rates,
         rounds=rounds,
         new_tokens=new_tokens,
         threads=threads or min(cpu_count(), 4),
@@ -113,16 +122,21 @@ def show(study: Study) -> None:
     """Print a study: what it was measured with, the tables, their legends, the notes."""
     console = Console(highlight=False, markup=False)
     console.print(study.headline(), style="dim")
-    console.print()
-    console.print(comparison_table(study.comparison))
-    console.print()
-    for line in comparison_legend(study.comparison):
-        console.print(line, style="dim")
+    _show_table(console, comparison_table(study.comparison), comparison_legend(study.comparison))
     for note in study.notes:
         console.print(note)
     if study.sweep is not None:
-        console.print()
-        console.print(sweep_table(study.sweep))
-        console.print()
-        for line in sweep_legend(study.sweep):
-            console.print(line, style="dim")
+        _show_table(console, sweep_table(study.sweep), sweep_legend(study.sweep))
+    if study.sweep is not None and study.sweep.calibration is not None:
+        _show_table(console, held_out_table(study.sweep), held_out_legend(study.sweep))
+    if study.rate_sweep is not None:
+        table, legend = rate_sweep_table(study.rate_sweep), rate_sweep_legend(study.rate_sweep)
+        _show_table(console, table, legend)
+
+
+def _show_table(console: Console, table: Table, legend: list[str]) -> None:
+    console.print()
+    console.print(table)
+    console.print()
+    for line in legend:
+        console.print(line, style="dim")

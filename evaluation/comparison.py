@@ -98,7 +98,12 @@ class Comparison:
             "parameters": dict(row.variant.parameters),
             "exact_match": {kind: score_data(score) for kind, score in row.scores.items()},
             "tokens": {"seen": held.seen, "kept": held.kept},
-            "kv_bytes": {"held": held.held_bytes, "full": held.full_bytes, "share": held.share},
+            "kv_bytes": {
+                "held": held.held_bytes,
+                "padding": held.padding_bytes,
+                "full": held.full_bytes,
+                "share": held.share,
+            },
             "prefill": phase_data(row.timing.prefill, self.baseline.prefill),
             "decode": phase_data(row.timing.decode, self.baseline.decode),
         }

@@ -1,4 +1,4 @@
-"""Pictures of a comparison, as PNG bytes; matplotlib is imported when one is asked for."""
+"""Pictures as PNG bytes; matplotlib is imported when one is asked for."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvpolicy.evaluation.comparison import Comparison, Row
 from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.sweep import Sweep
+from kvpolicy.evaluation.tsp_distances import Calibration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,6 +53,40 @@ def plot_sweep(sweep: Sweep) -> bytes:
         axes.set_xlabel("TSP layer (index, from 0)")
         axes.set_xticks(range(len(next(iter(sweep.scores.values())))))
     return _finish(figure, panels)
+
+
+def plot_calibration(calibration: Calibration) -> bytes:
+    """Normalised distance by TSP layer, on a logarithmic axis, with the chosen layer marked.
+
+    A distance of 0, as after the last layer, has no place on the axis and is left out.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    require("matplotlib", extra="plot")
+    from matplotlib.figure import Figure  # without pyplot: no window, no global state
+
+    layers = calibration.distances.layers
+    figure = Figure(figsize=(5.6, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title("final hidden state under TSP against full context")
+    for index, (name, label) in enumerate((("normalised", "mean"), ("worst", "worst prompt"))):
+        points = [(float(each.tsp_layer), float(getattr(each, name))) for each in layers]
+        seen = [point for point in points if point[1] > 0]
+        if seen:
+            _line(axes, index, seen, label)
+    if calibration.criterion == "earliest":
+        axes.axhline(calibration.tolerance, color="black", linestyle="--", label="tolerance")
+    axes.axvline(
+        calibration.layer, color="grey", linestyle=":", label=f"chosen: layer {calibration.layer}"
+    )
+    axes.set_yscale("log")
+    axes.set_xlim(-0.3, layers[-1].tsp_layer + 0.3)
+    axes.locator_params(axis="x", integer=True)
+    axes.set_xlabel("TSP layer (index, from 0)")
+    axes.set_ylabel("squared L2 distance over squared norm")
+    axes.grid(alpha=0.3)
+    return _finish(figure, {"": axes})
 
 
 def _panels(kinds: list[str], title: str) -> tuple[Figure, dict[str, Axes]]:

@@ -1,4 +1,4 @@
-"""A study: settings checked, a comparison and a sweep run, their numbers and pictures written."""
+"""A study: settings checked, a comparison and sweeps run, their numbers and pictures written."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import attrs
 import torch
 
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.evaluation.calibration import select_tsp_layer
 from kvpolicy.evaluation.comparison import Comparison, compare
 from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import NEEDLE, Loaded, default_tsp_layer
@@ -17,11 +19,21 @@ from kvpolicy.evaluation.plots import plot_comparison, plot_sweep
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.prompts import Prompt, needle_prompts, read_prompts, read_text
 from kvpolicy.evaluation.results import check_folder, environment, write_all
-from kvpolicy.evaluation.sweep import SEED_OFFSET, Sweep, sweep_tsp_layers
+from kvpolicy.evaluation.sweep import (
+    CALIBRATION_SEED_OFFSET,
+    SEED_OFFSET,
+    RateSweep,
+    Sweep,
+    sweep_rates,
+    sweep_tsp_layers,
+)
+from kvpolicy.evaluation.tsp_distances import Calibration
 from kvpolicy.evaluation.variant import RATES, Variant, takes, variants
 
 # Speed-ups that differ more than this from round to round are worth a warning.
 UNSTEADY = 0.15
+# Prompts that a TSP layer is calibrated on: distances vary less than answers do.
+CALIBRATION_COUNT = 16
 
 
 @attrs.frozen
@@ -37,7 +49,8 @@ class Settings:
         count: Needle prompts.
         seed: Of the needle prompts.
         tsp_layer: Where FastKV drops; None for the bundled model's own, or the policy's default.
-        sweep: Whether to sweep the TSP layers.
+        sweep: Whether to sweep the TSP layers, and to calibrate one to hold against the best.
+        sweep_rates: Whether to sweep TSP rate and retention rate.
         rounds: Rounds of timing.
         new_tokens: Tokens decoded in a round.
         threads: CPU threads.
@@ -54,6 +67,7 @@ class Settings:
     seed: int = 0
     tsp_layer: int | None = None
     sweep: bool = False
+    sweep_rates: bool = False
     rounds: int = 9
     new_tokens: int = 32
     threads: int = 1
@@ -76,6 +90,7 @@ class Study:
         dtype: The model's.
         comparison: The policies side by side.
         sweep: Accuracy by TSP layer, if asked for.
+        rate_sweep: Accuracy by TSP rate and retention rate, if asked for.
         notes: What a reader has to know of the choices made.
     """
 
@@ -84,6 +99,7 @@ class Study:
     dtype: str
     comparison: Comparison
     sweep: Sweep | None
+    rate_sweep: RateSweep | None
     notes: tuple[str, ...]
 
     def headline(self) -> str:
@@ -106,9 +122,10 @@ class Study:
         settings["dtype"] = self.dtype
         data = {"settings": settings, **self.environment, **self.comparison.as_data()}
         data["notes"] = list(self.notes)
-        if self.sweep is not None:
-            seed = None if self.settings.prompts else self.settings.seed + SEED_OFFSET
-            data["sweep"] = {"seed": seed, **self.sweep.as_data()}
+        for name, sweep in (("sweep", self.sweep), ("rate_sweep", self.rate_sweep)):
+            if sweep is not None:
+                seed = None if self.settings.prompts else self.settings.seed + SEED_OFFSET
+                data[name] = {"seed": seed, **sweep.as_data()}
         return data
 
 
@@ -140,7 +157,7 @@ def check(settings: Settings, out: Path | None = None) -> list[Variant]:
 def run(
     settings: Settings, chosen: Sequence[Variant], loaded: Loaded, progress: Progress = silent
 ) -> Study:
-    """Compare, and sweep if asked to; sets the number of torch's threads.
+    """Compare, calibrate and sweep if asked to; sets the number of torch's threads.
 
     Args:
         settings: What to compare.
@@ -150,6 +167,9 @@ def run(
     """
     torch.set_num_threads(settings.threads)
     prompts = _prompts(settings, loaded, settings.seed)
+    notes = _notes(settings, chosen, loaded, prompts)
+    # First, since it is short and says at once what is wrong with a file of prompts.
+    calibration = _calibration(settings, loaded, notes, progress) if settings.sweep else None
     comparison = compare(
         loaded.model,
         prompts,
@@ -158,17 +178,15 @@ def run(
         new_tokens=settings.new_tokens,
         progress=progress,
     )
-    sweep = None
-    if settings.sweep:
-        others = _prompts(settings, loaded, settings.seed + SEED_OFFSET)
-        sweep = sweep_tsp_layers(loaded.model, others, settings.rates, progress=progress)
+    sweep, rate_sweep = _sweeps(settings, loaded, calibration, progress)
     return Study(
         settings,
         environment(loaded.model.device),
         loaded.dtype,
         comparison,
         sweep,
-        (*_notes(settings, chosen, loaded, prompts), *_timing_notes(comparison)),
+        rate_sweep,
+        (*notes, *_timing_notes(comparison)),
     )
 
 
@@ -186,6 +204,41 @@ def _prompts(settings: Settings, loaded: Loaded, seed: int) -> list[Prompt]:
     if settings.prompts is None:
         return needle_prompts(settings.context, settings.count, seed)
     return read_prompts(settings.prompts, loaded.tokenizer)
+
+
+def _calibration(
+    settings: Settings, loaded: Loaded, notes: list[str], progress: Progress
+) -> Calibration | None:
+    """A TSP layer chosen on prompts that nothing is reported on; None, and a note, if none can."""
+    if settings.prompts is None:
+        seed = settings.seed + CALIBRATION_SEED_OFFSET
+        prompts = needle_prompts(settings.context, CALIBRATION_COUNT, seed)
+    else:
+        prompts = read_prompts(settings.prompts, loaded.tokenizer)[:CALIBRATION_COUNT]
+    inputs = [torch.tensor(prompt.input_ids) for prompt in prompts]
+    try:
+        return select_tsp_layer(loaded.model, inputs, progress=progress)
+    except UnsupportedModelError as error:
+        notes.append(f"No TSP layer was calibrated: {error}.")
+        return None
+
+
+def _sweeps(
+    settings: Settings, loaded: Loaded, calibration: Calibration | None, progress: Progress
+) -> tuple[Sweep | None, RateSweep | None]:
+    """The sweeps that are asked for, on other prompts than the comparison."""
+    if not (settings.sweep or settings.sweep_rates):
+        return None, None
+    model, layer = loaded.model, settings.effective_tsp_layer
+    prompts = _prompts(settings, loaded, settings.seed + SEED_OFFSET)
+    sweep = rate_sweep = None
+    if settings.sweep:
+        sweep = sweep_tsp_layers(
+            model, prompts, settings.rates, calibration=calibration, progress=progress
+        )
+    if settings.sweep_rates:
+        rate_sweep = sweep_rates(model, prompts, tsp_layer=layer, progress=progress)
+    return sweep, rate_sweep
 
 
 def _notes(
@@ -215,8 +268,11 @@ def _notes(
             f"Prompts of up to {longest:,} tokens exceed the {limit:,} positions that the model "
             "is made for."
         )
-    if settings.sweep and settings.prompts is not None:
-        notes.append("The sweep is over the same prompts: there is only one file.")
+    if (settings.sweep or settings.sweep_rates) and settings.prompts is not None:
+        notes.append(
+            "Sweeps and calibration are on the same prompts as the comparison: there is only one "
+            "file."
+        )
     return notes
 
 

@@ -1,4 +1,4 @@
-"""Tables of a comparison for an 80-column terminal, each with a legend below."""
+"""Tables for an 80-column terminal, each with a legend below."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from rich.table import Table
 from kvpolicy.evaluation.accuracy import Score
 from kvpolicy.evaluation.comparison import Comparison
 from kvpolicy.evaluation.latency import Phase
-from kvpolicy.evaluation.sweep import Sweep
+from kvpolicy.evaluation.sweep import RateSweep, Sweep
+from kvpolicy.evaluation.tsp_distances import TSPDistances
 
 
 def comparison_table(comparison: Comparison) -> Table:
@@ -85,6 +86,89 @@ def sweep_legend(sweep: Sweep) -> list[str]:
     return [
         "FastKV by the layer after which tokens are dropped, and by KV retention rate:",
         f"% answered exactly, of {_asked(sweep.full.values())}.",
+    ]
+
+
+def held_out_table(sweep: Sweep) -> Table:
+    """The calibrated layer beside the best one: a row for each retention rate."""
+    table = _table()
+    table.add_column("rate", justify="right")
+    for which in ("calibrated", "best"):
+        table.add_column(f"{which}\nlayer", justify="right", no_wrap=True)
+        for kind in sweep.full:
+            table.add_column(_in_two_lines(kind), justify="right", no_wrap=True)
+    for each in sweep.held_out:
+        table.add_row(
+            f"{each.retention_rate:g}",
+            str(each.calibrated_layer),
+            *(percent(score) for score in each.calibrated.values()),
+            str(each.best_layer),
+            *(percent(score) for score in each.best.values()),
+        )
+    return table
+
+
+def held_out_legend(sweep: Sweep) -> list[str]:
+    """What the table of the calibrated layer is."""
+    assert sweep.calibration is not None
+    distances = sweep.calibration.distances
+    count = len(distances.input_lengths)
+    return [
+        f"calibrated: layer chosen of 0 to {distances.layers[-1].tsp_layer} by "
+        f"{sweep.calibration.criterion}, on {count} prompt{'s' * (count > 1)} without answers.",
+        "best: the most accurate of all layers on the prompts of the table above.",
+    ]
+
+
+def rate_sweep_table(sweep: RateSweep) -> Table:
+    """For each kind of prompt, TSP rates by retention rates."""
+    table = _table()
+    table.add_column("", no_wrap=True)
+    table.add_column("TSP\nrate", justify="right", no_wrap=True)
+    for rate in sweep.retention_rates:
+        table.add_column(f"kept\n{rate:g}", justify="right", no_wrap=True)
+    for kind, full in sweep.full.items():
+        for index, tsp_rate in enumerate(sweep.tsp_rates):
+            scores = (sweep.scores.get((tsp_rate, rate)) for rate in sweep.retention_rates)
+            cells = ("" if each is None else percent(each[kind]) for each in scores)
+            table.add_row("" if index else kind, f"{tsp_rate:g}", *cells)
+        table.add_row("", "full", percent(full))
+    return table
+
+
+def rate_sweep_legend(sweep: RateSweep) -> list[str]:
+    """What the table of rates is."""
+    return [
+        f"FastKV with TSP layer {sweep.tsp_layer} by TSP rate and KV retention rate (kept):",
+        f"% answered exactly, of {_asked(sweep.full.values())}.",
+    ]
+
+
+def calibration_table(distances: TSPDistances) -> Table:
+    """A row for each candidate layer."""
+    table = _table()
+    for header in ("TSP layer", "prefill %", "distance", "normalised", "worst"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for each in distances.layers:
+        table.add_row(
+            str(each.tsp_layer),
+            f"{100 * each.compute_rate:.1f}",
+            *(f"{value:.3g}" for value in (each.squared, each.normalised, each.worst)),
+        )
+    return table
+
+
+def calibration_legend(distances: TSPDistances) -> list[str]:
+    """What the columns of a calibration are, with what they were measured on."""
+    lengths = distances.input_lengths
+    low, high = min(lengths), max(lengths)
+    tokens = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    return [
+        f"distance: of the last token's final hidden state, TSP rate {distances.tsp_rate:g}",
+        f"against full context, squared; mean over {len(lengths)} "
+        f"prompt{'s' * (len(lengths) > 1)} of {tokens} tokens.",
+        "normalised: over the squared norm of full context's state; worst: of a prompt.",
+        "prefill: layer-tokens computed, of a full prefill's.",
     ]
 
 

@@ -19,19 +19,20 @@ def check_count(name: str, value: object, *, minimum: int = 0) -> int:
     return value
 
 
-def check_rate(name: str, value: object) -> float:
-    """Return ``value`` if it is a fraction in (0, 1].
+def check_rate(name: str, value: object, *, zero: bool = False) -> float:
+    """Return ``value`` if it is a fraction in (0, 1], or in [0, 1] if ``zero`` is allowed.
 
     Raises:
         TypeError: ``value`` is not a real number.
-        ValueError: ``value`` is outside (0, 1], or not a number.
+        ValueError: ``value`` is outside the range, or not a number.
     """
+    allowed = "[0, 1]" if zero else "(0, 1]"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
-            f"{name} must be a number in (0, 1], got {value!r} of type {type(value).__name__}"
+            f"{name} must be a number in {allowed}, got {value!r} of type {type(value).__name__}"
         )
-    if not 0.0 < float(value) <= 1.0:
-        raise ValueError(f"{name} must be in (0, 1], got {value}")
+    if not 0.0 <= float(value) <= 1.0 or (value == 0 and not zero):
+        raise ValueError(f"{name} must be in {allowed}, got {value}")
     return float(value)
 
 

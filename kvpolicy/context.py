@@ -137,3 +137,14 @@ class LayerContext:
         """``[batch, new_len]`` bool: the last ``size`` new tokens, fewer where there are."""
         tail = torch.arange(self.new_len, device=self.keys.device) >= self.new_len - size
         return tail & self.new_valid
+
+    def is_first(self, size: int) -> Tensor:
+        """``[batch, kv_heads, key_len]`` bool: the row's first ``size`` tokens, if they are here.
+
+        By original position: a token that the layer does not hold is not made up for by another.
+        """
+        return self.valid & (self.positions < size)
+
+    def is_new_first(self, size: int) -> Tensor:
+        """``[batch, new_len]`` bool: those of the row's first ``size`` tokens that are new here."""
+        return self.new_valid & (self.positions[:, 0, self.key_len - self.new_len :] < size)

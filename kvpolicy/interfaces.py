@@ -60,13 +60,18 @@ class KVSelector(abc.ABC):
         return 0
 
     @property
+    def protected_first(self) -> int:
+        """First tokens of the row's context that are kept wherever they are held."""
+        return 0
+
+    @property
     def budget(self) -> Budget | None:
-        """How many tokens each row keeps; None where no one number holds for rows and heads."""
+        """How many tokens each row keeps; None where no one number holds for layers and heads."""
         return None
 
     def protected(self, context: LayerContext) -> Tensor:
         """Bool ``[batch, kv_heads, key_len]``: the tokens that are kept whatever their saliency."""
-        return context.is_tail(self.protected_tail)
+        return context.is_tail(self.protected_tail) | context.is_first(self.protected_first)
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """Fraction of a prompt's tokens that each layer keeps, if all of them reach it.
@@ -82,8 +87,8 @@ class KVSelector(abc.ABC):
         """
         if self.budget is None:
             return [1.0] * num_layers
-        rate = self.budget.fraction(context_len, protected=self.protected_tail)
-        return [rate] * num_layers
+        fixed = self.protected_tail + self.protected_first
+        return [self.budget.fraction(context_len, protected=fixed)] * num_layers
 
     @abc.abstractmethod
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
@@ -126,13 +131,21 @@ class PropagationPolicy(abc.ABC):
         return 1
 
     @property
+    def protected_first(self) -> int:
+        """First tokens of the row's context that go on wherever they are new."""
+        return 0
+
+    @property
     def budget(self) -> Budget | None:
-        """How many tokens of each row go on; None where no one number holds for all."""
+        """How many tokens of each row go on; None where no one number holds for all.
+
+        Where several layers act with budgets of their own, the smallest.
+        """
         return None
 
     def protected(self, context: LayerContext) -> Tensor:
         """Bool ``[batch, new_len]``: the new tokens that go on whatever their saliency."""
-        return context.is_new_tail(self.protected_tail)
+        return context.is_new_tail(self.protected_tail) | context.is_new_first(self.protected_first)
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
         """Layers after which `propagate` is asked.

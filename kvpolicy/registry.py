@@ -47,7 +47,7 @@ def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
 
     Example:
         >>> list(registered("selector"))
-        ['gqa_group', 'keep_all', 'sink_and_recent']
+        ['adaptive_head', 'gqa_group', 'keep_all', 'pyramid_selector', 'sink_and_recent']
     """
     if kind is not None and kind not in _KINDS:
         raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {kind!r}")

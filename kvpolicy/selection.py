@@ -10,10 +10,10 @@ from torch import Tensor
 from kvpolicy.budgets import Budget
 
 
-def row_budgets(
+def head_budgets(
     budget: Budget, seen_len: tuple[int, ...], *, valid: Tensor, protected: Tensor
-) -> list[int]:
-    """Each row's number of tokens under a budget.
+) -> list[list[int]]:
+    """Each head's number of tokens under a budget.
 
     Args:
         budget: The budget.
@@ -22,18 +22,63 @@ def row_budgets(
         protected: bool ``[batch, heads, length]``, those that are kept whatever the budget.
 
     Returns:
-        For each row, the number of tokens to choose in each of its heads: what the head with the
-        fewest has.
+        For each row and head, the number of tokens to choose: the same for all heads of a row,
+        where they hold as many tokens and as many protected ones.
     """
-    counts = torch.stack([valid.sum(dim=-1).amin(dim=-1), protected.sum(dim=-1).amax(dim=-1)])
+    available, fixed = torch.stack([valid.sum(dim=-1), protected.sum(dim=-1)]).tolist()
     return [
-        budget.count(seen_len=seen, available=available, protected=fixed)
-        for seen, available, fixed in zip(seen_len, *counts.tolist(), strict=True)
+        [
+            budget.count(seen_len=seen, available=tokens, protected=always)
+            for tokens, always in zip(*heads, strict=True)
+        ]
+        for seen, *heads in zip(seen_len, available, fixed, strict=True)
     ]
 
 
+def row_budgets(
+    budget: Budget, seen_len: tuple[int, ...], *, valid: Tensor, protected: Tensor
+) -> list[int]:
+    """Each row's number of tokens under a budget: what the head with the fewest has.
+
+    Args:
+        budget: See `head_budgets`.
+        seen_len: See `head_budgets`.
+        valid: See `head_budgets`.
+        protected: See `head_budgets`.
+    """
+    heads = head_budgets(budget, seen_len, valid=valid, protected=protected)
+    return [min(each) for each in heads]
+
+
+def ranks(saliency: Tensor, candidates: Tensor) -> Tensor:
+    """The place of every candidate among those of its row: 0 for the most salient.
+
+    Among equals the earlier comes first. NaN counts as lowest.
+
+    Args:
+        saliency: float ``[..., length]``.
+        candidates: bool ``[..., length]``; what is none comes after all that are.
+
+    Returns:
+        int64 ``[..., length]``.
+
+    Example:
+        >>> ranks(torch.tensor([0.1, 0.9, 0.9]), torch.tensor([True, True, True]))
+        tensor([2, 0, 1])
+    """
+    lowest = torch.finfo(saliency.dtype).min
+    scores = saliency.nan_to_num(nan=lowest, neginf=lowest).masked_fill(~candidates, -torch.inf)
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    slots = torch.arange(saliency.shape[-1], device=saliency.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, slots)
+
+
 def select_top(
-    saliency: Tensor, budgets: Sequence[int], *, valid: Tensor, protected: Tensor
+    saliency: Tensor,
+    budgets: Sequence[int] | Sequence[Sequence[int]],
+    *,
+    valid: Tensor,
+    protected: Tensor,
 ) -> Tensor:
     """Indices of the protected tokens and the most salient others, up to each row's budget.
 
@@ -43,14 +88,14 @@ def select_top(
 
     Args:
         saliency: float ``[batch, heads, length]``, larger means keep.
-        budgets: For each row, how many tokens to choose; from the protected tokens' number to the
-            valid tokens'.
+        budgets: For each row, or for each row and head, how many tokens to choose; from the
+            protected tokens' number to the valid tokens'.
         valid: bool ``[batch, heads, length]``, False on padding.
         protected: bool ``[batch, heads, length]``, among the valid.
 
     Returns:
-        int64 ``[batch, heads, max(budgets)]``, ascending, filled with -1 on the left in rows with
-        a smaller budget.
+        int64 ``[batch, heads, max(budgets)]``, ascending, filled with -1 on the left where the
+        budget is smaller.
 
     Example:
         >>> saliency = torch.tensor([[[0.1, 0.9, 0.5, 0.9, 0.0]]])
@@ -60,15 +105,10 @@ def select_top(
         tensor([[[1, 4]]])
     """
     candidates = valid & ~protected
-    lowest = torch.finfo(saliency.dtype).min
-    scores = saliency.nan_to_num(nan=lowest, neginf=lowest).masked_fill(~candidates, -torch.inf)
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    slots = torch.arange(saliency.shape[-1], device=saliency.device).expand_as(order)
-    rank = torch.empty_like(order).scatter_(-1, order, slots)
-    budget = torch.tensor(list(budgets), device=saliency.device)[:, None, None]
-    free = budget - protected.sum(dim=-1, keepdim=True)
-    chosen = protected | (candidates & (rank < free))
-    return compress(chosen, max(budgets))
+    budget = torch.tensor(budgets).view(len(budgets), -1, 1)  # [batch, 1 or heads, 1]
+    free = budget.to(saliency.device) - protected.sum(dim=-1, keepdim=True)
+    chosen = protected | (candidates & (ranks(saliency, candidates) < free))
+    return compress(chosen, int(budget.max()))
 
 
 def compress(chosen: Tensor, length: int) -> Tensor:

@@ -17,31 +17,31 @@ from kvpolicy.context import LayerContext
 def layer_contexts(draw: st.DrawFn, num_queries: int | None = None) -> LayerContext:
     """Layers of one to three rows, padded or not, at a first prompt or in a later turn.
 
-    Every axis has a prime length of its own where it can, so that swapped axes do not pass.
+    In a later turn the KV heads of a row may hold unlike numbers of tokens. Every axis has a prime
+    length of its own where it can, so that swapped axes do not pass.
 
     Args:
         draw: Given by hypothesis.
         num_queries: Trailing queries to show, as `Scorer.num_queries`.
     """
     batch = draw(st.integers(1, 3))
-    kv_heads, group, head_dim = draw(st.sampled_from([(1, 3, 5), (2, 1, 5), (2, 3, 7)]))
+    kv_heads, group, head_dim = draw(st.sampled_from([(1, 3, 5), (2, 1, 5), (3, 2, 7)]))
     new_lens = draw(st.lists(st.integers(1, 37), min_size=batch, max_size=batch))
-    held_lens = [0] * batch
-    if draw(st.booleans()):
-        held_lens = draw(st.lists(st.integers(1, 17), min_size=batch, max_size=batch))
-    forgotten = [draw(st.integers(0, 400)) if held else 0 for held in held_lens]
+    held_lens = draw(_held_lens(batch, kv_heads))
+    forgotten = [draw(st.integers(0, 400)) if any(held) else 0 for held in held_lens]
     layer_idx, num_layers = draw(st.sampled_from([(0, 1), (1, 4), (2, 4), (4, 11)]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
 
-    key_len = max(held + new for held, new in zip(held_lens, new_lens, strict=True))
+    most_held = [max(held) for held in held_lens]
+    key_len = max(held + new for held, new in zip(most_held, new_lens, strict=True))
     new_len = max(new_lens)
-    seen = [sum(lens) for lens in zip(held_lens, new_lens, forgotten, strict=True)]
+    seen = [sum(lens) for lens in zip(most_held, new_lens, forgotten, strict=True)]
     positions = torch.full((batch, kv_heads, key_len), -1)
     new_valid = torch.zeros(batch, new_len, dtype=torch.bool)
-    for row, (held, new, total) in enumerate(zip(held_lens, new_lens, seen, strict=True)):
+    for row, (of_heads, new, total) in enumerate(zip(held_lens, new_lens, seen, strict=True)):
         new_valid[row, new_len - new :] = True
-        for head in range(kv_heads):
+        for head, held in enumerate(of_heads):
             kept = torch.randperm(total - new, generator=generator)[:held].sort().values
             positions[row, head, key_len - new - held : key_len - new] = kept
             positions[row, head, key_len - new :] = torch.arange(total - new, total)
@@ -64,6 +64,18 @@ def layer_contexts(draw: st.DrawFn, num_queries: int | None = None) -> LayerCont
     )
 
 
+@st.composite
+def _held_lens(draw: st.DrawFn, batch: int, kv_heads: int) -> list[list[int]]:
+    """For each row and KV head, the tokens held: none, as many in each head, or unlike numbers."""
+    if not draw(st.booleans()):
+        return [[0] * kv_heads] * batch
+    held = draw(st.lists(st.integers(1, 17), min_size=batch, max_size=batch))
+    if not draw(st.booleans()):
+        return [[most] * kv_heads for most in held]
+    fewer = st.lists(st.integers(0, 16), min_size=kv_heads, max_size=kv_heads)
+    return [[max(most - less, 0) for less in draw(fewer)] for most in held]
+
+
 def saliencies(context: LayerContext) -> st.SearchStrategy[Tensor]:
     """Saliencies ``[batch, kv_heads, key_len]`` of a layer, with many ties in some."""
     shape = (context.batch, context.kv_heads, context.key_len)
@@ -77,7 +89,7 @@ def saliencies(context: LayerContext) -> st.SearchStrategy[Tensor]:
 
 def row_alone(context: LayerContext, row: int) -> LayerContext:
     """One row of a layer as it would be in a batch of its own, without padding."""
-    held = int(context.valid[row, 0].sum())
+    held = int(context.valid[row].sum(dim=-1).max())
     new = int(context.new_valid[row].sum())
     keys = slice(context.key_len - held, None)
     queries = slice(max(context.query_len - new, 0), None)

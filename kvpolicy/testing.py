@@ -11,8 +11,9 @@ breaks it::
 Needs hypothesis (``pip install kvpolicy[test]``). How many examples are tried is the loaded
 hypothesis profile's ``max_examples``. What the contract holds: the shapes, dtypes and order that
 `kvpolicy.interfaces` states; nothing given is modified; a row that is padded gets what it gets
-alone; exactly the budget is kept, the protected tokens among it and no dropped token more salient
-than a kept one that is not protected; a larger budget only adds tokens.
+alone, also where its heads hold unlike numbers of tokens; exactly the budget is kept, the protected
+tokens always among it and no dropped token more salient than a kept one that is not protected; a
+larger budget only adds tokens.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ImportError("kvpolicy.testing needs hypothesis: pip install 'kvpolicy[test]'") from error
 
-from kvpolicy.budgets import Budget
 from kvpolicy.context import LayerContext
+from kvpolicy.contract import check_choice, check_protected, require, snapshot
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.strategies import layer_contexts, row_alone, saliencies
 
@@ -62,11 +63,11 @@ def check_scorer(component: Scorer) -> None:
     @_property
     @given(context=layer_contexts(component.num_queries))
     def run(context: LayerContext) -> None:
-        before = _snapshot(context)
+        before = snapshot(context)
         saliency = component.score(context)
-        _require(_snapshot(context) == before, "score must not modify the context")
+        require(snapshot(context) == before, "score must not modify the context")
         heads = {context.query_heads, context.kv_heads}
-        _require(
+        require(
             saliency.ndim == 3
             and saliency.shape[0] == context.batch
             and saliency.shape[1] in heads
@@ -74,17 +75,18 @@ def check_scorer(component: Scorer) -> None:
             "saliency must be [batch, query_heads or kv_heads, key_len] = "
             f"[{context.batch}, {heads}, {context.key_len}], got {list(saliency.shape)}",
         )
-        _require(saliency.dtype == torch.float32, f"saliency must be float32, not {saliency.dtype}")
-        _require(saliency.device == context.keys.device, "saliency must be on the keys' device")
+        require(saliency.dtype == torch.float32, f"saliency must be float32, not {saliency.dtype}")
+        require(saliency.device == context.keys.device, "saliency must be on the keys' device")
         for row in range(context.batch):
             alone = row_alone(context, row)
-            here = saliency[row, :, context.key_len - alone.key_len :]
-            _require(bool(here.isfinite().all()), "saliency of tokens must be finite")
-            again = component.score(context)[row, :, context.key_len - alone.key_len :]
-            _require(torch.equal(here, again), "score must be deterministic")
-            difference = float((here - component.score(alone)[0]).abs().max())
+            tokens = alone.valid[0].repeat_interleave(saliency.shape[1] // context.kv_heads, dim=0)
+            here = saliency[row, :, context.key_len - alone.key_len :][tokens]
+            require(bool(here.isfinite().all()), "saliency of tokens must be finite")
+            again = component.score(context)[row, :, context.key_len - alone.key_len :][tokens]
+            require(torch.equal(here, again), "score must be deterministic")
+            difference = float((here - component.score(alone)[0][tokens]).abs().max())
             scale = max(float(here.abs().max()), 1.0)
-            _require(
+            require(
                 difference <= TOLERANCE * scale,
                 f"a padded row must score as it does alone, row {row} differs by {difference}",
             )
@@ -92,36 +94,49 @@ def check_scorer(component: Scorer) -> None:
     run()
 
 
-def check_selector(component: KVSelector) -> None:
+def check_selector(component: KVSelector, larger: KVSelector | None = None) -> None:
     """Run the contract of `KVSelector` on a component.
 
     Args:
         component: The selector.
+        larger: The same under a larger budget, to be checked for only adding tokens. None where
+            `KVSelector.budget` says enough: then a longer context serves.
 
     Raises:
-        TypeError: It is no `KVSelector`.
+        TypeError: One of them is no `KVSelector`.
         AssertionError: It breaks the contract; says how.
     """
     _check_kind(component, KVSelector)
+    if larger is not None:
+        _check_kind(larger, KVSelector)
+    for num_layers in (1, 8, 32, 33):
+        rates = component.kept_rates(num_layers, context_len=1000)
+        require(
+            len(rates) == num_layers and all(0 < rate <= 1 for rate in rates),
+            f"kept_rates must be {num_layers} fractions in (0, 1], got {rates}",
+        )
 
     @_property
     @given(data=st.data(), context=layer_contexts(0), more=st.integers(0, 60))
     def run(data: st.DataObject, context: LayerContext, more: int) -> None:
         saliency = data.draw(saliencies(context))
-        before = _snapshot(context, saliency)
+        before = snapshot(context, saliency)
         kept = component.select(saliency, context)
-        _require(_snapshot(context, saliency) == before, "select must not modify its arguments")
-        _require(
+        require(snapshot(context, saliency) == before, "select must not modify its arguments")
+        require(
             kept.ndim == 3 and kept.shape[:2] == context.keys.shape[:2],
             f"kept must be [batch, kv_heads, kept_len], got {list(kept.shape)} for keys "
             f"{list(context.keys.shape)}",
         )
-        larger = attrs.evolve(context, seen_len=tuple(n + more for n in context.seen_len))
-        kept_of_more = component.select(saliency, larger if component.budget else context)
+        longer = attrs.evolve(context, seen_len=tuple(n + more for n in context.seen_len))
+        kept_of_more = (larger or component).select(
+            saliency, longer if component.budget else context
+        )
         protected = component.protected(context)
         for row in range(context.batch):
             for head in range(context.kv_heads):
-                _check_choice(
+                check_protected(component, protected[row, head], context.positions[row, head])
+                check_choice(
                     kept[row, head],
                     valid=context.valid[row, head],
                     protected=protected[row, head],
@@ -131,13 +146,13 @@ def check_selector(component: KVSelector) -> None:
                 )
                 added = set(kept_of_more[row, head].tolist()) - {-1}
                 lost = set(kept[row, head].tolist()) - {-1} - added
-                _require(not lost, f"a larger budget must only add tokens, but drops {lost}")
+                require(not lost, f"a larger budget must only add tokens, but drops {lost}")
             alone = row_alone(context, row)
             start = context.key_len - alone.key_len
             own = component.select(saliency[row : row + 1, :, start:].clone(), alone)[0]
             own = torch.where(own < 0, own, own + start)
             here = kept[row, :, kept.shape[2] - own.shape[1] :]
-            _require(
+            require(
                 torch.equal(here, own) and bool((kept[row, :, : -own.shape[1]] == -1).all()),
                 f"a padded row must keep what it keeps alone, row {row} keeps {here.tolist()} "
                 f"instead of {own.tolist()}",
@@ -165,33 +180,38 @@ def check_propagation(component: PropagationPolicy) -> None:
     def run(data: st.DataObject, context: LayerContext) -> None:
         # Whole numbers: their mean over heads is the same in any order of summation.
         saliency = (data.draw(saliencies(context)) * (1 << 20)).round()
-        before = _snapshot(context, saliency)
+        context = _at_acting_layer(component, context, data)
+        before = snapshot(context, saliency)
         passed = component.propagate(saliency, context)
-        _require(_snapshot(context, saliency) == before, "propagate must not modify its arguments")
+        require(snapshot(context, saliency) == before, "propagate must not modify its arguments")
         if passed is None:
             _require_all_fit(component, context)
             return
-        _require(
+        require(
             any(component.acting_layers(count) for count in (8, 32, 36)),
             "acting_layers must name the layers after which tokens are dropped, got none",
         )
-        _require(
+        require(
             passed.ndim == 2 and passed.shape[0] == context.batch,
             f"passed_on must be [batch, passed_len] with batch={context.batch}, got "
             f"{list(passed.shape)}",
         )
         means = saliency.double().mean(dim=1)[:, context.key_len - context.new_len :]
+        positions = context.positions[:, 0, context.key_len - context.new_len :]
+        positions = positions.masked_fill(~context.new_valid, -1)
         protected = component.protected(context)
         for row in range(context.batch):
-            _check_choice(
+            check_protected(component, protected[row], positions[row])
+            check_choice(
                 passed[row],
                 valid=context.new_valid[row],
                 protected=protected[row],
                 saliency=means[row] if component.needs_saliency else None,
                 budget=component.budget,
                 seen_len=context.seen_len[row],
+                exact=not _acts_often(component, context),
             )
-            _require(
+            require(
                 int(passed[row, -1]) == context.new_len - 1,
                 f"the last token must go on, {context.new_len - 1}, got {passed[row].tolist()}",
             )
@@ -200,66 +220,44 @@ def check_propagation(component: PropagationPolicy) -> None:
     run()
 
 
-def _check_choice(
-    indices: Tensor,
-    *,
-    valid: Tensor,
-    protected: Tensor,
-    saliency: Tensor | None,
-    budget: Budget | None,
-    seen_len: int,
-) -> None:
-    """Check the indices ``[count]`` chosen among the tokens ``[length]`` of one row and head."""
-    _require(indices.dtype == torch.int64, f"indices must be int64, got {indices.dtype}")
-    all_indices: list[int] = indices.tolist()
-    chosen = [index for index in all_indices if index != -1]
-    _require(
-        all_indices[len(all_indices) - len(chosen) :] == chosen,
-        f"-1 must stand on the left of the indices only, got {all_indices}",
-    )
-    _require(chosen == sorted(set(chosen)), f"indices must be ascending and unique, got {chosen}")
-    _require(
-        all(0 <= index < len(valid) and bool(valid[index]) for index in chosen),
-        f"indices must be those of tokens in [0, {len(valid)}), no padding, got {chosen}",
-    )
-    fixed = protected.nonzero().flatten().tolist()
-    _require(set(fixed) <= set(chosen), f"protected tokens {fixed} must be among {chosen}")
-    available = int(valid.sum())
-    if budget is not None:
-        expected = budget.count(seen_len=seen_len, available=available, protected=len(fixed))
-        _require(len(chosen) == expected, f"exactly {expected} tokens must stay, got {len(chosen)}")
-    if saliency is not None:
-        kept = [float(saliency[index]) for index in chosen if index not in fixed]
-        dropped = set(valid.nonzero().flatten().tolist()) - set(chosen)
-        worst = min(kept, default=float("inf"))
-        best = max((float(saliency[index]) for index in dropped), default=float("-inf"))
-        _require(
-            best <= worst,
-            f"no dropped token may outscore a kept unprotected one, but {best} > {worst}",
-        )
-
-
 def _check_layers(component: PropagationPolicy, num_layers: int) -> None:
     """Check what a propagation policy declares of a model's layers."""
     acting = component.acting_layers(num_layers)
-    _require(
+    require(
         all(0 <= layer < num_layers for layer in acting),
         f"acting_layers must lie in the model of {num_layers} layers, got {sorted(acting)}",
     )
     rates = component.layer_rates(num_layers, context_len=1000)
-    _require(
+    require(
         len(rates) == num_layers and all(0 < rate <= 1 for rate in rates),
         f"layer_rates must be {num_layers} fractions in (0, 1], got {rates}",
     )
     if component.budget is None:
         return
     passed = component.budget.count(seen_len=1000, available=1000, protected=0)
-    for layer in acting:
-        _require(
-            passed == 1000 or all(rate < 1 for rate in rates[layer + 1 :]),
-            f"layer_rates must be below 1 after layer {layer}, where tokens are dropped, got "
-            f"{rates}",
-        )
+    last = max(acting, default=num_layers)  # earlier ones may have larger budgets
+    require(
+        passed == 1000 or all(rate < 1 for rate in rates[last + 1 :]),
+        f"layer_rates must be below 1 after layer {last}, where tokens are dropped, got {rates}",
+    )
+
+
+def _at_acting_layer(
+    component: PropagationPolicy, context: LayerContext, data: st.DataObject
+) -> LayerContext:
+    """The same tokens at a layer where the component acts, if it names one."""
+    num_layers = data.draw(st.sampled_from([8, 32, 36]))
+    acting = sorted(component.acting_layers(num_layers))
+    if not acting:
+        return context
+    return attrs.evolve(
+        context, layer_idx=data.draw(st.sampled_from(acting)), num_layers=num_layers
+    )
+
+
+def _acts_often(component: PropagationPolicy, context: LayerContext) -> bool:
+    """Whether several layers act, with budgets of which the declared one is the smallest."""
+    return len(component.acting_layers(context.num_layers)) > 1
 
 
 def _check_passed_alone(
@@ -271,7 +269,7 @@ def _check_passed_alone(
     own = component.propagate(own_saliency, alone)
     expected = torch.arange(alone.new_len) if own is None else own[0]
     here = passed[row][passed[row] >= 0]
-    _require(
+    require(
         torch.equal(here, expected + first),
         f"a padded row must pass on what it passes on alone, row {row} passes {here.tolist()} "
         f"instead of {(expected + first).tolist()}",
@@ -280,13 +278,13 @@ def _check_passed_alone(
 
 def _require_all_fit(component: PropagationPolicy, context: LayerContext) -> None:
     """Check that passing everything on is what the budget asks for."""
-    if component.budget is None:
+    if component.budget is None or _acts_often(component, context):
         return
     new_lens = context.new_valid.sum(dim=1).tolist()
     fixed = component.protected(context).sum(dim=1).tolist()
     for new, protected, seen in zip(new_lens, fixed, context.seen_len, strict=True):
         passed = component.budget.count(seen_len=seen, available=new, protected=protected)
-        _require(passed == new, f"only {passed} of {new} tokens may go on, but None was returned")
+        require(passed == new, f"only {passed} of {new} tokens may go on, but None was returned")
 
 
 def _property(test: Any) -> Any:
@@ -297,16 +295,3 @@ def _property(test: Any) -> Any:
 def _check_kind(component: object, kind: type) -> None:
     if not isinstance(component, kind):
         raise TypeError(f"component must be a {kind.__name__}, got {component!r}")
-
-
-def _snapshot(context: LayerContext, *more: Tensor) -> list[object]:
-    fields = attrs.asdict(context, recurse=False).values()
-    return [
-        (value.shape, value.flatten().tolist()) if isinstance(value, Tensor) else value
-        for value in (*fields, *more)
-    ]
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)

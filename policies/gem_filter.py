@@ -133,11 +133,10 @@ class RestartPropagation(PropagationPolicy):
             )
         return frozenset({self.filter_layer})
 
-    def protected(self, context: LayerContext) -> Tensor:
-        """The window and the first ``protect``; see `PropagationPolicy.protected`."""
-        positions = context.positions[:, 0, context.key_len - context.new_len :]
-        head = context.new_valid & (positions < self.protect)
-        return context.is_new_tail(self.protected_tail) | head
+    @property
+    def protected_first(self) -> int:
+        """``protect``."""
+        return self.protect
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """The rate, everywhere; see `PropagationPolicy.layer_rates`."""

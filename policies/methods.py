@@ -30,6 +30,7 @@ class StreamingLLM(CachePolicy):
         retention_rate: Fraction of the context every layer keeps, in (0, 1].
         num_sinks: First tokens that are always kept.
         retention_tokens: Number of tokens every layer keeps, in place of the rate.
+        protect: First tokens of the context that are always kept, at least 0.
 
     Raises:
         TypeError: An argument is not of its type.
@@ -52,10 +53,11 @@ class StreamingLLM(CachePolicy):
         num_sinks: int = 4,
         *,
         retention_tokens: int | None = None,
+        protect: int = 0,
     ) -> None:
         super().__init__(
             None,
-            SinkAndRecentSelector(retention_rate, num_sinks, retention_tokens),
+            SinkAndRecentSelector(retention_rate, num_sinks, retention_tokens, protect=protect),
             PassAllPropagation(),
         )
 
@@ -70,6 +72,7 @@ class H2O(CachePolicy):
         retention_rate: Fraction of the context every layer keeps, in (0, 1].
         window_size: Last tokens that are always kept, at least 0.
         retention_tokens: Number of tokens every layer keeps, in place of the rate.
+        protect: First tokens of the context that are always kept, at least 0.
 
     Raises:
         TypeError: An argument is not of its type.
@@ -92,10 +95,11 @@ class H2O(CachePolicy):
         window_size: int = 8,
         *,
         retention_tokens: int | None = None,
+        protect: int = 0,
     ) -> None:
         super().__init__(
             AccumulatedAttentionScorer(),
-            GQAGroupSelector(retention_rate, window_size, retention_tokens),
+            GQAGroupSelector(retention_rate, window_size, retention_tokens, protect=protect),
             PassAllPropagation(),
         )
 
@@ -111,6 +115,7 @@ class SnapKV(CachePolicy):
         window_size: Tokens of the observation window, at least 1.
         kernel_size: Width of the max-pooling, odd.
         retention_tokens: Number of tokens every layer keeps, in place of the rate.
+        protect: First tokens of the context that are always kept, at least 0.
 
     Raises:
         TypeError: An argument is not of its type.
@@ -133,10 +138,11 @@ class SnapKV(CachePolicy):
         kernel_size: int = 7,
         *,
         retention_tokens: int | None = None,
+        protect: int = 0,
     ) -> None:
         super().__init__(
             WindowMaxPoolScorer(window_size, kernel_size),
-            GQAGroupSelector(retention_rate, window_size, retention_tokens),
+            GQAGroupSelector(retention_rate, window_size, retention_tokens, protect=protect),
             PassAllPropagation(),
         )
 
@@ -158,6 +164,7 @@ class FastKV(CachePolicy):
         kernel_size: Width of the max-pooling, odd.
         tsp_tokens: Number of tokens that go on, in place of the rate.
         retention_tokens: Number of tokens every layer keeps, in place of the rate.
+        protect: First tokens of the context that are always kept and always go on, at least 0.
 
     Raises:
         TypeError: An argument is not of its type.
@@ -184,9 +191,12 @@ class FastKV(CachePolicy):
         *,
         tsp_tokens: int | None = None,
         retention_tokens: int | None = None,
+        protect: int = 0,
     ) -> None:
         super().__init__(
             WindowMaxPoolScorer(window_size, kernel_size),
-            GQAGroupSelector(retention_rate, window_size, retention_tokens),
-            TokenSelectivePropagation(tsp_layer, tsp_rate, window_size, tsp_tokens),
+            GQAGroupSelector(retention_rate, window_size, retention_tokens, protect=protect),
+            TokenSelectivePropagation(
+                tsp_layer, tsp_rate, window_size, tsp_tokens, protect=protect
+            ),
         )

@@ -19,6 +19,7 @@ class TOVA(CachePolicy):
         retention_rate: Fraction of the context every layer keeps, in (0, 1].
         window_size: Last tokens that are always kept, at least 0.
         retention_tokens: Number of tokens every layer keeps, in place of the rate.
+        protect: First tokens of the context that are always kept, at least 0.
 
     Raises:
         TypeError: An argument is not of its type.
@@ -40,10 +41,11 @@ class TOVA(CachePolicy):
         window_size: int = 1,
         *,
         retention_tokens: int | None = None,
+        protect: int = 0,
     ) -> None:
         super().__init__(
             LastQueryScorer(),
-            GQAGroupSelector(retention_rate, window_size, retention_tokens),
+            GQAGroupSelector(retention_rate, window_size, retention_tokens, protect=protect),
             PassAllPropagation(),
         )
 
@@ -55,6 +57,7 @@ class KeyNorm(CachePolicy):
         retention_rate: Fraction of the context every layer keeps, in (0, 1].
         window_size: Last tokens that are always kept, at least 0.
         retention_tokens: Number of tokens every layer keeps, in place of the rate.
+        protect: First tokens of the context that are always kept, at least 0.
 
     Raises:
         TypeError: An argument is not of its type.
@@ -76,10 +79,11 @@ class KeyNorm(CachePolicy):
         window_size: int = 8,
         *,
         retention_tokens: int | None = None,
+        protect: int = 0,
     ) -> None:
         super().__init__(
             KeyNormScorer(),
-            GQAGroupSelector(retention_rate, window_size, retention_tokens),
+            GQAGroupSelector(retention_rate, window_size, retention_tokens, protect=protect),
             PassAllPropagation(),
         )
 
@@ -91,6 +95,7 @@ class KeyDiff(CachePolicy):
         retention_rate: Fraction of the context every layer keeps, in (0, 1].
         window_size: Last tokens that are always kept, at least 0.
         retention_tokens: Number of tokens every layer keeps, in place of the rate.
+        protect: First tokens of the context that are always kept, at least 0.
 
     Raises:
         TypeError: An argument is not of its type.
@@ -112,10 +117,11 @@ class KeyDiff(CachePolicy):
         window_size: int = 8,
         *,
         retention_tokens: int | None = None,
+        protect: int = 0,
     ) -> None:
         super().__init__(
             KeyDiffScorer(),
-            GQAGroupSelector(retention_rate, window_size, retention_tokens),
+            GQAGroupSelector(retention_rate, window_size, retention_tokens, protect=protect),
             PassAllPropagation(),
         )
 
@@ -128,6 +134,7 @@ class Random(CachePolicy):
         window_size: Last tokens that are always kept, at least 0.
         seed: Of the choice, at least 0.
         retention_tokens: Number of tokens every layer keeps, in place of the rate.
+        protect: First tokens of the context that are always kept, at least 0.
 
     Raises:
         TypeError: An argument is not of its type.
@@ -145,9 +152,10 @@ class Random(CachePolicy):
         seed: int = 0,
         *,
         retention_tokens: int | None = None,
+        protect: int = 0,
     ) -> None:
         super().__init__(
             RandomScorer(seed),
-            GQAGroupSelector(retention_rate, window_size, retention_tokens),
+            GQAGroupSelector(retention_rate, window_size, retention_tokens, protect=protect),
             PassAllPropagation(),
         )

@@ -8,7 +8,7 @@ import attrs
 from torch import Tensor
 
 from kvpolicy.budgets import Budget, DefaultRate
-from kvpolicy.checks import check_count
+from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy
 from kvpolicy.selection import row_budgets, select_top
@@ -47,10 +47,14 @@ class TokenSelectivePropagation(PropagationPolicy):
         tsp_rate: Fraction of the row's context that goes on, in (0, 1]. 0.2 by default.
         window_size: Trailing tokens that always go on, at least 1.
         tsp_tokens: Number of tokens that go on, in place of the rate.
+        protect: First tokens of the row's context that always go on, at least 0.
+        tsp_depth: The layer as a fraction of the model in (0, 1], in place of ``tsp_layer``:
+            ``int(num_layers * tsp_depth) - 1``, at least 0.
 
     Raises:
         TypeError: An argument is not of its type.
-        ValueError: An argument is out of its range, or both budgets are given.
+        ValueError: An argument is out of its range, both budgets are given, or both ``tsp_layer``
+            and ``tsp_depth``.
 
     Example:
         >>> rates = TokenSelectivePropagation(tsp_layer=1, tsp_rate=0.25).layer_rates(num_layers=4)
@@ -66,10 +70,20 @@ class TokenSelectivePropagation(PropagationPolicy):
     tsp_rate: float | None = DefaultRate(0.2)
     window_size: int = 8
     tsp_tokens: int | None = None
+    protect: int = attrs.field(default=0, kw_only=True)
+    tsp_depth: float | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
+        if self.tsp_layer is not None and self.tsp_depth is not None:
+            raise ValueError(
+                "at most one of tsp_layer and tsp_depth must be given, got "
+                f"tsp_layer={self.tsp_layer} and tsp_depth={self.tsp_depth}"
+            )
         if self.tsp_layer is not None:
             check_count("tsp_layer", self.tsp_layer)
+        if self.tsp_depth is not None:
+            check_rate("tsp_depth", self.tsp_depth)
+        check_count("protect", self.protect)
         # At least the last token: the next one is predicted from it.
         check_count("window_size", self.window_size, minimum=1)
         # A default rate that gave way to a number of tokens shall not show in the repr.
@@ -81,6 +95,11 @@ class TokenSelectivePropagation(PropagationPolicy):
         return self.window_size
 
     @property
+    def protected_first(self) -> int:
+        """Those of ``protect``."""
+        return self.protect
+
+    @property
     def budget(self) -> Budget:
         """How many tokens of each row go on."""
         return Budget(self.tsp_rate, self.tsp_tokens, name="tsp")
@@ -88,7 +107,8 @@ class TokenSelectivePropagation(PropagationPolicy):
     def acting_layers(self, num_layers: int) -> frozenset[int]:
         """The TSP layer; raises ValueError if it lies outside the model."""
         if self.tsp_layer is None:
-            return frozenset({max(num_layers // 2 - 1, 0)})
+            depth = 0.5 if self.tsp_depth is None else self.tsp_depth
+            return frozenset({max(int(num_layers * depth) - 1, 0)})
         if self.tsp_layer >= num_layers:
             raise ValueError(
                 f"tsp_layer must be in [0, {num_layers - 1}] for a model of {num_layers} layers, "
@@ -99,7 +119,7 @@ class TokenSelectivePropagation(PropagationPolicy):
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """1 up to the TSP layer, the TSP rate after it; see `PropagationPolicy.layer_rates`."""
         (layer,) = self.acting_layers(num_layers)
-        rate = self.budget.fraction(context_len, protected=self.window_size)
+        rate = self.budget.fraction(context_len, protected=self.window_size + self.protect)
         return [1.0 if index <= layer else rate for index in range(num_layers)]
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:

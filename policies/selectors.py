@@ -13,7 +13,7 @@ from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector
-from kvpolicy.selection import compress, row_budgets, select_top
+from kvpolicy.selection import compress, head_budgets, select_top
 
 
 @attrs.frozen
@@ -47,6 +47,7 @@ class GQAGroupSelector(KVSelector):
         retention_rate: Fraction of the row's context to keep, in (0, 1]. 0.1 by default.
         window_size: Trailing tokens that are always kept, at least 0.
         retention_tokens: Number of tokens to keep, in place of the rate.
+        protect: First tokens of the row's context that are always kept, at least 0.
 
     Raises:
         TypeError: An argument is not of its type.
@@ -65,9 +66,11 @@ class GQAGroupSelector(KVSelector):
     retention_rate: float | None = DefaultRate(0.1)
     window_size: int = 8
     retention_tokens: int | None = None
+    protect: int = attrs.field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_count("window_size", self.window_size)
+        check_count("protect", self.protect)
         # A default rate that gave way to a number of tokens shall not show in the repr.
         object.__setattr__(self, "retention_rate", self.budget.rate)
 
@@ -75,6 +78,11 @@ class GQAGroupSelector(KVSelector):
     def protected_tail(self) -> int:
         """The window."""
         return self.window_size
+
+    @property
+    def protected_first(self) -> int:
+        """Those of ``protect``."""
+        return self.protect
 
     @property
     def budget(self) -> Budget:
@@ -85,7 +93,7 @@ class GQAGroupSelector(KVSelector):
         """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         assert saliency is not None
         valid, protected = context.valid, self.protected(context)
-        budgets = row_budgets(self.budget, context.seen_len, valid=valid, protected=protected)
+        budgets = head_budgets(self.budget, context.seen_len, valid=valid, protected=protected)
         scores = group_mean(saliency, context.kv_heads)
         return select_top(scores, budgets, valid=valid, protected=protected)
 
@@ -96,8 +104,10 @@ class SinkAndRecentSelector(KVSelector):
 
     Args:
         retention_rate: Fraction of the row's context to keep, in (0, 1]. 0.1 by default.
-        num_sinks: First tokens that are always kept, at least 0.
+        num_sinks: First tokens that are always kept, at least 0: the first that the layer holds.
         retention_tokens: Number of tokens to keep, in place of the rate.
+        protect: First tokens of the row's context that are always kept, at least 0. Differs from
+            ``num_sinks`` only where some of them did not reach the layer.
 
     Raises:
         TypeError: An argument is not of its type.
@@ -116,9 +126,11 @@ class SinkAndRecentSelector(KVSelector):
     retention_rate: float | None = DefaultRate(0.1)
     num_sinks: int = 4
     retention_tokens: int | None = None
+    protect: int = attrs.field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_count("num_sinks", self.num_sinks)
+        check_count("protect", self.protect)
         object.__setattr__(self, "retention_rate", self.budget.rate)
 
     @property
@@ -127,17 +139,23 @@ class SinkAndRecentSelector(KVSelector):
         return False
 
     @property
+    def protected_first(self) -> int:
+        """The sinks and those of ``protect``."""
+        return max(self.num_sinks, self.protect)
+
+    @property
     def budget(self) -> Budget:
         """How many tokens each row keeps."""
         return Budget(self.retention_rate, self.retention_tokens)
 
     def protected(self, context: LayerContext) -> Tensor:
-        """The sinks; see `KVSelector.protected`."""
-        return context.valid & (context.valid.cumsum(dim=-1) <= self.num_sinks)
+        """The sinks and those of ``protect``; see `KVSelector.protected`."""
+        sinks = context.valid & (context.valid.cumsum(dim=-1) <= self.num_sinks)
+        return sinks | super().protected(context)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         valid, protected = context.valid, self.protected(context)
-        budgets = row_budgets(self.budget, context.seen_len, valid=valid, protected=protected)
+        budgets = head_budgets(self.budget, context.seen_len, valid=valid, protected=protected)
         recency = torch.arange(context.key_len, dtype=torch.float64, device=valid.device)
         return select_top(recency.expand(valid.shape), budgets, valid=valid, protected=protected)

@@ -19,12 +19,15 @@ class LayerReport:
         kept: Tokens whose keys and values are held, over all rows; the mean over the KV heads.
         held_bytes: Bytes behind the keys and values held.
         full_bytes: Bytes of the keys and values a full cache would hold, padding included.
+        padding_bytes: Those of ``held_bytes`` that hold no token: where heads or rows keep unlike
+            numbers of tokens, all have as many slots as the one that keeps most.
     """
 
     seen: int
     kept: float
     held_bytes: int
     full_bytes: int
+    padding_bytes: int = 0
 
     @property
     def share(self) -> float:
@@ -40,10 +43,10 @@ class CacheReport:
         layers: One entry a layer.
 
     Example:
-        >>> print(CacheReport((LayerReport(1000, 100.0, 51200, 512000),)))
-        layer    tokens seen   tokens kept         bytes    full cache   share
-        0              1,000         100.0        51,200       512,000   10.0%
-        total          1,000         100.0        51,200       512,000   10.0%
+        >>> print(CacheReport((LayerReport(1000, 100.0, 51200, 512000, 2048),)))
+        layer tokens seen tokens kept          bytes      padding      full cache  share
+        0           1,000       100.0         51,200        2,048         512,000  10.0%
+        total       1,000       100.0         51,200        2,048         512,000  10.0%
     """
 
     layers: tuple[LayerReport, ...]
@@ -60,9 +63,10 @@ class CacheReport:
                 continue
             batch, kv_heads, _, key_dim = keys.shape
             slot_bytes = (key_dim + values.shape[3]) * keys.element_size()
-            kept = int((positions >= 0).sum()) / kv_heads
+            tokens, held = int((positions >= 0).sum()), layer.nbytes()
             full = batch * kv_heads * columns * slot_bytes
-            reports.append(LayerReport(seen, kept, layer.nbytes(), full))
+            padding = held * (positions.numel() - tokens) // max(positions.numel(), 1)
+            reports.append(LayerReport(seen, tokens / kv_heads, held, full, padding))
         return CacheReport(tuple(reports))
 
     @property
@@ -74,17 +78,18 @@ class CacheReport:
             kept=sum(layer.kept for layer in self.layers) / count,
             held_bytes=sum(layer.held_bytes for layer in self.layers),
             full_bytes=sum(layer.full_bytes for layer in self.layers),
+            padding_bytes=sum(layer.padding_bytes for layer in self.layers),
         )
 
     def __str__(self) -> str:
         lines = [
-            f"{'layer':<8}{'tokens seen':>12}{'tokens kept':>14}{'bytes':>14}"
-            f"{'full cache':>14}{'share':>8}"
+            f"{'layer':<5}{'tokens seen':>12}{'tokens kept':>12}{'bytes':>15}{'padding':>13}"
+            f"{'full cache':>16}{'share':>7}"
         ]
         rows = [(str(index), layer) for index, layer in enumerate(self.layers)]
         for name, row in [*rows, ("total", self.total)]:
             lines.append(
-                f"{name:<8}{row.seen:>12,}{row.kept:>14,.1f}{row.held_bytes:>14,}"
-                f"{row.full_bytes:>14,}{row.share:>8.1%}"
+                f"{name:<5}{row.seen:>12,}{row.kept:>12,.1f}{row.held_bytes:>15,}"
+                f"{row.padding_bytes:>13,}{row.full_bytes:>16,}{row.share:>7.1%}"
             )
         return "\n".join(lines)

@@ -94,7 +94,7 @@ def test_wrong_command_line(run: Run, arguments: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--policy", "nope"], "no policy is named 'nope'; known: fastkv, full_context"),
+        (["--policy", "nope"], "no policy is named 'nope'; known: ada_kv, fastkv, full_context"),
         (["--rate", "0"], "retention_rate must be in (0, 1], got 0.0"),
         (["--rate", "1.5"], "retention_rate must be in (0, 1], got 1.5"),
         (["--dtype", "int7"], "dtype must be one of auto, float32, bfloat16, float16"),
@@ -253,7 +253,11 @@ def test_policies_lists_everything_in_80_columns() -> None:
     for name, factory in registered().items():
         paper = getattr(factory, "paper", "")
         assert f"  {name}" + (f"  ({paper})" if paper else "") in lines
-    assert "    retention_rate=0.1, window_size=8, kernel_size=7, retention_tokens=None" in lines
+    start = lines.index("  snapkv  (arXiv 2404.14469)")
+    assert lines[start + 2 : start + 4] == [
+        "    retention_rate=0.1, window_size=8, kernel_size=7, retention_tokens=None,",
+        "    protect=0",
+    ]
     order = [line for line in lines if line and not line.startswith(" ")]
     assert order == ["policy", "scorer", "selector", "propagation"]
 

@@ -29,7 +29,7 @@ from kvpolicy.evaluation import (
 )
 from kvpolicy.evaluation.command_compare import show
 from kvpolicy.evaluation.plots import plot_comparison, plot_sweep
-from kvpolicy.evaluation.study import Settings, _timing_notes, check, run, write
+from kvpolicy.evaluation.study import CALIBRATION_COUNT, Settings, _timing_notes, check, run, write
 from kvpolicy.evaluation.tables import byte_unit, comparison_table, sweep_table
 from kvpolicy.integrations.transformers import LayerReport
 from kvpolicy.policies import FullContext, SnapKV
@@ -190,7 +190,14 @@ def test_pictures(kinds: list[str]) -> None:
 def test_study_on_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The numbers on the screen are those in the file, and the screen is 80 columns wide."""
     settings = Settings(
-        context=128, count=6, rates=(0.1, 0.3), rounds=2, new_tokens=2, threads=1, sweep=True
+        context=128,
+        count=6,
+        rates=(0.1, 0.3),
+        rounds=2,
+        new_tokens=2,
+        threads=1,
+        sweep=True,
+        sweep_rates=True,
     )
     study = run(settings, check(settings, tmp_path), load())
     assert write(study, tmp_path) == ["compare.json", "compare.png", "tsp_layers.png"]
@@ -217,16 +224,24 @@ def test_study_on_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert float(cells[7]) == pytest.approx(row["prefill"]["median_ms"], abs=0.51)
         assert cells[8] == f"x{row['prefill']['speedup']:.2f}"
         assert cells[10] == f"x{row['decode']['speedup']:.2f}"
-        assert row["kv_bytes"]["held"] == row["tokens"]["kept"] * 6 * 2 * 2 * 16 * 4
+        token_bytes = row["kv_bytes"]["held"] - row["kv_bytes"]["padding"]
+        assert token_bytes == pytest.approx(row["tokens"]["kept"] * 6 * 2 * 2 * 16 * 4)
     assert data["settings"]["count"] == 6
     assert data["settings"]["tsp_layer"] == settings.effective_tsp_layer
     assert data["machine"]["threads"] == 1
     assert data["sweep"]["seed"] != data["settings"]["seed"]
+    assert data["sweep"]["calibration"]["input_lengths"] == [128] * CALIBRATION_COUNT
+    assert len(data["sweep"]["held_out"]) == 2
+    assert data["rate_sweep"]["seed"] == data["sweep"]["seed"]
+    assert data["rate_sweep"]["tsp_layer"] == settings.effective_tsp_layer
+    assert len(data["rate_sweep"]["rates"]) == 15
     show(study)
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert re.search(r"fastkv drops tokens after layer \d, chosen\s+from the sweep", shown)
     assert "fastkv 0.3: tsp_rate raised to 0.3" in shown
+    assert re.search(r"calibrated +one- +two- +best", shown)
+    assert "by TSP rate and KV retention rate (kept):" in shown
 
 
 def test_bundled_model_answers_and_needs_its_cache() -> None:

@@ -11,23 +11,30 @@ from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import (
     H2O,
     TOVA,
+    AdaKV,
     FastKV,
     FullContext,
+    GemFilter,
+    GQAGroupSelector,
     KeyDiff,
     PyramidInfer,
+    PyramidKV,
     SnapKV,
+    StagedPropagation,
     StreamingLLM,
+    TokenSelectivePropagation,
+    WindowMaxPoolScorer,
 )
 from kvpolicy.policy import CachePolicy
 from tests import reference
-from tests.reference import PAD_TOKEN_ID, Method, ReferenceState, Scored, TurnResult, random_tokens
+from tests.reference import PAD_TOKEN_ID, Method, ReferenceState, TurnResult, random_tokens
 
 NUM_DECODE = 16
 # Tokens of each row in the first turn, and of what its user adds in the second.
 FIRST_LENS = (67, 41, 23)
 SECOND_LENS = (11, 29, 3)
 
-METHODS: dict[str, tuple[CachePolicy, Method | Scored | reference.PyramidInfer]] = {
+METHODS: dict[str, tuple[CachePolicy, Method]] = {
     "full_context": (FullContext(), reference.FullContext()),
     "streaming_llm": (StreamingLLM(0.3), reference.StreamingLLM(0.3)),
     "streaming_llm_tokens": (
@@ -65,6 +72,44 @@ METHODS: dict[str, tuple[CachePolicy, Method | Scored | reference.PyramidInfer]]
             retention_tokens=9, window_size=3, kernel_size=5, tsp_layer=2, tsp_tokens=9
         ),
     ),
+    "gem_filter": (GemFilter(retention_rate=0.3), reference.GemFilter(retention_rate=0.3)),
+    "gem_filter_first_layer": (
+        GemFilter(0, retention_tokens=13, kernel_size=3, protect=2),
+        reference.GemFilter(0, retention_tokens=13, kernel_size=3, protect=2),
+    ),
+    "pyramid_kv": (
+        PyramidKV(0.3, window_size=4, kernel_size=3),
+        reference.PyramidKV(0.3, window_size=4, kernel_size=3),
+    ),
+    "ada_kv": (
+        AdaKV(0.33, window_size=4, kernel_size=3),
+        reference.AdaKV(0.33, window_size=4, kernel_size=3),
+    ),
+    "two_stages": (
+        CachePolicy(
+            WindowMaxPoolScorer(4, 3),
+            GQAGroupSelector(0.25, window_size=4),
+            StagedPropagation(
+                [
+                    TokenSelectivePropagation(0, 0.7, window_size=4),
+                    TokenSelectivePropagation(2, 0.35, window_size=4),
+                ]
+            ),
+        ),
+        reference.Staged(0.25, window_size=4, kernel_size=3, stages=((0, 0.7), (2, 0.35))),
+    ),
+    "snapkv_protected": (
+        SnapKV(0.2, window_size=4, kernel_size=3, protect=5),
+        reference.SnapKV(0.2, window_size=4, kernel_size=3, protect=5),
+    ),
+    "streaming_llm_protected": (
+        StreamingLLM(0.3, num_sinks=1, protect=6),
+        reference.StreamingLLM(0.3, num_sinks=1, protect=6),
+    ),
+    "fastkv_protected": (
+        FastKV(tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3, protect=5),
+        reference.FastKV(0.25, window_size=4, kernel_size=3, tsp_rate=0.4, protect=5),
+    ),
 }
 
 
@@ -79,9 +124,7 @@ class Turn:
 
 
 @cache
-def expected_turns(
-    model: PreTrainedModel, method: Method | Scored | reference.PyramidInfer, row: int
-) -> tuple[TurnResult, ...]:
+def expected_turns(model: PreTrainedModel, method: Method, row: int) -> tuple[TurnResult, ...]:
     """Both turns of one row alone, by the reference."""
     state = ReferenceState(model, method)
     first = state.turn(random_tokens(row, FIRST_LENS[row]), NUM_DECODE)

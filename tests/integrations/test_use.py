@@ -322,7 +322,7 @@ def test_report_counts_tokens_and_bytes(model: PreTrainedModel) -> None:
     table = str(report).splitlines()
     assert len(table) == 6
     assert max(map(len, table)) <= 80
-    assert table[-1].split() == ["total", "80", "18.0", "10,240", "51,200", "20.0%"]
+    assert table[-1].split() == ["total", "80", "18.0", "10,240", "1,024", "51,200", "20.0%"]
 
 
 @torch.no_grad()

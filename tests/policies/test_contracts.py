@@ -7,14 +7,17 @@ import pytest
 import kvpolicy
 from kvpolicy.policies import (
     AccumulatedAttentionScorer,
+    AdaptiveHeadSelector,
     GQAGroupSelector,
     KeyDiffScorer,
     KeyNormScorer,
     LastQueryScorer,
     MaxScorer,
     PyramidPropagation,
+    PyramidSelector,
     RandomScorer,
     SinkAndRecentSelector,
+    StagedPropagation,
     SumScorer,
     TokenSelectivePropagation,
     ValueAwareScorer,
@@ -58,15 +61,55 @@ def test_registered_parts(kind: str, factory: Any) -> None:
         ("selector", GQAGroupSelector(retention_tokens=9, window_size=3)),
         ("selector", SinkAndRecentSelector(0.4, num_sinks=0)),
         ("selector", SinkAndRecentSelector(retention_tokens=11, num_sinks=5)),
+        ("selector", GQAGroupSelector(0.1, window_size=2, protect=5)),
+        ("selector", GQAGroupSelector(retention_tokens=4, window_size=0, protect=9)),
+        ("selector", SinkAndRecentSelector(0.2, num_sinks=2, protect=6)),
+        ("selector", PyramidSelector(0.4, window_size=0, beta=2)),
+        ("selector", PyramidSelector(retention_tokens=9, window_size=3, beta=7, protect=4)),
+        ("selector", AdaptiveHeadSelector(0.3, window_size=0, floor=0.0)),
+        ("selector", AdaptiveHeadSelector(retention_tokens=9, window_size=3, protect=4)),
         ("scorer", WeightedTailScorer(0.5, distance_weight=3.0)),
         ("propagation", PyramidPropagation(0.1, 0.2, num_sinks=2, min_context=0)),
         ("propagation", TokenSelectivePropagation(tsp_rate=0.3, window_size=2)),
         ("propagation", TokenSelectivePropagation(0, tsp_tokens=7, window_size=1)),
+        ("propagation", TokenSelectivePropagation(tsp_rate=0.1, window_size=1, protect=6)),
+        (
+            "propagation",
+            StagedPropagation(
+                [
+                    TokenSelectivePropagation(5, tsp_tokens=9, window_size=1, protect=2),
+                    TokenSelectivePropagation(2, tsp_tokens=4, window_size=2, protect=7),
+                ]
+            ),
+        ),
+        ("propagation", StagedPropagation([PyramidPropagation(0.1, 0.2, min_context=0)])),
     ],
     ids=str,
 )
 def test_other_parameters(kind: str, part: Any) -> None:
     CHECKS[kind](part)
+
+
+@pytest.mark.parametrize(
+    ("part", "larger"),
+    [
+        (PyramidSelector(0.1, 2), PyramidSelector(0.25, 2)),
+        (PyramidSelector(0.5, 0, beta=3), PyramidSelector(0.8, 0, beta=3)),
+        (
+            PyramidSelector(retention_tokens=4, window_size=1, protect=3),
+            PyramidSelector(retention_tokens=5, window_size=1, protect=3),
+        ),
+        (AdaptiveHeadSelector(0.1, 2), AdaptiveHeadSelector(0.25, 2)),
+        (AdaptiveHeadSelector(0.5, 0, floor=0.5), AdaptiveHeadSelector(0.8, 0, floor=0.5)),
+        (
+            AdaptiveHeadSelector(retention_tokens=9, window_size=1, floor=0.0, protect=3),
+            AdaptiveHeadSelector(retention_tokens=10, window_size=1, floor=0.0, protect=3),
+        ),
+    ],
+    ids=str,
+)
+def test_a_larger_budget_only_adds(part: Any, larger: Any) -> None:
+    check_selector(part, larger)
 
 
 @pytest.mark.parametrize("name", list(kvpolicy.registered()))

@@ -5,11 +5,15 @@ they agree only where both follow the description.
 """
 
 from .dense import Act, causal_visible, dense_masked_logits, visible_after
+from .gem_filter import GemFilter
 from .generation import ReferenceState, TurnResult
+from .head_budgets import AdaKV
+from .layer_budgets import PyramidKV
 from .methods import FastKV, FullContext, Method, SnapKV, StreamingLLM
 from .models import FAMILIES, PAD_TOKEN_ID, VOCAB_SIZE, Family, random_tokens, tiny_model
 from .pyramid import PyramidInfer
 from .scored_methods import H2O, TOVA, KeyDiff, Scored
+from .staged import Staged
 
 __all__ = [
     "FAMILIES",
@@ -18,15 +22,19 @@ __all__ = [
     "TOVA",
     "VOCAB_SIZE",
     "Act",
+    "AdaKV",
     "Family",
     "FastKV",
     "FullContext",
+    "GemFilter",
     "KeyDiff",
     "Method",
     "PyramidInfer",
+    "PyramidKV",
     "ReferenceState",
     "Scored",
     "SnapKV",
+    "Staged",
     "StreamingLLM",
     "TurnResult",
     "causal_visible",

@@ -13,7 +13,8 @@ class Entry:
     """What one KV head of one layer stores for one token.
 
     Attributes:
-        position: the token's position in the row.
+        position: the token's position in the row, every token of the row counted; the rotary
+            position in `key` is another after a restart.
         key: `[head_dim]`, after rotary embedding.
         value: `[head_dim]`.
     """

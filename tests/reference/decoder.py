@@ -93,7 +93,11 @@ def rotate(vector: Tensor, position: int, theta: float) -> Tensor:
 
 
 def project(
-    model: PreTrainedModel, layer_idx: int, hidden: Tensor, positions: Sequence[int]
+    model: PreTrainedModel,
+    layer_idx: int,
+    hidden: Tensor,
+    positions: Sequence[int],
+    rotary: Sequence[int] | None = None,
 ) -> tuple[list[Tensor], list[list[Entry]]]:
     """Computes the queries, keys and values of one layer for the tokens at hand.
 
@@ -102,6 +106,7 @@ def project(
         layer_idx: which decoder layer.
         hidden: `[len, hidden]`, what enters the layer.
         positions: of each token, ascending.
+        rotary: position by which each token's queries and keys are turned; None is `positions`.
 
     Returns:
         Queries, per query head `[len, head_dim]`; and entries, per KV head one per token.
@@ -110,8 +115,9 @@ def project(
     layer = decoder_layers(model)[layer_idx]
     attention = layer.self_attn
     normed = rms_norm(hidden, layer.input_layernorm)
+    turns = positions if rotary is None else rotary
 
-    def heads(projection: Any, norm: Any, *, rotary: bool) -> list[list[Tensor]]:
+    def heads(projection: Any, norm: Any, *, turned: bool) -> list[list[Tensor]]:
         """Per head, per token `[head_dim]`."""
         flat = linear(normed, projection.weight, projection.bias)
         split: list[list[Tensor]] = []
@@ -119,16 +125,16 @@ def project(
             rows = flat[:, start : start + sizes.head_dim]
             if norm is not None:
                 rows = rms_norm(rows, norm)
-            if rotary:
-                pairs = zip(rows, positions, strict=True)
+            if turned:
+                pairs = zip(rows, turns, strict=True)
                 split.append([rotate(row, at, sizes.rope_theta) for row, at in pairs])
             else:
                 split.append(list(rows))
         return split
 
-    queries = heads(attention.q_proj, getattr(attention, "q_norm", None), rotary=True)
-    keys = heads(attention.k_proj, getattr(attention, "k_norm", None), rotary=True)
-    values = heads(attention.v_proj, None, rotary=False)
+    queries = heads(attention.q_proj, getattr(attention, "q_norm", None), turned=True)
+    keys = heads(attention.k_proj, getattr(attention, "k_norm", None), turned=True)
+    values = heads(attention.v_proj, None, turned=False)
     entries = [
         [Entry(*fields) for fields in zip(positions, keys[head], values[head], strict=True)]
         for head in range(sizes.kv_heads)

@@ -19,14 +19,13 @@ from .decoder import (
     project,
 )
 from .dense import Act
+from .gem_filter import GemFilter
 from .methods import LayerView, Method
-from .pyramid import PyramidInfer
-from .scored_methods import Scored
 
 
 @dataclass(frozen=True)
 class TurnResult:
-    """What one turn gave.
+    """What one turn gave. Positions count every token of the row, after a restart as well.
 
     Attributes:
         prefill_logits: `[vocab]`, after the last new token.
@@ -34,8 +33,10 @@ class TurnResult:
         tokens: `num_decode + 1` greedy tokens, the argmax of the prefill logits and of each decode
             step; the last one has not been fed.
         kept: per layer and KV head the positions kept right after the act, ascending.
-        propagated: layer to the positions it passed on, for layers that passed on fewer than all.
-        reached: per layer the positions of the new tokens that reached it, ascending.
+        propagated: layer to the positions it passed on, for layers that passed on fewer than all;
+            for a restart, the filter layer to the positions that the second pass ran on.
+        reached: per layer the positions of the new tokens that reached it, ascending; for a
+            restart, in the second pass.
         start: tokens seen before the turn.
         end: tokens seen right after the act.
         margin: smallest relative gap of any choice in the act (`selection.margin`); a choice within
@@ -54,7 +55,11 @@ class TurnResult:
 
     @property
     def act(self) -> Act:
-        """The act as `dense.visible_after` wants it."""
+        """The act as `dense.visible_after` wants it.
+
+        A mask says nothing of rotary positions: after a restart compare with the dense forward of
+        the chosen tokens as a row of their own.
+        """
         return Act(self.start, self.end, self.kept, self.reached)
 
 
@@ -64,9 +69,11 @@ class ReferenceState:
     Attributes:
         cache: per layer, per KV head, the entries held, by ascending position.
         seen: tokens of the row so far: those of prompts and those fed in decoding.
+        rotary: rotary positions in use, that is the next token's; fewer than `seen` after a restart
+            on fewer than all tokens.
     """
 
-    def __init__(self, model: PreTrainedModel, method: Method | Scored | PyramidInfer) -> None:
+    def __init__(self, model: PreTrainedModel, method: Method) -> None:
         """Starts an empty context.
 
         Args:
@@ -77,6 +84,7 @@ class ReferenceState:
         self.model = model
         self.method = method
         self.seen = 0
+        self.rotary = 0
         self.cache: list[list[list[Entry]]] = [
             [[] for _ in range(sizes.kv_heads)] for _ in range(sizes.num_layers)
         ]
@@ -106,10 +114,8 @@ class ReferenceState:
         assert len(new_token_ids) > 0, "a turn needs a new token"
         assert forced is None or len(forced) == num_decode, "one forced token for each decode step"
         start = self.seen
-        prefill_logits, kept, reached, margin = self._act(new_token_ids)
-        propagated = {
-            layer: later for layer, (now, later) in enumerate(pairwise(reached)) if later != now
-        }
+        prefill_logits, propagated, reached, margin = self._act(new_token_ids)
+        kept = self.positions()
         end = self.seen
         tokens = [int(prefill_logits.argmax())]
         decode_logits: list[Tensor] = []
@@ -123,7 +129,7 @@ class ReferenceState:
             tokens,
             kept,
             propagated,
-            reached[:-1],
+            reached,
             start,
             end,
             margin,
@@ -131,24 +137,57 @@ class ReferenceState:
 
     def _act(
         self, new_token_ids: Sequence[int]
-    ) -> tuple[Tensor, list[list[list[int]]], list[list[int]], float]:
+    ) -> tuple[Tensor, dict[int, list[int]], list[list[int]], float]:
         """Prefill with selection and propagation.
 
         Returns:
-            Logits `[vocab]`; kept positions per layer and KV head; the positions that reached each
-            layer and, last, those that left the last one; the smallest margin.
+            Logits `[vocab]`; positions passed on by the layers that passed on fewer than all;
+            positions that reached each layer; the smallest margin.
         """
         positions = list(range(self.seen, self.seen + len(new_token_ids)))
         self.seen += len(new_token_ids)
-        hidden = embed(self.model, new_token_ids)
+        if isinstance(self.method, GemFilter):
+            layer_idx = self.method.acting_layer(len(self.cache))
+            view = self._first_pass(new_token_ids, positions, layer_idx)
+            chosen, margin = self.method.restart_on(view)
+            passed = [positions[index] for index in chosen]
+            logits, reached, _ = self._prefill([new_token_ids[index] for index in chosen], passed)
+            dropped = {layer_idx: passed} if len(passed) < len(positions) else {}
+            return logits, dropped, reached[:-1], margin
+        logits, reached, margin = self._prefill(new_token_ids, positions)
+        dropped = {
+            layer: later for layer, (now, later) in enumerate(pairwise(reached)) if later != now
+        }
+        return logits, dropped, reached[:-1], margin
+
+    def _first_pass(
+        self, token_ids: Sequence[int], positions: Sequence[int], last_layer: int
+    ) -> LayerView:
+        """Runs new tokens through the layers up to one and stores nothing; that layer's view."""
+        rotary = range(self.rotary, self.rotary + len(token_ids))
+        hidden = embed(self.model, token_ids)
+        for layer_idx in range(last_layer + 1):
+            hidden, queries, grown = self._layer(layer_idx, hidden, positions, rotary)
+        return self._view(last_layer, queries, positions, grown)
+
+    def _prefill(
+        self, token_ids: Sequence[int], positions: Sequence[int]
+    ) -> tuple[Tensor, list[list[int]], float]:
+        """Runs tokens through all layers, which keep and pass on what the method chooses.
+
+        Returns:
+            Logits `[vocab]`; the positions that reached each layer and, last, those that left the
+            last one; the smallest margin.
+        """
+        positions = list(positions)
+        rotary = list(range(self.rotary, self.rotary + len(token_ids)))
+        self.rotary += len(token_ids)
+        hidden = embed(self.model, token_ids)
         reached = [positions]
         margin = inf
         for layer_idx in range(len(self.cache)):
-            hidden, queries, grown = self._layer(layer_idx, hidden, positions)
-            scaling = float(decoder_layers(self.model)[layer_idx].self_attn.scaling)
-            choice = self.method.choose(
-                LayerView(layer_idx, len(self.cache), queries, positions, grown, self.seen, scaling)
-            )
+            hidden, queries, grown = self._layer(layer_idx, hidden, positions, rotary)
+            choice = self.method.choose(self._view(layer_idx, queries, positions, grown))
             margin = min(margin, choice.margin)
             self.cache[layer_idx] = [
                 [held[index] for index in kept]
@@ -157,20 +196,38 @@ class ReferenceState:
             if choice.passed is not None:
                 hidden = hidden[choice.passed]
                 positions = [positions[index] for index in choice.passed]
+                rotary = [rotary[index] for index in choice.passed]
             reached.append(positions)
-        return logits_of(self.model, hidden[-1]), self.positions(), reached, margin
+        return logits_of(self.model, hidden[-1]), reached, margin
+
+    def _view(
+        self,
+        layer_idx: int,
+        queries: Sequence[Tensor],
+        positions: Sequence[int],
+        entries: Sequence[Sequence[Entry]],
+    ) -> LayerView:
+        """What the method is shown of a layer."""
+        scaling = float(decoder_layers(self.model)[layer_idx].self_attn.scaling)
+        num_layers = len(self.cache)
+        return LayerView(layer_idx, num_layers, queries, positions, entries, self.seen, scaling)
 
     def _decode(self, token_id: int) -> Tensor:
         """Feeds one token through every layer and appends it everywhere; logits `[vocab]`."""
-        position = self.seen
+        position, rotary = self.seen, self.rotary
         self.seen += 1
+        self.rotary += 1
         hidden = embed(self.model, [token_id])
         for layer_idx in range(len(self.cache)):
-            hidden, _, self.cache[layer_idx] = self._layer(layer_idx, hidden, [position])
+            hidden, _, self.cache[layer_idx] = self._layer(layer_idx, hidden, [position], [rotary])
         return logits_of(self.model, hidden[-1])
 
     def _layer(
-        self, layer_idx: int, hidden: Tensor, positions: Sequence[int]
+        self,
+        layer_idx: int,
+        hidden: Tensor,
+        positions: Sequence[int],
+        rotary: Sequence[int],
     ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
         """Runs one layer over what it holds and the tokens at hand, `hidden` `[len, hidden]`.
 
@@ -178,7 +235,7 @@ class ReferenceState:
             What leaves the layer `[len, hidden]`; queries per query head `[len, head_dim]`; per KV
             head the entries held before and then the new ones.
         """
-        queries, new = project(self.model, layer_idx, hidden, positions)
+        queries, new = project(self.model, layer_idx, hidden, positions, rotary)
         grown = [old + added for old, added in zip(self.cache[layer_idx], new, strict=True)]
         scaling = float(decoder_layers(self.model)[layer_idx].self_attn.scaling)
         group = len(queries) // len(grown)

@@ -3,14 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Protocol
 
 from torch import Tensor
 
 from .attention import Entry
 from .selection import (
+    below,
     budget,
     head_mean,
-    highest,
     margin,
     sinks_and_recent,
     window_and_highest,
@@ -56,6 +57,13 @@ class Choice:
     margin: float = field(default=inf)
 
 
+class Method(Protocol):
+    """What decides at every layer of an act."""
+
+    def choose(self, layer: LayerView) -> Choice:
+        """What the layer keeps and which of the new tokens go on."""
+
+
 @dataclass(frozen=True)
 class FullContext:
     """Keeps everything and passes everything on."""
@@ -73,25 +81,28 @@ class StreamingLLM:
         retention_rate: fraction of all tokens seen; not used where `retention_tokens` is given.
         num_sinks: positions always kept.
         retention_tokens: budget as a number of tokens.
+        protect: positions always kept, beside the sinks.
     """
 
     retention_rate: float | None = 0.1
     num_sinks: int = 4
     retention_tokens: int | None = None
+    protect: int = field(default=0, kw_only=True)
 
     def choose(self, layer: LayerView) -> Choice:
         """Sinks and most recent entries, all tokens."""
         kept = []
+        first = max(self.num_sinks, self.protect)
         for held in layer.entries:
+            positions = [entry.position for entry in held]
             count = budget(
                 self.retention_rate,
                 self.retention_tokens,
                 seen=layer.seen,
                 available=len(held),
-                protected=self.num_sinks,
+                protected=len(below(positions, first)),
             )
-            positions = [entry.position for entry in held]
-            kept.append(sinks_and_recent(positions, self.num_sinks, count))
+            kept.append(sinks_and_recent(positions, first, count))
         return Choice(kept)
 
 
@@ -104,12 +115,14 @@ class SnapKV:
         window_size: last keys, always kept; as many last queries observe.
         kernel_size: odd width of the max-pooling.
         retention_tokens: budget as a number of tokens.
+        protect: positions always kept, beside the window.
     """
 
     retention_rate: float | None = 0.1
     window_size: int = 8
     kernel_size: int = 7
     retention_tokens: int | None = None
+    protect: int = field(default=0, kw_only=True)
 
     def saliency(self, layer: LayerView) -> list[list[float]]:
         """Per query head, pooled scores of the keys before the window."""
@@ -122,28 +135,45 @@ class SnapKV:
             scaling=layer.scaling,
         )
 
-    def choose(self, layer: LayerView) -> Choice:
-        """The window and the most salient entries per KV head, all tokens."""
+    def head_scores(self, layer: LayerView) -> list[list[float]]:
+        """Per KV head, the mean over its group of the saliency of the keys before the window."""
         saliency = self.saliency(layer)
         group = len(layer.queries) // len(layer.entries)
+        return [
+            head_mean(saliency[first : first + group]) for first in range(0, len(saliency), group)
+        ]
+
+    def exempt(self, positions: Sequence[int]) -> list[int]:
+        """Indices of the protected among `positions`, those in the window left out."""
+        return below(positions[: max(0, len(positions) - self.window_size)], self.protect)
+
+    def count(self, layer: LayerView, available: int, protected: int) -> int:
+        """Entries to keep of `available`, of which `protected` are kept in any case."""
+        return budget(
+            self.retention_rate,
+            self.retention_tokens,
+            seen=layer.seen,
+            available=available,
+            protected=protected,
+        )
+
+    def choose(self, layer: LayerView) -> Choice:
+        """The window, the protected and the most salient entries per KV head, all tokens."""
         kept, margins = [], []
-        for head, held in enumerate(layer.entries):
-            scores = head_mean(saliency[head * group : (head + 1) * group])
-            count = budget(
-                self.retention_rate,
-                self.retention_tokens,
-                seen=layer.seen,
-                available=len(held),
-                protected=self.window_size,
-            )
-            kept.append(window_and_highest(scores, len(held), count))
-            margins.append(margin(scores, kept[-1]))
+        for held, scores in zip(layer.entries, self.head_scores(layer), strict=True):
+            exempt = self.exempt([entry.position for entry in held])
+            protected = len(held) - len(scores) + len(exempt)
+            count = self.count(layer, len(held), protected)
+            kept.append(window_and_highest(scores, len(held), count, exempt))
+            margins.append(margin(scores, kept[-1], exempt))
         return Choice(kept, margin=min(margins))
 
 
 @dataclass(frozen=True)
 class FastKV(SnapKV):
     """Keeps as SnapKV; after one layer only the most salient of the new tokens go on.
+
+    `protect` holds for both: those of the new tokens go on in any case.
 
     Attributes:
         tsp_layer: the layer after which tokens are dropped; None is `num_layers // 2 - 1`.
@@ -162,29 +192,33 @@ class FastKV(SnapKV):
         assert 0 <= tsp_layer < layer.num_layers, "tsp_layer is not a layer of this model"
         if layer.layer_idx != tsp_layer:
             return choice
-        passed, gap = self.pass_on(layer)
+        passed, gap = pass_on(self, layer, self.tsp_rate, self.tsp_tokens)
         return Choice(choice.kept, passed, min(choice.margin, gap))
 
-    def pass_on(self, layer: LayerView) -> tuple[list[int], float]:
-        """Indices of the new tokens to pass on, ascending, and the margin of that choice."""
-        new_len = len(layer.new_positions)
-        group = len(layer.queries) // len(layer.entries)
-        competing = max(0, new_len - self.window_size)
-        count = budget(
-            self.tsp_rate,
-            self.tsp_tokens,
-            seen=layer.seen,
-            available=new_len,
-            protected=self.window_size,
-        )
-        own_columns = []
-        for head, row in enumerate(self.saliency(layer)):
-            first_new = len(layer.entries[head // group]) - new_len
-            own_columns.append(row[first_new : first_new + competing])
-        scores = head_mean(own_columns)
-        window = list(range(competing, new_len))
-        chosen = highest(scores, count - len(window))
-        return chosen + window, margin(scores, chosen)
 
+def pass_on(
+    method: SnapKV, layer: LayerView, rate: float | None, tokens: int | None = None
+) -> tuple[list[int], float]:
+    """The new tokens that go on by `method`'s saliency averaged over all query heads.
 
-Method = FullContext | StreamingLLM | SnapKV | FastKV
+    Returns:
+        Indices of the new tokens, ascending, and the margin of the choice.
+    """
+    new_len = len(layer.new_positions)
+    group = len(layer.queries) // len(layer.entries)
+    competing = max(0, new_len - method.window_size)
+    exempt = method.exempt(layer.new_positions)
+    count = budget(
+        rate,
+        tokens,
+        seen=layer.seen,
+        available=new_len,
+        protected=new_len - competing + len(exempt),
+    )
+    own_columns = []
+    for head, row in enumerate(method.saliency(layer)):
+        first_new = len(layer.entries[head // group]) - new_len
+        own_columns.append(row[first_new : first_new + competing])
+    scores = head_mean(own_columns)
+    passed = window_and_highest(scores, new_len, count, exempt)
+    return passed, margin(scores, passed, exempt)

@@ -1,7 +1,7 @@
 """Which tokens stay, on plain Python lists: budgets, pooling, saliency, choosing."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -44,6 +44,20 @@ def max_pool(row: Sequence[float], kernel_size: int) -> list[float]:
     return [max(row[max(0, i - reach) : i + reach + 1]) for i in range(len(row))]
 
 
+def average_pool(row: Sequence[float], kernel_size: int) -> list[float]:
+    """The mean of each value and its `kernel_size // 2` neighbours on either side, 0 where missing.
+
+    Example:
+        >>> average_pool([3.0, 6.0, 0.0, 9.0], 3)
+        [3.0, 3.0, 5.0, 3.0]
+    """
+    assert kernel_size % 2 == 1, "kernel_size must be odd"
+    reach = kernel_size // 2
+    return [
+        math.fsum(row[max(0, i - reach) : i + reach + 1]) / kernel_size for i in range(len(row))
+    ]
+
+
 def highest(scores: Sequence[float], count: int) -> list[int]:
     """Indices of the `count` highest scores, ascending; of two equal ones the earlier is taken.
 
@@ -55,20 +69,31 @@ def highest(scores: Sequence[float], count: int) -> list[int]:
     return sorted(by_score[:count])
 
 
-def window_and_highest(scores: Sequence[float], length: int, count: int) -> list[int]:
-    """The window (every index that has no score) and the highest others, `count` in all.
+def below(positions: Sequence[int], first: int) -> list[int]:
+    """Indices of the positions below `first`: the tokens that `protect` keeps."""
+    return [index for index, position in enumerate(positions) if position < first]
+
+
+def window_and_highest(
+    scores: Sequence[float], length: int, count: int, exempt: Collection[int] = ()
+) -> list[int]:
+    """The window (every index that has no score), the exempt and the highest others.
 
     Args:
         scores: of the tokens before the window.
         length: tokens in all, window included; the window is `length - len(scores)` tokens.
-        count: budget, at least the window.
+        count: budget, at least the window and the exempt.
+        exempt: indices before the window that are kept whatever their score.
 
     Returns:
         `count` indices below `length`, ascending.
     """
     window = list(range(len(scores), length))
-    assert count >= len(window), "the window is always kept"
-    return highest(scores, count - len(window)) + window
+    free = count - len(window) - len(exempt)
+    assert free >= 0, "the window and the exempt are always kept"
+    others = [index for index in range(len(scores)) if index not in exempt]
+    chosen = [others[place] for place in highest([scores[index] for index in others], free)]
+    return sorted([*exempt, *chosen]) + window
 
 
 def sinks_and_recent(positions: Sequence[int], num_sinks: int, count: int) -> list[int]:
@@ -89,23 +114,35 @@ def sinks_and_recent(positions: Sequence[int], num_sinks: int, count: int) -> li
     return sinks + sorted(recent)
 
 
-def margin(scores: Sequence[float], chosen: Sequence[int]) -> float:
+def margin(
+    scores: Sequence[float],
+    chosen: Collection[int],
+    exempt: Collection[int] = (),
+    *,
+    scale: float | None = None,
+) -> float:
     """How near the choice was to falling otherwise: the smallest relative gap over the boundary.
 
     `(kept - dropped) / kept`, the least over all kept and dropped tokens of unlike score. Equal
     scores do not count: pooling makes neighbours equal by design, in any implementation alike.
 
     Args:
-        scores: of the tokens that competed.
+        scores: of the tokens that competed; positive where there is no `scale`.
         chosen: indices of those kept; indices beyond `scores` (the window) are ignored.
+        exempt: indices of those that did not compete.
+        scale: what the gap is relative to in the place of the kept score, for scores of any sign:
+            the size of the terms whose rounding makes the scores uncertain.
 
     Returns:
         The gap, or infinity where no two scores differ over the boundary.
     """
-    kept_set = set(chosen)
-    kept = [score for index, score in enumerate(scores) if index in kept_set]
-    dropped = [score for index, score in enumerate(scores) if index not in kept_set]
-    return min(((k - d) / k for k in kept for d in dropped if k > d), default=math.inf)
+    competed = [index for index in range(len(scores)) if index not in exempt]
+    kept = [scores[index] for index in competed if index in chosen]
+    dropped = [scores[index] for index in competed if index not in chosen]
+    return min(
+        ((k - d) / (k if scale is None else scale) for k in kept for d in dropped if k > d),
+        default=math.inf,
+    )
 
 
 def window_saliency(

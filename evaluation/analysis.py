@@ -1,0 +1,210 @@
+"""Where a model's attention goes, layer by layer.
+
+The questions behind token-selective propagation (FastKV, arXiv 2502.01068): do layers agree on
+which tokens matter (figure 1a), and how much attention do those tokens hold (figure 1b)? What it
+costs to drop the others is in `kvpolicy.evaluation.analysis_distances`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.evaluation.analysis_forward import WindowAttentionScorer, layer_saliencies
+from kvpolicy.evaluation.analysis_inputs import check_k, check_ks, check_prompt, check_window
+from kvpolicy.selection import select_top
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@attrs.frozen
+class Overlap:
+    """How far layers agree on their top-k tokens.
+
+    Args:
+        k: Tokens that each layer names.
+        pairs: ``pairs[a][b]``, the fraction ``|A & B| / k`` of the tokens of layer ``a`` that layer
+            ``b`` names too, in [0, 1].
+
+    Example:
+        >>> overlap = Overlap(k=4, pairs=((1.0, 0.5, 0.25), (0.5, 1.0, 0.75), (0.25, 0.75, 1.0)))
+        >>> overlap.by_distance()
+        (1.0, 0.625, 0.25)
+        >>> overlap.by_distance(range(1, 3))
+        (1.0, 0.75)
+    """
+
+    k: int
+    pairs: tuple[tuple[float, ...], ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers compared."""
+        return len(self.pairs)
+
+    def by_distance(self, layers: range | None = None) -> tuple[float, ...]:
+        """Mean overlap of the pairs of layers that lie 0, 1, 2, ... layers apart.
+
+        Args:
+            layers: Consecutive layers, both of a pair among them; None for all.
+        """
+        chosen = range(self.num_layers) if layers is None else layers
+        means = []
+        for distance in range(len(chosen)):
+            at = [self.pairs[layer][layer + distance] for layer in chosen[: len(chosen) - distance]]
+            means.append(sum(at) / len(at))
+        return tuple(means)
+
+
+def window_attention(
+    model: PreTrainedModel, input_ids: Sequence[int] | Tensor, window_size: int = 8
+) -> Tensor:
+    """The share of attention that each token gets from the last tokens of a prompt, at each layer.
+
+    ``share[l, j] = mean over heads h and window queries i of softmax(q_i . k_j * scaling)``, every
+    query over all keys up to its own. No matrix of all queries times keys is computed here; that
+    the model computes none is up to its attention implementation (``sdpa`` does not, ``eager``
+    does).
+
+    Args:
+        model: A decoder-only model of Transformers, in evaluation mode.
+        input_ids: The prompt's tokens, ``[context_len]`` or ``[1, context_len]``.
+        window_size: Tokens of the observation window, in [1, context_len].
+
+    Returns:
+        float64 ``[num_layers, context_len]`` on the CPU; each layer's shares add up to 1.
+
+    Raises:
+        TypeError: ``input_ids`` or ``window_size`` is not of ints.
+        ValueError: The prompt is empty, no single row, outside the vocabulary, or shorter than the
+            window; or the model is in training mode.
+    """
+    prompt = check_prompt(model, input_ids)
+    check_window(window_size, prompt.shape[1])
+    sums, _ = layer_saliencies(model, prompt, WindowAttentionScorer(window_size))
+    return sums.double() / window_size
+
+
+def topk_overlap(
+    model: PreTrainedModel, input_ids: Sequence[int] | Tensor, k: int, *, window_size: int = 8
+) -> Overlap:
+    """How far each two layers agree on the k tokens that get most attention.
+
+    Args:
+        model: A decoder-only model of Transformers, in evaluation mode.
+        input_ids: The prompt's tokens, ``[context_len]`` or ``[1, context_len]``.
+        k: Tokens that each layer names, in [1, context_len]; two layers that choose at random
+            agree in ``k / context_len`` of them.
+        window_size: Tokens of the observation window whose attention counts.
+
+    Raises:
+        TypeError: See `window_attention`; or ``k`` is not an int.
+        ValueError: See `window_attention`; or ``k`` is out of its range.
+
+    Source: FastKV (arXiv 2502.01068), figure 1a, with k = 512 of 128K tokens. The text averages
+    attention over heads and does not say over which queries; here it is the window's, by which the
+    method itself chooses. The window's own tokens and the sinks compete like all others.
+    """
+    prompt = check_prompt(model, input_ids)
+    check_k(k, prompt.shape[1])
+    return overlap_of(window_attention(model, prompt, window_size), k)
+
+
+def attention_recall(
+    model: PreTrainedModel,
+    input_ids: Sequence[int] | Tensor,
+    ks: Sequence[int],
+    *,
+    window_size: int = 8,
+) -> dict[int, tuple[float, ...]]:
+    """The share of attention that the k tokens with most of it hold, at each layer.
+
+    Args:
+        model: A decoder-only model of Transformers, in evaluation mode.
+        input_ids: The prompt's tokens, ``[context_len]`` or ``[1, context_len]``.
+        ks: Numbers of tokens, each in [1, context_len].
+        window_size: Tokens of the observation window whose attention counts.
+
+    Returns:
+        For each k, a fraction in (0, 1] for every layer.
+
+    Raises:
+        TypeError: See `window_attention`; or a k is not an int.
+        ValueError: See `window_attention`; or there is no k, or one is out of its range.
+
+    Source: FastKV (arXiv 2502.01068), figure 1b.
+    """
+    prompt = check_prompt(model, input_ids)
+    check_ks(ks, prompt.shape[1])
+    return recall_of(window_attention(model, prompt, window_size), ks)
+
+
+def overlap_of(saliency: Tensor, k: int) -> Overlap:
+    """The overlap of each two layers' k most salient tokens.
+
+    Args:
+        saliency: float ``[num_layers, context_len]``; among equals the earlier token is named.
+        k: In [1, context_len].
+
+    Raises:
+        TypeError: ``k`` is not an int.
+        ValueError: ``k`` is out of its range.
+
+    Example:
+        >>> saliency = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.5, 0.0, 0.2, 0.3]])
+        >>> overlap_of(saliency, 2).pairs
+        ((1.0, 0.5), (0.5, 1.0))
+    """
+    check_k(k, saliency.shape[1])
+    named = torch.zeros(saliency.shape, dtype=torch.float64)
+    for layer, row in enumerate(saliency):
+        named[layer, top_tokens(row, k)] = 1.0
+    pairs = (named @ named.T / k).tolist()
+    return Overlap(k, tuple(tuple(row) for row in pairs))
+
+
+def recall_of(saliency: Tensor, ks: Sequence[int]) -> dict[int, tuple[float, ...]]:
+    """The share of each layer's saliency that its k most salient tokens hold.
+
+    Args:
+        saliency: float ``[num_layers, context_len]``, not negative, with a positive sum.
+        ks: Each in [1, context_len].
+
+    Raises:
+        TypeError: A k is not an int.
+        ValueError: There is no k, or one is out of its range.
+
+    Example:
+        >>> recall_of(torch.tensor([[1.0, 5.0, 2.0, 0.0]]), [1, 3])
+        {1: (0.625,), 3: (1.0,)}
+    """
+    check_ks(ks, saliency.shape[1])
+    ranked = saliency.double().sort(dim=1, descending=True).values.cumsum(dim=1)
+    held = ranked / ranked[:, -1:]
+    return {k: tuple(held[:, k - 1].tolist()) for k in ks}
+
+
+def top_tokens(saliency: Tensor, count: int, *, protected_tail: int = 0) -> Tensor:
+    """The most salient tokens.
+
+    Args:
+        saliency: float ``[context_len]``; among equals the earlier token is chosen.
+        count: Tokens to choose, in [protected_tail, context_len].
+        protected_tail: Trailing tokens that are always chosen.
+
+    Returns:
+        int64 ``[count]``, ascending indices.
+
+    Example:
+        >>> top_tokens(torch.tensor([0.1, 0.9, 0.5, 0.0]), 2, protected_tail=1)
+        tensor([1, 3])
+    """
+    valid = torch.ones(1, 1, len(saliency), dtype=torch.bool)
+    protected = torch.arange(len(saliency)) >= len(saliency) - protected_tail
+    chosen = select_top(saliency[None, None], [count], valid=valid, protected=protected[None, None])
+    return chosen[0, 0]

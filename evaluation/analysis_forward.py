@@ -1,0 +1,135 @@
+"""Looking into a forward: what a scorer says at every layer, and the last token's final state.
+
+A policy that evicts nothing of what the prefill reads is the window through which every layer's
+queries and keys are seen: no code of the model is copied, and attention is summed in blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.attention import causal_attention_sums
+from kvpolicy.checks import check_count
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import KVSelector, Scorer
+from kvpolicy.policies import PassAllPropagation
+from kvpolicy.policy import CachePolicy
+from kvpolicy.selection import compress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@attrs.frozen
+class WindowAttentionScorer(Scorer):
+    """Attention that the last tokens of the context give every token, themselves included.
+
+    ``saliency[h, j] = sum over window queries i >= j of softmax(q_i . k_j * scaling)`` per query
+    head ``h``, in float32. Unlike `kvpolicy.policies.WindowMaxPoolScorer` it is not pooled and the
+    window is scored too, so that a head's saliency adds up to ``window_size``: what is measured is
+    where attention goes, not what a method would keep.
+
+    Args:
+        window_size: Tokens of the observation window, at least 1.
+
+    Raises:
+        TypeError: ``window_size`` is not an int.
+        ValueError: ``window_size`` is below 1.
+
+    Example:
+        >>> WindowAttentionScorer(window_size=4).num_queries
+        4
+    """
+
+    window_size: int = 8
+
+    def __attrs_post_init__(self) -> None:
+        check_count("window_size", self.window_size, minimum=1)
+
+    @property
+    def num_queries(self) -> int:
+        """The window's queries."""
+        return self.window_size
+
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
+        return causal_attention_sums(context)
+
+
+@attrs.frozen
+class ShowingSelector(KVSelector):
+    """Shows each layer's saliency to a function, and keeps the last token only.
+
+    Eviction comes after a layer's attention, so what a forward computes is what it computes with a
+    full cache; where nothing is decoded afterwards, no more needs to be kept.
+
+    Args:
+        show: Called at every layer, in their order, with the saliency ``[batch, query_heads or
+            kv_heads, key_len]``.
+    """
+
+    show: Callable[[Tensor], None]
+
+    @property
+    def protected_tail(self) -> int:
+        """The last token."""
+        return 1
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        """Return int64 ``[batch, kv_heads, 1]``; see `KVSelector.select`."""
+        assert saliency is not None
+        self.show(saliency)
+        return compress(self.protected(context), 1)
+
+
+def layer_saliencies(
+    model: PreTrainedModel, input_ids: Tensor, scorer: Scorer
+) -> tuple[Tensor, Tensor]:
+    """Saliency at every layer of a full prefill, and what that prefill ends in.
+
+    Args:
+        model: A decoder-only model of Transformers, in evaluation mode.
+        input_ids: ``[1, context_len]``, from `kvpolicy.evaluation.analysis_inputs.check_prompt`.
+        scorer: What to compute at every layer.
+
+    Returns:
+        float32 ``[num_layers, context_len]`` on the CPU, the saliency averaged over the heads; and
+        `final_state`'s result.
+    """
+    seen: list[Tensor] = []
+    selector = ShowingSelector(lambda saliency: seen.append(saliency[0].mean(dim=0).cpu()))
+    final = final_state(model, input_ids, CachePolicy(scorer, selector, PassAllPropagation()))
+    return torch.stack(seen), final
+
+
+def final_state(
+    model: PreTrainedModel, input_ids: Tensor, policy: CachePolicy | None = None
+) -> Tensor:
+    """The last token's final hidden state: what comes out of the model's last norm.
+
+    Args:
+        model: A decoder-only model of Transformers, in evaluation mode.
+        input_ids: ``[1, context_len]``; their positions are ``0..context_len-1``.
+        policy: Applied while the prompt is read; None for the plain model without a cache.
+
+    Returns:
+        float64 ``[hidden_size]`` on the CPU.
+    """
+    from kvpolicy.integrations.transformers import PolicyCache  # Transformers takes seconds
+
+    # The decoder alone: logits of all tokens would be larger than anything else here.
+    decoder: Any = model.get_decoder()
+    with torch.inference_mode():
+        if policy is None:
+            output = decoder(input_ids, use_cache=False)
+        else:
+            cache = PolicyCache(policy)
+            with cache.attached(model):
+                output = decoder(input_ids, past_key_values=cache, use_cache=True)
+    hidden: Tensor = output.last_hidden_state[0, -1]
+    return hidden.cpu().double()

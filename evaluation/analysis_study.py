@@ -1,0 +1,283 @@
+"""An analysis of a model and prompts: settings checked, numbers found, files written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.checks import check_count, check_rate
+from kvpolicy.evaluation.analysis import Overlap, overlap_of, recall_of, window_attention
+from kvpolicy.evaluation.analysis_distances import OutputDistances, output_distances
+from kvpolicy.evaluation.analysis_inputs import check_k, check_ks, check_layers, check_prompts
+from kvpolicy.evaluation.analysis_plots import plot_distances, plot_overlap, plot_recall
+from kvpolicy.evaluation.extras import require
+from kvpolicy.evaluation.generation import encode_prompt
+from kvpolicy.evaluation.models import NEEDLE, Loaded
+from kvpolicy.evaluation.progress import Progress, silent
+from kvpolicy.evaluation.prompts import needle_prompts, read_text
+from kvpolicy.evaluation.results import check_folder, environment, write_all
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@attrs.frozen
+class AnalysisSettings:
+    """What to analyse, on what; see ``kvpolicy analyze --help``.
+
+    Args:
+        model: ``"needle"``, a folder or a Hub name.
+        prompt_files: Texts, one prompt each; none for the needle task.
+        context: Tokens of a needle prompt.
+        count: Needle prompts.
+        seed: Of the needle prompts.
+        k: Tokens that each layer names.
+        recall_ks: Numbers of tokens whose share of attention is measured; none for a quarter, a
+            half, once, twice and four times ``k``, as far as the shortest prompt goes.
+        window_size: Tokens of the observation window.
+        tsp_rate: Fraction of a prompt that goes on, in (0, 1].
+        layers: Layers to drop tokens at; none for all.
+        chat: Whether a text is a user's turn of a chat; None for yes if there is a template.
+        dtype: See `kvpolicy.evaluation.models.load`.
+        device: See `kvpolicy.evaluation.models.load`.
+    """
+
+    model: str = NEEDLE
+    prompt_files: tuple[Path, ...] = ()
+    context: int = 1024
+    count: int = 16
+    seed: int = 0
+    k: int = 64
+    recall_ks: tuple[int, ...] = ()
+    window_size: int = 8
+    tsp_rate: float = 0.2
+    layers: tuple[int, ...] = ()
+    chat: bool | None = None
+    dtype: str = "auto"
+    device: str = "cpu"
+
+    def ks(self, context_len: int) -> tuple[int, ...]:
+        """The numbers of tokens whose share of attention is measured, ascending."""
+        spread = {self.k // 4, self.k // 2, self.k, 2 * self.k, 4 * self.k}
+        return tuple(sorted(set(self.recall_ks) or {k for k in spread if 1 <= k <= context_len}))
+
+
+@attrs.frozen
+class Analysis:
+    """What was found, with what it was found on.
+
+    Args:
+        settings: What was asked for.
+        environment: Versions and machine; see `kvpolicy.evaluation.results.environment`.
+        dtype: The model's.
+        lengths: For every kind of prompt, the tokens of each.
+        overlap: Of the layers' top-k tokens, the mean over all prompts.
+        recall: For each k, each layer's share of attention, the mean over all prompts.
+        distances: For every kind of prompt, from the output with full context.
+        notes: What a reader has to know.
+    """
+
+    settings: AnalysisSettings
+    environment: dict[str, Any]
+    dtype: str
+    lengths: dict[str, tuple[int, ...]]
+    overlap: Overlap
+    recall: dict[int, tuple[float, ...]]
+    distances: dict[str, OutputDistances]
+    notes: tuple[str, ...]
+
+    @property
+    def chance(self) -> float:
+        """The overlap of two layers that choose at random: k over the length, mean of prompts."""
+        lengths = [length for group in self.lengths.values() for length in group]
+        return sum(self.overlap.k / length for length in lengths) / len(lengths)
+
+    @property
+    def parts(self) -> dict[str, range]:
+        """The layers whose pairs are averaged: all, and each half of a model of 4 or more."""
+        count = self.overlap.num_layers
+        parts = {"all layers": range(count)}
+        if count >= 4:
+            half = count // 2  # the first layer after the default TSP layer
+            parts[f"layers 0-{half - 1}"] = range(half)
+            parts[f"layers {half}-{count - 1}"] = range(half, count)
+        return parts
+
+    def as_data(self) -> dict[str, Any]:
+        """Everything as plain data for JSON."""
+        settings = attrs.asdict(self.settings)
+        settings["prompt_files"] = [str(path) for path in self.settings.prompt_files]
+        settings["recall_ks"] = list(self.recall)
+        settings["layers"] = list(next(iter(self.distances.values())).layers)
+        settings["dtype"] = self.dtype
+        return {
+            "settings": settings,
+            **self.environment,
+            "prompts": {kind: list(lengths) for kind, lengths in self.lengths.items()},
+            "overlap": {
+                "k": self.overlap.k,
+                "chance": self.chance,
+                "pairs": [list(row) for row in self.overlap.pairs],
+                "by_distance": {
+                    name: list(self.overlap.by_distance(layers))
+                    for name, layers in self.parts.items()
+                },
+            },
+            "recall": [{"k": k, "layers": list(held)} for k, held in self.recall.items()],
+            "distances": {kind: found.as_data() for kind, found in self.distances.items()},
+            "notes": list(self.notes),
+        }
+
+
+def check(settings: AnalysisSettings, out: Path | None = None) -> list[str]:
+    """Check what can be checked before a model is loaded, and read the prompt files.
+
+    Args:
+        settings: What to analyse.
+        out: The folder that results are to go to.
+
+    Returns:
+        The texts of the prompt files, line ends at their ends cut off.
+
+    Raises:
+        ValueError: A setting is out of its range, or a file does not exist or is no text.
+        MissingExtraError: Pictures are wanted and matplotlib is not installed.
+    """
+    if out is not None:
+        check_folder(out)
+        require("matplotlib", extra="plot")
+    check_count("k", settings.k, minimum=1)
+    check_count("window_size", settings.window_size, minimum=1)
+    check_rate("tsp_rate", settings.tsp_rate)
+    for name, values, minimum in (
+        ("recall k", settings.recall_ks, 1),
+        ("layer", settings.layers, 0),
+    ):
+        for value in values:
+            check_count(name, value, minimum=minimum)
+    if settings.model != NEEDLE and not settings.prompt_files:
+        raise ValueError(
+            f"--prompt-file must be given with --model {settings.model}: the needle task is in "
+            "the bundled model's own tokens"
+        )
+    return [read_text(path, "prompt file").rstrip("\r\n") for path in settings.prompt_files]
+
+
+def run(
+    settings: AnalysisSettings,
+    texts: Sequence[str],
+    loaded: Loaded,
+    progress: Progress = silent,
+) -> Analysis:
+    """Analyse a model.
+
+    Args:
+        settings: What to analyse.
+        texts: The prompts, from `check`; none for the needle task.
+        loaded: The model.
+        progress: Told how far it is.
+
+    Raises:
+        ValueError: The prompts do not fit the settings or the model; before any of it is run.
+    """
+    model = loaded.model
+    kinds = _prompts(settings, texts, loaded)
+    prompts = [prompt for group in kinds.values() for prompt in group]
+    shortest = min(prompt.shape[1] for prompt in prompts)
+    check_k(settings.k, shortest)
+    ks = settings.ks(shortest)
+    check_ks(ks, shortest)
+    layers = check_layers(settings.layers or None, model.config.num_hidden_layers)
+
+    overlap, recall = _attention(model, prompts, settings, ks, progress)
+
+    def tell(stage: str, done: int, total: int) -> None:
+        progress(f"{stage}, {kind}", done, total)
+
+    distances = {}
+    for kind, group in kinds.items():
+        distances[kind] = output_distances(
+            model,
+            group,
+            settings.tsp_rate,
+            window_size=settings.window_size,
+            layers=layers,
+            progress=tell,
+        )
+    return Analysis(
+        settings,
+        environment(model.device),
+        loaded.dtype,
+        {kind: tuple(prompt.shape[1] for prompt in group) for kind, group in kinds.items()},
+        overlap,
+        recall,
+        distances,
+        tuple(_notes(model.config, max(prompt.shape[1] for prompt in prompts))),
+    )
+
+
+def write(analysis: Analysis, folder: Path) -> list[str]:
+    """Write the numbers and pictures of an analysis; returns the names of the files."""
+    files = {
+        "analyze.json": json.dumps(analysis.as_data(), indent=2, allow_nan=False).encode(),
+        "overlap.png": plot_overlap(analysis.overlap, analysis.parts, analysis.chance),
+        "recall.png": plot_recall(analysis.recall),
+        "distances.png": plot_distances(analysis.distances),
+    }
+    write_all(folder, files)
+    return list(files)
+
+
+def _prompts(
+    settings: AnalysisSettings, texts: Sequence[str], loaded: Loaded
+) -> dict[str, list[Tensor]]:
+    """The prompts ``[1, context_len]`` by kind."""
+    kinds: dict[str, list[Any]] = {}
+    if texts:
+        kinds["prompts"] = [encode_prompt(loaded, text, chat=settings.chat) for text in texts]
+    else:
+        for prompt in needle_prompts(settings.context, settings.count, settings.seed):
+            kinds.setdefault(prompt.kind, []).append(prompt.input_ids)
+    return {
+        kind: check_prompts(loaded.model, group, settings.window_size)
+        for kind, group in kinds.items()
+    }
+
+
+def _attention(
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    settings: AnalysisSettings,
+    ks: Sequence[int],
+    progress: Progress,
+) -> tuple[Overlap, dict[int, tuple[float, ...]]]:
+    """Overlap and recall, the mean over the prompts."""
+    pairs, shares = [], []
+    for done, prompt in enumerate(prompts):
+        progress("attention", done, len(prompts))
+        attention = window_attention(model, prompt, settings.window_size)
+        pairs.append(torch.tensor(overlap_of(attention, settings.k).pairs, dtype=torch.float64))
+        held = list(recall_of(attention, ks).values())
+        shares.append(torch.tensor(held, dtype=torch.float64))
+    overlap = torch.stack(pairs).mean(dim=0).tolist()
+    recall = torch.stack(shares).mean(dim=0).tolist()
+    return (
+        Overlap(settings.k, tuple(tuple(row) for row in overlap)),
+        {k: tuple(row) for k, row in zip(ks, recall, strict=True)},
+    )
+
+
+def _notes(config: Any, longest: int) -> list[str]:
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None or longest <= limit:
+        return []
+    return [
+        f"Prompts of up to {longest:,} tokens exceed the {limit:,} positions that the model is "
+        "made for."
+    ]

@@ -1,0 +1,165 @@
+"""`kvpolicy analyze`: where a model's attention goes, and what dropping tokens costs by layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvpolicy.evaluation.analysis_study import Analysis, AnalysisSettings, check, run, write
+from kvpolicy.evaluation.models import NEEDLE
+from kvpolicy.evaluation.prompts import MIN_NEEDLE_CONTEXT
+from kvpolicy.evaluation.terminal import DeviceOption, DtypeOption, load_shown, progress_bar
+
+
+def analyze(
+    model: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="A folder, a Hub name, or needle for the bundled model."),
+    ] = NEEDLE,
+    prompt_file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="A prompt, UTF-8 text, repeatable; default: needle task."
+        ),
+    ] = None,
+    top_k: Annotated[
+        int, typer.Option("--top-k", "-k", min=1, metavar="N", help="Tokens that each layer names.")
+    ] = 64,
+    recall_k: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Tokens whose share of attention is measured, repeatable; default: k/4 to 4k.",
+        ),
+    ] = None,
+    window: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Last tokens whose attention counts.")
+    ] = 8,
+    tsp_rate: Annotated[
+        float, typer.Option(metavar="RATE", help="Fraction of a prompt that goes on, in (0, 1].")
+    ] = 0.2,
+    layer: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=0, metavar="N", help="A layer to drop tokens at, from 0, repeatable; default: all."
+        ),
+    ] = None,
+    context: Annotated[
+        int,
+        typer.Option(
+            min=MIN_NEEDLE_CONTEXT, metavar="N", help="Tokens of a needle prompt, at least 64."
+        ),
+    ] = 1024,
+    count: Annotated[
+        int, typer.Option(min=2, metavar="N", help="Needle prompts: half one-hop, half two-hop.")
+    ] = 16,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the needle prompts.")] = 0,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--no-chat", help="Chat template; by default where there is one."),
+    ] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "cpu",
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for analyze.json and the pictures.")
+    ] = None,
+) -> None:
+    """Show which tokens layers attend to, and the cost of dropping the others."""
+    settings = AnalysisSettings(
+        model=model,
+        prompt_files=tuple(prompt_file or ()),
+        context=context,
+        count=count,
+        seed=seed,
+        k=top_k,
+        recall_ks=tuple(recall_k or ()),
+        window_size=window,
+        tsp_rate=tsp_rate,
+        layers=tuple(layer or ()),
+        chat=chat,
+        dtype=dtype,
+        device=device,
+    )
+    texts = check(settings, out)
+    loaded = load_shown(model, dtype, device)
+    with progress_bar() as progress:
+        analysis = run(settings, texts, loaded, progress)
+    show(analysis)
+    if out is not None:
+        names = write(analysis, out)
+        Console(highlight=False, markup=False, soft_wrap=True).print(
+            f"\nwritten to {out}: {', '.join(names)}"
+        )
+
+
+def show(analysis: Analysis) -> None:
+    """Print an analysis: three tables, each with its legend, and the notes."""
+    console = Console(highlight=False, markup=False)
+    tables = [_attention(analysis), _overlaps(analysis), _outputs(analysis)]
+    shown = [each for each in tables if each[0].row_count]  # one layer has no other beside it
+    for index, (table, legend) in enumerate(shown):
+        if index:
+            console.print()
+        console.print(table)
+        console.print()
+        console.print(legend, style="dim")
+    for note in analysis.notes:
+        console.print(note)
+
+
+def _attention(analysis: Analysis) -> tuple[Table, str]:
+    table = _table("layer", "overlap\nwith next %", *(f"top\n{k:,} %" for k in analysis.recall))
+    pairs = analysis.overlap.pairs
+    for layer in range(len(pairs)):
+        following = _percent(pairs[layer][layer + 1]) if layer + 1 < len(pairs) else "-"
+        shares = (_percent(held[layer]) for held in analysis.recall.values())
+        table.add_row(str(layer), following, *shares)
+    lengths = [length for group in analysis.lengths.values() for length in group]
+    span = f"{min(lengths):,}" + (f" to {max(lengths):,}" if len(set(lengths)) > 1 else "")
+    return table, (
+        f"overlap: of the {analysis.overlap.k:,} tokens with most attention "
+        f"({_percent(analysis.chance)}% by chance). top: the share of attention that a layer's top "
+        f"tokens hold. Attention of the last {analysis.settings.window_size} tokens, mean over "
+        f"heads and {len(lengths)} prompt{'s' * (len(lengths) > 1)} of {span} tokens."
+    )
+
+
+def _overlaps(analysis: Analysis) -> tuple[Table, str]:
+    columns = [analysis.overlap.by_distance(layers) for layers in analysis.parts.values()]
+    table = _table("layers\napart", *(f"{name}\noverlap %" for name in analysis.parts))
+    for distance in range(1, analysis.overlap.num_layers):
+        cells = (_percent(each[distance]) if distance < len(each) else "-" for each in columns)
+        table.add_row(str(distance), *cells)
+    return table, "The mean overlap of the pairs of layers that lie so far apart."
+
+
+def _outputs(analysis: Analysis) -> tuple[Table, str]:
+    found = analysis.distances
+    headers = [f"{kind}\n{way}" for kind in found for way in ("propagation", "restart")]
+    table = _table("layer", *headers)
+    columns = [
+        means for each in found.values() for means in (each.mean_propagated, each.mean_restarted)
+    ]
+    for index, layer in enumerate(next(iter(found.values())).layers):
+        table.add_row(str(layer), *(f"{column[index]:.4f}" for column in columns))
+    return table, (
+        "||h_full - h|| / ||h_full|| of the last token's final hidden state, where after the layer "
+        f"{100 * analysis.settings.tsp_rate:g}% of the tokens go on (propagation), or the prefill "
+        "starts again on as many (restart)."
+    )
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for header in (first, *others):
+        table.add_column(header, justify="right", no_wrap=True)
+    return table
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f}"

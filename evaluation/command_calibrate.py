@@ -1,0 +1,150 @@
+"""`kvpolicy calibrate`: after which layer may FastKV drop tokens?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from kvpolicy.evaluation.calibration import measure_tsp_distances
+from kvpolicy.evaluation.extras import require
+from kvpolicy.evaluation.models import NEEDLE, Loaded
+from kvpolicy.evaluation.plots import plot_calibration
+from kvpolicy.evaluation.prompts import (
+    MIN_NEEDLE_CONTEXT,
+    needle_prompts,
+    read_prompts,
+    read_text,
+)
+from kvpolicy.evaluation.results import check_folder, cpu_count, environment, write_all
+from kvpolicy.evaluation.sweep import CALIBRATION_SEED_OFFSET
+from kvpolicy.evaluation.tables import calibration_legend, calibration_table
+from kvpolicy.evaluation.terminal import DeviceOption, DtypeOption, load_shown, progress_bar
+from kvpolicy.evaluation.tsp_distances import CRITERIA, TOLERANCE, Calibration, check_criterion
+from kvpolicy.policies import TokenSelectivePropagation
+
+
+def calibrate(
+    model: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="A folder, a Hub name, or needle for the bundled model."),
+    ] = NEEDLE,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Prompts as for compare, whose answers are not looked at; default: needle task.",
+        ),
+    ] = None,
+    context: Annotated[
+        int,
+        typer.Option(
+            min=MIN_NEEDLE_CONTEXT, metavar="N", help="Tokens of a needle prompt, at least 64."
+        ),
+    ] = 1024,
+    count: Annotated[
+        int, typer.Option(min=2, metavar="N", help="Needle prompts: half one-hop, half two-hop.")
+    ] = 16,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Of the needle prompts; compare reports on others.")
+    ] = CALIBRATION_SEED_OFFSET,
+    tsp_rate: Annotated[
+        float, typer.Option(metavar="RATE", help="Fraction of the context that goes on, in (0, 1].")
+    ] = 0.2,
+    max_layer: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="The last candidate; default: FastKV's own layer."),
+    ] = None,
+    criterion: Annotated[
+        str, typer.Option(metavar="NAME", help=f"How to choose: {' or '.join(CRITERIA)}.")
+    ] = "argmin",
+    tolerance: Annotated[
+        float,
+        typer.Option(metavar="X", help="Normalised distance that earliest takes for close."),
+    ] = TOLERANCE,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="CPU threads; default: all processors, at most 4."),
+    ] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "cpu",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for calibrate.json and calibrate.png."),
+    ] = None,
+) -> None:
+    """Choose FastKV's TSP layer by how little the drop moves the output."""
+    _check(model, prompts, tsp_rate, criterion, tolerance, out)
+    torch.set_num_threads(threads or min(cpu_count(), 4))
+    loaded = load_shown(model, dtype, device)
+    asked = (
+        needle_prompts(context, count, seed)
+        if prompts is None
+        else read_prompts(prompts, loaded.tokenizer)
+    )
+    inputs = [torch.tensor(prompt.input_ids) for prompt in asked]
+    with progress_bar() as progress:
+        distances = measure_tsp_distances(
+            loaded.model, inputs, tsp_rate, max_layer, progress=progress
+        )
+    console = Console(highlight=False, markup=False)
+    console.print(calibration_table(distances))
+    console.print()
+    for line in calibration_legend(distances):
+        console.print(line, style="dim")
+    chosen = Calibration(distances.choose(criterion, tolerance), distances, criterion, tolerance)
+    console.print(f"\n{_sentence(chosen)}")
+    if out is not None:
+        source = {"seed": seed} if prompts is None else {"prompts": str(prompts)}
+        _write(chosen, loaded, source, out)
+        written = Console(highlight=False, markup=False, soft_wrap=True)
+        written.print(f"\nwritten to {out}: calibrate.json, calibrate.png")
+
+
+def _check(
+    model: str,
+    prompts: Path | None,
+    tsp_rate: float,
+    criterion: str,
+    tolerance: float,
+    out: Path | None,
+) -> None:
+    """Check what can be checked before a model is loaded."""
+    if out is not None:
+        check_folder(out)
+        require("matplotlib", extra="plot")
+    check_criterion(criterion, tolerance)
+    TokenSelectivePropagation(tsp_rate=tsp_rate)
+    if prompts is not None:
+        read_text(prompts, "prompts file")
+    elif model != NEEDLE:
+        raise ValueError(
+            f"--prompts must be given with --model {model}: the needle task is in the bundled "
+            "model's own tokens"
+        )
+
+
+def _sentence(chosen: Calibration) -> str:
+    if chosen.criterion == "earliest":
+        return (
+            f"TSP layer {chosen.layer}: the earliest with a normalised distance of at most "
+            f"{chosen.tolerance:g}."
+        )
+    last = chosen.distances.layers[-1].tsp_layer
+    return f"TSP layer {chosen.layer}: the smallest distance of layers 0 to {last}."
+
+
+def _write(chosen: Calibration, loaded: Loaded, source: dict[str, Any], out: Path) -> None:
+    data = {
+        "model": loaded.name,
+        "dtype": loaded.dtype,
+        **source,
+        **environment(loaded.model.device),
+        **chosen.as_data(),
+    }
+    text = json.dumps(data, indent=2, allow_nan=False)
+    write_all(out, {"calibrate.json": text.encode(), "calibrate.png": plot_calibration(chosen)})

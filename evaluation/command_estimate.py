@@ -1,0 +1,265 @@
+"""`kvpolicy estimate`: what policies cost on a prompt, before anything is run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import attrs
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import kvpolicy
+from kvpolicy.evaluation.estimate import Estimate, ModelShape
+from kvpolicy.evaluation.estimate import estimate as count
+from kvpolicy.evaluation.models import DTYPES
+from kvpolicy.evaluation.presets import PRESETS, load_shape
+from kvpolicy.evaluation.results import write_all
+from kvpolicy.evaluation.tables import byte_unit
+from kvpolicy.evaluation.variant import Variant, build_policy, takes, variants
+
+# The paper's.
+PAPER_RATES = (0.1, 0.2)
+# Of more acting layers than these a note says nothing.
+MAX_NAMED = 4
+LEGEND = (
+    "compute: layer-tokens of the prefill, % of a full one (the paper's figure).",
+    "FLOP: 2 per multiply-add; linear layers, causal attention (half the square),",
+    "output head for the last token. allowed: full context's FLOP over the policy's.",
+    "kept: tokens per layer after prefill, mean. KV: their bytes, % of a full cache.",
+)
+
+
+def estimate(
+    config: Annotated[
+        str,
+        typer.Option(metavar="NAME", help=f"{', '.join(PRESETS)}, or a folder with a config.json."),
+    ],
+    context: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of the prompt.")],
+    policies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policies",
+            "--policy",
+            "-p",
+            metavar="NAMES",
+            help="Policies, comma-separated or repeated; default: all.",
+        ),
+    ] = None,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--rate",
+            "-r",
+            metavar="RATE",
+            help=f"A KV retention rate, repeatable; default: {', '.join(map(str, PAPER_RATES))}.",
+        ),
+    ] = None,
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=NUMBER",
+            help="For the policies that take it, repeatable; such as filter_layer=13.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="NAME", help=f"Of keys and values: {', '.join(DTYPES)}.")
+    ] = "bfloat16",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there.")
+    ] = None,
+) -> None:
+    """Count what policies cost on a prompt; no weights are loaded and nothing is run."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if json_file is not None:
+        _check_file(json_file)
+    chosen = with_parameters(
+        variants(_split(policies or ()), tuple(rate or PAPER_RATES)),
+        _parse(parameters or ()),
+    )
+    shape = load_shape(config)
+    found = [count(each.policy, shape, context, dtype=DTYPES[dtype]) for each in chosen]
+    notes = notes_of(shape, context, chosen)
+    console = Console(highlight=False, markup=False)
+    console.print(headline(shape, context, dtype), style="dim", soft_wrap=True)
+    console.print()
+    console.print(estimate_table(chosen, found))
+    console.print()
+    for line in LEGEND:
+        console.print(line, style="dim")
+    for note in notes:
+        console.print(note)
+    if json_file is not None:
+        settings = {"config": config, "context": context, "dtype": dtype}
+        rows = [_row(*each) for each in zip(chosen, found, strict=True)]
+        _write(json_file, settings, shape, rows, [*LEGEND, *notes])
+        Console(highlight=False, markup=False, soft_wrap=True).print(f"\nwritten to {json_file}")
+
+
+def with_parameters(chosen: Sequence[Variant], parameters: Mapping[str, float]) -> list[Variant]:
+    """Build policies anew with further parameters, each where it is taken.
+
+    Args:
+        chosen: The policies.
+        parameters: Values by name.
+
+    Raises:
+        ValueError: No policy takes a parameter, or a value is out of its range.
+    """
+    for name in parameters:
+        if name == "retention_rate":
+            raise ValueError("retention_rate must be given by --rate, got --set retention_rate")
+        if not any(takes(each.name, name) for each in chosen):
+            raise ValueError(
+                f"--set {name} must name a parameter of a chosen policy, got none that takes it; "
+                "see kvpolicy policies"
+            )
+    built = []
+    for each in chosen:
+        taken = {name: value for name, value in parameters.items() if takes(each.name, name)}
+        merged = {**each.parameters, **taken}
+        try:
+            policy = build_policy(each.name, **merged)
+        except TypeError as error:  # such as half a layer
+            raise ValueError(str(error)) from error
+        built.append(attrs.evolve(each, policy=policy, parameters=merged))
+    return built
+
+
+def headline(shape: ModelShape, context: int, dtype: str) -> str:
+    """The model, its shape and the prompt, a line for each."""
+    return (
+        f"model {shape.name}\n"
+        f"{shape.num_layers} layers, {shape.query_heads} query and "
+        f"{shape.kv_heads} KV heads of {shape.head_dim}, hidden size {shape.hidden_size:,}\n"
+        f"prompt of {context:,} tokens, keys and values in {dtype}, batch 1"
+    )
+
+
+def estimate_table(chosen: Sequence[Variant], found: Sequence[Estimate]) -> Table:
+    """A row for each policy, for an 80-column terminal."""
+    prefix, flops = _flop_unit(max(each.prefill.total for each in found))
+    unit, unit_bytes = byte_unit(found[0].full_kv_bytes)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("policy", overflow="fold")
+    for header in (
+        "rate",
+        "compute\n%",
+        f"prefill\n{prefix}FLOP",
+        "\nallowed",
+        "\nkept",
+        f"KV\n{unit}",
+        "KV\n%",
+    ):
+        table.add_column(header, justify="right", no_wrap=True)
+    for variant, each in zip(chosen, found, strict=True):
+        rate = variant.retention_rate
+        table.add_row(
+            variant.name,
+            "-" if rate is None else f"{rate:g}",
+            f"{100 * each.compute_rate:.1f}",
+            f"{each.prefill.total / flops:.2f}",
+            f"x{each.speedup:.2f}",
+            f"{sum(each.kept_tokens) / len(each.kept_tokens):,.0f}",
+            f"{each.kv_bytes / unit_bytes:.{0 if unit_bytes == 1 else 2}f}",
+            f"{100 * each.kv_share:.1f}",
+        )
+    return table
+
+
+def notes_of(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list[str]:
+    """What a reader has to know of the choices made and of what is not counted."""
+    notes = []
+    if shape.max_positions is not None and context > shape.max_positions:
+        notes.append(
+            f"The prompt exceeds the {shape.max_positions:,} positions that the model is made for."
+        )
+    for name in dict.fromkeys(each.name for each in chosen):
+        propagation = next(each.policy.propagation for each in chosen if each.name == name)
+        acting = sorted(propagation.acting_layers(shape.num_layers))
+        if 0 < len(acting) <= MAX_NAMED:
+            does = (
+                "chooses tokens and restarts at" if propagation.restarts else "drops tokens after"
+            )
+            layers = ", ".join(map(str, acting))
+            notes.append(f"{name} {does} layer {layers} of 0 to {shape.num_layers - 1}.")
+    for each in chosen:
+        rate = each.retention_rate
+        if rate is not None and each.parameters.get("tsp_rate") == rate:
+            notes.append(
+                f"{each.label}: tsp_rate is {rate:g}, since layers after the drop "
+                "cannot keep more than reaches them."
+            )
+    readers = dict.fromkeys(each.name for each in chosen if each.policy.num_queries is None)
+    most = f"; it costs most where all queries are asked for: {', '.join(readers)}"
+    notes.append(f"Scoring is not counted{most if readers else ''}.")
+    return notes
+
+
+def _row(variant: Variant, found: Estimate) -> dict[str, Any]:
+    return {
+        "policy": variant.name,
+        "retention_rate": variant.retention_rate,
+        "parameters": dict(variant.parameters),
+        **found.as_data(),
+    }
+
+
+def _write(
+    file: Path,
+    settings: Mapping[str, Any],
+    shape: ModelShape,
+    rows: Sequence[Mapping[str, Any]],
+    notes: Sequence[str],
+) -> None:
+    data = {
+        "kvpolicy": kvpolicy.__version__,
+        "settings": settings,
+        "model": attrs.asdict(shape),
+        "rows": rows,
+        "notes": notes,
+    }
+    text = json.dumps(data, indent=2, allow_nan=False)
+    write_all(file.parent, {file.name: text.encode()})
+
+
+def _split(names: Sequence[str]) -> list[str]:
+    return [name.strip() for each in names for name in each.split(",")]
+
+
+def _parse(assignments: Sequence[str]) -> dict[str, float]:
+    parsed: dict[str, float] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        try:
+            value: float = int(text) if text.strip().lstrip("+-").isdecimal() else float(text)
+        except ValueError:
+            value = math.nan
+        if not (name.isidentifier() and equals and math.isfinite(value)):
+            raise ValueError(f"--set must be NAME=NUMBER, got {assignment!r}")
+        parsed[name] = value
+    return parsed
+
+
+def _check_file(file: Path) -> None:
+    """Check, before the work, that a file can be written; its folder need not exist yet."""
+    if file.is_dir():
+        raise ValueError(f"--json must be a file, got the folder {file}")
+    existing = next(path for path in file.absolute().parents if path.exists())
+    if not existing.is_dir():
+        raise ValueError(f"--json must be a file in a folder, got {file}, but {existing} is none")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"--json must be a file that can be written, got {file}")
+
+
+def _flop_unit(flops: float) -> tuple[str, float]:
+    """The prefix with which a number of operations has at most three digits before the point."""
+    power = min(max(len(str(int(flops))) - 1, 0) // 3, 6)
+    return ("", "k", "M", "G", "T", "P", "E")[power], 1000.0**power

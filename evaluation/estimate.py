@@ -1,0 +1,283 @@
+"""What a policy costs before anything is run: operations of the prefill, bytes of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from kvpolicy.checks import check_count
+from kvpolicy.interfaces import KVSelector, PropagationPolicy
+from kvpolicy.policy import CachePolicy
+
+
+@attrs.frozen
+class ModelShape:
+    """The sizes of a decoder that its cost depends on.
+
+    Args:
+        name: What to call it.
+        hidden_size: Width of the residual stream.
+        query_heads: Query heads of a layer.
+        kv_heads: KV heads of a layer, a divisor of ``query_heads``.
+        head_dim: Width of a head, of keys and values alike.
+        mlp_weights: For each layer, the weights of its MLP that one token is multiplied with: of
+            the experts that are active, where there are experts. As many as there are layers.
+        vocab_size: Rows of the output head.
+        max_positions: Tokens that the model is made for; None where that is not known.
+        sliding_window: Tokens that its shortest-sighted layer sees; None where all see all.
+
+    Raises:
+        TypeError: A size is not an int, or ``mlp_weights`` no tuple.
+        ValueError: A size is below 1, ``query_heads`` is no multiple of ``kv_heads``, or there are
+            no layers.
+
+    Example:
+        >>> shape = ModelShape("tiny", 8, 4, 2, 3, (gated_mlp(8, 10),) * 5, vocab_size=9)
+        >>> shape.num_layers, shape.projection_weights, shape.attention_weights
+        (5, 192, 288)
+    """
+
+    name: str
+    hidden_size: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_weights: tuple[int, ...]
+    vocab_size: int
+    max_positions: int | None = None
+    sliding_window: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for size in ("hidden_size", "query_heads", "kv_heads", "head_dim", "vocab_size"):
+            check_count(size, getattr(self, size), minimum=1)
+        for limit in ("max_positions", "sliding_window"):
+            if getattr(self, limit) is not None:
+                check_count(limit, getattr(self, limit), minimum=1)
+        if not isinstance(self.mlp_weights, tuple):
+            raise TypeError(f"mlp_weights must be a tuple of ints, got {self.mlp_weights!r}")
+        if not self.mlp_weights:
+            raise ValueError("mlp_weights must have an entry for each layer, got none")
+        for weights in self.mlp_weights:
+            check_count("mlp_weights", weights, minimum=1)
+        if self.query_heads % self.kv_heads:
+            raise ValueError(
+                f"query_heads must be a multiple of kv_heads, got {self.query_heads} and "
+                f"{self.kv_heads}"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.mlp_weights)
+
+    @property
+    def projection_weights(self) -> int:
+        """Weights that make a layer's queries, keys and values."""
+        return self.hidden_size * self.head_dim * (self.query_heads + 2 * self.kv_heads)
+
+    @property
+    def attention_weights(self) -> int:
+        """Those, and the weights of the output projection."""
+        return self.projection_weights + self.hidden_size * self.head_dim * self.query_heads
+
+
+def gated_mlp(hidden_size: int, intermediate_size: int) -> int:
+    """Weights of an MLP of three matrices: gate, up and down."""
+    return 3 * hidden_size * intermediate_size
+
+
+def plain_mlp(hidden_size: int, intermediate_size: int) -> int:
+    """Weights of an MLP of two matrices: up and down."""
+    return 2 * hidden_size * intermediate_size
+
+
+@attrs.frozen
+class Flops:
+    """Floating-point operations: a multiplication and an addition are two.
+
+    Args:
+        linear: Of the layers' matrices: projections of attention, and MLPs.
+        attention: Of queries with keys and of weights with values, causal: half the square.
+        head: Of the output head, which sees the last token only.
+    """
+
+    linear: float
+    attention: float
+    head: float = 0.0
+
+    @property
+    def layers(self) -> float:
+        """All but the head's."""
+        return self.linear + self.attention
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.layers + self.head
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(
+            self.linear + other.linear, self.attention + other.attention, self.head + other.head
+        )
+
+
+@attrs.frozen
+class Estimate:
+    """What one prompt costs under a policy, and what it costs under full context.
+
+    Args:
+        context_len: Tokens of the prompt.
+        compute_rate: Layer-tokens computed in prefill over those of a full prefill, the paper's
+            figure; see `CachePolicy.prefill_compute_rate`.
+        prefill: Operations of the prefill, the policy's own scoring not counted.
+        full: Operations of a full prefill.
+        kept_tokens: For each layer, the tokens it keeps, the mean over its KV heads.
+        token_bytes: Bytes of one token's keys and values in one layer.
+    """
+
+    context_len: int
+    compute_rate: float
+    prefill: Flops
+    full: Flops
+    kept_tokens: tuple[float, ...]
+    token_bytes: int
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster the prefill can be by the count of its operations."""
+        return self.full.total / self.prefill.total
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values kept after prefill."""
+        return round(sum(self.kept_tokens) * self.token_bytes)
+
+    @property
+    def full_kv_bytes(self) -> int:
+        """Bytes of a full cache."""
+        return self.context_len * len(self.kept_tokens) * self.token_bytes
+
+    @property
+    def kv_share(self) -> float:
+        """Kept bytes over those of a full cache."""
+        return sum(self.kept_tokens) / (self.context_len * len(self.kept_tokens))
+
+    def as_data(self) -> dict[str, Any]:
+        """Everything as plain data for JSON."""
+        return {
+            "prefill_compute_rate": self.compute_rate,
+            "prefill_flops": {**attrs.asdict(self.prefill), "total": self.prefill.total},
+            "full_prefill_flops": {**attrs.asdict(self.full), "total": self.full.total},
+            "prefill_speedup_allowed": self.speedup,
+            "kept_tokens": list(self.kept_tokens),
+            "kv_bytes": self.kv_bytes,
+            "full_kv_bytes": self.full_kv_bytes,
+            "kv_share": self.kv_share,
+        }
+
+
+def estimate(
+    policy: CachePolicy,
+    shape: ModelShape,
+    context_len: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Estimate:
+    """Count what one prompt costs under a policy; nothing is run.
+
+    A layer over ``n`` tokens takes ``2 * n`` operations for each of its weights, and causal
+    attention ``2 * n ** 2 * query_heads * head_dim``: half of two full products of two operations
+    each. Norms, biases, activations, rotary embeddings and the policy's scoring are not counted.
+    Numbers of tokens are rates of the prompt, not rounded, but not below the tokens that a part
+    says it always protects at the end.
+
+    Args:
+        policy: The policy.
+        shape: The model's sizes.
+        context_len: Tokens of the prompt, at least 1.
+        dtype: Of keys and values.
+
+    Raises:
+        TypeError: ``policy``, ``context_len`` or ``dtype`` is not of its type.
+        ValueError: ``context_len`` is below 1 or beyond the model's sliding window, or a layer of
+            the policy lies outside the model.
+
+    Example:
+        >>> from kvpolicy.evaluation.presets import PRESETS
+        >>> from kvpolicy.policies import FastKV
+        >>> found = estimate(FastKV(), PRESETS["llama-3.1-8b"], 131072)
+        >>> round(found.compute_rate, 2), round(found.speedup, 2), round(found.kv_share, 2)
+        (0.6, 1.84, 0.1)
+
+    Source: the operation count follows FastKV (arXiv 2502.01068), whose 8B model it allows
+    1.70, 1.76 and 1.84 at 8, 32 and 128 times 1,024 tokens.
+    """
+    if not isinstance(policy, CachePolicy):
+        raise TypeError(f"policy must be a CachePolicy, got {policy!r}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
+    check_count("context_len", context_len, minimum=1)
+    if shape.sliding_window is not None and context_len > shape.sliding_window:
+        raise ValueError(
+            f"context_len must fit the sliding_window of {shape.name}, {shape.sliding_window} "
+            f"tokens, got {context_len}; layers that see less than all are not counted yet"
+        )
+    policy.check_model(shape.num_layers)
+    reached = policy.propagation.layer_rates(shape.num_layers, context_len)
+    kept = policy.selector.kept_rates(shape.num_layers, context_len)
+    tokens = zip(
+        _tokens(reached, policy.propagation, context_len),
+        _tokens(kept, policy.selector, context_len),
+        strict=True,
+    )
+    head = Flops(0.0, 0.0, 2.0 * shape.hidden_size * shape.vocab_size)
+    return Estimate(
+        context_len=context_len,
+        compute_rate=policy.prefill_compute_rate(shape.num_layers, context_len),
+        prefill=_prefill(policy.propagation, shape, context_len) + head,
+        full=_pass(shape, [context_len] * shape.num_layers) + head,
+        kept_tokens=tuple(min(each) for each in tokens),
+        token_bytes=2 * shape.kv_heads * shape.head_dim * dtype.itemsize,
+    )
+
+
+def layer_flops(shape: ModelShape, layer_idx: int, tokens: float) -> Flops:
+    """Operations of one layer that computes all of the tokens that reach it.
+
+    So does a layer that drops: the one place to change if it computes fewer.
+
+    Args:
+        shape: The model's sizes.
+        layer_idx: Index of the layer, from 0.
+        tokens: Tokens that reach it.
+    """
+    weights = shape.attention_weights + shape.mlp_weights[layer_idx]
+    return Flops(2 * tokens * weights, 2 * tokens**2 * shape.query_heads * shape.head_dim)
+
+
+def _pass(shape: ModelShape, tokens: Sequence[float]) -> Flops:
+    layers = (layer_flops(shape, index, count) for index, count in enumerate(tokens))
+    return sum(layers, Flops(0.0, 0.0))
+
+
+def _prefill(propagation: PropagationPolicy, shape: ModelShape, context_len: int) -> Flops:
+    found = Flops(0.0, 0.0)
+    for rates in propagation.prefill_passes(shape.num_layers, context_len):
+        found += _pass(shape, _tokens(rates, propagation, context_len))
+    if propagation.restarts:
+        # The choosing pass ends inside the acting layer, which `prefill_passes` counts as 0: it has
+        # made queries, keys and values.
+        acting = len(propagation.acting_layers(shape.num_layers))
+        found += Flops(2.0 * acting * context_len * shape.projection_weights, 0.0)
+    return found
+
+
+def _tokens(
+    rates: Sequence[float], part: KVSelector | PropagationPolicy, context_len: int
+) -> list[float]:
+    """Tokens of each layer; a rate of 0 is a layer that is not run."""
+    fewest = min(max(part.protected_tail, 1), context_len)
+    return [max(rate * context_len, fewest) if rate else 0.0 for rate in rates]

@@ -1,0 +1,201 @@
+"""Shapes of models: published ones by name, others read from a configuration without weights."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.evaluation.estimate import ModelShape, gated_mlp, plain_mlp
+
+# The three models of FastKV's experiments, as their configurations on the Hugging Face Hub have
+# them; every layer is taken to attend to the whole context, as in those experiments.
+PRESETS: dict[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
+        ModelShape(
+            name="llama-3.1-8b",
+            hidden_size=4096,
+            query_heads=32,
+            kv_heads=8,
+            head_dim=128,
+            mlp_weights=(gated_mlp(4096, 14336),) * 32,
+            vocab_size=128256,
+            max_positions=131072,
+        ),
+        ModelShape(
+            name="ministral-8b",
+            hidden_size=4096,
+            query_heads=32,
+            kv_heads=8,
+            head_dim=128,
+            mlp_weights=(gated_mlp(4096, 12288),) * 36,
+            vocab_size=131072,
+            max_positions=131072,
+        ),
+        ModelShape(
+            name="mistral-nemo-12b",
+            hidden_size=5120,
+            query_heads=32,
+            kv_heads=8,
+            head_dim=128,
+            mlp_weights=(gated_mlp(5120, 14336),) * 40,
+            vocab_size=131072,
+            max_positions=131072,
+        ),
+    )
+}
+
+
+def load_shape(name: str) -> ModelShape:
+    """Find a preset, or read a configuration from the disk; neither network nor weights are used.
+
+    Args:
+        name: A preset, in upper or lower case; a folder with a ``config.json``; or such a file.
+
+    Raises:
+        ValueError: It is none of these; lists the presets. Or the configuration cannot be read.
+        UnsupportedModelError: See `shape_of`.
+
+    Example:
+        >>> load_shape("Ministral-8B").num_layers
+        36
+    """
+    preset = PRESETS.get(name.lower())
+    return shape_of(_read_config(name), name) if preset is None else preset
+
+
+def shape_of(config: Any, name: str = "model") -> ModelShape:
+    """The shape of a model of Transformers by its configuration.
+
+    Args:
+        config: A configuration of Transformers; one of several modalities counts as its text
+            decoder.
+        name: What to call the shape.
+
+    Raises:
+        UnsupportedModelError: The family's layers are not known, or a size is missing.
+    """
+    text = config.get_text_config(decoder=True)
+    family = FAMILIES.get(text.model_type)
+    if family is None:
+        raise UnsupportedModelError(
+            f"model_type of {name} must be one whose layers are known, {', '.join(FAMILIES)}, got "
+            f"{text.model_type!r}; describe it by a ModelShape"
+        )
+    _check_layers(text, name)
+    heads, hidden = _size(text, name, "num_attention_heads"), _size(text, name, "hidden_size")
+    layers, vocab_size = _size(text, name, "num_hidden_layers"), _size(text, name, "vocab_size")
+    mlp_weights = tuple(family(text, name, index) for index in range(layers))
+    try:
+        return ModelShape(
+            name=name,
+            hidden_size=hidden,
+            query_heads=heads,
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or hidden // heads,
+            mlp_weights=mlp_weights,
+            vocab_size=vocab_size,
+            max_positions=getattr(text, "max_position_embeddings", None),
+            sliding_window=_sliding_window(text),
+        )
+    except (TypeError, ValueError) as error:
+        raise UnsupportedModelError(f"configuration of {name} is not usable: {error}") from None
+
+
+def _gated(config: Any, name: str, layer_idx: int) -> int:
+    return gated_mlp(_size(config, name, "hidden_size"), _size(config, name, "intermediate_size"))
+
+
+def _plain(config: Any, name: str, layer_idx: int) -> int:
+    return plain_mlp(_size(config, name, "hidden_size"), _size(config, name, "intermediate_size"))
+
+
+def _mixture(config: Any, name: str, layer_idx: int) -> int:
+    """The active experts, those that all tokens share, and the router."""
+    step = getattr(config, "decoder_sparse_step", 1)
+    if layer_idx in (getattr(config, "mlp_only_layers", None) or ()) or (layer_idx + 1) % step:
+        return _gated(config, name, layer_idx)
+    hidden = _size(config, name, "hidden_size")
+    own = hasattr(config, "moe_intermediate_size")
+    width = _size(config, name, "moe_intermediate_size" if own else "intermediate_size")
+    local = hasattr(config, "num_local_experts")
+    experts = _size(config, name, "num_local_experts" if local else "num_experts")
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    active = _size(config, name, "num_experts_per_tok") * width + shared
+    return gated_mlp(hidden, active) + hidden * (experts + bool(shared))
+
+
+# By model_type, how to count the weights of a layer's MLP; all have plain attention projections.
+FAMILIES: dict[str, Callable[[Any, str, int], int]] = {
+    **dict.fromkeys(
+        (
+            *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2"),
+            *("gemma3_text", "phi3", "granite", "olmo", "olmo2", "olmo3", "cohere", "cohere2"),
+            *("stablelm", "smollm3", "helium", "exaone4", "glm", "glm4", "seed_oss", "ernie4_5"),
+        ),
+        _gated,
+    ),
+    **dict.fromkeys(
+        ("phi", "starcoder2", "nemotron", "gpt_neox", "persimmon", "arcee", "apertus"), _plain
+    ),
+    **dict.fromkeys(
+        ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe"), _mixture
+    ),
+}
+
+
+def _read_config(name: str) -> Any:
+    path = Path(name).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        if path.is_dir():
+            raise ValueError(f"config folder {name} must hold a config.json, got none")
+        raise ValueError(
+            f"config must be a preset ({', '.join(PRESETS)}), a folder with a config.json or such "
+            f"a file, got {name!r}"
+        )
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"config {name} must be JSON in UTF-8: {error}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise ValueError(f"config {name} must be a JSON object with a model_type, got none")
+
+    from transformers import AutoConfig
+
+    try:
+        # No code of the folder's own is run, and nothing is asked for.
+        return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever the family's own checks raise
+        reason = textwrap.shorten(str(error), 200) or type(error).__name__
+        raise ValueError(f"config {name} could not be read: {reason}") from error
+
+
+def _size(config: Any, name: str, attribute: str) -> int:
+    size = getattr(config, attribute, None)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise UnsupportedModelError(
+            f"{attribute} of {name} must be an int of at least 1, got {size!r}"
+        )
+    return size
+
+
+def _check_layers(config: Any, name: str) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    unknown = sorted(kinds - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UnsupportedModelError(
+            f"layer_types of {name} must be full_attention or sliding_attention, got "
+            f"{', '.join(unknown)}"
+        )
+
+
+def _sliding_window(config: Any) -> int | None:
+    kinds = getattr(config, "layer_types", None)
+    if kinds and "sliding_attention" not in kinds:
+        return None
+    return getattr(config, "sliding_window", None)

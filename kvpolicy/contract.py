@@ -1,0 +1,110 @@
+"""What `kvpolicy.testing` holds of any choice of tokens, in plain Python.
+
+Part of `kvpolicy.testing`.
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.budgets import Budget
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import KVSelector, PropagationPolicy
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise an AssertionError with the message unless the condition holds."""
+    if not condition:
+        raise AssertionError(message)
+
+
+def snapshot(context: LayerContext, *more: Tensor) -> list[object]:
+    """All that a part is given, to compare with what it leaves."""
+    fields = attrs.asdict(context, recurse=False).values()
+    return [
+        (value.shape, value.flatten().tolist()) if isinstance(value, Tensor) else value
+        for value in (*fields, *more)
+    ]
+
+
+def check_choice(
+    indices: Tensor,
+    *,
+    valid: Tensor,
+    protected: Tensor,
+    saliency: Tensor | None,
+    budget: Budget | None,
+    seen_len: int,
+    exact: bool = True,
+) -> None:
+    """Check the indices ``[count]`` chosen among the tokens ``[length]`` of one row and head.
+
+    Args:
+        indices: int64, -1 on slots without a token.
+        valid: bool ``[length]``, the tokens there are to choose from.
+        protected: bool ``[length]``, those that are to be chosen whatever their saliency.
+        saliency: float ``[length]``; None where it does not decide.
+        budget: How many to choose; None where it is not known.
+        seen_len: Tokens of the row's context so far.
+        exact: Whether the budget is what is chosen, not the least of it.
+
+    Raises:
+        AssertionError: The choice is not right; says how.
+    """
+    require(indices.dtype == torch.int64, f"indices must be int64, got {indices.dtype}")
+    all_indices: list[int] = indices.tolist()
+    chosen = [index for index in all_indices if index != -1]
+    require(
+        all_indices[len(all_indices) - len(chosen) :] == chosen,
+        f"-1 must stand on the left of the indices only, got {all_indices}",
+    )
+    require(chosen == sorted(set(chosen)), f"indices must be ascending and unique, got {chosen}")
+    require(
+        all(0 <= index < len(valid) and bool(valid[index]) for index in chosen),
+        f"indices must be those of tokens in [0, {len(valid)}), no padding, got {chosen}",
+    )
+    fixed = protected.nonzero().flatten().tolist()
+    require(set(fixed) <= set(chosen), f"protected tokens {fixed} must be among {chosen}")
+    if budget is not None:
+        available = int(valid.sum())
+        expected = budget.count(seen_len=seen_len, available=available, protected=len(fixed))
+        require(
+            len(chosen) == expected or (len(chosen) > expected and not exact),
+            f"{'exactly' if exact else 'at least'} {expected} tokens must stay, got {len(chosen)}",
+        )
+    if saliency is not None:
+        kept = [float(saliency[index]) for index in chosen if index not in fixed]
+        dropped = set(valid.nonzero().flatten().tolist()) - set(chosen)
+        worst = min(kept, default=float("inf"))
+        best = max((float(saliency[index]) for index in dropped), default=float("-inf"))
+        require(
+            best <= worst,
+            f"no dropped token may outscore a kept unprotected one, but {best} > {worst}",
+        )
+
+
+def check_protected(
+    part: KVSelector | PropagationPolicy, protected: Tensor, positions: Tensor
+) -> None:
+    """Check that what a part says it protects is what it declares, or more.
+
+    Args:
+        part: With its ``protected_tail`` and ``protected_first``.
+        protected: bool ``[length]``, of one row and head.
+        positions: int64 ``[length]``, -1 on padding.
+
+    Raises:
+        AssertionError: A token that it declares to protect is not among ``protected``.
+    """
+    held = [index for index, position in enumerate(positions.tolist()) if position >= 0]
+    tail = set(held[max(len(held) - part.protected_tail, 0) :])
+    first = {index for index in held if int(positions[index]) < part.protected_first}
+    fixed = set(protected.nonzero().flatten().tolist())
+    require(
+        tail | first <= fixed <= set(held),
+        f"protected must hold the last protected_tail={part.protected_tail} tokens and those at "
+        f"positions below protected_first={part.protected_first}, {sorted(tail | first)}, and no "
+        f"padding, got {sorted(fixed)}",
+    )

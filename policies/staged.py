@@ -1,0 +1,121 @@
+"""Propagation in stages: tokens are dropped at several layers of one prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+from torch import Tensor
+
+from kvpolicy.budgets import Budget
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import PropagationPolicy
+from kvpolicy.policies.propagation import TokenSelectivePropagation
+
+
+def _as_tuple(stages: object) -> tuple[object, ...]:
+    if not isinstance(stages, Iterable):
+        raise TypeError(f"stages must be a sequence of PropagationPolicy, got {stages!r}")
+    return tuple(stages)
+
+
+@attrs.frozen
+class StagedPropagation(PropagationPolicy):
+    """Several propagation policies in one prefill, each dropping tokens at layers of its own.
+
+    Where a stage acts, it chooses among the new tokens that reached its layer, under its own
+    budget, which is one of the row's whole context, not of what reached the layer.
+
+    Args:
+        stages: At least one policy that drops; no two of them act after the same layer. By default
+            two: 0.4 of the context goes on after half of the layers, 0.2 after three quarters.
+
+    Raises:
+        TypeError: One of ``stages`` is not a `PropagationPolicy`.
+        ValueError: There is none, or one of them restarts the prefill.
+
+    Example:
+        >>> halves = [TokenSelectivePropagation(0, 0.5), TokenSelectivePropagation(2, 0.25)]
+        >>> StagedPropagation(halves).layer_rates(num_layers=4)
+        [1.0, 0.5, 0.5, 0.25]
+    """
+
+    stages: tuple[PropagationPolicy, ...] = attrs.field(
+        default=(
+            TokenSelectivePropagation(tsp_rate=0.4, tsp_depth=0.5),
+            TokenSelectivePropagation(tsp_rate=0.2, tsp_depth=0.75),
+        ),
+        converter=_as_tuple,
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("stages must hold at least one PropagationPolicy, got none")
+        for stage in self.stages:
+            if not isinstance(stage, PropagationPolicy):
+                raise TypeError(f"stages must each be a PropagationPolicy, got {stage!r}")
+            if stage.restarts:
+                raise ValueError(
+                    f"stages must drop tokens, not restart the prefill, got {stage}; use it alone"
+                )
+
+    @property
+    def needs_saliency(self) -> bool:
+        """Whether any stage does."""
+        return any(stage.needs_saliency for stage in self.stages)
+
+    @property
+    def protected_tail(self) -> int:
+        """The shortest of the stages'."""
+        return min(stage.protected_tail for stage in self.stages)
+
+    @property
+    def protected_first(self) -> int:
+        """The fewest of the stages'."""
+        return min(stage.protected_first for stage in self.stages)
+
+    @property
+    def budget(self) -> Budget | None:
+        """The smallest of the stages'; None where they cannot be compared."""
+        budgets = [stage.budget for stage in self.stages]
+        known = [budget for budget in budgets if budget is not None]
+        if len(known) < len(budgets) or len({budget.rate is None for budget in known}) > 1:
+            return None
+        return min(known, key=lambda budget: budget.amount)
+
+    def protected(self, context: LayerContext) -> Tensor:
+        """Those of the stage that acts at the layer; see `PropagationPolicy.protected`."""
+        stage = self._acting(context.num_layers).get(context.layer_idx)
+        return super().protected(context) if stage is None else stage.protected(context)
+
+    def acting_layers(self, num_layers: int) -> frozenset[int]:
+        """The layers of all stages.
+
+        Raises:
+            ValueError: A stage's layer lies outside the model, or two stages act after the same.
+        """
+        return frozenset(self._acting(num_layers))
+
+    def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
+        """The lowest of the stages' so far; see `PropagationPolicy.layer_rates`."""
+        self._acting(num_layers)
+        rates = [stage.layer_rates(num_layers, context_len) for stage in self.stages]
+        return [min(of_layer) for of_layer in zip(*rates, strict=True)]
+
+    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
+        """What the stage passes on that acts at the layer; see `PropagationPolicy.propagate`."""
+        stage = self._acting(context.num_layers).get(context.layer_idx)
+        return None if stage is None else stage.propagate(saliency, context)
+
+    def _acting(self, num_layers: int) -> dict[int, PropagationPolicy]:
+        acting: dict[int, PropagationPolicy] = {}
+        for stage in self.stages:
+            for layer in sorted(stage.acting_layers(num_layers)):
+                if layer in acting:
+                    raise ValueError(
+                        f"stages must act after different layers, but in a model of {num_layers} "
+                        f"layers both {acting[layer]} and {stage} act after layer {layer}; give "
+                        "them layers of their own"
+                    )
+                acting[layer] = stage
+        return acting

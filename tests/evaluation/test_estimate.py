@@ -1,0 +1,240 @@
+"""Costs before running: counted on paper, by torch, by the cache, and as the paper has them."""
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from kvpolicy import CachePolicy, KVSelector, LayerContext, build
+from kvpolicy.evaluation import ModelShape, estimate, shape_of
+from kvpolicy.evaluation.presets import PRESETS
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import (
+    H2O,
+    FastKV,
+    FullContext,
+    PyramidInfer,
+    SnapKV,
+    StreamingLLM,
+    TokenSelectivePropagation,
+)
+from tests.reference import random_tokens, tiny_model
+
+LLAMA, MINISTRAL, NEMO = "llama-3.1-8b", "ministral-8b", "mistral-nemo-12b"
+
+# A token: queries 8 x 12, keys 8 x 6, values 8 x 6, output 12 x 8, three matrices of 8 x 10.
+TINY = ModelShape(
+    name="tiny",
+    hidden_size=8,
+    query_heads=4,
+    kv_heads=2,
+    head_dim=3,
+    mlp_weights=(240, 240),
+    vocab_size=7,
+)
+
+
+def gem_filter(filter_layer: int | None = None, retention_rate: float = 0.1) -> CachePolicy:
+    policy = build("gem_filter", filter_layer=filter_layer, retention_rate=retention_rate)
+    assert isinstance(policy, CachePolicy)
+    return policy
+
+
+def test_full_context_on_paper() -> None:
+    found = estimate(FullContext(), TINY, 40)
+    assert found.full == found.prefill
+    assert found.full.linear == 2 * 2 * 40 * (96 + 48 + 48 + 96 + 240)
+    assert found.full.attention == 2 * (2 * 40 * 40 * 12)  # half of two products of 40 x 40 x 12
+    assert found.full.head == 2 * 8 * 7
+    assert found.full.total == 84480 + 76800 + 112
+    assert (found.speedup, found.compute_rate, found.kv_share) == (1.0, 1.0, 1.0)
+    assert found.kv_bytes == found.full_kv_bytes == 2 * 40 * (2 * 2 * 3 * 2)
+
+
+def test_a_drop_on_paper() -> None:
+    policy = FastKV(tsp_layer=0, tsp_rate=0.5, retention_rate=0.25)
+    found = estimate(policy, TINY, 40, dtype=torch.float32)
+    assert found.prefill.linear == 2 * (40 + 20) * 528
+    assert found.prefill.attention == 2 * (40**2 + 20**2) * 12
+    assert found.speedup == pytest.approx((84480 + 76800 + 112) / (63360 + 48000 + 112))
+    assert found.compute_rate == 0.75
+    assert found.kept_tokens == (10.0, 10.0)
+    assert (found.kv_bytes, found.full_kv_bytes, found.kv_share) == (960, 3840, 0.25)
+
+
+def test_a_restart_on_paper() -> None:
+    """Layer 0 whole, of layer 1 queries, keys and values; then both layers over 10 tokens."""
+    found = estimate(gem_filter(1, 0.25), TINY, 40)
+    assert found.prefill.linear == 2 * 40 * 528 + 2 * 40 * 192 + 2 * 2 * 10 * 528
+    assert found.prefill.attention == 2 * 12 * (40**2 + 2 * 10**2)
+    assert found.prefill.head == 2 * 8 * 7  # once
+    assert found.compute_rate == 0.75
+    assert found.kept_tokens == (10.0, 10.0)
+
+
+def test_layers_that_differ_are_counted_each() -> None:
+    shape = attrs.evolve(TINY, mlp_weights=(1000, 1))
+    found = estimate(FastKV(tsp_layer=0, tsp_rate=0.5, retention_rate=0.25), shape, 40)
+    assert found.prefill.linear == 2 * 40 * (288 + 1000) + 2 * 20 * (288 + 1)
+
+
+@attrs.frozen
+class Falling(KVSelector):
+    """Keeps less the later the layer."""
+
+    @property
+    def needs_saliency(self) -> bool:
+        return False
+
+    def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
+        return [1.0, 0.5, 0.3, 0.1][:num_layers]
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        raise NotImplementedError
+
+
+def test_a_layer_keeps_no_more_than_reaches_it() -> None:
+    policy = CachePolicy(SnapKV().scorer, Falling(), TokenSelectivePropagation(1, 0.2))
+    shape = attrs.evolve(TINY, mlp_weights=(240,) * 4)
+    assert estimate(policy, shape, 100).kept_tokens == pytest.approx((100, 50, 20, 10))
+
+
+def test_a_short_prompt_keeps_its_window() -> None:
+    found = estimate(FastKV(tsp_layer=0, tsp_rate=0.3, retention_rate=0.1), TINY, 20)
+    assert found.kept_tokens == (8.0, 8.0)
+    assert found.prefill.linear == 2 * (20 + 8) * 528
+    assert estimate(SnapKV(), TINY, 3).kept_tokens == (3.0, 3.0)
+    assert estimate(StreamingLLM(), TINY, 1).kept_tokens == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("preset", "policy", "percent"),
+    [
+        (LLAMA, FastKV(), 60),
+        (MINISTRAL, FastKV(), 60),
+        (NEMO, FastKV(), 60),
+        (LLAMA, PyramidInfer(decay_ratio=0.7), 60),
+        (MINISTRAL, PyramidInfer(decay_ratio=0.75), 60),
+        (LLAMA, gem_filter(13, 0.1), 51),
+        (LLAMA, gem_filter(13, 0.2), 61),
+        (LLAMA, SnapKV(), 100),
+    ],
+)
+def test_compute_rates_of_the_paper(preset: str, policy: CachePolicy, percent: int) -> None:
+    assert round(100 * estimate(policy, PRESETS[preset], 32768).compute_rate) == percent
+
+
+@pytest.mark.parametrize(("thousands", "allowed"), [(8, 1.70), (32, 1.76), (128, 1.84)])
+def test_speedups_of_the_paper(thousands: int, allowed: float) -> None:
+    for rate in (0.1, 0.2):
+        found = estimate(FastKV(retention_rate=rate), PRESETS[LLAMA], 1024 * thousands)
+        assert round(found.speedup, 2) == allowed
+        assert found.kv_share == pytest.approx(rate)
+
+
+def test_pyramid_keeps_what_reaches_each_layer() -> None:
+    """Its retention is its compute rate, in the paper 60/60."""
+    found = estimate(PyramidInfer(), PRESETS[LLAMA], 32768)
+    assert found.kv_share == pytest.approx(found.compute_rate)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [FullContext(), SnapKV(0.2), FastKV(tsp_layer=1, tsp_rate=0.4), gem_filter(2, 0.2)],
+    ids=lambda policy: type(policy).__name__,
+)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_torch_counts_as_much_in_linear_layers(family: Any, policy: CachePolicy) -> None:
+    """Of the prefill as it runs; matrices of weights are `mm`, whatever scores is `bmm`."""
+    model = tiny_model(family, seed=3, attn_implementation="eager")
+    prompt = torch.tensor([random_tokens(5, 200)])
+    cache = PolicyCache(policy)
+    with torch.no_grad(), cache.attached(model), FlopCounterMode(display=False) as counter:
+        model(prompt, past_key_values=cache, logits_to_keep=1)
+    counted = counter.get_flop_counts()["Global"]
+    found = estimate(policy, shape_of(model.config), 200)
+    assert counted[torch.ops.aten.mm] == found.prefill.linear + found.prefill.head
+
+
+def test_torch_counts_twice_as_much_in_eager_attention() -> None:
+    """It computes the square of which causal attention needs half."""
+    model = tiny_model("llama", seed=3, attn_implementation="eager")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.tensor([random_tokens(5, 200)]))
+    products = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    assert products == 2 * estimate(FullContext(), shape_of(model.config), 200).full.attention
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        FullContext(),
+        StreamingLLM(0.2),
+        SnapKV(0.1),
+        H2O(0.3),
+        FastKV(tsp_layer=1, tsp_rate=0.4, retention_rate=0.2),
+        SnapKV(retention_tokens=37),
+        gem_filter(1, 0.2),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cache_holds_as_many_bytes(policy: CachePolicy, dtype: torch.dtype) -> None:
+    model = tiny_model("mistral", seed=4).to(dtype)
+    cache = PolicyCache(policy)
+    with torch.no_grad(), cache.attached(model):
+        model(torch.tensor([random_tokens(6, 200)]), past_key_values=cache)
+    held = cache.report()
+    found = estimate(policy, shape_of(model.config), 200, dtype=dtype)
+    assert found.kv_bytes == held.total.held_bytes
+    assert found.full_kv_bytes == held.total.full_bytes
+    assert found.kept_tokens == pytest.approx([layer.kept for layer in held.layers])
+
+
+def test_the_cache_holds_nearly_as_many_bytes_under_pyramid_infer() -> None:
+    """Its rates are those of a long prompt: of a short one, every layer rounds down."""
+    model = tiny_model("llama", seed=4)
+    policy = PyramidInfer(decay_ratio=0.3, min_context=0)
+    cache = PolicyCache(policy)
+    with torch.no_grad(), cache.attached(model):
+        model(torch.tensor([random_tokens(6, 400)]), past_key_values=cache)
+    found = estimate(policy, shape_of(model.config), 400, dtype=torch.float32)
+    assert found.kv_bytes == pytest.approx(cache.report().total.held_bytes, rel=0.01)
+    assert found.kv_share < 0.9
+
+
+@pytest.mark.parametrize(
+    ("policy", "context", "options", "error", "said"),
+    [
+        (FullContext, 10, {}, TypeError, "policy must be a CachePolicy"),
+        (FullContext(), 0, {}, ValueError, "context_len must be at least 1, got 0"),
+        (FullContext(), 1.5, {}, TypeError, "context_len must be an int"),
+        (FullContext(), 10, {"dtype": "float32"}, TypeError, "dtype must be a torch.dtype"),
+        (FastKV(tsp_layer=2), 10, {}, ValueError, r"tsp_layer must be in \[0, 1\]"),
+    ],
+)
+def test_estimate_bad_input(
+    policy: Any, context: Any, options: Any, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        estimate(policy, TINY, context, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"hidden_size": 0}, ValueError, "hidden_size must be at least 1, got 0"),
+        ({"head_dim": 2.0}, TypeError, "head_dim must be an int"),
+        ({"kv_heads": 3}, ValueError, "query_heads must be a multiple of kv_heads, got 4 and 3"),
+        ({"mlp_weights": 240}, TypeError, "mlp_weights must be a tuple of ints, got 240"),
+        ({"mlp_weights": ()}, ValueError, "mlp_weights must have an entry for each layer"),
+        ({"mlp_weights": (1, 0)}, ValueError, "mlp_weights must be at least 1"),
+        ({"max_positions": 0}, ValueError, "max_positions must be at least 1"),
+    ],
+)
+def test_shape_bad_input(change: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        attrs.evolve(TINY, **change)

@@ -1,0 +1,306 @@
+"""``protect``: the first tokens of the context are kept, or go on, whatever their saliency."""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvpolicy import CachePolicy, KVSelector, LayerContext
+from kvpolicy.policies import (
+    H2O,
+    TOVA,
+    AdaKV,
+    AdaptiveHeadSelector,
+    FastKV,
+    GQAGroupSelector,
+    KeepAllSelector,
+    KeyDiff,
+    KeyNorm,
+    KeyNormScorer,
+    PassAllPropagation,
+    PyramidKV,
+    PyramidSelector,
+    Random,
+    SinkAndRecentSelector,
+    SnapKV,
+    StreamingLLM,
+    TokenSelectivePropagation,
+)
+from kvpolicy.testing import check_propagation, check_selector, layer_contexts
+
+METHODS: list[Callable[..., CachePolicy]] = [
+    StreamingLLM,
+    H2O,
+    SnapKV,
+    FastKV,
+    TOVA,
+    KeyNorm,
+    KeyDiff,
+    Random,
+    PyramidKV,
+    AdaKV,
+]
+
+
+def context(
+    positions: list[int], *, seen_len: int, new: int | None = None, kv_heads: int = 1
+) -> LayerContext:
+    """One row of tokens at these positions, the last ``new`` of them new; all new if None."""
+    key_len = len(positions)
+    keys = torch.randn(1, kv_heads, key_len, 3, generator=torch.Generator().manual_seed(0))
+    return LayerContext(
+        layer_idx=0,
+        num_layers=2,
+        queries=keys[:, :, :0],
+        keys=keys,
+        values=keys,
+        positions=torch.tensor(positions).expand(1, kv_heads, key_len),
+        new_valid=torch.ones(1, key_len if new is None else new, dtype=torch.bool),
+        seen_len=(seen_len,),
+        scaling=1.0,
+    )
+
+
+# The later a token, the more salient.
+RISING = torch.arange(10.0)[None, None]
+
+
+@pytest.mark.parametrize(
+    ("protect", "tokens", "expected"),
+    [
+        (0, 4, [6, 7, 8, 9]),
+        (2, 4, [0, 1, 8, 9]),
+        (1, 4, [0, 7, 8, 9]),
+        (3, 4, [0, 1, 2, 8, 9]),  # five protected tokens exceed the budget
+        (9, 4, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),  # the window is among them: ten, not eleven
+        (99, 4, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
+    ],
+)
+@pytest.mark.parametrize("selector", [GQAGroupSelector, AdaptiveHeadSelector, PyramidSelector])
+def test_selectors_on_paper(selector: Any, protect: int, tokens: int, expected: list[int]) -> None:
+    """A window of 2; the pyramid without a fall, one head without another."""
+    flat = {"beta": 1} if selector is PyramidSelector else {}
+    part = selector(window_size=2, retention_tokens=tokens, protect=protect, **flat)
+    kept = part.select(RISING, context(list(range(10)), seen_len=10))
+    assert kept.tolist() == [[expected]]
+    protected = part.protected(context(list(range(10)), seen_len=10))
+    assert protected.tolist() == [[[i < protect or i >= 8 for i in range(10)]]]
+
+
+def test_streaming_selector_on_paper() -> None:
+    whole = context(list(range(10)), seen_len=10)
+    for sinks, protect, expected in [
+        (1, 0, [0, 6, 7, 8, 9]),
+        (1, 3, [0, 1, 2, 8, 9]),
+        (3, 1, [0, 1, 2, 8, 9]),
+        (0, 6, [0, 1, 2, 3, 4, 5]),
+    ]:
+        selector = SinkAndRecentSelector(retention_tokens=5, num_sinks=sinks, protect=protect)
+        assert selector.select(None, whole).tolist() == [[expected]]
+    # Token 0 did not reach the layer: tokens 1 and 5 are its first, token 1 alone is protected.
+    later = context([1, 5, 6, 7, 8, 9], seen_len=10)
+    for sinks, protect, expected in [(2, 0, [0, 1, 5]), (0, 2, [0, 4, 5]), (1, 7, [0, 1, 2])]:
+        selector = SinkAndRecentSelector(retention_tokens=3, num_sinks=sinks, protect=protect)
+        assert selector.select(None, later).tolist() == [[expected]]
+
+
+def test_a_later_turn_protects_by_original_position() -> None:
+    """Of 30 tokens seen, those at 0, 2, 3 and 20 are held and the last six are new."""
+    later = context([0, 2, 3, 20, *range(24, 30)], seen_len=30, new=6)
+    for selector in (
+        GQAGroupSelector(0.2, 2, protect=3),
+        AdaptiveHeadSelector(0.2, 2, protect=3),
+        PyramidSelector(0.2, 2, beta=1, protect=3),
+    ):
+        # 6 = int(30 * 0.2): tokens 0 and 2 of the first three, the window, the two before it.
+        assert selector.select(RISING, later).tolist() == [[[0, 1, 6, 7, 8, 9]]]
+
+
+@pytest.mark.parametrize(
+    ("protect", "tokens", "expected"),
+    [
+        (0, 4, [6, 7, 8, 9]),
+        (2, 4, [0, 1, 8, 9]),
+        (4, 4, [0, 1, 2, 3, 8, 9]),
+        (8, 4, None),
+        (50, 4, None),
+    ],
+)
+def test_propagation_on_paper(protect: int, tokens: int, expected: list[int] | None) -> None:
+    part = TokenSelectivePropagation(0, window_size=2, tsp_tokens=tokens, protect=protect)
+    passed = part.propagate(RISING, context(list(range(10)), seen_len=10))
+    assert (None if passed is None else passed.tolist()) == (
+        None if expected is None else [expected]
+    )
+
+
+def test_propagation_protects_among_the_new_tokens_only() -> None:
+    """Tokens 0 to 3 are held from before, 4 to 9 new: of the first six, two are new."""
+    later = context(list(range(10)), seen_len=10, new=6)
+    part = TokenSelectivePropagation(0, window_size=1, tsp_tokens=3, protect=6)
+    assert part.protected(later).tolist() == [[True, True, False, False, False, True]]
+    passed = part.propagate(RISING, later)
+    assert passed is not None
+    assert passed.tolist() == [[0, 1, 5]]
+
+
+def test_padding_is_never_protected() -> None:
+    """Row 1 has four tokens, and held ones where row 0 has new ones."""
+    positions = torch.tensor([[[0, 1, 2, 3, 4, 5, 6, 7]], [[-1, -1, -1, -1, 0, 1, 6, 7]]])
+    both = attrs.evolve(
+        context(list(range(8)), seen_len=8),
+        queries=torch.zeros(2, 1, 0, 3),
+        keys=torch.zeros(2, 1, 8, 3),
+        values=torch.zeros(2, 1, 8, 3),
+        positions=positions,
+        new_valid=torch.tensor([[True] * 8, [False] * 6 + [True] * 2]),
+        seen_len=(8, 8),
+    )
+    assert both.is_first(2).tolist() == [
+        [[i < 2 for i in range(8)]],
+        [[i in (4, 5) for i in range(8)]],
+    ]
+    assert both.is_new_first(2).tolist() == [[i < 2 for i in range(8)], [False] * 8]
+    assert both.is_new_first(7).tolist()[1] == [False] * 6 + [True, False]
+    assert not both.is_first(0).any()
+
+
+@pytest.mark.parametrize("build", METHODS, ids=lambda build: build.__name__)
+@given(layer=layer_contexts(None), protect=st.sampled_from([0, 1, 3, 40, 10**9]))
+def test_every_method_keeps_what_is_protected_and_at_zero_is_as_without(
+    build: Callable[..., CachePolicy], layer: LayerContext, protect: int
+) -> None:
+    shown = build().num_queries
+    if shown is not None:
+        first = max(layer.query_len - shown, 0)
+        layer = attrs.evolve(layer, queries=layer.queries[:, :, first:])
+    decision = build(0.02 if build is not FastKV else None, protect=protect).decide(layer)
+    bare = build(0.02 if build is not FastKV else None).decide(layer)
+    if not protect:
+        assert torch.equal(decision.kept, bare.kept)
+    for row in range(layer.batch):
+        for head in range(layer.kv_heads):
+            kept = decision.kept[row, head]
+            positions = layer.positions[row, head]
+            must = {p for p in positions.tolist() if 0 <= p < protect}
+            assert must <= set(positions[kept[kept >= 0]].tolist())
+
+
+def test_fastkv_passes_on_what_it_protects() -> None:
+    policy = FastKV(0, 0.2, 0.1, window_size=1, kernel_size=1, protect=3)
+    whole = context(list(range(40)), seen_len=40)
+    # The last query asks for late keys.
+    keys = torch.arange(40.0)[:, None].expand(1, 1, 40, 3)
+    decision = policy.decide(attrs.evolve(whole, keys=keys, queries=torch.ones(1, 1, 1, 3)))
+    assert decision.kept.tolist() == [[[0, 1, 2, 39]]]
+    assert decision.passed_on is not None
+    assert decision.passed_on.tolist() == [[0, 1, 2, 35, 36, 37, 38, 39]]
+
+
+def test_a_selector_protects_what_reaches_its_layer() -> None:
+    """The propagation protects nothing, so that of the first five tokens 1 and 4 reach this."""
+    policy = CachePolicy(
+        KeyNormScorer(), GQAGroupSelector(0.2, 1, protect=5), TokenSelectivePropagation(0)
+    )
+    here = attrs.evolve(context([1, 4, 6, 7, 8, 18, 19], seen_len=20), layer_idx=1)
+    assert set(policy.decide(here).kept.flatten().tolist()) >= {0, 1, 6}
+    assert policy.decide(here).kept.shape == (1, 1, 4)
+
+
+def test_protected_tokens_count_in_rates_of_a_number_of_tokens() -> None:
+    for selector in (
+        GQAGroupSelector(retention_tokens=5, window_size=4, protect=16),
+        SinkAndRecentSelector(retention_tokens=5, num_sinks=4, protect=20),
+        SinkAndRecentSelector(retention_tokens=5, num_sinks=20),
+    ):
+        assert selector.kept_rates(2, context_len=100) == [0.2, 0.2]
+        assert selector.kept_rates(1, context_len=10) == [1.0]
+    part = TokenSelectivePropagation(0, tsp_tokens=5, window_size=4, protect=16)
+    assert part.layer_rates(2, context_len=100) == [1.0, 0.2]
+
+
+@pytest.mark.parametrize("build", METHODS, ids=lambda build: build.__name__)
+def test_protect_is_by_name_only(build: Callable[..., CachePolicy]) -> None:
+    assert build(protect=7).selector.protected_first >= 7
+    with pytest.raises(ValueError, match="protect must be at least 0, got -1"):
+        build(protect=-1)
+    with pytest.raises(TypeError, match="protect must be an int, got 0.5"):
+        build(protect=0.5)
+    with pytest.raises(TypeError, match="positional"):
+        build(*[0.1 if build is not FastKV else None, *[None] * 6])
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        GQAGroupSelector,
+        SinkAndRecentSelector,
+        PyramidSelector,
+        AdaptiveHeadSelector,
+        TokenSelectivePropagation,
+    ],
+)
+def test_parts_check_it(part: Any) -> None:
+    assert part(protect=2).protected_first >= 2
+    with pytest.raises(ValueError, match="protect must be at least 0, got -3"):
+        part(protect=-3)
+    with pytest.raises(TypeError, match="protect must be an int, got True"):
+        part(protect=True)
+    assert PassAllPropagation().protected_first == KeepAllSelector().protected_first == 0
+
+
+def test_a_part_that_declares_it_gets_it_from_the_interface() -> None:
+    """A third party's selector has only to say how many."""
+
+    @attrs.frozen
+    class Own(KVSelector):
+        @property
+        def protected_first(self) -> int:
+            return 2
+
+        def select(self, saliency: Any, context: LayerContext) -> Any:
+            raise NotImplementedError
+
+    assert Own().protected(context([0, 1, 2, 5], seen_len=6)).tolist() == [
+        [[True, True, False, False]]
+    ]
+
+
+class ForgetsTheFirst(GQAGroupSelector):
+    def protected(self, context: LayerContext) -> Tensor:
+        return context.is_tail(self.protected_tail)
+
+
+class CountsWhatIsHeld(GQAGroupSelector):
+    """Protects the first tokens that it holds, whatever their positions."""
+
+    def protected(self, context: LayerContext) -> Tensor:
+        held_first = context.valid & (context.valid.cumsum(dim=-1) <= self.protect)
+        return context.is_tail(self.protected_tail) | (
+            held_first & context.is_first(self.protect - 1)
+        )
+
+
+class ForgetsTheFirstNew(TokenSelectivePropagation):
+    def protected(self, context: LayerContext) -> Tensor:
+        return context.is_new_tail(self.protected_tail)
+
+
+def test_the_contract_finds_parts_that_do_not_protect() -> None:
+    for selector in (ForgetsTheFirst, CountsWhatIsHeld):
+        with pytest.raises(AssertionError, match="positions below protected_first=3"):
+            check_selector(selector(0.2, window_size=1, protect=3))
+    with pytest.raises(AssertionError, match="positions below protected_first=3"):
+        check_propagation(ForgetsTheFirstNew(tsp_rate=0.2, window_size=1, protect=3))
+
+
+def test_the_contract_finds_a_larger_budget_that_drops() -> None:
+    with pytest.raises(AssertionError, match="a larger budget must only add tokens"):
+        check_selector(PyramidSelector(0.4, 2), PyramidSelector(0.2, 2))
+    with pytest.raises(TypeError, match="component must be a KVSelector"):
+        check_selector(PyramidSelector(), TokenSelectivePropagation())  # type: ignore[arg-type]

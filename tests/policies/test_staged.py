@@ -1,0 +1,197 @@
+"""Propagation in several stages."""
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvpolicy import Budget, CachePolicy, LayerContext, PropagationPolicy
+from kvpolicy.policies import (
+    GQAGroupSelector,
+    KeepAllSelector,
+    PassAllPropagation,
+    PyramidPropagation,
+    RestartPropagation,
+    StagedPropagation,
+    TokenSelectivePropagation,
+    WeightedTailScorer,
+    WindowMaxPoolScorer,
+)
+from kvpolicy.testing import layer_contexts, saliencies
+
+TSP = TokenSelectivePropagation
+
+
+def staged(*stages: PropagationPolicy) -> StagedPropagation:
+    return StagedPropagation(stages)
+
+
+@pytest.mark.parametrize(("num_layers", "layers"), [(32, {15, 23}), (36, {17, 26}), (6, {2, 3})])
+def test_the_default_acts_after_half_and_three_quarters(num_layers: int, layers: set[int]) -> None:
+    assert StagedPropagation().acting_layers(num_layers) == layers
+    rates = StagedPropagation().layer_rates(num_layers)
+    first, second = sorted(layers)
+    assert rates[first : first + 2] == [1.0, 0.4]
+    assert rates[second : second + 2] == [0.4, 0.2]
+
+
+def test_a_layer_as_a_fraction_of_the_model() -> None:
+    assert TSP(tsp_depth=0.5).acting_layers(33) == TSP().acting_layers(33) == {15}
+    assert TSP(tsp_depth=1.0).acting_layers(7) == {6}
+    assert TSP(tsp_depth=0.01).acting_layers(7) == {0}
+    for build, error, message in (
+        (lambda: TSP(tsp_depth=1.5), ValueError, r"tsp_depth must be in \(0, 1\], got 1.5"),
+        (lambda: TSP(tsp_depth="half"), TypeError, "tsp_depth must be a number"),
+        (lambda: TSP(3, tsp_depth=0.5), ValueError, "at most one of tsp_layer and tsp_depth"),
+    ):
+        with pytest.raises(error, match=message):
+            build()
+
+
+def test_rates_are_the_lowest_so_far() -> None:
+    # A later stage with more does not bring tokens back.
+    part = staged(TSP(2, 0.25), TSP(0, 0.5), TSP(3, 0.4))
+    assert part.layer_rates(6) == [1.0, 0.5, 0.5, 0.25, 0.25, 0.25]
+    assert part.prefill_passes(6) == (part.layer_rates(6),)
+    policy = CachePolicy(WindowMaxPoolScorer(), KeepAllSelector(), part)
+    assert policy.prefill_compute_rate(6) == pytest.approx(2.75 / 6)
+    tokens = staged(TSP(0, tsp_tokens=30), TSP(1, tsp_tokens=10))
+    assert tokens.layer_rates(3, context_len=100) == [1.0, 0.3, 0.1]
+    with pytest.raises(ValueError, match="context_len must be given where tsp_tokens is"):
+        tokens.layer_rates(3)
+
+
+def test_what_the_stages_have_in_common() -> None:
+    part = staged(TSP(0, 0.5, window_size=4, protect=3), TSP(1, 0.2, window_size=9, protect=2))
+    assert part.protected_tail == 4
+    assert part.protected_first == 2
+    assert part.needs_saliency
+    assert not staged(PassAllPropagation()).needs_saliency
+    assert not part.restarts
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        ([TSP(0, 0.5), TSP(1, 0.2), TSP(2, 0.3)], Budget(0.2)),
+        ([TSP(0, tsp_tokens=9), TSP(1, tsp_tokens=10)], Budget(tokens=9)),
+        ([TSP(0, 0.5), TSP(1, tsp_tokens=10)], None),
+        ([TSP(0, 0.5), PyramidPropagation()], None),
+    ],
+)
+def test_the_smallest_budget_counts(
+    stages: list[PropagationPolicy], expected: Budget | None
+) -> None:
+    assert StagedPropagation(stages).budget == expected
+
+
+def test_a_policy_cannot_keep_more_than_the_last_stage_passes_on() -> None:
+    stages = staged(TSP(0, 0.5), TSP(1, 0.2))
+    CachePolicy(WindowMaxPoolScorer(), GQAGroupSelector(0.2), stages)
+    with pytest.raises(ValueError, match="retention_rate must not exceed tsp_rate.*tsp_rate=0.2"):
+        CachePolicy(WindowMaxPoolScorer(), GQAGroupSelector(0.3), stages)
+    with pytest.raises(ValueError, match="window_size of .* must be at least 8"):
+        CachePolicy(WindowMaxPoolScorer(), KeepAllSelector(), staged(TSP(0), TSP(1, window_size=4)))
+
+
+@given(data=st.data(), context=layer_contexts(0))
+def test_where_a_stage_acts_it_alone_decides(data: st.DataObject, context: LayerContext) -> None:
+    saliency = data.draw(saliencies(context))
+    stages = {1: TSP(1, 0.4, window_size=3), 4: TSP(4, 0.1, window_size=2, protect=5)}
+    part = staged(*stages.values())
+    for layer_idx in range(6):
+        here = attrs.evolve(context, layer_idx=layer_idx, num_layers=6)
+        passed = part.propagate(saliency, here)
+        if layer_idx not in stages:
+            assert passed is None
+            continue
+        alone = stages[layer_idx]
+        expected = alone.propagate(saliency, here)
+        assert (passed is None) == (expected is None)
+        assert passed is None or torch.equal(passed, expected)
+        assert torch.equal(part.protected(here), alone.protected(here))
+
+
+def test_budgets_are_of_the_whole_context_on_paper() -> None:
+    """20 of 100 tokens reached layer 3: 0.1 of the 100 go on, not of the 20."""
+    keys = torch.zeros(1, 1, 20, 3)
+    context = LayerContext(
+        layer_idx=3,
+        num_layers=5,
+        queries=keys[:, :, :0],
+        keys=keys,
+        values=keys,
+        positions=torch.arange(0, 100, 5)[None, None],
+        new_valid=torch.ones(1, 20, dtype=torch.bool),
+        seen_len=(100,),
+        scaling=1.0,
+    )
+    part = staged(TSP(1, 0.2, window_size=2), TSP(3, 0.1, window_size=2))
+    passed = part.propagate(torch.arange(20.0, 0, -1)[None, None], context)
+    assert passed is not None
+    assert passed.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 18, 19]]
+    assert part.propagate(None, attrs.evolve(context, layer_idx=4)) is None
+
+
+def test_a_stage_may_act_at_many_layers() -> None:
+    """PyramidInfer's propagation, which acts after every layer but the last, and one after that."""
+    part = staged(PyramidPropagation(), TSP(3, 0.1))
+    assert part.acting_layers(4) == {0, 1, 2, 3}
+    CachePolicy(WeightedTailScorer(), KeepAllSelector(), part).check_model(4)
+    with pytest.raises(ValueError, match="both .* act after layer 3"):
+        part.acting_layers(5)
+
+
+@pytest.mark.parametrize(
+    ("stages", "error", "message"),
+    [
+        ([], ValueError, "stages must hold at least one PropagationPolicy"),
+        ([TSP(0), RestartPropagation()], ValueError, "stages must drop tokens, not restart"),
+        ([TSP(0), None], TypeError, "stages must each be a PropagationPolicy, got None"),
+        ([TSP], TypeError, "stages must each be a PropagationPolicy"),
+        (TSP(0), TypeError, "stages must be a sequence of PropagationPolicy, got Token"),
+    ],
+)
+def test_bad_stages(stages: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        StagedPropagation(stages)
+
+
+def test_layers_that_do_not_fit_the_model() -> None:
+    message = "in a model of 8 layers both .* and .* act after layer 3; give them layers"
+    clash = staged(TSP(3), TSP(tsp_depth=0.5, tsp_rate=0.1))
+    for ask in (clash.acting_layers, clash.layer_rates):
+        with pytest.raises(ValueError, match=message):
+            ask(8)
+    assert clash.acting_layers(10) == {3, 4}
+    with pytest.raises(ValueError, match=r"tsp_layer must be in \[0, 3\]"):
+        staged(TSP(0), TSP(4)).acting_layers(4)
+    with pytest.raises(ValueError, match="act after layer 0"):
+        StagedPropagation().acting_layers(2)
+
+
+@attrs.frozen
+class Twice(PropagationPolicy):
+    """Passes on the last token only, after layers 1 and 2; nests in other stages."""
+
+    @property
+    def needs_saliency(self) -> bool:
+        return False
+
+    def acting_layers(self, num_layers: int) -> frozenset[int]:
+        return frozenset({1, 2})
+
+    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        return torch.full((context.batch, 1), context.new_len - 1)
+
+
+def test_a_users_own_stage_and_stages_within_stages() -> None:
+    part = staged(Twice(), staged(TSP(0), TSP(3)))
+    assert part.acting_layers(5) == {0, 1, 2, 3}
+    assert part.needs_saliency
+    assert part.budget is None
+    assert hash(part) == hash(staged(Twice(), staged(TSP(0), TSP(3))))

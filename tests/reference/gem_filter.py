@@ -1,0 +1,65 @@
+"""GemFilter: an early layer filters the new tokens, and the prefill starts again on the rest."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from .methods import Choice, LayerView
+from .selection import average_pool, below, budget, head_mean, margin, window_and_highest
+
+
+@dataclass(frozen=True)
+class GemFilter:
+    """Runs the first layers on all new tokens, then all layers on the best of them.
+
+    Attributes:
+        filter_layer: the last layer that sees all; None is `num_layers // 2 - 1`, at least 0.
+        retention_rate: fraction of all tokens seen; not used where `retention_tokens` is given.
+        kernel_size: odd width of the average-pooling.
+        retention_tokens: budget as a number of tokens.
+        protect: positions always among the chosen, beside the last.
+    """
+
+    filter_layer: int | None = None
+    retention_rate: float | None = 0.1
+    kernel_size: int = 5
+    retention_tokens: int | None = None
+    protect: int = field(default=0, kw_only=True)
+
+    def acting_layer(self, num_layers: int) -> int:
+        """The filter layer of a model."""
+        if self.filter_layer is None:
+            return max(num_layers // 2 - 1, 0)
+        assert 0 <= self.filter_layer < num_layers, "filter_layer is not a layer of this model"
+        return self.filter_layer
+
+    def choose(self, layer: LayerView) -> Choice:
+        """What reaches a layer in the second pass stays: all entries, all tokens."""
+        return Choice([list(range(len(held))) for held in layer.entries])
+
+    def restart_on(self, layer: LayerView) -> tuple[list[int], float]:
+        """At the filter layer in the first pass: which new tokens the second pass runs on.
+
+        Returns:
+            Indices of the new tokens, ascending, and the margin of the choice, relative to the
+            largest product of a query and a key: products have either sign and may cancel.
+        """
+        group = len(layer.queries) // len(layer.entries)
+        products = []
+        for head, queries in enumerate(layer.queries):
+            keys = torch.stack([entry.key for entry in layer.entries[head // group]])
+            products.append([float(product) for product in keys @ queries[-1]])
+        pooled = head_mean([average_pool(row, self.kernel_size) for row in products])
+        new_len = len(layer.new_positions)
+        scores = pooled[len(pooled) - new_len : -1]  # the last token does not compete
+        exempt = below(layer.new_positions[:-1], self.protect)
+        count = budget(
+            self.retention_rate,
+            self.retention_tokens,
+            seen=layer.seen,
+            available=new_len,
+            protected=len(exempt) + 1,
+        )
+        chosen = window_and_highest(scores, new_len, count, exempt)
+        scale = max(abs(product) for row in products for product in row)
+        return chosen, margin(scores, chosen, exempt, scale=scale)

@@ -1,0 +1,74 @@
+"""AdaKV: the KV heads of a layer share its budget by saliency."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .methods import Choice, LayerView, SnapKV
+from .selection import budget, highest, margin
+
+
+@dataclass(frozen=True)
+class AdaKV(SnapKV):
+    """Keeps the window, of each KV head a floor of its own best, and the best of all heads.
+
+    Attributes:
+        floor: fraction of the free places that each head fills for itself.
+    """
+
+    floor: float = 0.2
+
+    def choose(self, layer: LayerView) -> Choice:
+        """Unlike numbers of entries per KV head, all tokens."""
+        scores = self.head_scores(layer)
+        exempt = [self.exempt([entry.position for entry in held]) for held in layer.entries]
+        # Per head what is kept in any case: all before the window are scored, so the rest is it.
+        always = [
+            guarded + list(range(len(row), len(held)))
+            for held, row, guarded in zip(layer.entries, scores, exempt, strict=True)
+        ]
+        protected = len(always[0])
+        assert all(len(indices) == protected for indices in always), "every head holds these"
+        count = budget(
+            self.retention_rate,
+            self.retention_tokens,
+            seen=layer.seen,
+            available=layer.seen,
+            protected=protected,
+        )
+        chosen, gap = share(scores, exempt, count - protected, self.floor)
+        kept = [sorted(own + taken) for own, taken in zip(always, chosen, strict=True)]
+        return Choice(kept, margin=gap)
+
+
+def share(
+    scores: Sequence[Sequence[float]], exempt: Sequence[Sequence[int]], free: int, floor: float
+) -> tuple[list[list[int]], float]:
+    """Fills `free` places for each head, a floor of them by the head alone, the rest together.
+
+    Args:
+        scores: per head, of the tokens before the window; heads may have unlike numbers of them.
+        exempt: per head, indices that do not compete.
+        free: places for each head on average.
+        floor: each head first takes `int(free * floor)` of its own highest.
+
+    Returns:
+        Per head the indices taken, ascending; and the smallest gap between a token taken and one
+        dropped that could have been taken in its place: one of the same head, or, where it was
+        taken in the ranking of all heads, one of any head.
+    """
+    own_places = int(free * floor)
+    taken: list[list[int]] = []
+    rest: list[tuple[int, int]] = []
+    for head, row in enumerate(scores):
+        candidates = [index for index in range(len(row)) if index not in exempt[head]]
+        best = highest([row[index] for index in candidates], own_places)
+        taken.append([candidates[place] for place in best])
+        rest += [(head, index) for index in candidates if index not in taken[head]]
+    # `rest` is by head, then by token, which is how `highest` and so the method breaks ties.
+    pooled = [scores[head][index] for head, index in rest]
+    together = highest(pooled, len(scores) * (free - own_places))
+    for place in together:
+        head, index = rest[place]
+        taken[head].append(index)
+    gaps = [margin(row, taken[head], exempt[head]) for head, row in enumerate(scores)]
+    return [sorted(indices) for indices in taken], min([margin(pooled, together), *gaps])

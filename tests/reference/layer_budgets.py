@@ -1,0 +1,50 @@
+"""PyramidKV: SnapKV with budgets that fall with depth."""
+
+from dataclasses import dataclass
+
+from .methods import LayerView, SnapKV
+from .selection import budget
+
+
+@dataclass(frozen=True)
+class PyramidKV(SnapKV):
+    """Keeps as SnapKV; the first layer's budget is the highest, the last one's the lowest.
+
+    Attributes:
+        beta: at least 1; a mean of `f` free places falls from about `f * (2 - 1 / beta)` to about
+            `f / beta`.
+    """
+
+    beta: int = 20
+
+    def count(self, layer: LayerView, available: int, protected: int) -> int:
+        """The layer's share of as many entries as SnapKV would keep in all layers."""
+        mean = budget(
+            self.retention_rate,
+            self.retention_tokens,
+            seen=layer.seen,
+            available=layer.seen,
+            protected=protected,
+        )
+        most = layer.seen - protected
+        shares = free_places(mean - protected, most, layer.num_layers, self.beta)
+        return min(available, protected + shares[layer.layer_idx])
+
+
+def free_places(mean: int, most: int, num_layers: int, beta: int) -> list[int]:
+    """Divides `num_layers * mean` places over the layers.
+
+    A layer of the first half gets `mean * (beta - 1) * (num_layers - 1 - 2 * layer)` over
+    `beta * (num_layers - 1)`, rounded down, above the mean, but `most` at most; the layer as far
+    from the end gets as much below the mean; one in the middle gets the mean.
+
+    Example:
+        >>> free_places(8, 18, 4, 4)
+        [14, 10, 6, 2]
+    """
+    places = [mean] * num_layers
+    for layer in range(num_layers // 2):
+        above = mean * (beta - 1) * (num_layers - 1 - 2 * layer) // (beta * (num_layers - 1))
+        places[layer] = min(mean + above, most)
+        places[num_layers - 1 - layer] = 2 * mean - places[layer]
+    return places

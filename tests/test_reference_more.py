@@ -1,0 +1,619 @@
+"""The slow reference's restart, uneven budgets, stages and protected tokens are right."""
+
+from math import inf, log
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from tests.reference import (
+    FAMILIES,
+    AdaKV,
+    Family,
+    FastKV,
+    FullContext,
+    GemFilter,
+    Method,
+    PyramidKV,
+    ReferenceState,
+    SnapKV,
+    Staged,
+    StreamingLLM,
+    TurnResult,
+    causal_visible,
+    dense_masked_logits,
+    random_tokens,
+    tiny_model,
+    visible_after,
+)
+from tests.reference.attention import Entry
+from tests.reference.head_budgets import share
+from tests.reference.layer_budgets import free_places
+from tests.reference.methods import LayerView
+from tests.reference.selection import average_pool, below, margin, window_and_highest
+
+KEEPS_ALL: list[Method] = [
+    GemFilter(retention_rate=1.0),
+    GemFilter(retention_tokens=500, filter_layer=3),
+    PyramidKV(1.0),
+    AdaKV(1.0),
+    AdaKV(retention_tokens=500, floor=0.0),
+    Staged(1.0, stages=((0, 1.0), (2, 1.0))),
+    SnapKV(0.1, protect=500),
+    StreamingLLM(0.1, protect=500),
+    FastKV(0.1, tsp_rate=0.1, protect=500),
+    GemFilter(retention_rate=0.1, protect=500),
+]
+EVICTS: list[Method] = [
+    PyramidKV(0.3, window_size=3, kernel_size=3, beta=5),
+    PyramidKV(retention_tokens=12, window_size=4, protect=3),
+    AdaKV(0.3, window_size=3, kernel_size=3),
+    AdaKV(0.25, window_size=2, kernel_size=5, floor=0.0, protect=3),
+    Staged(0.2, window_size=4, kernel_size=3, stages=((0, 0.6), (2, 0.3))),
+    Staged(0.3, window_size=3, kernel_size=1, stages=((2, 0.3), (1, 0.45)), protect=2),
+    SnapKV(0.3, window_size=4, kernel_size=3, protect=5),
+    StreamingLLM(0.3, num_sinks=1, protect=4),
+    FastKV(0.25, window_size=4, kernel_size=3, tsp_rate=0.4, protect=4),
+]
+
+
+PROTECTS: list[SnapKV | StreamingLLM | GemFilter] = [
+    PyramidKV(0.2, protect=3),
+    AdaKV(0.25, window_size=2, floor=0.0, protect=3),
+    Staged(0.3, window_size=3, stages=((2, 0.3), (1, 0.45)), protect=2),
+    SnapKV(0.3, protect=5),
+    StreamingLLM(0.3, num_sinks=1, protect=4),
+    FastKV(0.25, window_size=4, tsp_rate=0.4, protect=4),
+    GemFilter(retention_rate=0.3, protect=4),
+]
+
+
+def giving(
+    weights: list[list[float]],
+    positions: list[list[int]],
+    new_len: int,
+    *,
+    layer_idx: int = 0,
+    num_layers: int = 4,
+    seen: int | None = None,
+) -> LayerView:
+    """A layer in which every query's attention goes by `weights`, one list for each KV head.
+
+    Keys are `[log(weight), 0]`, queries `[1, 0]`, groups are of one. Where the weights of a head
+    sum to 1, so does the last query's attention.
+    """
+    entries = [
+        [Entry(at, torch.tensor([log(weight), 0.0]), torch.zeros(2)) for at, weight in pairs]
+        for pairs in (zip(*lists, strict=True) for lists in zip(positions, weights, strict=True))
+    ]
+    queries = [torch.tensor([[1.0, 0.0]] * new_len)] * len(weights)
+    new = positions[0][-new_len:]
+    return LayerView(layer_idx, num_layers, queries, new, entries, seen or new[-1] + 1, 1.0)
+
+
+def two_turns(
+    model: PreTrainedModel, method: Method, num_decode: int = 7
+) -> tuple[list[int], TurnResult, TurnResult]:
+    """All tokens of the row that were fed, and both turns."""
+    prompt = random_tokens(3, 47)
+    state = ReferenceState(model, method)
+    first = state.turn(prompt, num_decode)
+    question = [first.tokens[-1], *random_tokens(4, 18)]
+    second = state.turn(question, num_decode)
+    return [*prompt, *first.tokens[:-1], *question, *second.tokens[:-1]], first, second
+
+
+def logits_of_turn(turn: TurnResult) -> Tensor:
+    """`[1 + num_decode, vocab]`."""
+    return torch.cat([turn.prefill_logits[None], turn.decode_logits])
+
+
+def max_error(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference between two tensors of one shape."""
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max())
+
+
+# Parts
+
+
+def test_average_pool() -> None:
+    row = [3.0, 1.0, 0.0, -2.0, 5.0]
+    assert average_pool(row, 1) == row
+    assert average_pool([3.0, 6.0, 0.0, 9.0], 3) == [3.0, 3.0, 5.0, 3.0]  # zeros beyond the edge
+    assert average_pool(row, 5) == pytest.approx([0.8, 0.4, 1.4, 0.8, 0.6])
+    assert average_pool([5.0], 5) == [1.0]
+    assert average_pool([], 3) == []
+
+
+def test_exempt_tokens_do_not_compete() -> None:
+    scores = [0.1, 0.9, 0.8, 0.2]
+    assert window_and_highest(scores, 6, 4, [0]) == [0, 1, 4, 5]
+    assert window_and_highest(scores, 6, 4, [1, 3]) == [1, 3, 4, 5]
+    assert window_and_highest(scores, 6, 6, [0, 1]) == [0, 1, 2, 3, 4, 5]
+    assert below([0, 1, 5, 6], 5) == [0, 1]
+    assert below([7, 8], 5) == []
+
+
+def test_margin_of_exempt_and_signed_scores() -> None:
+    assert margin([8.0, 6.0, 3.0], [0, 2], [2]) == 0.25  # 3 was not chosen over 6
+    assert margin([8.0, 6.0, 3.0], [0, 1], [2]) == inf
+    assert margin([1.0, -1.0, -2.0], [0, 1], scale=4.0) == 0.25
+
+
+# PyramidKV
+
+
+@pytest.mark.parametrize(
+    ("mean", "most", "num_layers", "beta", "expected"),
+    [
+        (8, 18, 4, 4, [14, 10, 6, 2]),  # 8 * 3 * 3 / 12 = 6 above, 8 * 3 * 1 / 12 = 2 above
+        (8, 18, 5, 4, [14, 11, 8, 5, 2]),
+        (7, 10, 4, 4, [10, 8, 6, 4]),  # 5 above would be 12 of 10 there are
+        (7, 30, 4, 20, [13, 9, 5, 1]),  # 6.65 and 2.22 above, rounded down
+        (9, 9, 3, 20, [9, 9, 9]),
+        (9, 30, 3, 1, [9, 9, 9]),
+        (0, 30, 3, 20, [0, 0, 0]),
+        (9, 30, 1, 20, [9]),
+        (9, 30, 2, 3, [15, 3]),
+    ],
+)
+def test_free_places(mean: int, most: int, num_layers: int, beta: int, expected: list[int]) -> None:
+    assert free_places(mean, most, num_layers, beta) == expected
+
+
+def test_pyramid_kv_by_hand() -> None:
+    """Ten tokens, a window of 2 and 1 protected: 6 kept on average, 3 of them free."""
+    weights = [0.02, 0.05, 0.07, 0.1, 0.2, 0.03, 0.3, 0.13, 0.05, 0.05]
+    method = PyramidKV(0.6, window_size=2, kernel_size=1, beta=3, protect=1)
+    expected = [
+        [0, 2, 3, 4, 6, 7, 8, 9],  # 3 + 3 * 2 * 2 // 6 = 5 free
+        [0, 4, 6, 7, 8, 9],
+        [0, 6, 8, 9],
+    ]
+    for layer_idx, kept in enumerate(expected):
+        layer = giving([weights], [list(range(10))], 10, layer_idx=layer_idx, num_layers=3)
+        assert method.choose(layer).kept == [kept]
+
+
+def test_pyramid_kv_keeps_no_more_than_there_is() -> None:
+    """Of 40 tokens seen 5 are held and 2 are new; the budget is of all 40."""
+    method = PyramidKV(0.5, window_size=2, kernel_size=1, beta=4)
+    at = [0, 3, 5, 6, 9, 38, 39]
+    layer = giving([[1.0] * 7], [at], 2)
+    assert method.choose(layer).kept == [list(range(7))]  # of 20 and more
+    layer = giving([[1.0] * 7], [at], 2, layer_idx=3)
+    assert method.choose(layer).kept == [[0, 1, 2, 3, 4, 5, 6]]  # 2 + 18 - 13
+    layer = giving([[1.0] * 7], [at], 2, layer_idx=3, seen=20)
+    assert method.choose(layer).kept == [[0, 1, 5, 6]]  # 2 + 8 - 6
+
+
+@pytest.mark.parametrize("num_layers", [1, 5])
+@pytest.mark.parametrize("protect", [0, 3])
+def test_pyramid_kv_divides_snapkvs_total(num_layers: int, protect: int) -> None:
+    model = tiny_model("llama", seed=5, num_layers=num_layers)
+    prompt = random_tokens(2, 53)
+    method = PyramidKV(0.3, window_size=4, kernel_size=3, protect=protect)
+    turn = ReferenceState(model, method).turn(prompt, 0)
+    lens = [len(layer[0]) for layer in turn.kept]
+    assert sum(lens) == num_layers * 15  # int(53 * 0.3)
+    assert num_layers == 1 or lens[0] > lens[-1]
+    assert lens == sorted(lens, reverse=True)
+    for layer, count in enumerate(lens):
+        same_count = SnapKV(
+            retention_tokens=count, window_size=4, kernel_size=3, protect=protect
+        )  # all layers see the whole prompt, so each chooses as it would under any other's budget
+        assert turn.kept[layer] == ReferenceState(model, same_count).turn(prompt, 0).kept[layer]
+
+
+# AdaKV
+
+
+def test_ada_kv_by_hand() -> None:
+    peaked = [0.5, 0.3, 0.1, 0.05, 0.05]
+    even = [0.11, 0.14, 0.25, 0.25, 0.25]
+    layer = giving([peaked, even], [list(range(5))] * 2, 5)
+
+    def kept(floor: float, tokens: int, protect: int = 0) -> list[list[int]]:
+        method = AdaKV(None, 1, 1, retention_tokens=tokens, floor=floor, protect=protect)
+        return method.choose(layer).kept
+
+    assert kept(1.0, 2) == [[0, 4], [2, 4]]
+    assert kept(0.5, 2) == [[0, 1, 4], [4]]  # int(1 * 0.5) = 0 each, then 0.5 and 0.3
+    assert kept(1.0, 3) == [[0, 1, 4], [2, 3, 4]]
+    assert kept(0.0, 4) == [[0, 1, 4], [0, 1, 2, 3, 4]]  # 6 places, 0.1 is the seventh
+    assert kept(1.0, 4) == [[0, 1, 2, 4], [1, 2, 3, 4]]
+    assert kept(0.0, 3, protect=1) == [[0, 1, 4], [0, 2, 4]]  # 1 free place; 0 does not compete
+
+
+def test_ada_kv_lets_heads_hold_unlike_numbers() -> None:
+    """Held before are 1 and 4 tokens, one is new and the window; 4 of 12 are 3 free places each."""
+    few, many = [2, 11], [1, 3, 4, 7, 11]
+    weights = [[0.5, 0.5], [0.4, 0.3, 0.2, 0.05, 0.05]]
+    layer = giving(weights, [few, many], 1)
+    for floor, second in ((1.0, [0, 1, 2, 4]), (0.4, [0, 1, 2, 3, 4])):
+        method = AdaKV(0.34, window_size=1, kernel_size=1, floor=floor)
+        # With a floor of 1 the two places that the first head cannot fill are given to nobody.
+        assert method.choose(layer).kept == [[0, 1], second]
+
+
+def test_share_breaks_ties_by_head_then_token() -> None:
+    even = [[0.25] * 4, [0.25] * 4, [0.25] * 4]
+    assert share(even, [[], [], []], 2, 0.0) == ([[0, 1, 2, 3], [0, 1], []], inf)
+    assert share(even, [[], [0], []], 2, 0.5) == ([[0, 1, 2, 3], [1], [0]], inf)
+    assert share(even, [[0], [], []], 1, 1.0) == ([[1], [0], [0]], inf)
+    assert share([[0.5, 0.2], [], [0.1]], [[], [], []], 1, 0.0) == ([[0, 1], [], [0]], inf)
+
+
+def test_a_heads_floor_rounds_down() -> None:
+    scores = [[0.9, 0.8, 0.7, 0.6, 0.5], [0.3, 0.2, 0.1, 0.05]]
+    assert share(scores, [[], []], 3, 0.5)[0] == [[0, 1, 2, 3, 4], [0]]
+    assert share(scores, [[], []], 3, 0.7)[0] == [[0, 1, 2, 3], [0, 1]]
+
+
+def test_margin_of_a_share() -> None:
+    """Gaps are over tokens that could have changed places."""
+    scores = [[0.8, 0.1, 0.05], [0.4, 0.3, 0.2]]
+    taken, gap = share(scores, [[], []], 1, 0.0)
+    assert taken == [[0], [0]]
+    assert gap == pytest.approx(0.25)  # 0.4 against 0.3 in the ranking of all
+    taken, gap = share(scores, [[], []], 2, 0.5)
+    assert taken == [[0], [0, 1, 2]]
+    assert gap == pytest.approx(0.5)  # 0.2 against 0.1, of another head
+    taken, gap = share(scores, [[], []], 2, 1.0)
+    assert taken == [[0, 1], [0, 1]]
+    assert gap == pytest.approx(1 / 3)  # 0.3 against 0.2; 0.1 against 0.2 does not compete
+    taken, gap = share(scores, [[], [1]], 2, 1.0)
+    assert taken == [[0, 1], [0, 2]]
+    assert gap == pytest.approx(0.5)  # 0.1 against 0.05
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ada_kv_follows_from_the_models_own_attention(family: Family) -> None:
+    """The same choices, made with tensor operations on the attention that Transformers reports."""
+    model = tiny_model(family, seed=6, attn_implementation="eager")
+    prompt = random_tokens(11, 53)
+    with torch.no_grad():
+        attentions = model(torch.tensor([prompt]), output_attentions=True).attentions
+    method = AdaKV(0.3, window_size=5, kernel_size=3, floor=0.35, protect=2)
+    turn = ReferenceState(model, method).turn(prompt, 0)
+    always = [0, 1, *range(48, 53)]
+    for layer, probabilities in enumerate(attentions):
+        sums = probabilities[0, :, -5:, :-5].sum(1)  # [query_heads, key_len - window]
+        pooled = torch.nn.functional.max_pool1d(sums[None], 3, stride=1, padding=1)[0]
+        scores = pooled.view(2, 3, 48).mean(1)
+        scores[:, :2] = -1.0
+        taken = torch.zeros(2, 48, dtype=torch.bool)
+        for head in range(2):  # int(53 * 0.3) - 7 = 8 free places, int(8 * 0.35) = 2 for itself
+            taken[head, scores[head].argsort(descending=True, stable=True)[:2]] = True
+        rest = scores.masked_fill(taken, -1.0).flatten()
+        taken.view(-1)[rest.argsort(descending=True, stable=True)[:12]] = True
+        for held, chosen in zip(turn.kept[layer], taken, strict=True):
+            assert held == sorted([*always, *chosen.nonzero()[:, 0].tolist()])
+    assert any(len(layer[0]) != len(layer[1]) for layer in turn.kept)
+
+
+def test_totals_of_ada_kv_over_two_turns() -> None:
+    """Heads share a layer's budget, also when they come with unlike numbers."""
+    model = tiny_model("qwen3", seed=2)
+    _, first, second = two_turns(model, AdaKV(0.3, window_size=3, kernel_size=3))
+    for turn, count in ((first, 14), (second, 21)):  # int(47 * 0.3), int(73 * 0.3)
+        for layer in turn.kept:
+            assert sum(map(len, layer)) == 2 * count
+            assert all(set(range(turn.end - 3, turn.end)) <= set(held) for held in layer)
+        assert any(len(layer[0]) != len(layer[1]) for layer in turn.kept)
+
+
+def test_ada_kv_with_a_floor_of_one_is_snapkv() -> None:
+    model = tiny_model("mistral", seed=2)
+    ada = two_turns(model, AdaKV(0.3, window_size=3, kernel_size=3, floor=1.0, protect=2))
+    snap = two_turns(model, SnapKV(0.3, window_size=3, kernel_size=3, protect=2))
+    for ours, theirs in zip(ada[1:], snap[1:], strict=True):
+        assert ours.kept == theirs.kept
+        assert ours.margin == theirs.margin
+        assert torch.equal(logits_of_turn(ours), logits_of_turn(theirs))
+
+
+# Stages
+
+
+def test_staged_over_two_turns() -> None:
+    """Rates are of all tokens seen; every layer keeps its budget or, if less, what reached it."""
+    model = tiny_model("llama", seed=2, num_layers=6)
+    method = Staged(0.3, window_size=3, kernel_size=3, stages=((1, 0.5), (3, 0.2)))
+    _, first, second = two_turns(model, method)
+    assert [len(reached) for reached in first.reached] == [47, 47, 23, 23, 9, 9]
+    assert [len(layer[0]) for layer in first.kept] == [14] * 4 + [9] * 2
+    # The second turn: int(73 * 0.5) = 36 of 19 new tokens, int(73 * 0.2) = 14 of them.
+    assert [len(reached) for reached in second.reached] == [19] * 4 + [14] * 2
+    assert list(second.propagated) == [3]
+    for turn in (first, second):
+        for earlier, later in zip(turn.reached, turn.reached[1:], strict=False):
+            assert set(later) <= set(earlier)
+            assert set(range(turn.end - 3, turn.end)) <= set(later)
+    assert {layer: len(passed) for layer, passed in first.propagated.items()} == {1: 23, 3: 9}
+
+
+def test_one_stage_is_fastkv() -> None:
+    model = tiny_model("qwen2", seed=3)
+    staged = Staged(0.2, window_size=3, kernel_size=3, stages=((2, 0.35),), protect=2)
+    fastkv = FastKV(0.2, window_size=3, kernel_size=3, tsp_layer=2, tsp_rate=0.35, protect=2)
+    ours, theirs = two_turns(model, staged), two_turns(model, fastkv)
+    for one, other in zip(ours[1:], theirs[1:], strict=True):
+        assert (one.kept, one.reached, one.margin) == (other.kept, other.reached, other.margin)
+        assert torch.equal(logits_of_turn(one), logits_of_turn(other))
+
+
+def test_the_second_stage_decides_on_what_reached_it() -> None:
+    """Its own layer's attention, among the tokens that the first passed on."""
+    at = [0, 2, 3, 5, 8, 9]
+    weights = [0.1, 0.3, 0.05, 0.2, 0.25, 0.1]
+    method = Staged(0.2, window_size=1, kernel_size=1, stages=((1, 0.6), (3, 0.4)))
+    layer = giving([weights], [at], 6, layer_idx=3)
+    assert method.choose(layer).passed == [1, 3, 4, 5]  # int(10 * 0.4)
+    assert method.choose(giving([weights], [at], 6, layer_idx=2)).passed is None
+    assert method.choose(layer).kept == [[1, 5]]
+
+
+# Protected tokens
+
+
+def test_protect_is_a_keyword_and_off_by_default() -> None:
+    untyped: Any = SnapKV
+    with pytest.raises(TypeError):
+        untyped(0.1, 8, 7, None, 3)
+    for method in (SnapKV(), StreamingLLM(), FastKV(), GemFilter(), PyramidKV(), AdaKV(), Staged()):
+        assert method.protect == 0
+
+
+def test_protected_tokens_count_into_snapkvs_budget() -> None:
+    weights = [0.05, 0.05, 0.3, 0.2, 0.2, 0.1, 0.1]
+    layer = giving([weights], [list(range(7))], 7)
+
+    def kept(tokens: int, protect: int) -> list[int]:
+        method = SnapKV(window_size=1, kernel_size=1, retention_tokens=tokens, protect=protect)
+        return method.choose(layer).kept[0]
+
+    assert kept(4, 0) == [2, 3, 4, 6]
+    assert kept(4, 1) == [0, 2, 3, 6]
+    assert kept(4, 2) == [0, 1, 2, 6]
+    assert kept(2, 2) == [0, 1, 6]  # the protected are kept in any case
+    assert kept(2, 100) == [0, 1, 2, 3, 4, 5, 6]
+    overlapping = SnapKV(window_size=5, kernel_size=1, retention_tokens=1, protect=4)
+    assert overlapping.choose(layer).kept == [[0, 1, 2, 3, 4, 5, 6]]
+
+
+def test_protected_tokens_are_no_part_of_the_margin() -> None:
+    """Token 0, at 0.11, is kept whatever it has, so 0.109 is no near tie."""
+    layer = giving([[0.11, 0.3, 0.109, 0.2, 0.1, 0.181]], [list(range(6))], 6, layer_idx=1)
+    method = FastKV(None, 1, 1, retention_tokens=4, tsp_tokens=4, tsp_layer=1, protect=1)
+    choice = method.choose(layer)
+    assert (choice.kept, choice.passed) == ([[0, 1, 3, 5]], [0, 1, 3, 5])
+    assert choice.margin == pytest.approx((0.2 - 0.109) / 0.2)
+
+
+def test_protected_tokens_may_come_in_a_later_turn() -> None:
+    """Of the protected positions 0 to 4 two were there before and three are new."""
+    weights = [[0.01, 0.01, 0.01, 0.01, 0.01, 0.4, 0.3, 0.15, 0.1]]
+    layer = giving(weights, [list(range(9))], 7, layer_idx=1)
+    method = FastKV(
+        window_size=1,
+        kernel_size=1,
+        retention_tokens=7,
+        tsp_tokens=5,
+        protect=5,
+    )
+    assert method.choose(layer).kept == [[0, 1, 2, 3, 4, 5, 8]]
+    assert method.choose(layer).passed == [0, 1, 2, 3, 6]  # positions 2, 3, 4, the best, the window
+    later = giving(weights, [[0, 1, 2, 3, 4, 20, 21, 22, 23]], 4, layer_idx=1)
+    assert method.choose(later).passed == [0, 1, 2, 3]
+    few = FastKV(window_size=1, kernel_size=1, retention_tokens=1, tsp_tokens=1, protect=5)
+    assert few.choose(later).kept == [[0, 1, 2, 3, 4, 8]]
+    assert few.choose(later).passed == [3]  # none of the new tokens is protected
+    assert few.choose(layer).passed == [0, 1, 2, 6]
+
+
+def test_protecting_is_streaming_llm_with_more_sinks() -> None:
+    layer = giving([[1.0] * 9], [[0, 1, 2, 3, 4, 20, 21, 22, 23]], 3)
+    for num_sinks, protect in ((2, 4), (4, 2), (0, 4), (4, 0)):
+        method = StreamingLLM(0.26, num_sinks=num_sinks, protect=protect)
+        assert method.choose(layer).kept == [[0, 1, 2, 3, 7, 8]]  # int(24 * 0.26)
+
+
+@pytest.mark.parametrize("method", PROTECTS, ids=str)
+def test_what_is_protected_stays(method: SnapKV | StreamingLLM | GemFilter) -> None:
+    assert method.protect > 0
+    protected = list(range(method.protect))
+    _, first, second = two_turns(tiny_model("llama", seed=4), method)
+    for turn in (first, second):
+        assert all(held[: len(protected)] == protected for layer in turn.kept for held in layer)
+    assert all(reached[: len(protected)] == protected for reached in first.reached)
+
+
+# GemFilter
+
+
+def gem_view(products: list[list[float]], new_len: int, seen: int) -> LayerView:
+    """A layer of two query heads and one KV head with these products of the last query."""
+    keys = [torch.tensor([first, second, 0.0]) for first, second in zip(*products, strict=True)]
+    held = len(keys) - new_len
+    at = [*range(held), *range(seen - new_len, seen)]
+    entries = [[Entry(*pair, torch.zeros(3)) for pair in zip(at, keys, strict=True)]]
+    # Earlier queries differ, so that taking another than the last one shows.
+    queries = [
+        torch.tensor([[9.0, -9.0, 9.0]] * (new_len - 1) + [last])
+        for last in ([1.0, 0.0, 0.0], [0.0, 1.0, 0.0])
+    ]
+    return LayerView(1, 4, queries, at[held:], entries, seen, 0.125)
+
+
+def test_gem_filter_by_hand() -> None:
+    # The means are 1, -2, 0, 4, 3, 0; pooled over three, times three: -1, -1, 2, 7, 7, (3).
+    products = [[2.0, -4.0, 3.0, 6.0, 1.0, -5.0], [0.0, 0.0, -3.0, 2.0, 5.0, 5.0]]
+    view = gem_view(products, 6, 6)
+
+    def chosen(tokens: int, protect: int = 0, kernel_size: int = 3) -> list[int]:
+        return GemFilter(
+            kernel_size=kernel_size, retention_tokens=tokens, protect=protect
+        ).restart_on(view)[0]
+
+    assert chosen(1) == [5]
+    assert chosen(2) == [3, 5]  # of two sevens the earlier
+    assert chosen(4) == [2, 3, 4, 5]
+    assert chosen(5) == [0, 2, 3, 4, 5]  # of two below zero the earlier
+    assert chosen(9) == [0, 1, 2, 3, 4, 5]
+    assert chosen(3, kernel_size=1) == [3, 4, 5]
+    assert chosen(4, kernel_size=1) == [0, 3, 4, 5]
+    assert chosen(3, protect=1) == [0, 3, 5]
+    assert chosen(1, protect=2) == [0, 1, 5]
+    assert chosen(1, protect=6) == [0, 1, 2, 3, 4, 5]
+    assert GemFilter(retention_rate=0.5).restart_on(view)[0][-1] == 5
+    assert GemFilter(retention_rate=0.1).restart_on(view)[0] == [5]
+
+
+def test_gem_filter_chooses_among_new_tokens_by_all_keys() -> None:
+    """Held keys are pooled with and cannot be chosen; rates are of all tokens seen."""
+    products = [[0.0, 9.0, 0.0, 2.0, 5.0, 0.0]] * 2  # two held, four new
+    view = gem_view(products, 4, 10)
+    # Pooled over three, times three: (9), (9), 11, 7, 7, (5).
+    assert GemFilter(retention_rate=0.2, kernel_size=3).restart_on(view)[0] == [0, 3]
+    assert GemFilter(retention_rate=0.2, kernel_size=1).restart_on(view)[0] == [2, 3]
+    assert GemFilter(retention_rate=0.4, kernel_size=1).restart_on(view)[0] == [0, 1, 2, 3]
+    assert GemFilter(retention_rate=0.1, protect=4).restart_on(view)[0] == [3]  # 6 to 9 are new
+
+
+def test_gem_filters_margin_is_relative_to_the_largest_product() -> None:
+    products = [[10.0, -20.0, 3.0, 8.0, 0.0], [0.0, 12.0, 3.0, 0.0, 0.0]]  # means 5, -4, 3, 4
+    method = GemFilter(kernel_size=1, retention_tokens=2)
+    chosen, gap = method.restart_on(gem_view(products, 5, 5))
+    assert chosen == [0, 4]
+    assert gap == pytest.approx(1 / 20)
+    alone = GemFilter(kernel_size=1, retention_tokens=2, protect=1)
+    assert alone.restart_on(gem_view(products, 5, 5)) == ([0, 4], inf)
+
+
+def test_gem_filters_default_layer() -> None:
+    assert [GemFilter().acting_layer(n) for n in (1, 2, 3, 4, 32)] == [0, 0, 0, 1, 15]
+    assert GemFilter(filter_layer=0).acting_layer(4) == 0
+
+
+GEM_FILTERS = [
+    GemFilter(retention_rate=0.3),
+    GemFilter(filter_layer=0, retention_rate=0.2, kernel_size=3),
+    GemFilter(filter_layer=3, retention_tokens=8, kernel_size=1, protect=3),
+]
+
+
+@pytest.mark.parametrize("method", GEM_FILTERS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_chosen_tokens_are_a_row_of_their_own(family: Family, method: GemFilter) -> None:
+    """Both turns give what dense causal attention gives for the chosen and the decoded tokens."""
+    model = tiny_model(family, seed=9)
+    row, first, second = two_turns(model, method)
+    held = second.kept[0][0] + list(range(second.end, len(row)))
+    assert len(held) < len(row) - 30
+    dense = dense_masked_logits(
+        model, [row[position] for position in held], causal_visible(4, 6, len(held))
+    )
+    for turn in (first, second):
+        at = held.index(turn.end - 1)
+        assert max_error(logits_of_turn(turn), dense[at : at + 8]) < 1e-4
+
+
+def products_with_last_query(
+    model: PreTrainedModel, layer_idx: int, token_ids: list[int]
+) -> Tensor:
+    """`[query_heads, len]`, from the model's own hidden states and rotary embedding."""
+    decoder = cast(Any, model).model
+    with torch.no_grad():
+        # The input of each layer; the last entry has been through the final norm.
+        hidden = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+        layer = decoder.layers[layer_idx]
+        normed = layer.input_layernorm(hidden[layer_idx])
+        attention = layer.self_attn
+        shape = (1, len(token_ids), -1, attention.head_dim)
+        queries = attention.q_proj(normed).view(shape)
+        keys = attention.k_proj(normed).view(shape)
+        if hasattr(attention, "q_norm"):
+            queries, keys = attention.q_norm(queries), attention.k_norm(keys)
+        cos, sin = decoder.rotary_emb(normed, torch.arange(len(token_ids))[None])
+        queries, keys = apply_rotary_pos_emb(
+            queries.transpose(1, 2), keys.transpose(1, 2), cos, sin
+        )
+        keys = keys[0].repeat_interleave(attention.num_key_value_groups, dim=0)
+        products: Tensor = (keys @ queries[0, :, -1, :, None])[..., 0]
+    return products
+
+
+@pytest.mark.parametrize("method", GEM_FILTERS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gem_filters_choice_follows_from_the_models_own_tensors(
+    family: Family, method: GemFilter
+) -> None:
+    """In both turns: the first pass is a plain forward of what is held and the new tokens."""
+    model = tiny_model(family, seed=9)
+    row, first, second = two_turns(model, method)
+    held: list[int] = []
+    for turn, count in ((first, (14, 9, 8)), (second, (21, 14, 8))):
+        new = list(range(turn.start, turn.end))
+        token_ids = [row[position] for position in held + new]
+        layer = method.acting_layer(4)
+        products = products_with_last_query(model, layer, token_ids)
+        width = method.kernel_size
+        pooled = torch.nn.functional.avg_pool1d(products, width, stride=1, padding=width // 2)
+        scores = pooled.mean(0)[len(held) :]
+        scores[-1] = inf
+        for index, position in enumerate(new):
+            if position < method.protect:
+                scores[index] = inf
+        places = min(len(new), count[GEM_FILTERS.index(method)])
+        best = scores.argsort(descending=True, stable=True)[:places].sort().values
+        passed = [new[int(index)] for index in best]
+        assert turn.margin > 1e-5
+        assert turn.reached == [passed] * 4
+        assert turn.kept == [[held + passed] * 2] * 4
+        assert turn.propagated == ({layer: passed} if places < len(new) else {})
+        held += [*passed, *range(turn.end, turn.end + 7)]
+
+
+def test_rotary_positions_have_no_gap() -> None:
+    state = ReferenceState(tiny_model("llama", seed=1), GemFilter(retention_rate=0.2))
+    first = state.turn(random_tokens(5, 40), 3)
+    assert (state.seen, state.rotary) == (43, 8 + 3)
+    assert all(len(held) == 11 for layer in state.positions() for held in layer)
+    state.turn([first.tokens[-1], *random_tokens(6, 16)], 2)
+    assert (state.seen, state.rotary) == (62, 11 + 12 + 2)  # int(60 * 0.2) = 12 of 17
+    dropping = ReferenceState(tiny_model("llama", seed=1), FastKV(0.2))
+    dropping.turn(random_tokens(5, 40), 3)
+    assert (dropping.seen, dropping.rotary) == (43, 43)
+
+
+# All of them
+
+
+@pytest.mark.parametrize("method", KEEPS_ALL, ids=str)
+def test_keeping_everything_equals_full_context(method: Method) -> None:
+    model = tiny_model("qwen2", seed=4)
+    full, ours = two_turns(model, FullContext()), two_turns(model, method)
+    assert full[0] == ours[0]
+    for one, other in zip(full[1:], ours[1:], strict=True):
+        assert torch.equal(logits_of_turn(one), logits_of_turn(other))
+        assert other.propagated == {}
+        assert one.kept == other.kept
+
+
+@pytest.mark.parametrize("method", EVICTS, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_two_turns_equal_dense_masked_attention(family: Family, method: Method) -> None:
+    """Evicted or dropped is the same as masked, in both turns, prefill and decoding."""
+    model = tiny_model(family, seed=9)
+    row, first, second = two_turns(model, method)
+    dense = dense_masked_logits(model, row, visible_after([first.act, second.act], 6, len(row)))
+    for turn in (first, second):
+        assert turn.margin > 0
+        assert max_error(logits_of_turn(turn), dense[turn.end - 1 : turn.end + 7]) < 1e-4
+    full = ReferenceState(model, FullContext()).turn(row[:47], 7, forced=first.tokens[:-1])
+    assert max_error(first.decode_logits, full.decode_logits) > 0.1  # what was evicted mattered
