@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import ShapeError
+from kvpolicy.heads import Heads
 
 
 @attrs.frozen(eq=False)
@@ -30,6 +31,8 @@ class LayerContext:
             False where a row has fewer.
         seen_len: For each row, the tokens of its context so far: what rates are rates of.
         scaling: Factor on the product of query and key before the softmax.
+        heads: Where the layer's heads are: all in ``keys``, unless the model is tensor-parallel.
+            What a part decides for all heads together goes through it.
 
     Raises:
         ShapeError: The axes do not fit together.
@@ -44,6 +47,7 @@ class LayerContext:
     new_valid: Tensor
     seen_len: tuple[int, ...]
     scaling: float
+    heads: Heads = attrs.field(factory=Heads)
 
     def __attrs_post_init__(self) -> None:
         if self.keys.ndim != 4 or self.queries.ndim != 4:
@@ -105,7 +109,7 @@ class LayerContext:
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads."""
+        """Key/value heads shown; see `heads`."""
         return self.keys.shape[1]
 
     @property

@@ -108,3 +108,25 @@ def check_protected(
         f"positions below protected_first={part.protected_first}, {sorted(tail | first)}, and no "
         f"padding, got {sorted(fixed)}",
     )
+
+
+def check_layers(component: PropagationPolicy, num_layers: int) -> None:
+    """Check what a propagation policy declares of a model's layers."""
+    acting = component.acting_layers(num_layers)
+    require(
+        all(0 <= layer < num_layers for layer in acting),
+        f"acting_layers must lie in the model of {num_layers} layers, got {sorted(acting)}",
+    )
+    rates = component.layer_rates(num_layers, context_len=1000)
+    require(
+        len(rates) == num_layers and all(0 < rate <= 1 for rate in rates),
+        f"layer_rates must be {num_layers} fractions in (0, 1], got {rates}",
+    )
+    if component.budget is None:
+        return
+    passed = component.budget.count(seen_len=1000, available=1000, protected=0)
+    last = max(acting, default=num_layers)  # earlier ones may have larger budgets
+    require(
+        passed == 1000 or all(rate < 1 for rate in rates[last + 1 :]),
+        f"layer_rates must be below 1 after layer {last}, where tokens are dropped, got {rates}",
+    )

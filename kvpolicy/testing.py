@@ -13,7 +13,8 @@ hypothesis profile's ``max_examples``. What the contract holds: the shapes, dtyp
 `kvpolicy.interfaces` states; nothing given is modified; a row that is padded gets what it gets
 alone, also where its heads hold unlike numbers of tokens; exactly the budget is kept, the protected
 tokens always among it and no dropped token more salient than a kept one that is not protected; a
-larger budget only adds tokens.
+larger budget only adds tokens; a KV head in a process of its own, as under tensor parallelism, is
+scored and keeps and passes on what it does in the whole layer.
 """
 
 from __future__ import annotations
@@ -31,8 +32,13 @@ except ImportError as error:  # pragma: no cover
     raise ImportError("kvpolicy.testing needs hypothesis: pip install 'kvpolicy[test]'") from error
 
 from kvpolicy.context import LayerContext
-from kvpolicy.contract import check_choice, check_protected, require, snapshot
+from kvpolicy.contract import check_choice, check_layers, check_protected, require, snapshot
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+from kvpolicy.shares import (
+    check_kept_in_shares,
+    check_passed_in_shares,
+    check_scores_in_shares,
+)
 from kvpolicy.strategies import layer_contexts, row_alone, saliencies
 
 __all__ = [
@@ -90,6 +96,7 @@ def check_scorer(component: Scorer) -> None:
                 difference <= TOLERANCE * scale,
                 f"a padded row must score as it does alone, row {row} differs by {difference}",
             )
+        check_scores_in_shares(component, context, saliency, TOLERANCE)
 
     run()
 
@@ -157,6 +164,7 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
                 f"a padded row must keep what it keeps alone, row {row} keeps {here.tolist()} "
                 f"instead of {own.tolist()}",
             )
+        check_kept_in_shares(component, context, saliency, kept)
 
     run()
 
@@ -173,7 +181,7 @@ def check_propagation(component: PropagationPolicy) -> None:
     """
     _check_kind(component, PropagationPolicy)
     for num_layers in (8, 32, 36):
-        _check_layers(component, num_layers)
+        check_layers(component, num_layers)
 
     @_property
     @given(data=st.data(), context=layer_contexts(0))
@@ -184,6 +192,7 @@ def check_propagation(component: PropagationPolicy) -> None:
         before = snapshot(context, saliency)
         passed = component.propagate(saliency, context)
         require(snapshot(context, saliency) == before, "propagate must not modify its arguments")
+        check_passed_in_shares(component, context, saliency, passed)
         if passed is None:
             _require_all_fit(component, context)
             return
@@ -218,28 +227,6 @@ def check_propagation(component: PropagationPolicy) -> None:
             _check_passed_alone(component, context, saliency, passed, row)
 
     run()
-
-
-def _check_layers(component: PropagationPolicy, num_layers: int) -> None:
-    """Check what a propagation policy declares of a model's layers."""
-    acting = component.acting_layers(num_layers)
-    require(
-        all(0 <= layer < num_layers for layer in acting),
-        f"acting_layers must lie in the model of {num_layers} layers, got {sorted(acting)}",
-    )
-    rates = component.layer_rates(num_layers, context_len=1000)
-    require(
-        len(rates) == num_layers and all(0 < rate <= 1 for rate in rates),
-        f"layer_rates must be {num_layers} fractions in (0, 1], got {rates}",
-    )
-    if component.budget is None:
-        return
-    passed = component.budget.count(seen_len=1000, available=1000, protected=0)
-    last = max(acting, default=num_layers)  # earlier ones may have larger budgets
-    require(
-        passed == 1000 or all(rate < 1 for rate in rates[last + 1 :]),
-        f"layer_rates must be below 1 after layer {last}, where tokens are dropped, got {rates}",
-    )
 
 
 def _at_acting_layer(

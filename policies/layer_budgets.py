@@ -198,25 +198,26 @@ class AdaptiveHeadSelector(_SharedBudgetSelector):
         Heads that keep fewer than others are filled with -1 on the left.
         """
         assert saliency is not None
-        valid, protected = context.valid, self.protected(context)
-        own, shared = self._places(context, protected)
-        scores = group_mean(saliency, context.kv_heads)
+        scores = context.heads.gather(group_mean(saliency, context.kv_heads))
+        valid = context.heads.gather(context.valid)
+        protected = context.heads.gather(self.protected(context))
+        own, shared = self._places(context.seen_len, protected)
         candidates = valid & ~protected
         taken = candidates & (ranks(scores, candidates) < own[:, None, None])
         rest = candidates & ~taken
         places = ranks(scores.flatten(1), rest.flatten(1)).view_as(rest)  # over all heads
         chosen = protected | taken | (rest & (places < shared[:, None, None]))
-        return compress(chosen, int(chosen.sum(dim=-1).max()))
+        first = context.heads.share * context.kv_heads
+        here = chosen[:, first : first + context.kv_heads, chosen.shape[2] - context.key_len :]
+        return compress(here, int(here.sum(dim=-1).max()))
 
-    def _places(self, context: LayerContext, protected: Tensor) -> tuple[Tensor, Tensor]:
+    def _places(self, seen_len: tuple[int, ...], protected: Tensor) -> tuple[Tensor, Tensor]:
         """Of each row ``[batch]``, the places every head has of its own, and those all share."""
         fixed = protected.sum(dim=-1).amax(dim=-1).tolist()
-        free = [
-            self._free(seen, always) for seen, always in zip(context.seen_len, fixed, strict=True)
-        ]
+        free = [self._free(seen, always) for seen, always in zip(seen_len, fixed, strict=True)]
         own = [int(count * self.floor) for count in free]
         shared = [
-            context.kv_heads * (count - of_head) for count, of_head in zip(free, own, strict=True)
+            protected.shape[1] * (count - of_head) for count, of_head in zip(free, own, strict=True)
         ]
         device = protected.device
         return torch.tensor(own, device=device), torch.tensor(shared, device=device)

@@ -130,5 +130,5 @@ class TokenSelectivePropagation(PropagationPolicy):
         budgets = row_budgets(self.budget, context.seen_len, valid=valid, protected=protected)
         if budgets == valid.sum(dim=-1).flatten().tolist():
             return None
-        new = saliency[..., context.key_len - context.new_len :].mean(dim=1, keepdim=True)
-        return select_top(new, budgets, valid=valid, protected=protected)[:, 0]
+        new = context.heads.mean(saliency[..., context.key_len - context.new_len :])
+        return select_top(new[:, None], budgets, valid=valid, protected=protected)[:, 0]

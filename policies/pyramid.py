@@ -174,8 +174,8 @@ class PyramidPropagation(PropagationPolicy):
         ]
         if budgets == new_lens:
             return None
-        new = saliency[..., context.key_len - context.new_len :].mean(dim=1, keepdim=True)
-        return select_top(new, budgets, valid=valid, protected=protected)[:, 0]
+        new = context.heads.mean(saliency[..., context.key_len - context.new_len :])
+        return select_top(new[:, None], budgets, valid=valid, protected=protected)[:, 0]
 
     def _passed(self, context: LayerContext, row: int, new_len: int, tail_len: int) -> int:
         seen = context.seen_len[row]

@@ -14,6 +14,7 @@ from kvpolicy.description import describe, from_description
 from kvpolicy.integrations.transformers.attachment import Attachment, ModelParts
 from kvpolicy.integrations.transformers.generation import wrap_generate
 from kvpolicy.integrations.transformers.layer import PolicyLayer
+from kvpolicy.integrations.transformers.parallel import Spread
 from kvpolicy.integrations.transformers.reading import ReadingCache
 from kvpolicy.integrations.transformers.report import CacheReport
 from kvpolicy.integrations.transformers.saving import SavedCache, fingerprint
@@ -98,6 +99,7 @@ class PolicyCache(ReadingCache):
             return
         self.policy.check_model(parts.num_layers)
         self._check_filled_by(parts)
+        self._find_heads(parts)
         self._attachment = Attachment(self, parts)
         try:
             self._attachment.attach()
@@ -127,6 +129,11 @@ class PolicyCache(ReadingCache):
                     "parameters"
                 )
             self._move_to(parts)
+
+    def _find_heads(self, parts: ModelParts) -> None:
+        tp_size = getattr(parts.model, "tp_size", None) or 1
+        for layer, attention in zip(self.layers, parts.attentions, strict=True):
+            layer.spread = Spread.of(attention, parts.config, tp_size)
 
     def _move_to(self, parts: ModelParts) -> None:
         assert self._tokens is not None

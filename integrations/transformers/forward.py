@@ -179,6 +179,7 @@ class Forward:
             new_valid=new_valid,
             seen_len=self._seen_len,
             scaling=scaling,
+            heads=self.layers[index].spread.heads(queries.shape[1]),
         )
 
     def _observed(self, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:

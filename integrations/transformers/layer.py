@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvpolicy.errors import NotAttachedError
+from kvpolicy.integrations.transformers.parallel import Spread
 from kvpolicy.integrations.transformers.storage import Held, PlainStorage, Storage
 from kvpolicy.integrations.transformers.tokens import SeenTokens
 from kvpolicy.selection import gather_positions, gather_slots
@@ -27,6 +28,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     Attributes:
         padded: Whether some row or head holds fewer tokens than others.
         ragged: Whether heads of one row do.
+        spread: How the model's heads of this layer are spread over processes.
     """
 
     is_sliding = False
@@ -41,6 +43,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.padded = False
         self.ragged = False
         self.query_heads = 0
+        self.spread = Spread()
         self._chosen: Tensor | None = None  # positions of what the policy kept, without appended
         self._tokens: SeenTokens | None = None
 

@@ -17,7 +17,7 @@ class LayerReport:
     Args:
         seen: Tokens seen, over all rows, padding not counted.
         kept: Tokens whose keys and values are held, over all rows; the mean over the KV heads.
-        held_bytes: Bytes behind the keys and values held.
+        held_bytes: Bytes behind the keys and values held in this process.
         full_bytes: Bytes of the keys and values a full cache would hold, padding included.
         padding_bytes: Those of ``held_bytes`` that hold no token: where heads or rows keep unlike
             numbers of tokens, all have as many slots as the one that keeps most.
@@ -38,6 +38,9 @@ class LayerReport:
 @attrs.frozen
 class CacheReport:
     """What each layer of a cache holds; ``str()`` makes a table of at most 80 columns.
+
+    Under tensor parallelism a cache holds the keys and values of its process's heads, and all that
+    is said of bytes and of heads, the full cache's bytes too, is of these.
 
     Args:
         layers: One entry a layer.

@@ -151,11 +151,15 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
 def fingerprint(decoder: nn.Module) -> str:
     """What tells a model from another: names, shapes and samples of all its parameters.
 
+    Of a tensor-parallel model, those of the process's own parts: each has a cache of its own heads.
+
     Args:
         decoder: The model without its head.
     """
     found = hashlib.sha256()
     for name, parameter in sorted(decoder.named_parameters()):
+        if hasattr(parameter, "to_local"):
+            parameter = parameter.to_local()
         found.update(f"{name} {tuple(parameter.shape)}".encode())
         if parameter.is_meta:
             continue

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from kvpolicy import KVSelector, LayerContext
+from kvpolicy.heads import Heads
 from kvpolicy.policies import (
+    AdaptiveHeadSelector,
     GQAGroupSelector,
+    RandomScorer,
     SinkAndRecentSelector,
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
@@ -154,9 +157,34 @@ class ActsNowhere(TokenSelectivePropagation):
         return [1.0] * num_layers
 
 
+class MeanOfTheHeadsHere(TokenSelectivePropagation):
+    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
+        return super().propagate(saliency, attrs.evolve(context, heads=Heads()))
+
+
 class ForgetsItsRates(TokenSelectivePropagation):
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         return [1.0] * num_layers
+
+
+class RanksTheHeadsHere(AdaptiveHeadSelector):
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        return super().select(saliency, attrs.evolve(context, heads=Heads()))
+
+
+def test_a_selector_that_compares_the_heads_of_one_process_only() -> None:
+    with pytest.raises(AssertionError, match="keep what it keeps in the whole layer"):
+        check_selector(RanksTheHeadsHere(0.3, window_size=1, floor=0.0))
+
+
+class NumbersTheHeadsHere(RandomScorer):
+    def score(self, context: LayerContext) -> Tensor:
+        return super().score(attrs.evolve(context, heads=Heads()))
+
+
+def test_a_scorer_that_numbers_the_heads_of_one_process_only() -> None:
+    with pytest.raises(AssertionError, match="score as in the whole layer"):
+        check_scorer(NumbersTheHeadsHere())
 
 
 class OnePerHead(KVSelector):
@@ -167,13 +195,17 @@ class OnePerHead(KVSelector):
         return 1
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        kept = torch.full((context.batch, context.kv_heads, context.kv_heads), -1)
+        first, most = (
+            context.heads.share * context.kv_heads,
+            context.kv_heads * context.heads.shares,
+        )
+        kept = torch.full((context.batch, context.kv_heads, most), -1)
         for head in range(context.kv_heads):
-            for back in range(1, head + 2):
+            for back in range(1, first + head + 2):
                 held = context.valid[:, head].sum(dim=-1) >= back
-                kept[held, head, context.kv_heads - back] = context.key_len - back
+                kept[held, head, most - back] = context.key_len - back
         width = int(context.valid.sum(dim=-1).max())
-        return kept[..., -min(width, context.kv_heads) :]
+        return kept[..., -min(width, most) :]
 
     @property
     def needs_saliency(self) -> bool:
@@ -192,6 +224,7 @@ def test_a_selector_without_one_budget_passes() -> None:
         (ForgetsItsRates, "layer_rates must be below 1"),
         (DropsOldTokens, "outscore"),
         (PassesAll, "but None was returned"),
+        (MeanOfTheHeadsHere, "same tokens"),
         (OutsideTheModel, "acting_layers must lie in the model"),
     ],
 )

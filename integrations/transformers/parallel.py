@@ -1,0 +1,99 @@
+"""Models whose heads lie in several processes: Transformers' tensor parallelism.
+
+Every process of a tensor-parallel model reads the same batch and computes a share of each layer's
+heads. A cache then holds the keys and values of its process's heads, and decides for them alone,
+except where a choice is for all heads together: those go through `kvpolicy.heads.Heads`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, distributed, nn
+
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.heads import Heads, HeadShare
+
+
+@attrs.frozen(eq=False)
+class ProcessHeads(HeadShare):
+    """The share of a layer's heads that this process computes.
+
+    Args:
+        share: See `HeadShare`.
+        shares: See `HeadShare`.
+        group: The processes that compute the layer together.
+    """
+
+    group: Any
+
+    def exchange(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all processes of the group; see `HeadShare.exchange`."""
+        tensor = tensor.detach().contiguous()
+        found = [torch.empty_like(tensor) for _ in range(self.shares)]
+        distributed.all_gather(found, tensor, group=self.group)
+        return found
+
+
+@attrs.frozen(eq=False)
+class Spread:
+    """How an attention module's weights are spread over processes; by default they are not.
+
+    Args:
+        share: The process's place in the group.
+        shares: Processes in the group.
+        group: The process group; None if there is none.
+        query_heads: Query heads of the whole layer; None where it does not matter.
+    """
+
+    share: int = 0
+    shares: int = 1
+    group: Any = None
+    query_heads: int | None = None
+
+    @staticmethod
+    def of(attention: nn.Module, config: Any, tp_size: int = 1) -> Spread:
+        """Read it off the module's parameters.
+
+        Args:
+            attention: The attention module.
+            config: The decoder's configuration.
+            tp_size: Processes over which Transformers has spread the model.
+        """
+        if not distributed.is_available() or not distributed.is_initialized():
+            return Spread()
+        from torch.distributed.tensor import DTensor
+
+        meshes = [each.device_mesh for each in attention.parameters() if isinstance(each, DTensor)]
+        if not meshes and tp_size == 1:
+            return Spread()
+        mesh: Any = meshes[0] if meshes else None
+        if mesh is not None and mesh.ndim > 1:
+            mesh = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else None
+        if mesh is None:  # fine as long as all heads turn out to be here
+            return Spread(shares=tp_size, query_heads=config.num_attention_heads)
+        return Spread(
+            mesh.get_local_rank(), mesh.size(), mesh.get_group(), config.num_attention_heads
+        )
+
+    def heads(self, query_heads: int) -> Heads:
+        """Where the heads of a layer are, of which ``query_heads`` query heads are seen here.
+
+        Seen, since a plan may spread the weights and yet bring all heads to every process.
+
+        Raises:
+            UnsupportedModelError: They are neither all heads nor an equal share of them.
+        """
+        if self.query_heads is None or query_heads == self.query_heads:
+            return Heads()
+        if self.group is None or query_heads * self.shares != self.query_heads:
+            raise UnsupportedModelError(
+                f"every process must compute all {self.query_heads} query heads of a layer, or an "
+                f"equal share of them by parameters that are DTensors on a mesh of one axis or "
+                f"with an axis named tp, got {query_heads} heads in one of {self.shares} "
+                "processes; load the model with another number of processes or without tensor "
+                "parallelism"
+            )
+        return ProcessHeads(self.share, self.shares, self.group)

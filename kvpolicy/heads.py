@@ -1,0 +1,92 @@
+"""Where the heads of a layer are: all in this process, or shared out among several."""
+
+from __future__ import annotations
+
+import abc
+
+import attrs
+import torch
+from torch import Tensor
+
+
+@attrs.frozen
+class Heads:
+    """All heads of a layer are here: a context shows every one of them.
+
+    Under tensor parallelism a process computes a share of the heads only (`HeadShare`), and all of
+    them have to pass on the same tokens. So a part takes what is for all heads together from here;
+    what it chooses for a KV head by that head's own saliency needs nothing of it.
+    """
+
+    @property
+    def share(self) -> int:
+        """Which share of the heads is here, from 0; shares are equal and in the order of heads."""
+        return 0
+
+    @property
+    def shares(self) -> int:
+        """How many shares there are."""
+        return 1
+
+    def mean(self, per_head: Tensor) -> Tensor:
+        """Mean over all heads of the layer.
+
+        Args:
+            per_head: float ``[batch, heads, length]``, of the heads here; of one length everywhere.
+
+        Returns:
+            ``[batch, length]``, to the bit the same in all processes.
+
+        Example:
+            >>> Heads().mean(torch.tensor([[[1.0, 2.0], [3.0, 6.0]]]))
+            tensor([[2., 4.]])
+        """
+        return per_head.mean(dim=1)
+
+    def gather(self, per_head: Tensor) -> Tensor:
+        """What the heads here have, with what all others have.
+
+        Args:
+            per_head: ``[batch, heads, length]``; processes may differ in ``length``.
+
+        Returns:
+            ``[batch, all heads, longest]``, filled with 0 (False) on the left; may be ``per_head``.
+        """
+        return per_head
+
+
+@attrs.frozen(eq=False)
+class HeadShare(Heads, abc.ABC):
+    """One of several equal shares of a layer's heads, each in a process of its own.
+
+    All processes have to call the same methods in the same order, as they do where they all run
+    one policy on one batch.
+
+    Args:
+        share: Which one, from 0.
+        shares: How many there are.
+    """
+
+    share: int
+    shares: int
+
+    @abc.abstractmethod
+    def exchange(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors that all shares give, in their order; of one shape and dtype, not bool."""
+
+    def mean(self, per_head: Tensor) -> Tensor:
+        """Mean over all heads of the layer; see `Heads.mean`."""
+        # Sums are exchanged, not reduced on the way: every process then adds the same numbers in
+        # the same order, whatever the collective does.
+        sums = torch.stack(self.exchange(per_head.sum(dim=1)))
+        return sums.sum(dim=0) / (self.shares * per_head.shape[1])
+
+    def gather(self, per_head: Tensor) -> Tensor:
+        """What all heads have; see `Heads.gather`."""
+        batch, heads, length = per_head.shape
+        lengths = self.exchange(torch.tensor([length], device=per_head.device))
+        missing = max(int(each) for each in lengths) - length
+        # Not every backend knows bool.
+        sent = per_head.to(torch.uint8) if per_head.dtype == torch.bool else per_head
+        padded = torch.cat([sent.new_zeros(batch, heads, missing), sent], dim=2)
+        return torch.cat(self.exchange(padded), dim=1).to(per_head.dtype)
