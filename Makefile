@@ -5,9 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 OLDEST_TRANSFORMERS := 5.17.0
+KVPRESS := .venv-kvpress
 ARGS ?=
 
-.PHONY: compare test lint typecheck check thorough oldest bench-prefill format clean
+.PHONY: compare test lint typecheck check thorough oldest bench bench-scaling bench-gpu \
+	bench-prefill bench-kvpress format clean
 
 compare: $(VENV)/installed
 	$(BIN)/kvpolicy compare --out results/compare $(ARGS)
@@ -48,12 +50,31 @@ $(OLDEST)/installed: pyproject.toml constraints.txt
 oldest: $(OLDEST)/installed
 	$(OLDEST)/bin/pytest tests/integrations
 
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/methods.py $(ARGS)
+
+bench-scaling: $(VENV)/installed
+	$(BIN)/python benchmarks/scaling.py $(ARGS)
+
+# With the machine's own Python: the torch of .venv knows no GPU.
+bench-gpu:
+	$(PYTHON) benchmarks/gpu.py $(ARGS)
+
 bench-prefill: $(VENV)/installed
 	$(BIN)/python benchmarks/prefill.py
+
+$(KVPRESS)/installed: benchmarks/kvpress/constraints.txt
+	$(PYTHON) -m venv $(KVPRESS)
+	$(KVPRESS)/bin/pip install --quiet -c $< torch
+	$(KVPRESS)/bin/pip install --quiet -c $< kvpress
+	touch $@
+
+bench-kvpress: $(VENV)/installed $(KVPRESS)/installed
+	$(BIN)/python benchmarks/kvpress/compare.py --kvpress-python $(KVPRESS)/bin/python $(ARGS)
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build results
+	rm -rf $(VENV) $(OLDEST) $(KVPRESS) build results

@@ -1,0 +1,267 @@
+"""What the benchmarks share: models of random weights, prompts, options, and results as files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from kvpolicy import CachePolicy, build
+from kvpolicy.evaluation import ModelShape, estimate
+from kvpolicy.evaluation.results import check_folder, environment, write_all
+
+RESULTS = Path(__file__).resolve().parent / "results"
+# Where a quick run writes, so that it never takes the place of a real one.
+QUICK_RESULTS = Path("results") / "benchmarks"
+
+# The model without kvpolicy, on the cache that Transformers itself would use.
+BASELINE = "dynamic_cache"
+
+
+@attrs.frozen
+class ModelSpec:
+    """A Llama of random weights.
+
+    Args:
+        hidden_size: Width of the residual stream.
+        num_layers: Decoder layers.
+        query_heads: Query heads of a layer.
+        kv_heads: KV heads of a layer.
+        intermediate_size: Width of the MLP.
+        vocab_size: Tokens of the vocabulary.
+        max_positions: What the configuration says of the context; longer prompts are computed too.
+        rope: Rotary parameters of the configuration; the family's default if None.
+    """
+
+    hidden_size: int
+    num_layers: int
+    query_heads: int
+    kv_heads: int
+    intermediate_size: int
+    vocab_size: int = 1024
+    max_positions: int = 131072
+    rope: dict[str, Any] | None = None
+
+    def config(self) -> LlamaConfig:
+        """The configuration; it has no end of text, so that decoding never stops early."""
+        rope = {} if self.rope is None else {"rope_parameters": dict(self.rope)}
+        return LlamaConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.query_heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=self.max_positions,
+            eos_token_id=None,
+            **rope,
+        )
+
+    def build(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        """The model, made on its device; nothing is read or fetched. Weights are those of seed 0.
+
+        Args:
+            device: Of the weights.
+            dtype: Of the weights.
+        """
+        torch.manual_seed(0)
+        with torch.device(device):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                self.config(), dtype=dtype, attn_implementation="sdpa"
+            )
+        return model.eval()
+
+
+def policy_of(name: str) -> CachePolicy | None:
+    """A registered policy with its own defaults; None for ``dynamic_cache``.
+
+    Args:
+        name: A registered policy's, or ``dynamic_cache``.
+    """
+    if name == BASELINE:
+        return None
+    policy = build(name)
+    assert isinstance(policy, CachePolicy)
+    return policy
+
+
+def random_prompt(vocab_size: int, context: int, batch: int = 1) -> Tensor:
+    """Token ids ``[batch, context]``, the same every time and on every machine.
+
+    Frequencies fall as one over the rank, as those of words do.
+
+    Args:
+        vocab_size: Ids lie below it.
+        context: Tokens of a row.
+        batch: Rows.
+    """
+    drawn = torch.rand(batch, context, generator=torch.Generator().manual_seed(context))
+    return (vocab_size**drawn).long() - 1
+
+
+def allowed_prefill(policy: CachePolicy, shape: ModelShape, context: int) -> float:
+    """How many times faster the prefill can be by the count of its operations."""
+    return estimate(policy, shape, context).speedup
+
+
+def allowed_decode(
+    policy: CachePolicy, shape: ModelShape, context: int, model: PreTrainedModel
+) -> float:
+    """How many times faster a token can be decoded by the bytes that it reads.
+
+    Those are the weights, but for the embeddings, of which a token reads one row, and the keys and
+    values kept of the prompt.
+
+    Args:
+        policy: The policy.
+        shape: The model's sizes.
+        context: Tokens of the prompt.
+        model: The model, for the bytes of its weights.
+    """
+    found = estimate(policy, shape, context, dtype=model.dtype)
+    weights = sum(each.nbytes for each in model.parameters())
+    weights -= model.get_input_embeddings().weight.nbytes
+    return float((weights + found.full_kv_bytes) / (weights + found.kv_bytes))
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, lowest and highest.
+
+    Example:
+        >>> spread([3.0, 1.0, 2.0])
+        {'median': 2.0, 'lowest': 1.0, 'highest': 3.0}
+    """
+    return {"median": median(values), "lowest": min(values), "highest": max(values)}
+
+
+def ratio_text(ratio: float) -> str:
+    """A ratio in few characters.
+
+    Example:
+        >>> ratio_text(1.846), ratio_text(12.34)
+        ('1.85', '12.3')
+    """
+    return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.1f}"
+
+
+def number(value: float | None, width: int, digits: int = 2, *, percent: bool = False) -> str:
+    """A number in a column of a table; a dash for None.
+
+    Example:
+        >>> number(0.0123, 7, 1, percent=True) + number(None, 4)
+        '   1.2%   -'
+    """
+    return (
+        f"{'-':>{width}}"
+        if value is None
+        else f"{value:>{width}.{digits}{'%' if percent else 'f'}}"
+    )
+
+
+def as_json(record: dict[str, Any]) -> str:
+    """JSON with lists of numbers on a line of their own; not-a-number is refused.
+
+    Example:
+        >>> print(as_json({"ms": [1.5, 2.0], "at": {"context": 8}}))
+        {
+         "ms": [1.5, 2.0],
+         "at": {
+          "context": 8
+         }
+        }
+    """
+    text = json.dumps(record, indent=1, allow_nan=False)
+    # Newlines stand between values only, never inside a string.
+    numbers = re.compile(r"\[\n\s+(-?\d[-+.\de]*(?:,\n\s+-?\d[-+.\de]*)*)\n\s*\]")
+    return numbers.sub(lambda found: "[" + re.sub(r"\s+", " ", found[1]) + "]", text)
+
+
+def write_json(folder: Path, name: str, record: dict[str, Any]) -> None:
+    """Write a record to a folder; a file of this name is replaced in one step."""
+    write_all(folder, {name: as_json(record).encode()})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a record that `write_json` has written."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """Versions and machine, with what a GPU adds."""
+    found = environment(device)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["machine"]["gpu_bytes"] = properties.total_memory
+        found["versions"]["cuda"] = torch.version.cuda
+    return found
+
+
+def whole_numbers(text: str) -> list[int]:
+    """Comma-separated numbers of at least 1, ascending, each once.
+
+    Raises:
+        argparse.ArgumentTypeError: They are not.
+    """
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        found = [0]
+    if found[0] < 1:
+        raise argparse.ArgumentTypeError(
+            f"must be whole numbers of at least 1 with commas between, such as 2048,8192, got "
+            f"{text!r}"
+        )
+    return found
+
+
+def at_least(minimum: int) -> Any:
+    """A type of argparse: a whole number of at least ``minimum``."""
+
+    def whole_number(text: str) -> int:
+        if not re.fullmatch(r"\d+", text) or int(text) < minimum:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number of at least {minimum}, got {text!r}"
+            )
+        return int(text)
+
+    return whole_number
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks have.
+
+    Args:
+        description: A script's docstring, of which the first line is shown.
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a tiny run, to see that it works")
+    parser.add_argument("--threads", type=at_least(1), default=2, help="of torch; default 2")
+    parser.add_argument("--out", type=Path, help="folder of the results")
+    parser.add_argument(
+        "--show", type=Path, metavar="FILE", help="measure nothing; table and picture of a result"
+    )
+    return parser
+
+
+def out_folder(options: argparse.Namespace) -> Path:
+    """Where results go; checked before anything is measured.
+
+    Raises:
+        ValueError: It cannot be written to.
+    """
+    if options.out is None and options.show is not None:
+        folder = options.show.parent
+    else:
+        folder = options.out or (QUICK_RESULTS if options.quick else RESULTS)
+    check_folder(folder)
+    return Path(folder)

@@ -1,0 +1,77 @@
+"""Exponents of growth: the slope of a straight line through the points on logarithmic axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+from typing import Any
+
+from benchmarks.common import number
+
+Row = dict[str, Any]
+
+
+def _median_of(name: str) -> Callable[[Row], float | None]:
+    return lambda row: median(row[name])
+
+
+# What is fitted, and how it is read off a row; None where it was not measured.
+QUANTITIES: dict[str, Callable[[Row], float | None]] = {
+    "prefill time": _median_of("prefill_ms"),
+    "prefill CPU time": _median_of("prefill_cpu_ms"),
+    "prefill operations": lambda row: float(row["prefill_flops"]),
+    "time of a token": _median_of("decode_ms"),
+    "bytes held": lambda row: float(row["held_bytes"]),
+    "peak memory": lambda row: row["peak"] and float(row["peak"]["growth_bytes"]),
+}
+
+
+def exponent(at: Sequence[float], values: Sequence[float]) -> float | None:
+    """Slope of the line of least squares through the logarithms; None without two places.
+
+    1 is proportional, 2 quadratic, 0 constant.
+
+    Args:
+        at: Places on an axis, above 0.
+        values: What was measured there, above 0.
+
+    Example:
+        >>> round(exponent([2, 4, 8], [12, 48, 192]), 6)
+        2.0
+    """
+    if len(set(at)) < 2:
+        return None
+    xs, ys = [math.log(each) for each in at], [math.log(each) for each in values]
+    x_mean, y_mean = fmean(xs), fmean(ys)
+    over = math.fsum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True))
+    return over / math.fsum((x - x_mean) ** 2 for x in xs)
+
+
+def fits_of(rows: Sequence[Row]) -> list[Row]:
+    """An exponent for every axis, method and quantity that is known at two places."""
+    found = []
+    for axis, policy in dict.fromkeys((row["axis"], row["policy"]) for row in rows):
+        along = [row for row in rows if (row["axis"], row["policy"]) == (axis, policy)]
+        for quantity, read in QUANTITIES.items():
+            known = [(row["at"], value) for row in along if (value := read(row))]
+            slope = exponent([at for at, _ in known], [value for _, value in known])
+            if slope is not None:
+                fit = {"axis": axis, "policy": policy, "quantity": quantity}
+                found.append({**fit, "exponent": slope, "points": len(known)})
+    return found
+
+
+def table(fits: Sequence[Row]) -> str:
+    """The exponents: a line for each quantity and method, a column for each axis."""
+    axes = list(dict.fromkeys(fit["axis"] for fit in fits))
+    policies = list(dict.fromkeys(fit["policy"] for fit in fits))
+    found = {(fit["quantity"], fit["policy"], fit["axis"]): fit["exponent"] for fit in fits}
+    lines = [f"{'exponent of':<20}{'method':<16}" + "".join(f"{axis:>10}" for axis in axes)]
+    for quantity in QUANTITIES:
+        for policy in policies:
+            slopes = [found.get((quantity, policy, axis)) for axis in axes]
+            if any(slope is not None for slope in slopes):
+                numbers = "".join(number(slope, 10) for slope in slopes)
+                lines.append(f"{quantity:<20}{policy:<16}{numbers}")
+    return "\n".join(lines)

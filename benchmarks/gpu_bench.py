@@ -1,0 +1,218 @@
+"""Measuring the cells of the GPU benchmark under a budget of time, whatever becomes of each."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from statistics import median
+from typing import Any
+
+import attrs
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.clocks import Deadline, Interval, OutOfTimeError, TimedPolicy
+from benchmarks.common import allowed_decode, allowed_prefill, random_prompt
+from benchmarks.gpu_cells import (
+    FAILED,
+    FULL,
+    MEASURED,
+    OUT_OF_MEMORY,
+    OUT_OF_TIME,
+    SKIPPED,
+    Cell,
+    Settings,
+)
+from benchmarks.turns import MaskWatch, Turn, take_turn
+from kvpolicy import CachePolicy
+from kvpolicy.evaluation import shape_of
+
+WARM_UP_LEN = 512
+REHEARSED_TOKENS = 4
+
+
+class Bench:
+    """Measures cells one after the other, whatever becomes of each.
+
+    Args:
+        model: The model.
+        policies: By name; None is Transformers' own `DynamicCache`.
+        settings: How.
+        deadline: When to end.
+        clock: Tells the seconds.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        policies: dict[str, CachePolicy | None],
+        settings: Settings,
+        deadline: Deadline,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model = model
+        self.policies = policies
+        self.settings = settings
+        self.deadline = deadline
+        self.cells: list[Cell] = []
+        self._shape = shape_of(model.config)
+        self._clock = clock
+        self._warm: set[str] = set()
+
+    def run(self, cells: Iterable[tuple[str, int]], report: Callable[[Cell], None]) -> None:
+        """Measure cells in their order.
+
+        Args:
+            cells: Names of policies, and contexts.
+            report: Told of every cell when it is done.
+        """
+        for name, context in cells:
+            self.cells.append(self._run_cell(name, context))
+            full = [each for each in self.cells if (each.policy, each.context) == (FULL, context)]
+            if full:
+                self.cells[-1] = self.cells[-1].against(full[0])
+            report(self.cells[-1])
+
+    def predicted_seconds(self, name: str, context: int) -> float:
+        """What a cell may take, by the same policy at a shorter context; 0 without one.
+
+        Two prefills, taken to grow as the square of the context, the most that they can; and the
+        tokens.
+        """
+        shorter = [
+            each
+            for each in self.cells
+            if each.policy == name and each.context < context and each.status == MEASURED
+        ]
+        if not shorter:
+            return 0.0
+        last = max(shorter, key=lambda each: each.context)
+        prefill = median(last.prefill_ms) * (context / last.context) ** 2
+        token = median(last.decode_ms) if last.decode_ms else 0.0
+        return (2 * prefill + self.settings.new_tokens * token) / 1e3
+
+    def _run_cell(self, name: str, context: int) -> Cell:
+        needed, left = self.predicted_seconds(name, context), self.deadline.left()
+        if left <= 0:
+            return Cell(name, context, SKIPPED, "no time was left")
+        if left <= needed:
+            note = f"may need {needed:.0f} s, {left:.0f} s were left"
+            return Cell(name, context, SKIPPED, note)
+        started = self._clock()
+        try:
+            return self._measure(name, context)
+        except OutOfTimeError:
+            status, note = OUT_OF_TIME, f"no prefill done after {self._clock() - started:.0f} s"
+        except torch.OutOfMemoryError as error:
+            status, note = OUT_OF_MEMORY, _first_line(error)
+        except Exception as error:  # one cell's failure shall not cost the others
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            status = FAILED
+            note = f"{type(error).__name__}: {_first_line(error)} ({where.name}:{where.lineno})"
+        # Only now: while an exception is handled, its frames hold on to their tensors.
+        gc.collect()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return Cell(name, context, status, note)
+
+    def _measure(self, name: str, context: int) -> Cell:
+        policy, settings = self.policies[name], self.settings
+        if name not in self._warm:
+            self._turn(policy, min(WARM_UP_LEN, context), REHEARSED_TOKENS)
+            self._warm.add(name)
+        masks = MaskWatch()
+        rehearsal = self._turn(policy, context, 1 + REHEARSED_TOKENS, masks)
+        turns: list[Turn] = []
+        try:
+            for _ in range(settings.repeats_of(rehearsal.prefill.wall_ms)):
+                # The first decodes: should time run out, that matters more than repeats.
+                turns.append(self._turn(policy, context, 1 if turns else settings.new_tokens))
+        except OutOfTimeError:
+            pass  # what has been measured counts
+        rehearsed_only = not turns
+        turns = turns or [rehearsal]
+        scoring = None if policy is None else self._scoring(policy, context, turns[0])
+        cell = self._cell(name, context, turns)
+        masked = masks.prefill + masks.decode
+        notes = [
+            "the rehearsal only" if rehearsed_only else "",
+            cell.note,
+            f"attention masks in {masked} layers" if masked else "",
+        ]
+        return attrs.evolve(
+            cell,
+            note="; ".join(filter(None, notes)),
+            rehearsal_ms=rehearsal.prefill.wall_ms,
+            masked_layers_prefill=masks.prefill,
+            masked_layers_decode=masks.decode,
+            **({} if scoring is None else scoring),
+        )
+
+    def _turn(
+        self,
+        policy: CachePolicy | None,
+        context: int,
+        new_tokens: int,
+        masks: MaskWatch | None = None,
+    ) -> Turn:
+        prompt = random_prompt(self.model.config.vocab_size, context).to(self.model.device)
+        return take_turn(
+            self.model, prompt, policy, new_tokens, deadline=self.deadline, masks=masks
+        )
+
+    def _scoring(self, policy: CachePolicy, context: int, turn: Turn) -> dict[str, Any] | None:
+        """Times of a prefill of its own, in which the policy's decisions are timed."""
+        if self.deadline.left() < 1.2 * turn.prefill.wall_ms / 1e3:
+            return None
+        timed = TimedPolicy(policy, self.model.device)
+        try:
+            prefill = self._turn(timed, context, 1).prefill.wall_ms
+        except OutOfTimeError:
+            return None
+        inside = timed.total_ms()
+        return {
+            "scoring_ms": inside,
+            "scoring_prefill_ms": prefill,
+            "scoring_share": inside / prefill,
+        }
+
+    def _cell(self, name: str, context: int, turns: list[Turn]) -> Cell:
+        prefill, decode = [turn.prefill for turn in turns], turns[0].decode
+        missing = self.settings.new_tokens - 1 - len(decode)
+        memory, policy = turns[0].memory, self.policies[name]
+        prefill_ms = tuple(each.wall_ms for each in prefill)
+        decode_ms = tuple(each.wall_ms for each in decode)
+        allowed: tuple[float, float] = (1.0, 1.0)
+        if policy is not None:
+            allowed = (
+                allowed_prefill(policy, self._shape, context),
+                allowed_decode(policy, self._shape, context, self.model),
+            )
+        return Cell(
+            policy=name,
+            context=context,
+            status=MEASURED,
+            note=f"time ended {missing} tokens early" if missing else "",
+            prefill_ms=prefill_ms,
+            prefill_device_ms=_device_ms(prefill),
+            decode_ms=decode_ms,
+            decode_device_ms=_device_ms(decode),
+            held_bytes=turns[0].held_bytes,
+            before_bytes=None if memory is None else memory.before,
+            prefill_peak_bytes=None if memory is None else memory.prefill_peak,
+            decode_peak_bytes=None if memory is None else memory.decode_peak,
+            prefill_allowed=allowed[0],
+            decode_allowed=allowed[1],
+            generate_ms=median(prefill_ms) + math.fsum(decode_ms) if decode_ms else None,
+        )
+
+
+def _device_ms(intervals: Iterable[Interval]) -> tuple[float, ...]:
+    return tuple(each.device_ms for each in intervals if each.device_ms is not None)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200]

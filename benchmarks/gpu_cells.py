@@ -1,0 +1,118 @@
+"""The cells of the GPU benchmark: one policy at one context each, as measured and as planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+import attrs
+
+FULL = "full_context"
+MEASURED, SKIPPED, FAILED = "measured", "skipped", "failed"
+OUT_OF_MEMORY, OUT_OF_TIME = "out of memory", "out of time"
+
+
+@attrs.frozen
+class Cell:
+    """One policy at one context; what was not measured is None or empty.
+
+    Args:
+        policy: Its name.
+        context: Tokens of the prompt.
+        status: ``measured``, ``out of memory``, ``out of time``, ``skipped`` or ``failed``.
+        note: Why, or what is missing from a measured one.
+        rehearsal_ms: Prefill of the run before the counted ones.
+        prefill_ms: Of every counted run, on the clock.
+        prefill_device_ms: The same between CUDA events.
+        decode_ms: Of every token after the first, on the clock.
+        decode_device_ms: The same between CUDA events.
+        scoring_ms: Inside the policy's decisions, in a prefill of its own.
+        scoring_prefill_ms: That prefill as a whole.
+        held_bytes: Keys and values after prefill.
+        before_bytes: Allocated on the GPU before the prompt: the weights.
+        prefill_peak_bytes: The most allocated during prefill.
+        decode_peak_bytes: The most allocated while decoding.
+        masked_layers_prefill: Layers whose attention got a mask in prefill.
+        masked_layers_decode: The same while four tokens were decoded.
+        prefill_allowed: Full context over the policy by the count of operations.
+        decode_allowed: Full context over the policy by the bytes that a decoded token reads.
+        prefill_speedup: Median prefill of full context over this one's.
+        decode_speedup: Median token of full context over this one's.
+        generate_ms: Median prefill, and the tokens after it.
+        generate_speedup: That of full context over this one's, where both decoded as many tokens.
+        scoring_share: ``scoring_ms`` over ``scoring_prefill_ms``.
+    """
+
+    policy: str
+    context: int
+    status: str
+    note: str = ""
+    rehearsal_ms: float | None = None
+    prefill_ms: tuple[float, ...] = ()
+    prefill_device_ms: tuple[float, ...] = ()
+    decode_ms: tuple[float, ...] = ()
+    decode_device_ms: tuple[float, ...] = ()
+    scoring_ms: float | None = None
+    scoring_prefill_ms: float | None = None
+    held_bytes: int | None = None
+    before_bytes: int | None = None
+    prefill_peak_bytes: int | None = None
+    decode_peak_bytes: int | None = None
+    masked_layers_prefill: int | None = None
+    masked_layers_decode: int | None = None
+    prefill_allowed: float | None = None
+    decode_allowed: float | None = None
+    prefill_speedup: float | None = None
+    decode_speedup: float | None = None
+    generate_ms: float | None = None
+    generate_speedup: float | None = None
+    scoring_share: float | None = None
+
+    def against(self, full: Cell) -> Cell:
+        """With the ratios to full context at the same context."""
+        return attrs.evolve(
+            self,
+            prefill_speedup=_ratio(full.prefill_ms, self.prefill_ms),
+            decode_speedup=_ratio(full.decode_ms, self.decode_ms),
+            generate_speedup=(
+                full.generate_ms / self.generate_ms
+                if full.generate_ms
+                and self.generate_ms
+                and len(full.decode_ms) == len(self.decode_ms)
+                else None
+            ),
+        )
+
+
+def _ratio(theirs: Sequence[float], ours: Sequence[float]) -> float | None:
+    return median(theirs) / median(ours) if theirs and ours else None
+
+
+@attrs.frozen
+class Settings:
+    """How cells are measured.
+
+    Args:
+        new_tokens: Tokens generated, the first by the prefill.
+        repeats: Counted prefills of a cell, at most.
+        cell_seconds: Counted prefills of a cell together take about this long at most; one is
+            counted always.
+    """
+
+    new_tokens: int = 256
+    repeats: int = 3
+    cell_seconds: float = 30.0
+
+    def repeats_of(self, rehearsal_ms: float) -> int:
+        """How many prefills are counted where one takes so long."""
+        return max(1, min(self.repeats, int(self.cell_seconds * 1e3 / rehearsal_ms)))
+
+
+def in_order(stages: Iterable[Sequence[str]], contexts: Sequence[int]) -> list[tuple[str, int]]:
+    """The cells by importance: stage by stage, and every context of one before the next.
+
+    Example:
+        >>> in_order([("full", "fast"), ("slow",)], [8, 32])
+        [('full', 8), ('fast', 8), ('full', 32), ('fast', 32), ('slow', 8), ('slow', 32)]
+    """
+    return [(name, context) for stage in stages for context in contexts for name in stage]

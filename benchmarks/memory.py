@@ -1,0 +1,135 @@
+"""Peak memory of one prefill on the processor, measured in a process of its own.
+
+On Linux the peak is the kernel's own high-water mark of the resident set (VmHWM), which misses
+nothing, as sampling would, and does not begin at the parent's, as a child's ru_maxrss does; it is
+set back before the prompt where the kernel allows it. Elsewhere it is ru_maxrss.
+
+    python benchmarks/memory.py SPECIFICATION   # in JSON, see `measure_peak`; prints JSON
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import ModelSpec, policy_of, random_prompt
+from benchmarks.turns import take_turn
+
+STATUS = Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
+
+
+def measure_peak(
+    spec: ModelSpec, policy: str, context: int, *, batch: int = 1, threads: int = 1
+) -> dict[str, Any]:
+    """Read one prompt in a fresh process.
+
+    Args:
+        spec: The model.
+        policy: A registered policy's name, or ``dynamic_cache``.
+        context: Tokens of a row.
+        batch: Rows.
+        threads: Of torch.
+
+    Returns:
+        ``before_bytes`` (resident before the prompt), ``peak_bytes``, ``growth_bytes`` (their
+        difference), ``measured_by``, and ``exact``: False where something before the prompt had
+        reached as high, so that the growth is only known not to be more.
+
+    Raises:
+        RuntimeError: The process failed; its last words are in the message.
+    """
+    wanted = {
+        "model": attrs.asdict(spec),
+        "policy": policy,
+        "context": context,
+        "batch": batch,
+        "threads": threads,
+    }
+    done = subprocess.run(
+        [sys.executable, __file__, json.dumps(wanted)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(
+            f"measuring {policy} at {context} tokens failed with code {done.returncode}: "
+            f"{done.stderr.strip()[-500:]}"
+        )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def try_peak(
+    spec: ModelSpec, policy: str, context: int, *, batch: int = 1, threads: int = 1
+) -> dict[str, Any] | None:
+    """As `measure_peak`; None, and a line of why, where the process failed."""
+    try:
+        return measure_peak(spec, policy, context, batch=batch, threads=threads)
+    except RuntimeError as error:
+        print(error, file=sys.stderr, flush=True)
+        return None
+
+
+def measure(wanted: dict[str, Any]) -> dict[str, Any]:
+    """What the fresh process does; see `measure_peak`."""
+    torch.set_num_threads(wanted["threads"])
+    spec = ModelSpec(**wanted["model"])
+    model = spec.build()
+    policy = policy_of(wanted["policy"])
+    # What the first call brings along, such as code and thread pools, is not the prompt's.
+    take_turn(model, random_prompt(spec.vocab_size, 64), policy, 1)
+    prompt = random_prompt(spec.vocab_size, wanted["context"], wanted["batch"])
+    reset = reset_peak()
+    before, peak_before = resident_bytes(), peak_bytes()
+    take_turn(model, prompt, policy, 1)
+    peak = peak_bytes()
+    by = "VmHWM" if STATUS.exists() else "ru_maxrss"
+    return {
+        "before_bytes": before,
+        "peak_bytes": peak,
+        "growth_bytes": peak - before,
+        "measured_by": f"{by}, set back before the prompt" if reset else by,
+        "exact": peak > peak_before,
+    }
+
+
+def reset_peak() -> bool:
+    """Set the high-water mark back to what is resident now; False where that cannot be done."""
+    try:
+        CLEAR.write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def resident_bytes() -> int:
+    """Bytes in memory now; where only the peak is known, that."""
+    return _status("VmRSS") if STATUS.exists() else peak_bytes()
+
+
+def peak_bytes() -> int:
+    """The most bytes that were in memory."""
+    if STATUS.exists():
+        return _status("VmHWM")
+    import resource  # not on Windows
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def _status(name: str) -> int:
+    for line in STATUS.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"{STATUS} has no {name}")
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(json.loads(sys.argv[1]))))

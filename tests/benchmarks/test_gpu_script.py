@@ -1,0 +1,451 @@
+"""The GPU benchmark on a tiny model and the CPU: its file, its order, and what may go wrong."""
+
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from benchmarks import gpu, gpu_bench
+from benchmarks.clocks import Deadline, Interval, OutOfTimeError, TimedPolicy
+from benchmarks.gpu_bench import Bench
+from benchmarks.gpu_cells import Cell, Settings, in_order
+from benchmarks.turns import GPUMemory, Turn
+from kvpolicy import CachePolicy
+
+QUICK = ["--quick", "--threads", "1"]
+ORDER = [
+    *[("full_context", 256), ("fastkv", 256), ("full_context", 512), ("fastkv", 512)],
+    *[("snapkv", 256), ("gem_filter", 256), ("streaming_llm", 256)],
+    *[("snapkv", 512), ("gem_filter", 512), ("streaming_llm", 512)],
+    *[("pyramid_infer", 256), ("pyramid_infer", 512), ("h2o", 256), ("h2o", 512)],
+]
+NUMBER = (int, float)
+SCHEMA: dict[str, Any] = {
+    "policy": str,
+    "context": int,
+    "status": str,
+    "note": str,
+    "rehearsal_ms": NUMBER,
+    "prefill_ms": list,
+    "prefill_device_ms": list,
+    "decode_ms": list,
+    "decode_device_ms": list,
+    "scoring_ms": NUMBER,
+    "scoring_prefill_ms": NUMBER,
+    "held_bytes": int,
+    "before_bytes": int,
+    "prefill_peak_bytes": int,
+    "decode_peak_bytes": int,
+    "masked_layers_prefill": int,
+    "masked_layers_decode": int,
+    "prefill_allowed": NUMBER,
+    "decode_allowed": NUMBER,
+    "prefill_speedup": NUMBER,
+    "decode_speedup": NUMBER,
+    "generate_ms": NUMBER,
+    "generate_speedup": NUMBER,
+    "scoring_share": NUMBER,
+}
+ON_GPU_ONLY = {"before_bytes", "prefill_peak_bytes", "decode_peak_bytes"}
+OF_POLICIES_ONLY = {"scoring_ms", "scoring_prefill_ms", "scoring_share"}
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quick")
+    gpu.main([*QUICK, "--out", str(folder)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def record(quick: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((quick / "gpu.json").read_text())
+    return found
+
+
+def test_record_has_machine_versions_and_settings(record: dict[str, Any]) -> None:
+    assert list(record) == ["benchmark", "complete", "settings", "versions", "machine", "cells"]
+    assert record["complete"] is True
+    assert record["versions"]["torch"] == torch.__version__
+    assert {"processor", "cpus", "threads", "device"} <= record["machine"].keys()
+    settings = record["settings"]
+    assert (settings["model"]["preset"], settings["new_tokens"], settings["batch"]) == (
+        "tiny",
+        4,
+        1,
+    )
+    assert settings["attention"] == "sdpa"
+    assert settings["policies"]["full_context"] == "DynamicCache"
+    assert "tsp_rate=0.2" in settings["policies"]["fastkv"]
+
+
+def test_cells_follow_the_schema(record: dict[str, Any]) -> None:
+    assert [each.name for each in attrs.fields(Cell)] == list(SCHEMA)
+    for cell in record["cells"]:
+        assert list(cell) == list(SCHEMA)
+        absent = ON_GPU_ONLY | (OF_POLICIES_ONLY if cell["policy"] == "full_context" else set())
+        for name, kind in SCHEMA.items():
+            assert cell[name] is None if name in absent else isinstance(cell[name], kind), name
+        assert cell["status"] == "measured"
+        assert len(cell["prefill_ms"]) == 3
+        assert len(cell["decode_ms"]) == 3  # of 4 tokens the prefill gives the first
+        assert cell["prefill_device_ms"] == cell["decode_device_ms"] == []
+        assert all(ms > 0 for ms in cell["prefill_ms"] + cell["decode_ms"])
+
+
+def test_cells_come_by_importance(record: dict[str, Any]) -> None:
+    assert [(cell["policy"], cell["context"]) for cell in record["cells"]] == ORDER
+
+
+def test_ratios_are_those_of_the_times_beside_them(record: dict[str, Any]) -> None:
+    cells = {(cell["policy"], cell["context"]): cell for cell in record["cells"]}
+    for (_, context), cell in cells.items():
+        full = cells["full_context", context]
+        prefill = median(full["prefill_ms"]) / median(cell["prefill_ms"])
+        assert cell["prefill_speedup"] == pytest.approx(prefill)
+        decode = median(full["decode_ms"]) / median(cell["decode_ms"])
+        assert cell["decode_speedup"] == pytest.approx(decode)
+        whole = median(cell["prefill_ms"]) + sum(cell["decode_ms"])
+        assert cell["generate_ms"] == pytest.approx(whole)
+        assert cell["generate_speedup"] == pytest.approx(full["generate_ms"] / whole)
+
+
+def test_bytes_and_masks_by_hand(record: dict[str, Any]) -> None:
+    slot = 4 * 2 * 2 * 8 * 4  # layers, keys and values, KV heads, head_dim, bytes of a float32
+    held = {
+        (cell["policy"], cell["context"]): cell["held_bytes"] / slot for cell in record["cells"]
+    }
+    assert held["full_context", 512] == 512
+    for name in ("fastkv", "snapkv", "gem_filter", "streaming_llm", "h2o"):
+        assert held[name, 512] == 51  # int(0.1 * 512)
+    assert 51 < held["pyramid_infer", 512] < 512
+    for cell in record["cells"]:  # none: sdpa is free to take its flash kernel
+        assert cell["masked_layers_prefill"] == cell["masked_layers_decode"] == 0
+
+
+def test_scoring_is_part_of_its_prefill(record: dict[str, Any]) -> None:
+    for cell in record["cells"]:
+        if cell["policy"] != "full_context":
+            assert 0 < cell["scoring_ms"] < cell["scoring_prefill_ms"]
+            share = cell["scoring_ms"] / cell["scoring_prefill_ms"]
+            assert cell["scoring_share"] == pytest.approx(share)
+
+
+def test_table_has_a_line_for_each_cell_and_fits(
+    quick: Path, record: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu.main([*QUICK, "--show", str(quick / "gpu.json")])
+    lines = capsys.readouterr().out.strip("\n").splitlines()
+    assert lines[0].split()[:2] == ["policy", "tokens"]
+    assert [(line.split()[0], int(line.split()[1])) for line in lines[1:]] == sorted(
+        ORDER, key=lambda cell: cell[1]
+    )
+    assert max(map(len, lines)) <= 80
+    assert json.loads((quick / "gpu.json").read_text()) == record  # showing measures nothing
+    assert (quick / "gpu.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_large_numbers_fit_the_table() -> None:
+    cell = Cell("streaming_llm", 131072, "measured", prefill_ms=(543210.9,), decode_ms=(1234.5,))
+    cell = attrs.evolve(
+        cell,
+        prefill_speedup=12.34,
+        prefill_allowed=123.45,
+        decode_speedup=12.34,
+        prefill_peak_bytes=141 << 30,
+        decode_peak_bytes=17 << 30,
+        scoring_share=0.999,
+    )
+    line = gpu.line_of(attrs.asdict(cell))
+    assert len(line) <= 80
+    assert line.split()[2:] == ["543.211", "12.34", "123.45", "1234.50", "12.34", "141.0", "99.9%"]
+    assert len(gpu.line_of(attrs.asdict(Cell("h2o", 8, "failed", "x" * 300)))) == 80
+
+
+# What a cell is made of, on turns made by hand.
+
+Take = Callable[..., Turn]
+
+
+def turn(prefill_ms: float, *decode_ms: float) -> Turn:
+    intervals = [Interval(ms, 0.0, ms / 2) for ms in (prefill_ms, *decode_ms)]
+    return Turn(intervals[0], tuple(intervals[1:]), 77, GPUMemory(1, 20, 30))
+
+
+class Clock:
+    """Seconds that only turns move."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def bench(
+    monkeypatch: pytest.MonkeyPatch,
+    take: Take,
+    *,
+    seconds: float = 1e9,
+    clock: Clock | None = None,
+    **settings: Any,
+) -> Bench:
+    """A bench over the tiny model whose turns are ``take``'s."""
+    clock = Clock() if clock is None else clock
+    monkeypatch.setattr(gpu_bench, "take_turn", take)
+    spec, _ = gpu.PRESETS["tiny"]
+    deadline = Deadline(seconds, clock)
+    return Bench(spec.build(), gpu.policies_for(spec), Settings(**settings), deadline, clock)
+
+
+def run(bench: Bench, *cells: tuple[str, int]) -> list[Cell]:
+    reported: list[Cell] = []
+    bench.run(cells, reported.append)
+    assert reported == bench.cells[-len(reported) :]
+    return reported
+
+
+def test_a_cell_is_warmed_up_rehearsed_repeated_and_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[int, int, bool, bool]] = []
+
+    def take(model: Any, prompt: Any, policy: Any, new_tokens: int, **rest: Any) -> Turn:
+        scored, watched = isinstance(policy, TimedPolicy), rest["masks"] is not None
+        taken.append((prompt.shape[1], new_tokens, scored, watched))
+        return turn(100.0 + len(taken), *[1.0 * len(taken)] * (new_tokens - 1))
+
+    found = run(bench(monkeypatch, take, new_tokens=7, repeats=2), ("snapkv", 600), ("snapkv", 700))
+    one_cell = [(5, False, True), (7, False, False), (1, False, False), (1, True, False)]
+    assert taken == [
+        (512, 4, False, False),  # once for a policy, short
+        *((600, *each) for each in one_cell),
+        *((700, *each) for each in one_cell),
+    ]
+    assert found[0].rehearsal_ms == 102.0
+    assert found[0].prefill_ms == (103.0, 104.0)
+    assert found[0].prefill_device_ms == (51.5, 52.0)
+    assert found[0].decode_ms == (3.0,) * 6
+    assert found[0].decode_device_ms == (1.5,) * 6
+    assert found[0].generate_ms == 103.5 + 18.0
+    assert found[0].scoring_prefill_ms == 105.0
+    assert (found[0].before_bytes, found[0].prefill_peak_bytes) == (1, 20)
+    assert (found[0].decode_peak_bytes, found[0].held_bytes) == (30, 77)
+
+
+@pytest.mark.parametrize(
+    ("rehearsal_s", "repeats"), [(0.1, 3), (10.0, 3), (13.0, 2), (29.0, 1), (500.0, 1)]
+)
+def test_repeats_fit_the_seconds_of_a_cell(rehearsal_s: float, repeats: int) -> None:
+    assert Settings(repeats=3, cell_seconds=30.0).repeats_of(rehearsal_s * 1e3) == repeats
+
+
+def test_speedups_are_full_context_over_the_policy() -> None:
+    full = Cell("full_context", 8, "measured", prefill_ms=(8.0, 9.0, 99.0), decode_ms=(4.0, 4.0))
+    fast = Cell("fastkv", 8, "measured", prefill_ms=(6.0, 3.0), decode_ms=(1.0, 2.0))
+    full, fast = attrs.evolve(full, generate_ms=17.0), attrs.evolve(fast, generate_ms=7.5)
+    found = fast.against(full)
+    assert (found.prefill_speedup, found.decode_speedup) == (2.0, 4.0 / 1.5)
+    assert found.generate_speedup == 17.0 / 7.5
+    # Fewer tokens were decoded: the whole cannot be compared, a token can.
+    shorter = attrs.evolve(fast, decode_ms=(1.0,)).against(full)
+    assert (shorter.decode_speedup, shorter.generate_speedup) == (4.0, None)
+    nothing = Cell("h2o", 8, "out of memory").against(full)
+    assert nothing == Cell("h2o", 8, "out of memory")
+
+
+def test_without_full_context_there_are_no_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
+    take: Take = lambda *_, **__: turn(10.0, 1.0)  # noqa: E731
+    subject = bench(monkeypatch, take)
+    found = run(subject, ("snapkv", 8), ("full_context", 16), ("snapkv", 16))
+    assert [cell.prefill_speedup for cell in found] == [None, 1.0, 1.0]
+
+
+def test_out_of_memory_is_recorded_and_its_tensors_are_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def take(model: Any, prompt: Any, policy: CachePolicy | None, *_: Any, **__: Any) -> Turn:
+        if policy is None and prompt.shape[1] == 16:
+            activations = torch.zeros(3)
+            activations.own = activations  # type: ignore[attr-defined]  # hangs in a cycle
+            held.append(weakref.ref(activations))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried\nto allocate")
+        assert not held or held[0]() is None
+        return turn(10.0, 1.0)
+
+    found = run(bench(monkeypatch, take), ("full_context", 16), ("snapkv", 16), ("fastkv", 16))
+    assert held
+    assert [cell.status for cell in found] == ["out of memory", "measured", "measured"]
+    assert found[0] == Cell("full_context", 16, "out of memory", "CUDA out of memory. Tried")
+    assert found[1].prefill_speedup is None
+
+
+def test_a_failure_costs_one_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(model: Any, prompt: Any, policy: Any, *_: Any, **__: Any) -> Turn:
+        if policy is None:
+            raise RuntimeError("no kernel image")
+        return turn(10.0, 1.0)
+
+    found = run(bench(monkeypatch, take), ("full_context", 16), ("snapkv", 16))
+    assert (found[0].status, found[1].status) == ("failed", "measured")
+    assert found[0].note.startswith("RuntimeError: no kernel image (take:")
+
+
+def test_what_does_not_fit_the_time_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of n takes (n / 8)**2 s, a token 1 s: the third length needs 2 * 16 + 3 * 1 s."""
+    clock = Clock()
+
+    def take(model: Any, prompt: Any, policy: Any, new_tokens: int, **_: Any) -> Turn:
+        prefill = (prompt.shape[1] / 8) ** 2
+        clock.now += prefill + new_tokens - 1
+        return turn(1e3 * prefill, *[1e3] * (new_tokens - 1))
+
+    settings = {"new_tokens": 3, "repeats": 1}
+    cells = [("full_context", 8), ("full_context", 16), ("full_context", 32), ("snapkv", 8)]
+    # Warm-up 1 + 3, then rehearsals of 4 tokens and runs of 2: 5 + 3 and 8 + 6.
+    spent = 4 + (5 + 3) + (8 + 6)
+    fits = bench(monkeypatch, take, seconds=spent + 36, clock=clock, **settings)
+    assert [cell.status for cell in run(fits, *cells[:3])] == ["measured"] * 3
+    clock.now = 0.0
+    tight = bench(monkeypatch, take, seconds=spent + 34, clock=clock, **settings)
+    found = run(tight, *cells)
+    assert [cell.status for cell in found] == ["measured", "measured", "skipped", "measured"]
+    assert found[2].note == "may need 35 s, 34 s were left"
+    clock.now = 1e6
+    assert run(tight, ("fastkv", 8)) == [Cell("fastkv", 8, "skipped", "no time was left")]
+
+
+def test_time_that_ends_in_a_cell_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = 0
+
+    def take(model: Any, prompt: Any, policy: Any, new_tokens: int, **_: Any) -> Turn:
+        nonlocal turns
+        turns += 1
+        if turns == 4:  # warm-up, rehearsal, the run that decodes, and no more
+            raise OutOfTimeError
+        return turn(10.0, *[1.0] * (5 if new_tokens == 9 else new_tokens - 1))
+
+    (cell,) = run(bench(monkeypatch, take, new_tokens=9), ("snapkv", 16))
+    assert (cell.status, cell.note) == ("measured", "time ended 3 tokens early")
+    assert (cell.prefill_ms, cell.decode_ms) == ((10.0,), (1.0,) * 5)
+
+
+def test_a_rehearsal_counts_where_time_allows_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(model: Any, prompt: Any, policy: Any, new_tokens: int, **rest: Any) -> Turn:
+        if new_tokens == 9:
+            raise OutOfTimeError
+        return turn(10.0, *[2.0] * (new_tokens - 1))
+
+    (cell,) = run(bench(monkeypatch, take, new_tokens=9), ("full_context", 16))
+    assert (cell.status, cell.rehearsal_ms) == ("measured", 10.0)
+    assert cell.note == "the rehearsal only; time ended 4 tokens early"
+    assert (cell.prefill_ms, cell.decode_ms) == ((10.0,), (2.0,) * 4)
+
+
+def test_masks_are_told_of_since_they_cost_sdpa_its_flash_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def take(model: Any, prompt: Any, policy: Any, new_tokens: int, **rest: Any) -> Turn:
+        if rest["masks"] is not None:
+            rest["masks"].prefill, rest["masks"].decode = 32, 4
+        return turn(10.0)
+
+    (cell,) = run(bench(monkeypatch, take, new_tokens=9), ("snapkv", 16))
+    assert (cell.masked_layers_prefill, cell.masked_layers_decode) == (32, 4)
+    assert cell.note == "time ended 8 tokens early; attention masks in 36 layers"
+    lines = gpu.table({"cells": [attrs.asdict(cell)]}).splitlines()
+    assert lines[2] == f"snapkv, 16 tokens: {cell.note}"
+    assert max(map(len, lines)) <= 80
+
+
+def test_time_that_ends_in_the_first_prefill_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real model: the clock jumps inside its second layer, whose successor is late."""
+    clock = Clock()
+    subject = bench(monkeypatch, gpu_bench.take_turn, seconds=100.0, clock=clock)
+    layers = subject.model.get_decoder().layers
+
+    def jump(*_: Any) -> None:
+        clock.now += 150.0
+
+    with layers[1].self_attn.register_forward_pre_hook(jump):
+        cells = run(subject, ("fastkv", 64), ("snapkv", 64))
+    assert [cell.status for cell in cells] == ["out of time", "skipped"]
+    assert cells[0].note == "no prefill done after 150 s"
+    assert not any(layer._forward_pre_hooks for layer in layers)
+
+
+def test_the_file_is_written_after_every_cell(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A run that is killed in its third cell leaves two."""
+    contexts: list[int] = []
+
+    def take(model: Any, prompt: Any, policy: Any, new_tokens: int, **_: Any) -> Turn:
+        contexts.append(prompt.shape[1])
+        if prompt.shape[1] == 512:
+            raise KeyboardInterrupt
+        return turn(10.0, *[1.0] * (new_tokens - 1))
+
+    monkeypatch.setattr(gpu_bench, "take_turn", take)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main([*QUICK, "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["complete"] is False
+    assert [(cell["policy"], cell["context"]) for cell in found["cells"]] == ORDER[:2]
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
+
+
+def test_real_run_puts_fastkv_and_full_context_first() -> None:
+    order = in_order(gpu.STAGES, [8192, 32768, 131072])
+    assert set(order[:6]) == {
+        (name, length) for name in ("full_context", "fastkv") for length in (8192, 32768, 131072)
+    }
+    assert order[-1] == ("h2o", 131072)
+    assert len(order) == len(set(order)) == 3 * len(gpu.policies_for(gpu.LLAMA))
+
+
+def test_llama_has_the_published_shape_and_the_papers_layers() -> None:
+    config = gpu.LLAMA.config()
+    with torch.device("meta"):
+        model = gpu.LLAMA.build("meta", torch.bfloat16)
+    assert sum(each.numel() for each in model.parameters()) == 8_030_261_248
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+    assert config.rope_parameters["rope_type"] == "llama3"
+    policies = gpu.policies_for(gpu.LLAMA)
+    acting = {
+        name: policies[name].propagation.acting_layers(32)  # type: ignore[union-attr]
+        for name in ("fastkv", "gem_filter")
+    }
+    assert acting == {"fastkv": {15}, "gem_filter": {13}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policies", "fastkv,snap"], "--policies must be among full_context"),
+        (["--minutes", "0"], "--minutes must be above 0"),
+        (["--new-tokens", "1"], "at least 2"),
+        (["--contexts", "0"], "at least 1"),
+    ],
+)
+def test_bad_options(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main([*QUICK, *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_a_gpu_is_asked_for_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "needs a GPU that torch can see" in capsys.readouterr().err

@@ -1,0 +1,164 @@
+"""The benchmark of all methods: its rows by hand, its file, and memory in a process of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import memory, methods
+from benchmarks.common import BASELINE, ModelSpec
+from kvpolicy import registered
+from kvpolicy.evaluation import Phase, Timing
+
+
+def peak(growth: int, *, exact: bool = True) -> dict[str, Any]:
+    return {
+        "before_bytes": 1000,
+        "peak_bytes": 1000 + growth,
+        "growth_bytes": growth,
+        "measured_by": "hand",
+        "exact": exact,
+    }
+
+
+def test_a_row_has_medians_and_ratios_of_the_same_round() -> None:
+    zeros = (0.0, 0.0, 0.0)
+    full = Timing(Phase((10.0, 40.0, 12.0), zeros), Phase((4.0, 6.0, 8.0), zeros), None)
+    ours = Timing(Phase((5.0, 10.0, 8.0), (1.0, 2.0, 3.0)), Phase((2.0, 2.0, 2.0), zeros), None)
+    row = methods.row_of("fastkv", ours, full, 64, (1.8, 1.7))
+    assert row["prefill_speedup"] == {"median": 2.0, "lowest": 1.5, "highest": 4.0}
+    assert row["decode_speedup"] == {"median": 3.0, "lowest": 2.0, "highest": 4.0}
+    assert (row["prefill_allowed"], row["decode_allowed"]) == (1.8, 1.7)
+    assert (row["prefill_ms"], row["prefill_cpu_ms"]) == ((5.0, 10.0, 8.0), (1.0, 2.0, 3.0))
+    words = methods.line_of(row)
+    assert words.split() == [
+        *("fastkv", "64", "0.01", "0.00", "2.00", "(1.50-4.00)", "1.80", "2.00", "3.00")
+    ]
+
+
+def test_large_numbers_fit_the_table() -> None:
+    def timing(ms: float) -> Timing:
+        phase = Phase((ms, 1.2 * ms), (2 * ms, 3 * ms))
+        return Timing(phase, phase, None)
+
+    row = methods.row_of("pyramid_infer", timing(9.9e3), timing(9.876e5), 131072, (123.4, 1.0))
+    assert len(methods.line_of(row)) <= 80
+    row = {"policy": "pyramid_infer", "context": 131072, "share_of_full": 1.0}
+    assert len(methods.memory_line({**row, "peak": peak(1 << 44, exact=False)})) <= 80
+
+
+def test_every_registered_policy_is_measured() -> None:
+    assert list(methods.all_policies()) == list(registered("policy"))
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[str, int, int]]]:
+    """A quick run of three methods; peaks are told by hand, and that of one cannot be measured."""
+    asked: list[tuple[str, int, int]] = []
+    peaks = {BASELINE: peak(400), "snapkv": peak(300), "fastkv": peak(100, exact=False)}
+
+    def try_peak(spec: ModelSpec, policy: str, context: int, *, threads: int) -> Any:
+        asked.append((policy, context, threads))
+        return peaks.get(policy)
+
+    folder = tmp_path_factory.mktemp("quick")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(methods, "try_peak", try_peak)
+        methods.main(
+            [
+                *("--quick", "--threads=1", "--rounds=2"),
+                *("--methods=snapkv,fastkv,h2o", f"--out={folder}"),
+            ]
+        )
+    return folder, asked
+
+
+def test_quick_run_writes_times_and_memory(
+    quick: tuple[Path, list[tuple[str, int, int]]],
+) -> None:
+    folder, asked = quick
+    record = json.loads((folder / "methods.json").read_text())
+    assert list(record) == ["benchmark", "settings", "versions", "machine", "rows", "memory"]
+    assert record["settings"]["rounds"] == {"64": 2, "128": 2}
+    assert record["machine"]["threads"] == 1
+    names = [BASELINE, "snapkv", "fastkv", "h2o"]
+    assert [(row["policy"], row["context"]) for row in record["rows"]] == [
+        (name, context) for context in (64, 128) for name in names
+    ]
+    for row in record["rows"]:
+        for times in ("prefill_ms", "prefill_cpu_ms", "decode_ms", "decode_cpu_ms"):
+            assert len(row[times]) == 2
+    of = {(row["policy"], row["context"]): row for row in record["rows"]}
+    ratios = [
+        full / ours
+        for full, ours in zip(
+            of[BASELINE, 128]["prefill_ms"], of["fastkv", 128]["prefill_ms"], strict=True
+        )
+    ]
+    assert of["fastkv", 128]["prefill_speedup"]["lowest"] == pytest.approx(min(ratios))
+    assert of[BASELINE, 128]["prefill_speedup"]["median"] == 1.0
+    assert of["fastkv", 128]["held_bytes"] == 4 * 12 * 2 * 2 * 8 * 4  # int(0.1 * 128) in 4 layers
+    assert of["fastkv", 128]["prefill_allowed"] > 1.0 == of["snapkv", 128]["prefill_allowed"]
+    assert asked == [(name, 128, 1) for name in names]
+    shares = [row["share_of_full"] for row in record["memory"]]
+    assert shares == [1.0, 0.75, 0.25, None]
+
+
+def test_a_result_can_be_shown_again(
+    quick: tuple[Path, list[tuple[str, int, int]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = quick
+    (folder / "methods.png").unlink()
+    methods.main(["--show", str(folder / "methods.json"), "--threads", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[-4].split() == [BASELINE, "128", "0", "100%", "0"]
+    assert lines[-2].endswith("at most")
+    assert lines[-1].split() == ["h2o", "128", "failed"]
+    assert (folder / "methods.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "fastkv,snap"], "--methods must be among"),
+        (["--rounds", "0"], "at least 1"),
+        (["--memory-context", "-1"], "at least 0"),
+    ],
+)
+def test_bad_options(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        methods.main(["--quick", *arguments])
+    assert message in capsys.readouterr().err
+
+
+# Keys and values weigh most here: 8 layers of 2 * 512 numbers a token.
+HEAVY = ModelSpec(512, 8, 8, 8, intermediate_size=64, vocab_size=97)
+
+
+def test_peak_memory_holds_the_cache_and_a_policy_needs_less() -> None:
+    cache = 8 * 2 * 512 * 4 * 1024
+    full = memory.measure_peak(HEAVY, BASELINE, 1024)
+    ours = memory.measure_peak(HEAVY, "streaming_llm", 1024)
+    for found in (full, ours):
+        assert found["growth_bytes"] == found["peak_bytes"] - found["before_bytes"] > 0
+        assert found["measured_by"].startswith(("VmHWM", "ru_maxrss"))
+    if full["exact"] and ours["exact"]:
+        assert cache < full["growth_bytes"] < 4 * cache
+        # A layer's keys and values are whole while it attends; of the other 7, a tenth stays.
+        assert ours["growth_bytes"] < full["growth_bytes"] - 0.5 * cache
+
+
+def test_a_process_that_fails_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-c", "import sys; sys.exit('it is too big')"]
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda _, **rest: run(command, **rest))
+    assert memory.try_peak(HEAVY, "snapkv", 8) is None
+    assert "snapkv at 8 tokens failed with code 1: it is too big" in capsys.readouterr().err

@@ -1,0 +1,193 @@
+"""One turn: clocks around the right calls, bytes by hand, masks counted, deadlines kept."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import clocks
+from benchmarks.clocks import Deadline, Interval, OutOfTimeError, TimedPolicy, timed
+from benchmarks.turns import GPUMemory, MaskWatch, take_turn
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import FastKV, GemFilter, SnapKV
+from tests.reference import random_tokens, tiny_model
+
+CPU = torch.device("cpu")
+
+
+def prompt(length: int) -> torch.Tensor:
+    return torch.tensor([random_tokens(0, length)])
+
+
+def layer_hooks(model: Any) -> int:
+    return sum(len(layer._forward_pre_hooks) for layer in model.get_decoder().layers)
+
+
+@pytest.mark.parametrize("policy", [None, FastKV(), GemFilter()])
+def test_clock_stands_around_prefill_and_around_each_token(
+    monkeypatch: pytest.MonkeyPatch, policy: Any
+) -> None:
+    """With a clock that the model moves: 7 s for the prompt, 1, 2, 3 s for the tokens after it."""
+    model = tiny_model("llama", seed=1)
+    now, calls = 0.0, 0
+
+    def forward(module: Any, args: Any, kwargs: Any) -> None:
+        nonlocal now, calls
+        now += 7.0 if args[0].shape[1] == 43 else float(calls)
+        calls += 1
+
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(clocks.time, "process_time", lambda: 2 * now)
+    with model.register_forward_pre_hook(forward, with_kwargs=True):
+        turn = take_turn(model, prompt(43), policy, 4)
+    assert turn.prefill == Interval(7000.0, 14000.0)
+    assert turn.decode == tuple(Interval(1e3 * step, 2e3 * step) for step in (1, 2, 3))
+    assert turn.memory is None
+
+
+def test_held_bytes_are_those_after_prefill() -> None:
+    model = tiny_model("llama", seed=1, num_layers=5)
+    slot = 2 * 2 * 8 * 4  # keys and values, KV heads, head_dim, bytes of a float32
+    assert take_turn(model, prompt(43), None, 3).held_bytes == 5 * 43 * slot
+    assert take_turn(model, prompt(43), SnapKV(retention_tokens=11), 3).held_bytes == 5 * 11 * slot
+
+
+@pytest.mark.parametrize(("implementation", "prefill", "decode"), [("sdpa", 0, 0), ("eager", 4, 0)])
+def test_masks_are_counted_layer_by_layer(implementation: str, prefill: int, decode: int) -> None:
+    """Eager attention needs a mask in each of the 4 layers, sdpa none; so after a drop."""
+    model = tiny_model("llama", seed=1, num_layers=4, attn_implementation=implementation)
+    masks = MaskWatch()
+    take_turn(model, prompt(43), FastKV(tsp_layer=1, tsp_rate=0.5), 3, masks=masks)
+    assert (masks.prefill, masks.decode) == (prefill, decode)
+
+
+def test_masks_of_both_passes_of_a_restart_are_counted() -> None:
+    model = tiny_model("llama", seed=1, num_layers=4, attn_implementation="eager")
+    masks = MaskWatch()
+    take_turn(model, prompt(43), GemFilter(filter_layer=2), 1, masks=masks)
+    assert masks.prefill == 3 + 4  # up to the filter layer, then all
+
+
+@pytest.mark.parametrize("policy", [None, FastKV(), GemFilter()])
+def test_deadline_ends_a_prefill_between_layers(policy: Any) -> None:
+    model = tiny_model("llama", seed=1, num_layers=4)
+    asked = iter(range(100))
+    deadline = Deadline(2.5, lambda: float(next(asked)))  # from 0 to 2.5: the third layer is late
+    reached: list[int] = []
+    for index, layer in enumerate(model.get_decoder().layers):
+        layer.self_attn.register_forward_pre_hook(lambda *_, index=index: reached.append(index))
+    with pytest.raises(OutOfTimeError):
+        take_turn(model, prompt(43), policy, 4, deadline=deadline)
+    assert reached == [0, 1]
+    assert layer_hooks(model) == 0
+    assert take_turn(model, prompt(43), policy, 4).decode  # the model is as it was
+
+
+def test_deadline_ends_decoding_between_tokens() -> None:
+    model = tiny_model("llama", seed=1, num_layers=4)
+    asked = iter(range(100))
+    deadline = Deadline(6.5, lambda: float(next(asked)))  # 4 layers, then tokens at 5, 6, 7
+    assert len(take_turn(model, prompt(43), SnapKV(), 50, deadline=deadline).decode) == 2
+
+
+def test_new_tokens_include_that_of_the_prefill() -> None:
+    model = tiny_model("llama", seed=1)
+    assert take_turn(model, prompt(43), None, 1).decode == ()
+
+
+def test_timed_policy_decides_as_the_policy_does_and_times_each_decision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model("llama", seed=1, num_layers=4)
+    plain = FastKV(tsp_layer=1, retention_tokens=11, tsp_tokens=17)
+    ticks = iter(range(100))
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: float(next(ticks)))
+    policy = TimedPolicy(plain, CPU)
+    kept = []
+    for each in (plain, policy):
+        cache = PolicyCache(each)
+        with cache.attached(model), torch.inference_mode():
+            model(prompt(43), past_key_values=cache)
+        kept.append([layer.positions.tolist() for layer in cache.layers])
+    assert kept[0] == kept[1]
+    assert policy.total_ms() == 4 * 1000.0  # one tick inside each layer's decision
+
+
+def test_timed_policy_times_the_choice_of_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", seed=1, num_layers=4)
+    ticks = iter(range(100))
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: float(next(ticks)))
+    policy = TimedPolicy(GemFilter(), CPU)
+    cache = PolicyCache(policy)
+    with cache.attached(model), torch.inference_mode():
+        model(prompt(43), past_key_values=cache)
+    assert policy.total_ms() == (1 + 4) * 1000.0  # the choice, and what each layer keeps
+
+
+def test_timed_returns_what_came() -> None:
+    assert timed(CPU, lambda: 17)[0] == 17
+
+
+class FakeEvent:
+    """A CUDA event on a device whose clock is the length of a log."""
+
+    log: list[str]
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = len(self.log)
+        self.log.append("event")
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return float(end.at - self.at)
+
+
+@pytest.fixture
+def cuda_log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of a device that is not there."""
+    log: list[str] = []
+    monkeypatch.setattr(FakeEvent, "log", log, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("wait"))
+    return log
+
+
+def test_a_gpu_is_waited_for_before_both_readings_of_the_clock(
+    cuda_log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: float(len(cuda_log)))
+    monkeypatch.setattr(clocks.time, "process_time", lambda: 0.0)
+    result, interval = timed(torch.device("cuda"), lambda: cuda_log.append("run"))
+    assert result is None
+    assert cuda_log == ["wait", "event", "run", "event", "wait"]
+    assert interval == Interval(4e3, 0.0, 2.0)  # on the clock all but the first, on the device two
+
+
+def test_decisions_on_a_gpu_are_timed_by_events_without_waiting(cuda_log: list[str]) -> None:
+    model = tiny_model("llama", seed=1, num_layers=4)
+    policy = TimedPolicy(FastKV(), torch.device("cuda"))
+    cache = PolicyCache(policy)
+    with cache.attached(model), torch.inference_mode():
+        model(prompt(43), past_key_values=cache)
+    assert cuda_log == ["event"] * 8
+    assert policy.total_ms() == 4.0
+
+
+def test_memory_of_a_gpu_is_the_peak_of_each_phase(
+    cuda_log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks = iter([2000, 300])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: cuda_log.append("forget")
+    )
+    model = tiny_model("llama", seed=1)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    turn = take_turn(model, prompt(43), None, 2)
+    assert turn.memory == GPUMemory(before=100, prefill_peak=2000, decode_peak=300)
+    phase = ["wait", "forget", "wait", "event", "event", "wait"]
+    assert cuda_log == phase + phase
+    assert turn.prefill.device_ms == 1.0
