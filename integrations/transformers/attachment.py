@@ -158,7 +158,9 @@ class LayerHooks(_Hooks):
         if kwargs is None or kwargs.get("past_key_values") is not self.cache:
             return None
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-        return args, self.cache.forward.enter_layer(self.index, hidden, kwargs)
+        others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        hidden, others = self.cache.forward.enter_layer(self.index, module, hidden, others)
+        return (hidden, *args[1:]), others
 
     def after(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         """Cut the layer's output to the tokens that go on."""
@@ -194,7 +196,7 @@ class Attachment(_Hooks):
                 self._routed.append(attention)
             decoder = self.parts.decoder
             self._handles = [
-                self.parts.model.register_forward_pre_hook(self.before_model, with_kwargs=True),
+                *self._on_model(self.parts.model),
                 decoder.register_forward_pre_hook(self.before_decoder, with_kwargs=True),
                 decoder.register_forward_hook(
                     self.after_decoder, with_kwargs=True, always_call=True
@@ -226,19 +228,32 @@ class Attachment(_Hooks):
         if model is self.parts.model:
             yield
             return
-        handle = model.register_forward_pre_hook(self.before_model, with_kwargs=True)
+        handles = self._on_model(model)
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
+
+    def _on_model(self, model: nn.Module) -> list[RemovableHandle]:
+        return [
+            model.register_forward_pre_hook(self.before_model, with_kwargs=True),
+            model.register_forward_hook(self.after_model, with_kwargs=True, always_call=True),
+        ]
 
     def before_model(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Refuse what asks for logits of tokens that may be dropped."""
-        if not self._carries_cache(args, kwargs) or not self.cache.may_drop:
+        """Refuse what asks for logits of tokens that may be dropped; see which are asked for."""
+        if not self._carries_cache(args, kwargs):
             return
         arguments = _by_name(module, args, kwargs)
+        keep = arguments.get("logits_to_keep")
+        known = "logits_to_keep" in _signature(type(module).forward).parameters
+        last = keep if known and isinstance(keep, int) and keep > 0 else None
+        self.cache.keep_last = None if arguments.get("labels") is not None else last
+        if not self.cache.may_drop:
+            return
         if arguments.get("labels") is not None or isinstance(
             arguments.get("logits_to_keep"), Tensor
         ):
@@ -247,6 +262,11 @@ class Attachment(_Hooks):
                 f"{self.cache.policy} drops tokens, since a dropped token has no logits; the "
                 "logits returned are those of the last tokens that went on"
             )
+
+    def after_model(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        """Forget which logits were asked for."""
+        if len(rest) == 2 and self._carries_cache(args, rest[0]):
+            self.cache.keep_last = None
 
     def before_decoder(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None

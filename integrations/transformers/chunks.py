@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.integrations.transformers.acting import ActingForward
 from kvpolicy.integrations.transformers.forward import Forward
 
 
@@ -118,7 +119,7 @@ class ChunkForward(Forward):
             self._queries[index] = queries
 
 
-class LastChunkForward(Forward):
+class LastChunkForward(ActingForward):
     """The forward that ends a prompt of several chunks: the policy acts on all of them."""
 
     def __init__(self, *args: Any, chunks: Chunks, **kwargs: Any) -> None:

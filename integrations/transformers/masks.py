@@ -45,6 +45,37 @@ def position_mask(
     return _in_form(visible, implementation, dtype)
 
 
+def slot_mask(
+    slots: Tensor,
+    key_len: int,
+    *,
+    valid: Tensor | None,
+    query_heads: int,
+    implementation: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Mask under which every query sees the keys up to its own, for some of a layer's tokens.
+
+    Args:
+        slots: ``[batch, query_len]`` int64, the queries' own slots among the keys; -1 on padding.
+        key_len: Keys.
+        valid: ``[batch, 1 or kv_heads, key_len]`` bool, False on padding; None where there is none.
+        query_heads: Query heads.
+        implementation: As in `position_mask`.
+        dtype: As in `position_mask`.
+
+    Returns:
+        As `position_mask`.
+    """
+    visible = torch.arange(key_len, device=slots.device) <= slots[:, None, :, None]
+    if valid is not None:
+        if valid.shape[1] > 1:
+            valid = valid.repeat_interleave(query_heads // valid.shape[1], dim=1)
+        visible = visible & valid[:, :, None]
+        visible = visible | (slots < 0)[:, None, :, None]  # finite, as in position_mask
+    return _in_form(visible, implementation, dtype)
+
+
 def causal_mask(
     key_len: int,
     query_len: int,

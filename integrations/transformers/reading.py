@@ -18,6 +18,7 @@ from kvpolicy.errors import (
     UnsupportedModelError,
 )
 from kvpolicy.integrations.transformers import routing
+from kvpolicy.integrations.transformers.acting import ActingForward
 from kvpolicy.integrations.transformers.chunks import (
     ChunkForward,
     Chunks,
@@ -76,6 +77,8 @@ class ReadingCache(Cache):  # type: ignore[misc]
         self._forward: Forward | None = None
         self._first_output: Any = None  # of the prompt, where draft tokens came with it
         self._undo: Snapshot | None = None
+        # How many of the last tokens' outputs the call under way asks for; None for all.
+        self.keep_last: int | None = None
 
     def start_turn(self, prompt_len: int | None = None) -> None:
         """Let the policy act on the next forward: a new turn begins in a hand-written loop.
@@ -180,23 +183,33 @@ class ReadingCache(Cache):  # type: ignore[misc]
             ends=ends,
         )
         parts.check_context(incoming.tokens.seen + incoming.new_valid.shape[1])
-        kind: dict[str, Any] = {"acts": acts, "implementation": implementation}
-        if starts and not ends:
+        kind: dict[str, Any] = {"implementation": implementation}
+        if not acts and not ends:
             chunks = self._chunks or Chunks(self.policy.num_queries)
             return ChunkForward(self.policy, self.layers, incoming, chunks=chunks, **kind), incoming
-        if acts and self._chunks is not None:
-            forward = LastChunkForward(
-                self.policy, self.layers, incoming, chunks=self._chunks, **kind
-            )
-            return forward, incoming
+        if not acts:
+            return Forward(self.policy, self.layers, incoming, **kind), incoming
+        kind.update(self._narrowing(arguments, parts.config))
+        if self._chunks is not None:
+            last = LastChunkForward(self.policy, self.layers, incoming, chunks=self._chunks, **kind)
+            return last, incoming
         propagated: dict[int, Tensor] = {}
-        if acts and self.policy.propagation.restarts:
+        if self.policy.propagation.restarts:
             first = FilterPass(self.policy, self.layers, incoming, implementation)
             self._forward = first
             incoming, propagated = first.run(parts.decoder), first.propagated
-        forward = Forward(self.policy, self.layers, incoming, **kind)
+        forward = ActingForward(self.policy, self.layers, incoming, **kind)
         forward.propagated.update(propagated)
         return forward, incoming
+
+    def _narrowing(self, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
+        """Whether layers may be run for some tokens only, and whether the last one for the last."""
+
+        def asked(name: str) -> bool:
+            return bool(arguments.get(name, getattr(config, name, False)))
+
+        keep_last = None if asked("output_hidden_states") else self.keep_last
+        return {"narrows": not asked("output_attentions"), "keep_last": keep_last}
 
     def _without_seen(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """A forward over the whole conversation as one over its new columns."""
@@ -216,7 +229,10 @@ class ReadingCache(Cache):  # type: ignore[misc]
         assert self._attachment is not None
         seen = self.get_seq_length()
         prompt = {**span_of(arguments, seen, 0, missing), "return_dict": True}
+        keep_last = self.keep_last
+        self.keep_last = None if keep_last is None else 1
         output = self._attachment.parts.decoder(**prompt)
+        self.keep_last = keep_last
         self._first_output = output
         return span_of(arguments, seen, missing, columns)
 

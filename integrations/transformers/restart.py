@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.integrations.transformers.forward import Forward
+from kvpolicy.integrations.transformers.acting import ActingForward
 from kvpolicy.integrations.transformers.inputs import Incoming, take_columns
 from kvpolicy.integrations.transformers.layer import PolicyLayer
 from kvpolicy.policy import CachePolicy
@@ -19,7 +19,7 @@ class _Chosen(Exception):  # noqa: N818 -- not an error: it ends a pass that has
     """The filter layer has been asked."""
 
 
-class FilterPass(Forward):
+class FilterPass(ActingForward):
     """The first pass of a prefill that restarts: nothing is kept but the choice of tokens.
 
     It ends inside the filter layer, once that layer's queries and keys are known: neither its
@@ -39,7 +39,7 @@ class FilterPass(Forward):
         incoming: Incoming,
         implementation: str,
     ) -> None:
-        super().__init__(policy, layers, incoming, acts=True, implementation=implementation)
+        super().__init__(policy, layers, incoming, implementation=implementation)
         (self.filter_layer,) = policy.propagation.acting_layers(len(layers))
         self._incoming = incoming
         self._chosen: Tensor | None = None

@@ -92,7 +92,7 @@ def routed_attention(
     scaling = kwargs.get("scaling")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     forward.before_attention(layer_idx, query, scaling)
-    output = attend(module, query, key, value, attention_mask, **kwargs)
+    output = forward.attend(attend, module, query, key, value, attention_mask, **kwargs)
     forward.observe(layer_idx, query, scaling)
     return output
 
