@@ -30,6 +30,7 @@ class LayerContext:
             False where a row has fewer.
         seen_len: For each row, the tokens of its context so far: what rates are rates of.
         scaling: Factor on the product of query and key before the softmax.
+        softcap: Bound of what is scaled, ``softcap * tanh(x / softcap)``; None without.
 
     Raises:
         ShapeError: The axes do not fit together.
@@ -44,6 +45,7 @@ class LayerContext:
     new_valid: Tensor
     seen_len: tuple[int, ...]
     scaling: float
+    softcap: float | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.keys.ndim != 4 or self.queries.ndim != 4:

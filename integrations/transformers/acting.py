@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.context import LayerContext
-from kvpolicy.integrations.transformers.forward import Attend, Forward
+from kvpolicy.integrations.transformers.forward import Attend, Forward, Scores, cut_arguments
 from kvpolicy.integrations.transformers.inputs import take_columns
 from kvpolicy.integrations.transformers.layer import PolicyLayer
 from kvpolicy.integrations.transformers.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
-from kvpolicy.selection import gather_positions, gather_slots
+from kvpolicy.selection import compress, gather_positions, gather_slots
 
 
 class ActingForward(Forward):
@@ -66,12 +66,12 @@ class ActingForward(Forward):
         keys, values = self._seen
         own = torch.where(slots < 0, -1, slots + keys.shape[2] - hidden.shape[1])
         self._narrowed = Narrowed(keys, values, own, valid, self.implementation)
-        here = {**self.cut(here, slots), "attention_mask": None}
+        here = cut_arguments({**here, "attention_mask": None}, slots, hidden.shape[1])
         return take_columns(hidden, slots), here
 
     def _few_go_on(self, index: int) -> bool:
         """Whether so few tokens leave a layer that it is worth to run it for these alone."""
-        if not self._narrows:
+        if not self._narrows or self._window(index) is not None:
             return False
         new_len, num_layers = self.new_valid.shape[1], len(self.layers)
         if index == num_layers - 1:
@@ -132,11 +132,11 @@ class ActingForward(Forward):
         self._pending = keys, values
         return keys, values
 
-    def before_attention(self, index: int, queries: Tensor, scaling: float) -> None:
+    def before_attention(self, index: int, queries: Tensor, scores: Scores) -> None:
         """In the first of two runs, let the policy decide, and end the run."""
         if self._looking:
             self._seen = self._pending
-            self._decide(index, queries, scaling)
+            self._decide(index, queries, scores)
             raise LayerSeen
 
     def attend(
@@ -147,25 +147,37 @@ class ActingForward(Forward):
             return attend(module, query, *others, **kwargs)
         return self._narrowed.attend(attend, module, query, **kwargs), None
 
-    def observe(self, index: int, queries: Tensor, scaling: float) -> None:
+    def observe(self, index: int, queries: Tensor, scores: Scores) -> None:
         """Let the policy decide, now that the layer has attended, if it has not."""
         if self._seen is None:
-            self._decide(index, queries, scaling)
+            self._decide(index, queries, scores)
         self._pending = self._seen = self._narrowed = None
 
-    def _decide(self, index: int, queries: Tensor, scaling: float) -> None:
-        context = self._context(index, queries, scaling)
+    def _decide(self, index: int, queries: Tensor, scores: Scores) -> None:
+        layer, window = self.layers[index], self._window(index)
+        layer.query_heads = queries.shape[1]
+        if window is not None:
+            self._keep_window(layer, window)
+            return
+        context = self._context(index, queries, scores)
         self._pending = None
         decision = self.policy.decide(context)
-        layer = self.layers[index]
-        layer.query_heads = queries.shape[1]
         layer.store(context.keys, context.values, context.positions, decision.kept)
         passed = decision.passed_on
         if passed is not None and passed.shape == self.new_valid.shape:
             passed = None if torch.equal(passed >= 0, self.new_valid) else passed
         self._passed = passed
 
-    def _context(self, index: int, queries: Tensor, scaling: float) -> LayerContext:
+    def _keep_window(self, layer: PolicyLayer, window: int) -> None:
+        """Keep what the next token's window will see, all of it: the window is bound enough."""
+        assert self._pending is not None
+        (keys, values), self._pending = self._pending, None
+        positions = self._positions(layer, keys.shape[1])
+        near = positions > self.tokens.lengths[:, None, None] - window
+        kept = compress(near & (positions >= 0), int((near & (positions >= 0)).sum(-1).max()))
+        layer.store(keys, values, positions, kept)
+
+    def _context(self, index: int, queries: Tensor, scores: Scores) -> LayerContext:
         assert self._pending is not None
         keys, values = self._pending
         queries, new_valid = self._observed(index, queries)
@@ -175,10 +187,11 @@ class ActingForward(Forward):
             queries=queries,
             keys=keys,
             values=values,
-            positions=self._positions(self.layers[index], keys),
+            positions=self._positions(self.layers[index], keys.shape[1]),
             new_valid=new_valid,
             seen_len=self._seen_len,
-            scaling=scaling,
+            scaling=scores.scaling,
+            softcap=scores.softcap,
         )
 
     def _observed(self, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,14 +199,6 @@ class ActingForward(Forward):
         shown = self.policy.num_queries
         first_query = 0 if shown is None else max(queries.shape[2] - shown, 0)
         return queries[:, :, first_query:], self.new_valid
-
-    def _positions(self, layer: PolicyLayer, keys: Tensor) -> Tensor:
-        batch, kv_heads, key_len, _ = keys.shape
-        if self._combined is not None:
-            return self._combined.expand(batch, kv_heads, key_len)
-        new = self.new_positions[:, None].expand(batch, kv_heads, -1)
-        held = layer.positions
-        return new if held is None else torch.cat([held, new], dim=2)
 
     # After a layer.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.integrations.transformers.acting import ActingForward
-from kvpolicy.integrations.transformers.forward import Forward
+from kvpolicy.integrations.transformers.forward import Forward, Scores
 
 
 @attrs.frozen(eq=False)
@@ -112,7 +112,7 @@ class ChunkForward(Forward):
         self._pending = super().update(index, keys, values)
         return self._pending
 
-    def observe(self, index: int, queries: Tensor, scaling: float) -> None:
+    def observe(self, index: int, queries: Tensor, scores: Scores) -> None:
         """Remember the layer's queries."""
         self._pending = None
         if self.policy.num_queries != 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -17,8 +18,13 @@ from kvpolicy.policy import CachePolicy
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
-# What a decoder layer is given for each token, besides its input and mask.
-PER_TOKEN = frozenset({"position_ids", "position_embeddings"})
+
+@attrs.frozen
+class Scores:
+    """How an attention function makes scores of products; see `LayerContext`."""
+
+    scaling: float
+    softcap: float | None = None
 
 
 class Forward:
@@ -31,6 +37,7 @@ class Forward:
         layers: What each layer of the model holds.
         incoming: The forward's tokens and those seen before.
         implementation: The model's attention implementation.
+        windows: Each layer's sliding window; None where it sees all.
     """
 
     acts = False  # whether the policy does, on this forward
@@ -42,6 +49,7 @@ class Forward:
         incoming: Incoming,
         *,
         implementation: str,
+        windows: list[int | None],
     ) -> None:
         self.policy = policy
         self.layers = layers
@@ -61,6 +69,8 @@ class Forward:
             acts=self.acts,
             skipped=incoming.skipped,
         )
+        self._new_len = incoming.new_valid.shape[1]
+        self._windows = windows
         self.propagated: dict[int, Tensor] = {}
         self._updated: set[int] = set()
         self._order_of_columns = incoming.order
@@ -93,17 +103,19 @@ class Forward:
 
     def _reaching(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments for the tokens that reach the layer."""
-        return kwargs if self._slots is None else self.cut(kwargs, self._slots)
-
-    def cut(self, kwargs: dict[str, Any], slots: Tensor) -> dict[str, Any]:
-        """The arguments of a layer for some of its tokens, ``slots`` ``[batch, count]``."""
-        names = PER_TOKEN & kwargs.keys()
-        return {**kwargs, **{name: _cut(kwargs[name], slots) for name in names}}
+        if self._slots is None:
+            return kwargs
+        return cut_arguments(kwargs, self._slots, self._new_len)
 
     def _with_mask(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         if self.first and self._slots is None:
             return kwargs  # nothing held and nothing dropped: the model's own mask is right
-        return {**kwargs, "attention_mask": self._mask(self.layers[index], hidden)}
+        return {**kwargs, "attention_mask": self._mask(index, hidden)}
+
+    def _window(self, index: int) -> int | None:
+        """The layer's sliding window, if it is shorter than the context."""
+        window = self._windows[index]
+        return window if window is not None and window < self.tokens.seen else None
 
     def _combine(self, layer: PolicyLayer) -> None:
         self._order = self._combined = None
@@ -123,16 +135,21 @@ class Forward:
             combined = combined.gather(2, self._order)
         self._combined = combined
 
-    def _mask(self, layer: PolicyLayer, hidden: Tensor) -> Tensor | None:
+    def _mask(self, index: int, hidden: Tensor) -> Tensor | None:
+        layer, window = self.layers[index], self._window(index)
         query_len = self.new_valid.shape[1]
         key_len = layer.kept_len + query_len
-        if self._combined is not None:
+        if self._combined is not None or window is not None:
+            # Heads may hold different tokens, which shows where some are padding, or too far away.
+            differ = layer.ragged or self._moved is not None or window is not None
+            positions = self._positions(layer, 1 if layer.held is None else layer.held.shape[1])
             return position_mask(
-                self._combined,
+                positions,
                 self.new_positions,
-                query_heads=layer.query_heads if layer.ragged or self._moved is not None else None,
+                query_heads=layer.query_heads if differ and layer.held is not None else None,
                 implementation=self.implementation,
                 dtype=hidden.dtype,
+                window=window,
             )
         if key_len not in self._causal:
             self._causal[key_len] = causal_mask(
@@ -143,6 +160,14 @@ class Forward:
                 device=hidden.device,
             )
         return self._causal[key_len]
+
+    def _positions(self, layer: PolicyLayer, kv_heads: int) -> Tensor:
+        """Positions ``[batch, kv_heads, key_len]`` of all keys that the layer sees."""
+        if self._combined is not None:
+            return self._combined.expand(-1, kv_heads, -1)
+        new = self.new_positions[:, None].expand(-1, kv_heads, -1)
+        held = layer.positions
+        return new if held is None else torch.cat([held, new], dim=2)
 
     # Inside its attention.
 
@@ -156,7 +181,7 @@ class Forward:
         """Whether an attention function is still to come; if given, the one for ``keys``."""
         return self._pending is not None and (keys is None or keys is self._pending[0])
 
-    def before_attention(self, index: int, queries: Tensor, scaling: float) -> None:
+    def before_attention(self, index: int, queries: Tensor, scores: Scores) -> None:
         """The layer's queries are known, its attention is not computed yet."""
 
     def attend(
@@ -165,7 +190,7 @@ class Forward:
         """Call the module's attention function."""
         return attend(module, query, *others, **kwargs)
 
-    def observe(self, index: int, queries: Tensor, scaling: float) -> None:
+    def observe(self, index: int, queries: Tensor, scores: Scores) -> None:
         """The layer has attended."""
 
     # After a layer, and after the last.
@@ -229,10 +254,30 @@ class Forward:
         return take_columns(hidden, self._order_of_columns.argsort(dim=1))
 
 
-def _cut(value: Any, slots: Tensor) -> Any:
-    """Take ``slots`` ``[batch, count]`` along axis 1 of a tensor, or of each in a tuple."""
-    if value is None:
-        return None
+def cut_arguments(kwargs: dict[str, Any], slots: Tensor, length: int) -> dict[str, Any]:
+    """The arguments of a layer for some of its tokens.
+
+    What holds something for each token, such as rotary embeddings, is cut; the mask is not.
+
+    Args:
+        kwargs: By name, for ``length`` tokens.
+        slots: ``[batch, count]`` int64, those that are wanted.
+        length: Tokens.
+    """
+    return {
+        name: value if name == "attention_mask" else _cut(value, slots, length)
+        for name, value in kwargs.items()
+    }
+
+
+def _cut(value: Any, slots: Tensor, length: int) -> Any:
     if isinstance(value, tuple):
-        return tuple(_cut(part, slots) for part in value)
-    return take_columns(value, slots)
+        return tuple(_cut(part, slots, length) for part in value)
+    if (
+        isinstance(value, Tensor)
+        and value.ndim >= 2
+        and value.shape[0] in (1, slots.shape[0])
+        and value.shape[1] == length
+    ):
+        return take_columns(value, slots)
+    return value

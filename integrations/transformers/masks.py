@@ -16,6 +16,7 @@ def position_mask(
     query_heads: int | None,
     implementation: str,
     dtype: torch.dtype,
+    window: int | None = None,
 ) -> Tensor:
     """Mask under which every query sees the keys at its position and before.
 
@@ -27,6 +28,7 @@ def position_mask(
             None where they do not.
         implementation: ``"sdpa"`` or ``"eager"``.
         dtype: The layer's dtype, for additive masks.
+        window: Positions a query sees, its own among them; None for all before it.
 
     Returns:
         ``[batch, 1 or query_heads, query_len, key_len]``: bool, True where the query sees the key,
@@ -41,7 +43,10 @@ def position_mask(
     keys, queries = key_positions[:, :, None, :], query_positions[:, None, :, None]
     # A padded query sees everything: what it yields is never used, but it has to stay finite,
     # since a weight of 0 times NaN would spoil the others.
-    visible = ((keys >= 0) & (keys <= queries)) | (queries < 0)
+    visible = (keys >= 0) & (keys <= queries)
+    if window is not None:
+        visible &= keys > queries - window
+    visible |= queries < 0
     return _in_form(visible, implementation, dtype)
 
 

@@ -182,23 +182,26 @@ class ReadingCache(Cache):  # type: ignore[misc]
             starts=starts and self._chunks is None,
             ends=ends,
         )
-        parts.check_context(incoming.tokens.seen + incoming.new_valid.shape[1])
-        kind: dict[str, Any] = {"implementation": implementation}
+        if starts:
+            lengths = incoming.tokens.lengths + incoming.new_valid.sum(dim=1)
+            parts.check_policy(self.policy, int(lengths.max()))
+        kind: dict[str, Any] = {"implementation": implementation, "windows": parts.windows}
         if not acts and not ends:
             chunks = self._chunks or Chunks(self.policy.num_queries)
             return ChunkForward(self.policy, self.layers, incoming, chunks=chunks, **kind), incoming
         if not acts:
             return Forward(self.policy, self.layers, incoming, **kind), incoming
-        kind.update(self._narrowing(arguments, parts.config))
+        narrowing = self._narrowing(arguments, parts.config)
         if self._chunks is not None:
-            last = LastChunkForward(self.policy, self.layers, incoming, chunks=self._chunks, **kind)
+            kind["chunks"] = self._chunks
+            last = LastChunkForward(self.policy, self.layers, incoming, **kind, **narrowing)
             return last, incoming
         propagated: dict[int, Tensor] = {}
         if self.policy.propagation.restarts:
-            first = FilterPass(self.policy, self.layers, incoming, implementation)
+            first = FilterPass(self.policy, self.layers, incoming, **kind)
             self._forward = first
             incoming, propagated = first.run(parts.decoder), first.propagated
-        forward = ActingForward(self.policy, self.layers, incoming, **kind)
+        forward = ActingForward(self.policy, self.layers, incoming, **kind, **narrowing)
         forward.propagated.update(propagated)
         return forward, incoming
 

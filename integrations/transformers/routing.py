@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.integrations.transformers.forward import Forward
+from kvpolicy.integrations.transformers.forward import Forward, Scores
 
 ROUTED = "kvpolicy_routed"
 
@@ -90,10 +90,10 @@ def routed_attention(
     waiting.set(None)
     forward, layer_idx = pending
     scaling = kwargs.get("scaling")
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    forward.before_attention(layer_idx, query, scaling)
+    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
+    forward.before_attention(layer_idx, query, scores)
     output = forward.attend(attend, module, query, key, value, attention_mask, **kwargs)
-    forward.observe(layer_idx, query, scaling)
+    forward.observe(layer_idx, query, scores)
     return output
 
 
