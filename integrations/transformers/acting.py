@@ -144,7 +144,7 @@ class ActingForward(Forward):
     ) -> tuple[Tensor, Tensor | None]:
         """Call the module's attention function; for the tokens that go on, in blocks."""
         if self._narrowed is None:
-            return attend(module, query, *others, **kwargs)
+            return super().attend(attend, module, query, *others, **kwargs)
         return self._narrowed.attend(attend, module, query, **kwargs), None
 
     def observe(self, index: int, queries: Tensor, scores: Scores) -> None:

@@ -154,13 +154,16 @@ class Attachment(_Hooks):
         self.cache.keep_last = None if arguments.get("labels") is not None else last
         if not self.cache.may_drop:
             return
-        if arguments.get("labels") is not None or isinstance(
-            arguments.get("logits_to_keep"), Tensor
-        ):
+        whole = {
+            "labels": arguments.get("labels") is not None,
+            "a tensor of logits_to_keep": isinstance(keep, Tensor),
+            "output_router_logits": bool(arguments.get("output_router_logits")),
+        }
+        if any(whole.values()):
             raise ValueError(
-                "labels and a tensor of logits_to_keep must not be given for a prompt of which "
-                f"{self.cache.policy} drops tokens, since a dropped token has no logits; the "
-                "logits returned are those of the last tokens that went on"
+                f"{' and '.join(name for name, given in whole.items() if given)} must not be "
+                f"given for a prompt of which {self.cache.policy} drops tokens, since a dropped token has "
+                "no logits; the logits returned are those of the last tokens that went on"
             )
 
     def after_model(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:

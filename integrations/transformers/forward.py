@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.inputs import Incoming, take_columns
 from kvpolicy.integrations.transformers.layer import PolicyLayer
-from kvpolicy.integrations.transformers.masks import causal_mask, position_mask
+from kvpolicy.integrations.transformers.masks import FLASH, Mask, Visibility, causal_mask
 from kvpolicy.integrations.transformers.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
@@ -83,7 +83,7 @@ class Forward:
         self._combined: Tensor | None = None  # positions of the keys of the layer at hand
         self._order: Tensor | None = None  # that brings padding in the middle to the left
         self._pending: tuple[Tensor, Tensor] | None = None
-        self._causal: dict[int, Tensor | None] = {}
+        self._causal: dict[int, Mask] = {}
 
     # Before a layer.
 
@@ -113,9 +113,14 @@ class Forward:
         return {**kwargs, "attention_mask": self._mask(index, hidden)}
 
     def _window(self, index: int) -> int | None:
-        """The layer's sliding window, if it is shorter than the context."""
+        """The layer's sliding window, if it is shorter than the context.
+
+        Flash attention measures windows in slots, so that there its layers must hold all of theirs.
+        """
         window = self._windows[index]
-        return window if window is not None and window < self.tokens.seen else None
+        if window is None or self.implementation in FLASH:
+            return window
+        return window if window < self.tokens.seen else None
 
     def _combine(self, layer: PolicyLayer) -> None:
         self._order = self._combined = None
@@ -135,22 +140,19 @@ class Forward:
             combined = combined.gather(2, self._order)
         self._combined = combined
 
-    def _mask(self, index: int, hidden: Tensor) -> Tensor | None:
+    def _mask(self, index: int, hidden: Tensor) -> Mask:
         layer, window = self.layers[index], self._window(index)
         query_len = self.new_valid.shape[1]
         key_len = layer.kept_len + query_len
         if self._combined is not None or window is not None:
-            # Heads may hold different tokens, which shows where some are padding, or too far away.
-            differ = layer.ragged or self._moved is not None or window is not None
             positions = self._positions(layer, 1 if layer.held is None else layer.held.shape[1])
-            return position_mask(
-                positions,
-                self.new_positions,
-                query_heads=layer.query_heads if differ and layer.held is not None else None,
-                implementation=self.implementation,
-                dtype=hidden.dtype,
-                window=window,
-            )
+            # Heads may hold different tokens, which shows where some are padding, or too far
+            # away; elsewhere what is not new lies before all queries.
+            if not (layer.ragged or self._moved is not None or window is not None):
+                positions = positions[:, :1]
+            heads = layer.query_heads if positions.shape[1] > 1 else 1
+            seen = Visibility(positions, self.new_positions, heads, window)
+            return seen.mask(self.implementation, hidden.dtype)
         if key_len not in self._causal:
             self._causal[key_len] = causal_mask(
                 key_len,
@@ -188,6 +190,9 @@ class Forward:
         self, attend: Attend, module: nn.Module, query: Tensor, *others: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Call the module's attention function."""
+        if self.implementation in FLASH:
+            # From positions with gaps it would infer several sequences in one row.
+            kwargs.pop("position_ids", None)
         return attend(module, query, *others, **kwargs)
 
     def observe(self, index: int, queries: Tensor, scores: Scores) -> None:

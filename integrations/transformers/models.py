@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.integrations.transformers.masks import IMPLEMENTATIONS
+from kvpolicy.integrations.transformers.masks import FLASH, IMPLEMENTATIONS
 from kvpolicy.policy import CachePolicy
 
 # Families that are held against dense attention under a policy's mask, by their model_type.
@@ -138,6 +138,12 @@ class ModelParts:
         return name
 
     @property
+    def plain_scores(self) -> bool:
+        """Whether attention is a softmax of products, without a cap or sinks."""
+        capped = getattr(self.config, "attn_logit_softcapping", None) is not None
+        return not capped and not any(hasattr(each, "sinks") for each in self.attentions)
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers."""
         return len(self.layers)
@@ -160,6 +166,12 @@ class ModelParts:
             raise UnsupportedModelError(
                 f"context must fit the sliding window of every layer where {policy} restarts the "
                 f"prefill at new positions, {self.windows[short[0]]} tokens, got {context_len}"
+            )
+        if short and acting and self.implementation in FLASH:
+            raise UnsupportedModelError(
+                f"context must fit the sliding window of every layer where {policy} drops tokens "
+                f"under flash attention, which measures windows in keys, {self.windows[short[0]]} "
+                f"tokens, got {context_len}; load the model with attn_implementation='sdpa'"
             )
         blind = sorted(acting & set(short))
         if blind:

@@ -12,9 +12,10 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from kvpolicy.integrations.transformers.forward import Attend
-from kvpolicy.integrations.transformers.masks import slot_mask
+from kvpolicy.integrations.transformers.masks import FLASH, Mask, Visibility
 
 # A layer is narrowed where no more than this share of its tokens goes on: its projections run a
 # second time for these.
@@ -63,6 +64,10 @@ class Narrowed:
         Returns:
             ``[batch, passed_len, query_heads, head_dim]``.
         """
+        if self.implementation in FLASH:
+            # Flash attention goes by the order of keys, in which those that go on have gaps.
+            kernel = AttentionInterface().get_interface("sdpa", attend)
+            return attrs.evolve(self, implementation="sdpa").attend(kernel, module, query, **kwargs)
         ends = (self.slots.amax(dim=0) + 1).tolist()
         count = self._block_len(query)
         outputs = []
@@ -83,19 +88,15 @@ class Narrowed:
 
     def _block_len(self, query: Tensor) -> int:
         limit = BLOCK_BYTES.get(query.device.type, OTHER_BLOCK_BYTES)
-        element = 1 if self.implementation == "sdpa" else query.element_size()
+        element = query.element_size() if self.implementation == "eager" else 1
         heads = 1 if self.valid is None or self.valid.shape[1] == 1 else query.shape[1]
         return max(limit // (element * query.shape[0] * heads * self.keys.shape[2]), 1)
 
-    def _mask(self, block: slice, seen: int, query: Tensor) -> Tensor | None:
+    def _mask(self, block: slice, seen: int, query: Tensor) -> Mask:
         slots = self.slots[:, block]
         if self.valid is None and slots.shape[1] == 1 and bool((slots == seen - 1).all()):
             return None
-        return slot_mask(
-            slots,
-            seen,
-            valid=None if self.valid is None else self.valid[:, :, :seen],
-            query_heads=query.shape[1],
-            implementation=self.implementation,
-            dtype=query.dtype,
-        )
+        places = torch.arange(seen, device=slots.device).expand(query.shape[0], 1, seen)
+        if self.valid is not None:
+            places = torch.where(self.valid[:, :, :seen], places, -1)
+        return Visibility(places, slots, query.shape[1]).mask(self.implementation, query.dtype)

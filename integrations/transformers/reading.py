@@ -28,6 +28,7 @@ from kvpolicy.integrations.transformers.chunks import (
 from kvpolicy.integrations.transformers.forward import Forward
 from kvpolicy.integrations.transformers.inputs import Incoming, inputs_of, read_inputs, span_of
 from kvpolicy.integrations.transformers.layer import PolicyLayer, State
+from kvpolicy.integrations.transformers.masks import FLASH
 from kvpolicy.integrations.transformers.restart import FilterPass
 from kvpolicy.integrations.transformers.storage import Storage
 from kvpolicy.integrations.transformers.tokens import SeenTokens
@@ -35,6 +36,7 @@ from kvpolicy.policy import CachePolicy
 
 if TYPE_CHECKING:
     from kvpolicy.integrations.transformers.attachment import Attachment
+    from kvpolicy.integrations.transformers.models import ModelParts
 
 
 @attrs.frozen(eq=False)
@@ -191,7 +193,7 @@ class ReadingCache(Cache):  # type: ignore[misc]
             return ChunkForward(self.policy, self.layers, incoming, chunks=chunks, **kind), incoming
         if not acts:
             return Forward(self.policy, self.layers, incoming, **kind), incoming
-        narrowing = self._narrowing(arguments, parts.config)
+        narrowing = self._narrowing(arguments, parts)
         if self._chunks is not None:
             kind["chunks"] = self._chunks
             last = LastChunkForward(self.policy, self.layers, incoming, **kind, **narrowing)
@@ -205,14 +207,17 @@ class ReadingCache(Cache):  # type: ignore[misc]
         forward.propagated.update(propagated)
         return forward, incoming
 
-    def _narrowing(self, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
+    def _narrowing(self, arguments: dict[str, Any], parts: ModelParts) -> dict[str, Any]:
         """Whether layers may be run for some tokens only, and whether the last one for the last."""
+        # Flash attention is replaced by sdpa there, which knows neither caps nor sinks.
+        replaced = parts.implementation in FLASH and not parts.plain_scores
 
         def asked(name: str) -> bool:
-            return bool(arguments.get(name, getattr(config, name, False)))
+            return bool(arguments.get(name, getattr(parts.config, name, False)))
 
         keep_last = None if asked("output_hidden_states") else self.keep_last
-        return {"narrows": not asked("output_attentions"), "keep_last": keep_last}
+        narrows = not asked("output_attentions") and not replaced
+        return {"narrows": narrows, "keep_last": keep_last}
 
     def _without_seen(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """A forward over the whole conversation as one over its new columns."""

@@ -26,13 +26,21 @@ ROUTED = "kvpolicy_routed"
 # The forward whose keys went to an attention module of this thread, and the layer's index.
 waiting: ContextVar[tuple[Forward, int] | None] = ContextVar("kvpolicy_waiting", default=None)
 
+# Whether this thread is inside of an attention function.
+_inside: ContextVar[bool] = ContextVar("kvpolicy_inside", default=False)
+
 _lock = threading.Lock()
 
 
 class RoutedConfig:
-    """A module's configuration in all but the name of its attention function."""
+    """A module's configuration in all but the name of its attention function.
 
-    _attn_implementation = ROUTED
+    The function itself, while it runs, reads the name it has.
+    """
+
+    @property
+    def _attn_implementation(self) -> str:
+        return str(self.original._attn_implementation) if _inside.get() else ROUTED
 
     def __init__(self, config: Any) -> None:
         self.original = config
@@ -83,6 +91,21 @@ def routed_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Call the module's own attention function; show the queries to the cache of the keys."""
+    inside = _inside.set(True)
+    try:
+        return _attention(module, query, key, value, attention_mask, **kwargs)
+    finally:
+        _inside.reset(inside)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
     attend = _own_function(module)
     pending = waiting.get()
     if pending is None or not pending[0].waits_for_queries(key):

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy import CachePolicy, registered
-from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.models import ModelParts
 from kvpolicy.policies import FastKV, GemFilter, PyramidInfer
@@ -191,3 +191,24 @@ def test_an_unknown_family_is_refused() -> None:
             ModelParts(model)
     finally:
         model.config.model_type = kind
+
+
+@pytest.mark.parametrize("family", ["phi3", "phimoe"])
+def test_a_context_at_which_generate_would_drop_the_cache(family: str) -> None:
+    model = FAMILIES[family].build(seed=1)
+    model.config.original_max_position_embeddings = 52
+    with pytest.raises(UnsupportedGenerationError, match="must stay within original_max_position"):
+        generate(model, PolicyCache(FastKV()))
+    model.config.original_max_position_embeddings = 60
+    generate(model, PolicyCache(FastKV()))
+
+
+def test_router_logits_of_tokens_that_are_dropped() -> None:
+    model = model_of("mixtral")
+    cache = PolicyCache(FastKV(tsp_rate=0.5, retention_rate=0.3))
+    with (
+        torch.no_grad(),
+        cache.attached(model),
+        pytest.raises(ValueError, match="output_router_logits must not be given for a prompt"),
+    ):
+        model(IDS[:1], past_key_values=cache, output_router_logits=True)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache, acting, narrowing
+from kvpolicy.integrations.transformers.masks import Visibility
 from kvpolicy.policies import (
     AdaKV,
     FastKV,
@@ -185,13 +186,13 @@ def test_narrowing_changes_nothing(
 def test_no_mask_is_larger_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
 
-    def record(*args: Any, **kwargs: Any) -> Tensor:
-        mask = slot_mask(*args, **kwargs)
+    def record(seen: Visibility, *args: Any) -> Tensor:
+        mask = whole(seen, *args)
         sizes.append(mask.numel())
         return mask
 
-    slot_mask = narrowing.slot_mask
-    monkeypatch.setattr(narrowing, "slot_mask", record)
+    whole = Visibility.mask
+    monkeypatch.setattr(Visibility, "mask", record)
     monkeypatch.setitem(narrowing.BLOCK_BYTES, "cpu", 4096)
     model = tiny_model("llama", seed=1)
     cache = PolicyCache(FastKV(tsp_rate=0.5, retention_rate=0.3))
