@@ -81,7 +81,7 @@ class ActingForward(Forward):
             return False
         seen = max(self._seen_len)
         rate = propagation.layer_rates(num_layers, context_len=seen)[index + 1]
-        return rate * seen <= LARGEST_SHARE * new_len
+        return bool(rate * seen <= LARGEST_SHARE * new_len)
 
     def _valid_slots(self, layer: PolicyLayer) -> Tensor | None:
         """``[batch, 1 or kv_heads, key_len]`` bool: False on padding; None where there is none."""

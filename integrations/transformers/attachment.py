@@ -162,8 +162,8 @@ class Attachment(_Hooks):
         if any(whole.values()):
             raise ValueError(
                 f"{' and '.join(name for name, given in whole.items() if given)} must not be "
-                f"given for a prompt of which {self.cache.policy} drops tokens, since a dropped token has "
-                "no logits; the logits returned are those of the last tokens that went on"
+                f"given for a prompt of which {self.cache.policy} drops tokens, since a dropped "
+                "token has no logits; the logits returned are those of the last tokens that went on"
             )
 
     def after_model(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:

@@ -248,8 +248,10 @@ def _find_windows(config: Any, num_layers: int) -> list[int | None]:
             raise _unsupported(index, kind, "holds a state in which tokens cannot be told apart")
         if layer is not None and not _is_plain(layer):
             raise _unsupported(index, kind, f"is cached as {type(layer).__name__}")
-        sliding = isinstance(layer, DynamicSlidingWindowLayer)
-        windows.append(int(layer.sliding_window) if sliding else None)
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            windows.append(int(layer.sliding_window))
+        else:
+            windows.append(None)
     return windows
 
 
