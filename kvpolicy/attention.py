@@ -88,6 +88,8 @@ def _block_weights(
     first = context.key_len - context.query_len + shown.start
     seen = first + queries.shape[2]
     logits = query_key_products(queries, keys[:, :, :seen]).mul_(context.scaling)
+    if context.softcap is not None:
+        logits.div_(context.softcap).tanh_().mul_(context.softcap)
     slots = torch.arange(seen, device=logits.device)
     hidden = (slots > slots[first:, None]) | ~valid[:, :, None, :seen]
     # The lowest number instead of -inf: a padded query that sees nothing stays finite.

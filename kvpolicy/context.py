@@ -33,6 +33,7 @@ class LayerContext:
         scaling: Factor on the product of query and key before the softmax.
         heads: Where the layer's heads are: all in ``keys``, unless the model is tensor-parallel.
             What a part decides for all heads together goes through it.
+        softcap: Bound of what is scaled, ``softcap * tanh(x / softcap)``; None without.
 
     Raises:
         ShapeError: The axes do not fit together.
@@ -48,6 +49,7 @@ class LayerContext:
     seen_len: tuple[int, ...]
     scaling: float
     heads: Heads = attrs.field(factory=Heads)
+    softcap: float | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.keys.ndim != 4 or self.queries.ndim != 4:

@@ -29,7 +29,8 @@ def describe(part: Part) -> Description:
         'gqa_group'
     """
     names = {factory: name for name, factory in registered().items()}
-    return _described(part, names)
+    described: Description = _described(part, names)
+    return described
 
 
 def _described(value: Any, names: dict[Any, str]) -> Any:

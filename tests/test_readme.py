@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.reference import random_tokens, tiny_model
+from tests.support_table import support_table
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 FIRST, USE, SCORER = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -47,3 +48,7 @@ def test_the_example_of_use() -> None:
 def test_the_example_of_a_scorer() -> None:
     run(SCORER)
     assert len(SCORER.strip().splitlines()) <= 17
+
+
+def test_the_table_of_families_is_that_of_the_tests() -> None:
+    assert support_table() in README

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from kvpolicy.checks import check_count
 from kvpolicy.description import describe, from_description
-from kvpolicy.integrations.transformers.attachment import Attachment, ModelParts
+from kvpolicy.integrations.transformers.attachment import Attachment
 from kvpolicy.integrations.transformers.generation import wrap_generate
 from kvpolicy.integrations.transformers.layer import PolicyLayer
+from kvpolicy.integrations.transformers.models import ModelParts
 from kvpolicy.integrations.transformers.parallel import Spread
 from kvpolicy.integrations.transformers.reading import ReadingCache
 from kvpolicy.integrations.transformers.report import CacheReport

@@ -8,7 +8,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.integrations.transformers.forward import Forward
+from kvpolicy.integrations.transformers.acting import ActingForward
+from kvpolicy.integrations.transformers.forward import Forward, Scores
 
 
 @attrs.frozen(eq=False)
@@ -111,14 +112,14 @@ class ChunkForward(Forward):
         self._pending = super().update(index, keys, values)
         return self._pending
 
-    def observe(self, index: int, queries: Tensor, scaling: float) -> None:
+    def observe(self, index: int, queries: Tensor, scores: Scores) -> None:
         """Remember the layer's queries."""
         self._pending = None
         if self.policy.num_queries != 0:
             self._queries[index] = queries
 
 
-class LastChunkForward(Forward):
+class LastChunkForward(ActingForward):
     """The forward that ends a prompt of several chunks: the policy acts on all of them."""
 
     def __init__(self, *args: Any, chunks: Chunks, **kwargs: Any) -> None:

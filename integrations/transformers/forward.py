@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kvpolicy.context import LayerContext
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.inputs import Incoming, take_columns
 from kvpolicy.integrations.transformers.layer import PolicyLayer
-from kvpolicy.integrations.transformers.masks import causal_mask, position_mask
+from kvpolicy.integrations.transformers.masks import FLASH, Mask, Visibility, causal_mask
 from kvpolicy.integrations.transformers.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
-from kvpolicy.selection import gather_positions, gather_slots
+
+Attend = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@attrs.frozen
+class Scores:
+    """How an attention function makes scores of products; see `LayerContext`."""
+
+    scaling: float
+    softcap: float | None = None
 
 
 class Forward:
     """The running state of one forward, from the decoder's first layer to its last.
 
-    Where the policy acts, a layer sees what it holds and the new tokens that reached it, chooses
-    among them, and may pass on fewer new tokens; elsewhere the new tokens are appended.
+    The new tokens are appended to what each layer holds; `ActingForward` lets the policy act.
 
     Args:
         policy: The policy.
         layers: What each layer of the model holds.
         incoming: The forward's tokens and those seen before.
-        acts: Whether the policy acts on this forward.
         implementation: The model's attention implementation.
+        windows: Each layer's sliding window; None where it sees all.
     """
+
+    acts = False  # whether the policy does, on this forward
 
     def __init__(
         self,
@@ -37,12 +48,11 @@ class Forward:
         layers: list[PolicyLayer],
         incoming: Incoming,
         *,
-        acts: bool,
         implementation: str,
+        windows: list[int | None],
     ) -> None:
         self.policy = policy
         self.layers = layers
-        self.acts = acts
         self._before = incoming.tokens
         self.implementation = implementation
         self.first = incoming.tokens.seen == 0
@@ -56,14 +66,15 @@ class Forward:
             self.new_positions,
             incoming.columns,
             padded=incoming.padded,
-            acts=acts,
+            acts=self.acts,
             skipped=incoming.skipped,
         )
+        self._new_len = incoming.new_valid.shape[1]
+        self._windows = windows
         self.propagated: dict[int, Tensor] = {}
         self._updated: set[int] = set()
         self._order_of_columns = incoming.order
         self._moved = incoming.moved
-        self._seen_len = tuple(self.tokens.lengths.tolist()) if acts else ()
         # Also where rows without padding pass on different numbers of tokens.
         self._padded = self.tokens.padded or (
             incoming.positions is not None and not bool(self.new_valid.all())
@@ -72,22 +83,44 @@ class Forward:
         self._combined: Tensor | None = None  # positions of the keys of the layer at hand
         self._order: Tensor | None = None  # that brings padding in the middle to the left
         self._pending: tuple[Tensor, Tensor] | None = None
-        self._passed: Tensor | None = None
-        self._causal: dict[int, Tensor | None] = {}
+        self._causal: dict[int, Mask] = {}
 
     # Before a layer.
 
-    def enter_layer(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments under which a decoder layer sees only the tokens that reach it."""
+    def enter_layer(
+        self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The arguments under which a decoder layer sees only the tokens that reach it.
+
+        Args:
+            index: The layer's.
+            module: The layer.
+            hidden: ``[batch, new_len, hidden]``, its input.
+            kwargs: Its other arguments, by name.
+        """
         self._combine(self.layers[index])
-        kwargs = dict(kwargs)
-        if self._slots is not None:
-            for name in {"position_ids", "position_embeddings"} & kwargs.keys():
-                kwargs[name] = _cut(kwargs[name], self._slots)
-        elif self.first:
+        return hidden, self._with_mask(index, hidden, self._reaching(kwargs))
+
+    def _reaching(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments for the tokens that reach the layer."""
+        if self._slots is None:
+            return kwargs
+        return cut_arguments(kwargs, self._slots, self._new_len)
+
+    def _with_mask(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if self.first and self._slots is None:
             return kwargs  # nothing held and nothing dropped: the model's own mask is right
-        kwargs["attention_mask"] = self._mask(self.layers[index], hidden)
-        return kwargs
+        return {**kwargs, "attention_mask": self._mask(index, hidden)}
+
+    def _window(self, index: int) -> int | None:
+        """The layer's sliding window, if it is shorter than the context.
+
+        Flash attention measures windows in slots, so that there its layers must hold all of theirs.
+        """
+        window = self._windows[index]
+        if window is None or self.implementation in FLASH:
+            return window
+        return window if window < self.tokens.seen else None
 
     def _combine(self, layer: PolicyLayer) -> None:
         self._order = self._combined = None
@@ -107,17 +140,19 @@ class Forward:
             combined = combined.gather(2, self._order)
         self._combined = combined
 
-    def _mask(self, layer: PolicyLayer, hidden: Tensor) -> Tensor | None:
+    def _mask(self, index: int, hidden: Tensor) -> Mask:
+        layer, window = self.layers[index], self._window(index)
         query_len = self.new_valid.shape[1]
         key_len = layer.kept_len + query_len
-        if self._combined is not None:
-            return position_mask(
-                self._combined,
-                self.new_positions,
-                query_heads=layer.query_heads if layer.ragged or self._moved is not None else None,
-                implementation=self.implementation,
-                dtype=hidden.dtype,
-            )
+        if self._combined is not None or window is not None:
+            positions = self._positions(layer, 1 if layer.held is None else layer.held.shape[1])
+            # Heads may hold different tokens, which shows where some are padding, or too far
+            # away; elsewhere what is not new lies before all queries.
+            if not (layer.ragged or self._moved is not None or window is not None):
+                positions = positions[:, :1]
+            heads = layer.query_heads if positions.shape[1] > 1 else 1
+            seen = Visibility(positions, self.new_positions, heads, window)
+            return seen.mask(self.implementation, hidden.dtype)
         if key_len not in self._causal:
             self._causal[key_len] = causal_mask(
                 key_len,
@@ -128,90 +163,46 @@ class Forward:
             )
         return self._causal[key_len]
 
+    def _positions(self, layer: PolicyLayer, kv_heads: int) -> Tensor:
+        """Positions ``[batch, kv_heads, key_len]`` of all keys that the layer sees."""
+        if self._combined is not None:
+            return self._combined.expand(-1, kv_heads, -1)
+        new = self.new_positions[:, None].expand(-1, kv_heads, -1)
+        held = layer.positions
+        return new if held is None else torch.cat([held, new], dim=2)
+
     # Inside its attention.
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values that the layer's attention is to see, with the new ones."""
         layer = self.layers[index]
         self._updated.add(index)
-        if not self.acts:
-            return layer.append(keys, values, self._before)
-        if layer.held is not None:
-            held_keys, held_values = layer.held.read()
-            keys = torch.cat([held_keys, keys], dim=2)
-            values = torch.cat([held_values, values], dim=2)
-        if self._order is not None:
-            keys, values = gather_slots(keys, self._order), gather_slots(values, self._order)
-        self._pending = keys, values
-        return keys, values
+        return layer.append(keys, values, self._before)
 
     def waits_for_queries(self, keys: Tensor | None = None) -> bool:
         """Whether an attention function is still to come; if given, the one for ``keys``."""
         return self._pending is not None and (keys is None or keys is self._pending[0])
 
-    def before_attention(self, index: int, queries: Tensor, scaling: float) -> None:
+    def before_attention(self, index: int, queries: Tensor, scores: Scores) -> None:
         """The layer's queries are known, its attention is not computed yet."""
 
-    def observe(self, index: int, queries: Tensor, scaling: float) -> None:
-        """Let the policy decide, now that the layer has attended; keep what it keeps."""
-        context = self._context(index, queries, scaling)
-        self._pending = None
-        decision = self.policy.decide(context)
-        layer = self.layers[index]
-        layer.query_heads = queries.shape[1]
-        layer.store(context.keys, context.values, context.positions, decision.kept)
-        passed = decision.passed_on
-        if passed is not None and passed.shape == self.new_valid.shape:
-            passed = None if torch.equal(passed >= 0, self.new_valid) else passed
-        self._passed = passed
+    def attend(
+        self, attend: Attend, module: nn.Module, query: Tensor, *others: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call the module's attention function."""
+        if self.implementation in FLASH:
+            # From positions with gaps it would infer several sequences in one row.
+            kwargs.pop("position_ids", None)
+        return attend(module, query, *others, **kwargs)
 
-    def _context(self, index: int, queries: Tensor, scaling: float) -> LayerContext:
-        assert self._pending is not None
-        keys, values = self._pending
-        queries, new_valid = self._observed(index, queries)
-        return LayerContext(
-            layer_idx=index,
-            num_layers=len(self.layers),
-            queries=queries,
-            keys=keys,
-            values=values,
-            positions=self._positions(self.layers[index], keys),
-            new_valid=new_valid,
-            seen_len=self._seen_len,
-            scaling=scaling,
-            heads=self.layers[index].spread.heads(queries.shape[1]),
-        )
+    def observe(self, index: int, queries: Tensor, scores: Scores) -> None:
+        """The layer has attended."""
 
-    def _observed(self, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """The queries the policy looks at, and which of the prompt's slots are tokens."""
-        shown = self.policy.num_queries
-        first_query = 0 if shown is None else max(queries.shape[2] - shown, 0)
-        return queries[:, :, first_query:], self.new_valid
-
-    def _positions(self, layer: PolicyLayer, keys: Tensor) -> Tensor:
-        batch, kv_heads, key_len, _ = keys.shape
-        if self._combined is not None:
-            return self._combined.expand(batch, kv_heads, key_len)
-        new = self.new_positions[:, None].expand(batch, kv_heads, -1)
-        held = layer.positions
-        return new if held is None else torch.cat([held, new], dim=2)
-
-    # After a layer.
+    # After a layer, and after the last.
 
     def leave_layer(self, index: int, output: Any) -> Any:
-        """The layer's output, cut to the tokens that go on."""
-        passed, self._passed = self._passed, None
-        if passed is None:
-            return output
-        self.new_positions = gather_positions(self.new_positions, passed)
-        self.new_valid = self.new_positions >= 0
-        self._padded = self._padded or not bool(self.new_valid.all())
-        self._slots = passed if self._slots is None else gather_positions(self._slots, passed)
-        self._causal.clear()
-        self.propagated[index] = self.new_positions
-        if isinstance(output, tuple):
-            return (_cut(output[0], passed), *output[1:])
-        return _cut(output, passed)
+        """The layer's output for the tokens that go on."""
+        return output
 
     def finish(self) -> SeenTokens:
         """Every layer is done: the tokens seen now.
@@ -249,7 +240,9 @@ class Forward:
         return output
 
     def _last_in_order(self, hidden: Tensor) -> Tensor:
-        return hidden if self.propagated else self._restored(hidden)
+        assert self._order_of_columns is not None
+        whole = hidden.shape[1] == self._order_of_columns.shape[1]
+        return self._restored(hidden) if whole and not self.propagated else hidden
 
     def _each_in_order(self, states: Any) -> Any:
         """Hidden states ``[batch, new_len, hidden]`` before each layer and after the last."""
@@ -266,10 +259,30 @@ class Forward:
         return take_columns(hidden, self._order_of_columns.argsort(dim=1))
 
 
-def _cut(value: Any, slots: Tensor) -> Any:
-    """Take ``slots`` ``[batch, count]`` along axis 1 of a tensor, or of each in a tuple."""
-    if value is None:
-        return None
+def cut_arguments(kwargs: dict[str, Any], slots: Tensor, length: int) -> dict[str, Any]:
+    """The arguments of a layer for some of its tokens.
+
+    What holds something for each token, such as rotary embeddings, is cut; the mask is not.
+
+    Args:
+        kwargs: By name, for ``length`` tokens.
+        slots: ``[batch, count]`` int64, those that are wanted.
+        length: Tokens.
+    """
+    return {
+        name: value if name == "attention_mask" else _cut(value, slots, length)
+        for name, value in kwargs.items()
+    }
+
+
+def _cut(value: Any, slots: Tensor, length: int) -> Any:
     if isinstance(value, tuple):
-        return tuple(_cut(part, slots) for part in value)
-    return take_columns(value, slots)
+        return tuple(_cut(part, slots, length) for part in value)
+    if (
+        isinstance(value, Tensor)
+        and value.ndim >= 2
+        and value.shape[0] in (1, slots.shape[0])
+        and value.shape[1] == length
+    ):
+        return take_columns(value, slots)
+    return value

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 _lock = threading.Lock()
 
+# Their `prepare_inputs_for_generation` changes rotary factors, and drops the cache, at a length.
+GIVE_UP_CACHE = ("phi3", "phimoe")
+
 # Contrastive search, DoLa, and group or constrained beams live outside of Transformers by now, as
 # `custom_generate` code that handles caches by itself.
 MODES = (
@@ -89,7 +92,26 @@ def check_generation(
     if kwargs.get("use_cache", config.use_cache) is False:
         raise UnsupportedGenerationError("use_cache must be True with a PolicyCache, got False")
     prompt_end = _check_continuation(cache, args, kwargs)
+    _check_model_keeps_cache(model, cache, config, prompt_end)
     return prompt_end if chunked or mode == GenerationMode.ASSISTED_GENERATION else None
+
+
+def _check_model_keeps_cache(
+    model: Any, cache: PolicyCache, config: GenerationConfig, prompt_end: int | None
+) -> None:
+    """Refuse a length at which the model's `generate` would give up its cache and go on without."""
+    text_config = model.config.get_text_config()
+    if text_config.model_type not in GIVE_UP_CACHE or prompt_end is None:
+        return
+    limit = text_config.original_max_position_embeddings
+    longest = prompt_end + config.max_new_tokens if config.max_new_tokens else config.max_length
+    if cache.get_seq_length() <= limit < max(longest or 0, prompt_end):
+        raise UnsupportedGenerationError(
+            f"prompt and new tokens of {text_config.model_type} must stay within "
+            f"original_max_position_embeddings, {limit} tokens, got {prompt_end} and "
+            f"{config.max_new_tokens}: its generate drops the cache where a context crosses that "
+            "length; call the model in a loop of your own inside `with cache.attached(model):`"
+        )
 
 
 def _effective_config(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

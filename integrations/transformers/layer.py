@@ -70,6 +70,11 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         """Slots held per row and head."""
         return 0 if self.held is None else self.held.shape[2]
 
+    @property
+    def capacity(self) -> int:
+        """Slots per row and head that there is memory for."""
+        return 0 if self.held is None else self.held.capacity
+
     def store(self, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor) -> None:
         """Keep the slots ``kept`` ``[batch, kv_heads, kept_len]`` of all that the layer sees."""
         everything = torch.arange(keys.shape[2], device=kept.device)

@@ -1,48 +1,108 @@
-"""Attention masks by position, for layers whose keys are no longer those of the whole context."""
+"""Attention masks by position, for layers whose keys are no longer those of the whole context.
+
+Each attention implementation of Transformers wants its own form: eager a tensor to add, sdpa a bool
+tensor, flex_attention a `BlockMask`, flash attention the tokens that are no padding, since what it
+sees is decided by the order of the keys alone.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import attrs
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from kvpolicy.errors import UnsupportedModelError
+
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 # The forms of mask that are known here, and so the attention implementations that are supported.
-IMPLEMENTATIONS = ("eager", "sdpa")
+IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", *FLASH)
+
+Mask = Tensor | BlockMask | None
 
 
-def position_mask(
-    key_positions: Tensor,
-    query_positions: Tensor,
-    *,
-    query_heads: int | None,
-    implementation: str,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Mask under which every query sees the keys at its position and before.
+@attrs.frozen(eq=False)
+class Visibility:
+    """Which keys each query sees: those up to its own place, that are no padding, in its window.
 
     Args:
-        key_positions: ``[batch, kv_heads, key_len]`` int64, -1 on slots without a token.
-        query_positions: ``[batch, query_len]`` int64, -1 on padding. The layer's own tokens are
-            the last ``query_len`` keys.
-        query_heads: Query heads, where the heads of a row may hold different numbers of tokens;
-            None where they do not.
-        implementation: ``"sdpa"`` or ``"eager"``.
-        dtype: The layer's dtype, for additive masks.
-
-    Returns:
-        ``[batch, 1 or query_heads, query_len, key_len]``: bool, True where the query sees the key,
-        for sdpa; 0 there and the lowest number elsewhere, in ``dtype``, for eager.
+        keys: ``[batch, 1 or kv_heads, key_len]`` int64, places of the keys, -1 on padding.
+        queries: ``[batch, query_len]`` int64, places of the queries, -1 on padding.
+        query_heads: Query heads, of a group for each of ``keys``' heads.
+        window: Places a query sees, its own among them; None for all before it.
     """
-    if query_heads is None:
-        # Heads hold different tokens, but what is not new lies before all queries.
-        key_positions = key_positions[:, :1]
-    else:
-        group = query_heads // key_positions.shape[1]
-        key_positions = key_positions.repeat_interleave(group, dim=1)
-    keys, queries = key_positions[:, :, None, :], query_positions[:, None, :, None]
-    # A padded query sees everything: what it yields is never used, but it has to stay finite,
-    # since a weight of 0 times NaN would spoil the others.
-    visible = ((keys >= 0) & (keys <= queries)) | (queries < 0)
-    return _in_form(visible, implementation, dtype)
+
+    keys: Tensor
+    queries: Tensor
+    query_heads: int
+    window: int | None = None
+
+    def mask(self, implementation: str, dtype: torch.dtype) -> Mask:
+        """The mask in the form that an implementation wants.
+
+        Args:
+            implementation: One of `IMPLEMENTATIONS`.
+            dtype: The layer's dtype, for masks that are added.
+
+        Returns:
+            For sdpa ``[batch, 1 or query_heads, query_len, key_len]`` bool, True where the query
+            sees the key; for eager 0 there and the lowest number elsewhere; for flex_attention a
+            `BlockMask`; for flash attention ``[batch, key_len]``, 1 on tokens, or None where all
+            are.
+
+        Raises:
+            UnsupportedModelError: Flash attention cannot see different keys in the heads of a row.
+        """
+        if implementation in FLASH:
+            return self._tokens()
+        if implementation == "flex_attention":
+            return self._block_mask()
+        visible = self._visible()
+        if implementation == "sdpa":
+            return visible
+        lowest = torch.finfo(dtype).min
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        return mask.masked_fill_(~visible, lowest)
+
+    def _visible(self) -> Tensor:
+        places = self.keys
+        if places.shape[1] > 1:
+            places = places.repeat_interleave(self.query_heads // places.shape[1], dim=1)
+        keys, queries = places[:, :, None, :], self.queries[:, None, :, None]
+        visible = (keys >= 0) & (keys <= queries)
+        if self.window is not None:
+            visible &= keys > queries - self.window
+        # A padded query sees everything: what it yields is never used, but it has to stay finite,
+        # since a weight of 0 times NaN would spoil the others.
+        return visible | (queries < 0)
+
+    def _block_mask(self) -> BlockMask:
+        batch, heads, key_len = self.keys.shape
+        group = self.query_heads // heads
+        window = key_len + int(self.queries.max()) + 1 if self.window is None else self.window
+
+        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            # The kernel asks for every row and head, also where the mask is one for all.
+            row = row if batch > 1 else torch.zeros_like(row)
+            own = self.queries[row, query]
+            place = self.keys[row, head // group if heads > 1 else torch.zeros_like(head), key]
+            near = (place >= 0) & (place <= own) & (place > own - window)
+            return near | (own < 0)
+
+        each = self.query_heads if heads > 1 else None
+        query_len = self.queries.shape[1]
+        return create_block_mask(sees, batch, each, query_len, key_len, device=self.keys.device)
+
+    def _tokens(self) -> Tensor | None:
+        tokens = self.keys >= 0
+        if bool((tokens != tokens[:, :1]).any()):
+            raise UnsupportedModelError(
+                "heads of a row must hold as many tokens as each other under flash attention, "
+                "which has no mask for each; load the model with attn_implementation='sdpa'"
+            )
+        return None if bool(tokens.all()) else tokens[:, 0].long()
 
 
 def causal_mask(
@@ -52,24 +112,16 @@ def causal_mask(
     implementation: str,
     dtype: torch.dtype,
     device: torch.device,
-) -> Tensor | None:
+) -> Any:
     """Mask of the last ``query_len`` of ``key_len`` tokens where no slot is padding.
 
     Returns:
-        ``[1, 1, query_len, key_len]`` as in `position_mask`; None where the implementation does
-        right without.
+        As `Visibility.mask`, for a batch of 1; None where the implementation does right without.
     """
-    if query_len == 1 or (key_len == query_len and implementation == "sdpa"):
+    if query_len == 1 or implementation in FLASH:
+        return None
+    if key_len == query_len and implementation == "sdpa":
         return None
     slots = torch.arange(key_len, device=device)
-    visible = slots <= slots[key_len - query_len :, None]
-    return _in_form(visible[None, None], implementation, dtype)
-
-
-def _in_form(visible: Tensor, implementation: str, dtype: torch.dtype) -> Tensor:
-    if implementation == "sdpa":
-        return visible
-    lowest = torch.finfo(dtype).min
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
-        ~visible, lowest
-    )
+    seen = Visibility(slots[None, None], slots[None, key_len - query_len :], query_heads=1)
+    return seen.mask(implementation, dtype)

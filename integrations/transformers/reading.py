@@ -18,6 +18,7 @@ from kvpolicy.errors import (
     UnsupportedModelError,
 )
 from kvpolicy.integrations.transformers import routing
+from kvpolicy.integrations.transformers.acting import ActingForward
 from kvpolicy.integrations.transformers.chunks import (
     ChunkForward,
     Chunks,
@@ -27,6 +28,7 @@ from kvpolicy.integrations.transformers.chunks import (
 from kvpolicy.integrations.transformers.forward import Forward
 from kvpolicy.integrations.transformers.inputs import Incoming, inputs_of, read_inputs, span_of
 from kvpolicy.integrations.transformers.layer import PolicyLayer, State
+from kvpolicy.integrations.transformers.masks import FLASH
 from kvpolicy.integrations.transformers.restart import FilterPass
 from kvpolicy.integrations.transformers.storage import Storage
 from kvpolicy.integrations.transformers.tokens import SeenTokens
@@ -34,6 +36,7 @@ from kvpolicy.policy import CachePolicy
 
 if TYPE_CHECKING:
     from kvpolicy.integrations.transformers.attachment import Attachment
+    from kvpolicy.integrations.transformers.models import ModelParts
 
 
 @attrs.frozen(eq=False)
@@ -76,6 +79,8 @@ class ReadingCache(Cache):  # type: ignore[misc]
         self._forward: Forward | None = None
         self._first_output: Any = None  # of the prompt, where draft tokens came with it
         self._undo: Snapshot | None = None
+        # How many of the last tokens' outputs the call under way asks for; None for all.
+        self.keep_last: int | None = None
 
     def start_turn(self, prompt_len: int | None = None) -> None:
         """Let the policy act on the next forward: a new turn begins in a hand-written loop.
@@ -179,24 +184,40 @@ class ReadingCache(Cache):  # type: ignore[misc]
             starts=starts and self._chunks is None,
             ends=ends,
         )
-        parts.check_context(incoming.tokens.seen + incoming.new_valid.shape[1])
-        kind: dict[str, Any] = {"acts": acts, "implementation": implementation}
-        if starts and not ends:
+        if starts:
+            lengths = incoming.tokens.lengths + incoming.new_valid.sum(dim=1)
+            parts.check_policy(self.policy, int(lengths.max()))
+        kind: dict[str, Any] = {"implementation": implementation, "windows": parts.windows}
+        if not acts and not ends:
             chunks = self._chunks or Chunks(self.policy.num_queries)
             return ChunkForward(self.policy, self.layers, incoming, chunks=chunks, **kind), incoming
-        if acts and self._chunks is not None:
-            forward = LastChunkForward(
-                self.policy, self.layers, incoming, chunks=self._chunks, **kind
-            )
-            return forward, incoming
+        if not acts:
+            return Forward(self.policy, self.layers, incoming, **kind), incoming
+        narrowing = self._narrowing(arguments, parts)
+        if self._chunks is not None:
+            kind["chunks"] = self._chunks
+            last = LastChunkForward(self.policy, self.layers, incoming, **kind, **narrowing)
+            return last, incoming
         propagated: dict[int, Tensor] = {}
-        if acts and self.policy.propagation.restarts:
-            first = FilterPass(self.policy, self.layers, incoming, implementation)
+        if self.policy.propagation.restarts:
+            first = FilterPass(self.policy, self.layers, incoming, **kind)
             self._forward = first
             incoming, propagated = first.run(parts.decoder), first.propagated
-        forward = Forward(self.policy, self.layers, incoming, **kind)
+        forward = ActingForward(self.policy, self.layers, incoming, **kind, **narrowing)
         forward.propagated.update(propagated)
         return forward, incoming
+
+    def _narrowing(self, arguments: dict[str, Any], parts: ModelParts) -> dict[str, Any]:
+        """Whether layers may be run for some tokens only, and whether the last one for the last."""
+        # Flash attention is replaced by sdpa there, which knows neither caps nor sinks.
+        replaced = parts.implementation in FLASH and not parts.plain_scores
+
+        def asked(name: str) -> bool:
+            return bool(arguments.get(name, getattr(parts.config, name, False)))
+
+        keep_last = None if asked("output_hidden_states") else self.keep_last
+        narrows = not asked("output_attentions") and not replaced
+        return {"narrows": narrows, "keep_last": keep_last}
 
     def _without_seen(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """A forward over the whole conversation as one over its new columns."""
@@ -216,7 +237,10 @@ class ReadingCache(Cache):  # type: ignore[misc]
         assert self._attachment is not None
         seen = self.get_seq_length()
         prompt = {**span_of(arguments, seen, 0, missing), "return_dict": True}
+        keep_last = self.keep_last
+        self.keep_last = None if keep_last is None else 1
         output = self._attachment.parts.decoder(**prompt)
+        self.keep_last = keep_last
         self._first_output = output
         return span_of(arguments, seen, missing, columns)
 

@@ -17,7 +17,8 @@ class LayerReport:
     Args:
         seen: Tokens seen, over all rows, padding not counted.
         kept: Tokens whose keys and values are held, over all rows; the mean over the KV heads.
-        held_bytes: Bytes behind the keys and values held in this process.
+        held_bytes: Bytes of the keys and values held, in this process. While decoding, buffers have
+            room for up to a sixteenth more; after a prompt, none.
         full_bytes: Bytes of the keys and values a full cache would hold, padding included.
         padding_bytes: Those of ``held_bytes`` that hold no token: where heads or rows keep unlike
             numbers of tokens, all have as many slots as the one that keeps most.
@@ -66,7 +67,8 @@ class CacheReport:
                 continue
             batch, kv_heads, _, key_dim = keys.shape
             slot_bytes = (key_dim + values.shape[3]) * keys.element_size()
-            tokens, held = int((positions >= 0).sum()), layer.nbytes()
+            tokens = int((positions >= 0).sum())
+            held = layer.nbytes() * layer.kept_len // max(layer.capacity, 1)
             full = batch * kv_heads * columns * slot_bytes
             padding = held * (positions.numel() - tokens) // max(positions.numel(), 1)
             reports.append(LayerReport(seen, tokens / kv_heads, held, full, padding))

@@ -8,7 +8,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.integrations.transformers.forward import Forward
+from kvpolicy.integrations.transformers.acting import ActingForward
+from kvpolicy.integrations.transformers.forward import Scores
 from kvpolicy.integrations.transformers.inputs import Incoming, take_columns
 from kvpolicy.integrations.transformers.layer import PolicyLayer
 from kvpolicy.policy import CachePolicy
@@ -19,7 +20,7 @@ class _Chosen(Exception):  # noqa: N818 -- not an error: it ends a pass that has
     """The filter layer has been asked."""
 
 
-class FilterPass(Forward):
+class FilterPass(ActingForward):
     """The first pass of a prefill that restarts: nothing is kept but the choice of tokens.
 
     It ends inside the filter layer, once that layer's queries and keys are known: neither its
@@ -29,7 +30,7 @@ class FilterPass(Forward):
         policy: A policy whose propagation restarts.
         layers: What each layer of the model holds; it stays as it is.
         incoming: The forward's tokens and those seen before.
-        implementation: The model's attention implementation.
+        kwargs: See `Forward`.
     """
 
     def __init__(
@@ -37,9 +38,9 @@ class FilterPass(Forward):
         policy: CachePolicy,
         layers: list[PolicyLayer],
         incoming: Incoming,
-        implementation: str,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(policy, layers, incoming, acts=True, implementation=implementation)
+        super().__init__(policy, layers, incoming, **kwargs)
         (self.filter_layer,) = policy.propagation.acting_layers(len(layers))
         self._incoming = incoming
         self._chosen: Tensor | None = None
@@ -53,13 +54,13 @@ class FilterPass(Forward):
             return self._second()
         raise AssertionError("the filter layer was never reached")
 
-    def before_attention(self, index: int, queries: Tensor, scaling: float) -> None:
+    def before_attention(self, index: int, queries: Tensor, scores: Scores) -> None:
         """At the filter layer, choose and end the pass."""
         if index == self.filter_layer:
-            self._chosen = self.policy.decide_restart(self._context(index, queries, scaling))
+            self._chosen = self.policy.decide_restart(self._context(index, queries, scores))
             raise _Chosen
 
-    def observe(self, index: int, queries: Tensor, scaling: float) -> None:
+    def observe(self, index: int, queries: Tensor, scores: Scores) -> None:
         """Keep nothing."""
         self._pending = None
 

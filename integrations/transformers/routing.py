@@ -19,20 +19,28 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.integrations.transformers.forward import Forward
+from kvpolicy.integrations.transformers.forward import Forward, Scores
 
 ROUTED = "kvpolicy_routed"
 
 # The forward whose keys went to an attention module of this thread, and the layer's index.
 waiting: ContextVar[tuple[Forward, int] | None] = ContextVar("kvpolicy_waiting", default=None)
 
+# Whether this thread is inside of an attention function.
+_inside: ContextVar[bool] = ContextVar("kvpolicy_inside", default=False)
+
 _lock = threading.Lock()
 
 
 class RoutedConfig:
-    """A module's configuration in all but the name of its attention function."""
+    """A module's configuration in all but the name of its attention function.
 
-    _attn_implementation = ROUTED
+    The function itself, while it runs, reads the name it has.
+    """
+
+    @property
+    def _attn_implementation(self) -> str:
+        return str(self.original._attn_implementation) if _inside.get() else ROUTED
 
     def __init__(self, config: Any) -> None:
         self.original = config
@@ -83,6 +91,21 @@ def routed_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Call the module's own attention function; show the queries to the cache of the keys."""
+    inside = _inside.set(True)
+    try:
+        return _attention(module, query, key, value, attention_mask, **kwargs)
+    finally:
+        _inside.reset(inside)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
     attend = _own_function(module)
     pending = waiting.get()
     if pending is None or not pending[0].waits_for_queries(key):
@@ -90,10 +113,10 @@ def routed_attention(
     waiting.set(None)
     forward, layer_idx = pending
     scaling = kwargs.get("scaling")
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    forward.before_attention(layer_idx, query, scaling)
-    output = attend(module, query, key, value, attention_mask, **kwargs)
-    forward.observe(layer_idx, query, scaling)
+    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
+    forward.before_attention(layer_idx, query, scores)
+    output = forward.attend(attend, module, query, key, value, attention_mask, **kwargs)
+    forward.observe(layer_idx, query, scores)
     return output
 
 

@@ -12,6 +12,11 @@ from torch import Tensor
 
 from kvpolicy.checks import check_count
 
+# When a token is appended and there is no room, buffers grow by this share, or by a few slots at
+# least: decoding copies what it holds once in so many steps.
+GROWTH_SHARE = 1 / 16
+SMALLEST_GROWTH = 16
+
 
 class Held(abc.ABC):
     """Keys and values of one layer. Nothing changes it: every operation gives another one."""
@@ -20,6 +25,11 @@ class Held(abc.ABC):
     @abc.abstractmethod
     def shape(self) -> torch.Size:
         """``[batch, kv_heads, kept_len, head_dim]`` of the keys."""
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row and head that there is memory for."""
+        return self.shape[2]
 
     @abc.abstractmethod
     def read(self) -> tuple[Tensor, Tensor]:
@@ -66,7 +76,7 @@ class PlainStorage(Storage):
 
     def hold(self, keys: Tensor, values: Tensor) -> Held:
         """See `Storage.hold`."""
-        return _Plain(own_storage(keys), own_storage(values), keys.device)
+        return _Plain.of(keys, values, keys.device)
 
 
 @attrs.frozen
@@ -81,7 +91,7 @@ class OffloadedStorage(Storage):
     def hold(self, keys: Tensor, values: Tensor) -> Held:
         """See `Storage.hold`."""
         away = torch.device("cpu")
-        return _Plain(own_storage(keys.to(away)), own_storage(values.to(away)), keys.device)
+        return _Plain.of(keys.to(away), values.to(away), keys.device)
 
 
 @attrs.frozen
@@ -155,36 +165,90 @@ class QuantizedStorage(Storage):
         return _Quantized(self, layer, *empty, quantized_len=keys.shape[2])
 
 
+@attrs.define(eq=False)
+class _Used:
+    """How many slots of two buffers are taken, by whichever holder came last."""
+
+    slots: int
+
+
 @attrs.frozen(eq=False)
 class _Plain(Held):
+    """The first ``length`` slots of two buffers, which may be longer and shared.
+
+    Appending writes behind them where nobody has written yet, and copies them elsewhere: what
+    another holder sees never changes.
+    """
+
     keys: Tensor
     values: Tensor
     device: torch.device  # where attention needs them
+    length: int
+    used: _Used
+
+    @staticmethod
+    def of(keys: Tensor, values: Tensor, device: torch.device) -> _Plain:
+        """Hold whole tensors."""
+        length = keys.shape[2]
+        return _Plain(own_storage(keys), own_storage(values), device, length, _Used(length))
 
     @property
     def shape(self) -> torch.Size:
-        return self.keys.shape
+        batch, heads, _, dim = self.keys.shape
+        return torch.Size((batch, heads, self.length, dim))
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[2]
 
     def read(self) -> tuple[Tensor, Tensor]:
-        return self.keys.to(self.device), self.values.to(self.device)
+        keys, values = self.keys[:, :, : self.length], self.values[:, :, : self.length]
+        return keys.to(self.device), values.to(self.device)
 
     def appended(self, keys: Tensor, values: Tensor) -> Held:
-        home = self.keys.device
-        return attrs.evolve(
-            self,
-            keys=torch.cat([self.keys, keys.to(home)], dim=2),
-            values=torch.cat([self.values, values.to(home)], dim=2),
-        )
+        home, after = self.keys.device, self.length + keys.shape[2]
+        keys, values = keys.to(home), values.to(home)
+        if not self._may_write(keys, values):
+            held_keys, held_values = (
+                self.keys[:, :, : self.length],
+                self.values[:, :, : self.length],
+            )
+            joined = torch.cat([held_keys, keys], dim=2), torch.cat([held_values, values], dim=2)
+            return _Plain.of(*joined, self.device)
+        held = self if self._has_room(after) else self._grown(after)
+        held.keys[:, :, self.length : after] = keys
+        held.values[:, :, self.length : after] = values
+        held.used.slots = after
+        return attrs.evolve(held, length=after)
+
+    def _may_write(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether autograd allows to write into buffers, as everywhere but in training."""
+        return not any(each.requires_grad for each in (keys, values, self.keys, self.values))
+
+    def _has_room(self, after: int) -> bool:
+        # A tensor made in inference mode cannot be written to outside of it.
+        frozen = self.keys.is_inference() and not torch.is_inference_mode_enabled()
+        return self.used.slots == self.length and after <= self.keys.shape[2] and not frozen
+
+    def _grown(self, after: int) -> _Plain:
+        """The same in larger buffers of its own."""
+        buffers = []
+        capacity = after + max(int(after * GROWTH_SHARE), SMALLEST_GROWTH)
+        for tensor in (self.keys, self.values):
+            batch, heads, _, dim = tensor.shape
+            buffer = tensor.new_empty(batch, heads, capacity, dim)
+            buffer[:, :, : self.length] = tensor[:, :, : self.length]
+            buffers.append(buffer)
+        return _Plain(*buffers, self.device, self.length, _Used(self.length))
 
     def first(self, count: int) -> Held:
-        keys, values = own_storage(self.keys[:, :, :count]), own_storage(self.values[:, :, :count])
-        return attrs.evolve(self, keys=keys, values=values)
+        return _Plain.of(self.keys[:, :, :count], self.values[:, :, :count], self.device)
 
     def rows(self, rows: Tensor) -> Held:
         rows = rows.to(self.keys.device)
-        return attrs.evolve(
-            self, keys=self.keys.index_select(0, rows), values=self.values.index_select(0, rows)
-        )
+        keys = self.keys[:, :, : self.length].index_select(0, rows)
+        values = self.values[:, :, : self.length].index_select(0, rows)
+        return _Plain.of(keys, values, self.device)
 
     def nbytes(self) -> int:
         return _nbytes(self.keys) + _nbytes(self.values)

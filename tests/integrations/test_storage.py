@@ -157,6 +157,39 @@ def test_held_by_hand(storage: Storage) -> None:
     keys = torch.arange(24.0).view(2, 1, 3, 4)
     held = storage.hold(keys, keys[..., :2]).appended(keys[:, :, :1], keys[:, :, :1, :2])
     assert held.shape == (2, 1, 4, 4)
-    assert held.nbytes() == 2 * 4 * (4 + 2) * 4
+    assert held.nbytes() == 2 * held.capacity * (4 + 2) * 4
     assert torch.equal(held.first(2).read()[0], keys[:, :, :2])
     assert torch.equal(held.rows(torch.tensor([1])).read()[1][0, 0, 3], keys[1, 0, 0, :2])
+
+
+def test_appending_copies_once_in_many_steps_and_never_what_others_see() -> None:
+    keys = torch.arange(6.0).view(1, 1, 3, 2)
+    first = PlainStorage().hold(keys, keys)
+    assert first.capacity == 3  # nothing is held for what may come
+    token = torch.full((1, 1, 1, 2), 9.0)
+    held = first.appended(token, token)
+    start = held.read()[0].data_ptr()
+    steps = 0
+    while held.read()[0].data_ptr() == start:
+        held = held.appended(token + steps, token)
+        steps += 1
+    assert steps == 17
+    assert torch.equal(first.read()[0], keys)
+    # Two that go on from the same place do not see each other's tokens.
+    fork = held.appended(token, token)
+    one, other = fork.appended(token + 1, token), fork.appended(token + 2, token)
+    assert float(one.read()[0][0, 0, -1, 0]) == 10
+    assert float(other.read()[0][0, 0, -1, 0]) == 11
+    assert fork.shape[2] == one.shape[2] - 1
+
+
+def test_appending_in_and_out_of_inference_mode_and_with_gradients() -> None:
+    token = torch.ones(1, 1, 1, 2)
+    with torch.inference_mode():
+        held = PlainStorage().hold(token, token).appended(token, token)
+    held = held.appended(token + 1, token)
+    needs = token.clone().requires_grad_()
+    held = held.appended(needs, needs)
+    held.read()[0].sum().backward()
+    assert torch.equal(needs.grad, torch.ones_like(token))
+    assert held.appended(token, token).read()[0][0, 0, :, 0].tolist() == [1, 1, 2, 1, 1]

@@ -1,0 +1,222 @@
+"""A forward on which the policy acts: what each layer keeps, and which tokens go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.context import LayerContext
+from kvpolicy.integrations.transformers.forward import Attend, Forward, Scores, cut_arguments
+from kvpolicy.integrations.transformers.inputs import take_columns
+from kvpolicy.integrations.transformers.layer import PolicyLayer
+from kvpolicy.integrations.transformers.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
+from kvpolicy.selection import compress, gather_positions, gather_slots
+
+
+class ActingForward(Forward):
+    """A forward over a prompt, or over the end of one.
+
+    A layer sees what it holds and the new tokens that reached it, chooses among them, and may pass
+    on fewer new tokens. Where few go on, it is run for these alone; see `narrowing`.
+
+    Args:
+        args: See `Forward`.
+        narrows: Whether layers may be run for some of their tokens only.
+        keep_last: How many of the last tokens' outputs are asked for; None for those of all that
+            go on.
+        kwargs: See `Forward`.
+    """
+
+    acts = True
+
+    def __init__(
+        self, *args: Any, narrows: bool = False, keep_last: int | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._seen_len = tuple(self.tokens.lengths.tolist())
+        self._narrows = narrows
+        # The last token stays last when padding is moved before tokens, others may not.
+        moved = self._order_of_columns is not None
+        self._keep_last = None if moved and keep_last != 1 else keep_last
+        self._passed: Tensor | None = None  # of the tokens that reach the layer, those that go on
+        # Of a layer that runs twice: whether this is the first run; then what it has seen, and, if
+        # the second is for some tokens only, for which.
+        self._looking = False
+        self._seen: tuple[Tensor, Tensor] | None = None
+        self._narrowed: Narrowed | None = None
+
+    # Before a layer.
+
+    def enter_layer(
+        self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """See `Forward.enter_layer`; where few tokens go on, those of these alone."""
+        if not self._few_go_on(index):
+            return super().enter_layer(index, module, hidden, kwargs)
+        self._combine(self.layers[index])
+        valid = self._valid_slots(self.layers[index])
+        here = self._reaching(kwargs)
+        self._look(module, hidden, here)
+        slots = self._going_on(index)
+        if slots is None:
+            return hidden, self._with_mask(index, hidden, here)
+        assert self._seen is not None
+        keys, values = self._seen
+        own = torch.where(slots < 0, -1, slots + keys.shape[2] - hidden.shape[1])
+        self._narrowed = Narrowed(keys, values, own, valid, self.implementation)
+        here = cut_arguments({**here, "attention_mask": None}, slots, hidden.shape[1])
+        return take_columns(hidden, slots), here
+
+    def _few_go_on(self, index: int) -> bool:
+        """Whether so few tokens leave a layer that it is worth to run it for these alone."""
+        if not self._narrows or self._window(index) is not None:
+            return False
+        new_len, num_layers = self.new_valid.shape[1], len(self.layers)
+        if index == num_layers - 1:
+            return self._keep_last is not None and self._keep_last < new_len
+        propagation = self.policy.propagation
+        if propagation.restarts or index not in propagation.acting_layers(num_layers):
+            return False
+        seen = max(self._seen_len)
+        rate = propagation.layer_rates(num_layers, context_len=seen)[index + 1]
+        return bool(rate * seen <= LARGEST_SHARE * new_len)
+
+    def _valid_slots(self, layer: PolicyLayer) -> Tensor | None:
+        """``[batch, 1 or kv_heads, key_len]`` bool: False on padding; None where there is none."""
+        if self._combined is None:
+            return None
+        differ = layer.ragged or self._moved is not None
+        return (self._combined if differ else self._combined[:, :1]) >= 0
+
+    def _look(self, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> None:
+        """Run a layer until its queries and keys are known, and the policy has decided."""
+        self._looking = True
+        try:
+            # Not through its hooks, one of which has brought us here. Its attention is not reached.
+            module.forward(hidden, **{**kwargs, "attention_mask": None})
+        except LayerSeen:
+            return
+        finally:
+            self._looking = False
+        raise AssertionError("the layer called no attention function")
+
+    def _going_on(self, index: int) -> Tensor | None:
+        """Slots ``[batch, count]`` of a layer's tokens whose output is needed; None for all."""
+        slots, self._passed = self._passed, None
+        if slots is not None:
+            self._pass_on(index, slots)
+        if index < len(self.layers) - 1 or self._keep_last is None:
+            return slots
+        if slots is None:
+            everything = torch.arange(self.new_valid.shape[1], device=self.new_valid.device)
+            slots = torch.where(self.new_valid, everything, -1)
+        return slots[:, max(slots.shape[1] - self._keep_last, 0) :]
+
+    # Inside its attention.
+
+    def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values that the layer's attention is to see, with the new ones."""
+        if self._seen is not None:
+            self._pending = self._seen
+            return self._pending
+        layer = self.layers[index]
+        self._updated.add(index)
+        if layer.held is not None:
+            held_keys, held_values = layer.held.read()
+            keys = torch.cat([held_keys, keys], dim=2)
+            values = torch.cat([held_values, values], dim=2)
+        if self._order is not None:
+            keys, values = gather_slots(keys, self._order), gather_slots(values, self._order)
+        self._pending = keys, values
+        return keys, values
+
+    def before_attention(self, index: int, queries: Tensor, scores: Scores) -> None:
+        """In the first of two runs, let the policy decide, and end the run."""
+        if self._looking:
+            self._seen = self._pending
+            self._decide(index, queries, scores)
+            raise LayerSeen
+
+    def attend(
+        self, attend: Attend, module: nn.Module, query: Tensor, *others: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call the module's attention function; for the tokens that go on, in blocks."""
+        if self._narrowed is None:
+            return super().attend(attend, module, query, *others, **kwargs)
+        return self._narrowed.attend(attend, module, query, **kwargs), None
+
+    def observe(self, index: int, queries: Tensor, scores: Scores) -> None:
+        """Let the policy decide, now that the layer has attended, if it has not."""
+        if self._seen is None:
+            self._decide(index, queries, scores)
+        self._pending = self._seen = self._narrowed = None
+
+    def _decide(self, index: int, queries: Tensor, scores: Scores) -> None:
+        layer, window = self.layers[index], self._window(index)
+        layer.query_heads = queries.shape[1]
+        if window is not None:
+            self._keep_window(layer, window)
+            return
+        context = self._context(index, queries, scores)
+        self._pending = None
+        decision = self.policy.decide(context)
+        layer.store(context.keys, context.values, context.positions, decision.kept)
+        passed = decision.passed_on
+        if passed is not None and passed.shape == self.new_valid.shape:
+            passed = None if torch.equal(passed >= 0, self.new_valid) else passed
+        self._passed = passed
+
+    def _keep_window(self, layer: PolicyLayer, window: int) -> None:
+        """Keep what the next token's window will see, all of it: the window is bound enough."""
+        assert self._pending is not None
+        (keys, values), self._pending = self._pending, None
+        positions = self._positions(layer, keys.shape[1])
+        near = positions > self.tokens.lengths[:, None, None] - window
+        kept = compress(near & (positions >= 0), int((near & (positions >= 0)).sum(-1).max()))
+        layer.store(keys, values, positions, kept)
+
+    def _context(self, index: int, queries: Tensor, scores: Scores) -> LayerContext:
+        assert self._pending is not None
+        keys, values = self._pending
+        shown, new_valid = self._observed(index, queries)
+        return LayerContext(
+            layer_idx=index,
+            num_layers=len(self.layers),
+            queries=shown,
+            keys=keys,
+            values=values,
+            positions=self._positions(self.layers[index], keys.shape[1]),
+            new_valid=new_valid,
+            seen_len=self._seen_len,
+            scaling=scores.scaling,
+            softcap=scores.softcap,
+            heads=self.layers[index].spread.heads(queries.shape[1]),
+        )
+
+    def _observed(self, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """The queries the policy looks at, and which of the prompt's slots are tokens."""
+        shown = self.policy.num_queries
+        first_query = 0 if shown is None else max(queries.shape[2] - shown, 0)
+        return queries[:, :, first_query:], self.new_valid
+
+    # After a layer.
+
+    def leave_layer(self, index: int, output: Any) -> Any:
+        """The layer's output, cut to the tokens that go on."""
+        passed, self._passed = self._passed, None
+        if passed is None:
+            return output
+        self._pass_on(index, passed)
+        if isinstance(output, tuple):
+            return (take_columns(output[0], passed), *output[1:])
+        return take_columns(output, passed)
+
+    def _pass_on(self, index: int, passed: Tensor) -> None:
+        self.new_positions = gather_positions(self.new_positions, passed)
+        self.new_valid = self.new_positions >= 0
+        self._padded = self._padded or not bool(self.new_valid.all())
+        self._slots = passed if self._slots is None else gather_positions(self._slots, passed)
+        self._causal.clear()
+        self.propagated[index] = self.new_positions

@@ -1,0 +1,102 @@
+"""Running a layer for some of its tokens only, once its keys have said which.
+
+Where a layer passes on a fifth of its tokens, its attention, output projection and MLP are needed
+for that fifth alone. The layer runs twice: first until its queries and keys are known, which is all
+that the policy needs, then for the tokens that go on, against all of its keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from kvpolicy.integrations.transformers.forward import Attend
+from kvpolicy.integrations.transformers.masks import FLASH, Mask, Visibility
+
+# A layer is narrowed where no more than this share of its tokens goes on: its projections run a
+# second time for these.
+LARGEST_SHARE = 0.75
+
+# Bytes of attention mask at a time. On a GPU every block repeats the keys for their groups.
+BLOCK_BYTES = {"cpu": 1 << 25}
+OTHER_BLOCK_BYTES = 1 << 28
+
+
+class LayerSeen(Exception):  # noqa: N818 -- not an error: it ends a run that has served
+    """A layer's queries and keys are known; what follows is not needed now."""
+
+
+@attrs.frozen(eq=False)
+class Narrowed:
+    """A layer's second run.
+
+    Args:
+        keys: ``[batch, kv_heads, key_len, head_dim]``, all that the layer sees.
+        values: Likewise.
+        slots: ``[batch, passed_len]`` int64, the slots of the tokens that go on among the keys,
+            ascending; -1 on padding.
+        valid: ``[batch, 1 or kv_heads, key_len]`` bool, False on padding; None where there is none.
+        implementation: The model's attention implementation.
+    """
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    valid: Tensor | None
+    implementation: str
+
+    def attend(self, attend: Attend, module: nn.Module, query: Tensor, **kwargs: Any) -> Tensor:
+        """Attention of the tokens that go on, in blocks of queries.
+
+        A block sees the keys up to its last token, so that about half of what a full matrix would
+        hold is computed, and no mask is larger than a block's.
+
+        Args:
+            attend: The module's attention function.
+            module: The attention module.
+            query: ``[batch, query_heads, passed_len, head_dim]``.
+            kwargs: What the module gives its function besides.
+
+        Returns:
+            ``[batch, passed_len, query_heads, head_dim]``.
+        """
+        if self.implementation in FLASH:
+            # Flash attention goes by the order of keys, in which those that go on have gaps.
+            kernel = AttentionInterface().get_interface("sdpa", attend)
+            return attrs.evolve(self, implementation="sdpa").attend(kernel, module, query, **kwargs)
+        ends = (self.slots.amax(dim=0) + 1).tolist()
+        count = self._block_len(query)
+        outputs = []
+        for start in range(0, len(ends), count):
+            stop = min(start + count, len(ends))
+            seen = ends[stop - 1]
+            mask = self._mask(slice(start, stop), seen, query)
+            output, _ = attend(
+                module,
+                query[:, :, start:stop],
+                self.keys[:, :, :seen],
+                self.values[:, :, :seen],
+                mask,
+                **kwargs,
+            )
+            outputs.append(output)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _block_len(self, query: Tensor) -> int:
+        limit = BLOCK_BYTES.get(query.device.type, OTHER_BLOCK_BYTES)
+        element = query.element_size() if self.implementation == "eager" else 1
+        heads = 1 if self.valid is None or self.valid.shape[1] == 1 else query.shape[1]
+        return max(limit // (element * query.shape[0] * heads * self.keys.shape[2]), 1)
+
+    def _mask(self, block: slice, seen: int, query: Tensor) -> Mask:
+        slots = self.slots[:, block]
+        if self.valid is None and slots.shape[1] == 1 and bool((slots == seen - 1).all()):
+            return None
+        places = torch.arange(seen, device=slots.device).expand(query.shape[0], 1, seen)
+        if self.valid is not None:
+            places = torch.where(self.valid[:, :, :seen], places, -1)
+        return Visibility(places, slots, query.shape[1]).mask(self.implementation, query.dtype)

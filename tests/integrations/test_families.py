@@ -1,0 +1,214 @@
+"""Every decoder family: held against its own dense attention, or refused with a reason.
+
+The support table of the README is made of `SUPPORTED` and `REFUSED`; see `test_readme.py`.
+"""
+
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvpolicy import CachePolicy, registered
+from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.models import ModelParts
+from kvpolicy.policies import FastKV, GemFilter, PyramidInfer
+from tests.families import FAMILIES, PAD_TOKEN_ID, VOCAB_SIZE
+from tests.reference.dense import Act
+from tests.reference.family_dense import family_logits
+
+REFUSED = {
+    "bloom": "AttentionInterface",
+    "codegen": "AttentionInterface",
+    "deepseek_v2": "latent attention",
+    "deepseek_v3": "latent attention",
+    "falcon": "AttentionInterface",
+    "falcon_alibi": "AttentionInterface",
+    "falcon_multi_query": "AttentionInterface",
+    "gemma3n": "keys of earlier ones",
+    "gemma4": "keys of earlier ones",
+    "gpt2": "as many tokens leave its layers",
+    "gpt_bigcode": "as many tokens leave its layers",
+    "gpt_neo": "AttentionInterface",
+    "gptj": "AttentionInterface",
+    "granitemoehybrid": "recurrent state",
+    "jamba": "recurrent state",
+    "lfm2": "recurrent state",
+    "llama4": "within chunks",
+    "mamba": "recurrent state",
+    "mpt": "AttentionInterface",
+    "qwen3_5": "recurrent state",
+    "qwen3_next": "recurrent state",
+}
+SUPPORTED = [name for name in FAMILIES if name not in REFUSED]
+LENS = (50, 34)
+DECODED = 4
+TOLERANCE = 2e-4
+
+
+@cache
+def model_of(name: str, implementation: str | None = None) -> PreTrainedModel:
+    return FAMILIES[name].build(seed=1, attn_implementation=implementation)
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCAB_SIZE, (count,), generator=generator).tolist()
+
+
+ROWS = [tokens(row, length) for row, length in enumerate(LENS)]
+IDS = torch.tensor([[PAD_TOKEN_ID] * (LENS[0] - len(row)) + row for row in ROWS])
+MASK = torch.tensor([[0] * (LENS[0] - len(row)) + [1] * len(row) for row in ROWS])
+
+
+def generate(model: PreTrainedModel, store: Any) -> Any:
+    return model.generate(
+        IDS,
+        attention_mask=MASK,
+        past_key_values=store,
+        max_new_tokens=1 + DECODED,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+
+
+def suited(policy_name: str, model: PreTrainedModel) -> CachePolicy:
+    """The registered policy at a rate that evicts much, dropping where all tokens are seen."""
+    windows = ModelParts(model).windows
+    full = [index for index, window in enumerate(windows) if window is None]
+    if policy_name == "fastkv":
+        return FastKV(tsp_layer=full[0] if full else None, tsp_rate=0.5, retention_rate=0.3)
+    if policy_name == "gem_filter":
+        return GemFilter(retention_rate=0.4)
+    if policy_name == "pyramid_infer":
+        return PyramidInfer(0.2, 0.5, min_context=4)
+    factory: Any = registered("policy")[policy_name]
+    return factory() if policy_name == "full_context" else factory(retention_rate=0.3)
+
+
+def act_of(store: PolicyCache, row: int) -> Act:
+    """What one row's prompt left: kept positions, and what reached each layer."""
+    kept, reached, now = [], [], list(range(LENS[row]))
+    for index, layer in enumerate(store.layers):
+        held = layer.positions[row, :, : layer.kept_len - DECODED]
+        kept.append([[p for p in head if p >= 0] for head in held.tolist()])
+        reached.append(now)
+        if index in store.propagated:
+            now = [p for p in store.propagated[index][row].tolist() if p >= 0]
+    return Act(0, LENS[row], kept, reached)
+
+
+def expected_logits(
+    model: PreTrainedModel, store: PolicyCache, row: int, said: list[int]
+) -> Tensor:
+    act = act_of(store, row)
+    ids = ROWS[row]
+    if store.policy.propagation.restarts:  # the chosen tokens are a prompt of their own
+        (chosen,) = store.propagated.values()
+        ids = [ids[p] for p in chosen[row].tolist() if p >= 0]
+        everything = [[list(range(len(ids)))] for _ in store.layers]
+        act = Act(0, len(ids), everything)
+    return family_logits(model, ids + said, act)[len(ids) - 1 :]
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_every_policy_gives_what_dense_attention_gives(family: str) -> None:
+    """A padded batch of two; each row against the family's eager attention without a cache."""
+    model, eager = model_of(family), model_of(family, "eager")
+    windows = ModelParts(model).windows
+    for name in registered("policy"):
+        policy = suited(name, model)
+        store = PolicyCache(policy)
+        acting = policy.propagation.acting_layers(len(windows))
+        if any(windows[layer] for layer in acting) or (any(windows) and name == "gem_filter"):
+            with pytest.raises(UnsupportedModelError, match="sliding window"):
+                generate(model, store)
+            assert store.get_seq_length() == 0
+            continue
+        output = generate(model, store)
+        found = torch.stack(output.logits, dim=1)
+        for row in range(len(ROWS)):
+            said = output.sequences[row, LENS[0] : -1].tolist()
+            want = expected_logits(eager, store, row, said)
+            difference = float((found[row] - want).abs().max())
+            assert difference < TOLERANCE * max(1.0, float(want.abs().max())), (name, row)
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_keeping_everything_is_the_familys_own_cache(family: str) -> None:
+    model = model_of(family)
+    own = generate(model, DynamicCache(config=model.config))
+    found = generate(model, PolicyCache(registered("policy")["full_context"]()))
+    assert torch.equal(found.sequences, own.sequences)
+
+
+@pytest.mark.parametrize("family", [name for name in REFUSED if name in FAMILIES])
+def test_what_cannot_work_says_why(family: str) -> None:
+    model = model_of(family)
+    for name in registered("policy"):
+        store = PolicyCache(registered("policy")[name]())  # type: ignore[arg-type]
+        with (
+            pytest.raises(UnsupportedModelError, match=re.escape(REFUSED[family])),
+            store.attached(model),
+        ):
+            pass
+
+
+@pytest.mark.parametrize("family", [name for name in SUPPORTED if FAMILIES[name].window])
+def test_a_sliding_layer_keeps_its_window(family: str) -> None:
+    """What the next token can see there, all of it; the policy chooses in the other layers."""
+    model = model_of(family)
+    parts = ModelParts(model)
+    store = PolicyCache(suited("snapkv", model))
+    generate(model, store)
+    assert any(parts.windows)
+    for layer, window in zip(store.layers, parts.windows, strict=True):
+        kept = layer.positions[0, :, : layer.kept_len - DECODED]
+        if window is None:
+            assert kept.shape[1] == int(0.3 * LENS[0])
+        else:
+            assert kept.tolist() == [list(range(LENS[0] - window + 1, LENS[0]))] * kept.shape[0]
+
+
+def test_dropping_after_a_sliding_layer_names_the_others() -> None:
+    model = model_of("gemma3")
+    message = r"sliding window of layers \[1\] sees 16 of 50 tokens; layers that see all: \[2, 5\]"
+    with pytest.raises(UnsupportedModelError, match=message):
+        generate(model, PolicyCache(FastKV(tsp_layer=1)))
+
+
+def test_an_unknown_family_is_refused() -> None:
+    model = model_of("llama")
+    kind = model.config.model_type
+    try:
+        model.config.model_type = "apertus"
+        with pytest.raises(UnsupportedModelError, match="have not been held against dense"):
+            ModelParts(model)
+    finally:
+        model.config.model_type = kind
+
+
+@pytest.mark.parametrize("family", ["phi3", "phimoe"])
+def test_a_context_at_which_generate_would_drop_the_cache(family: str) -> None:
+    model = FAMILIES[family].build(seed=1)
+    model.config.original_max_position_embeddings = 52
+    with pytest.raises(UnsupportedGenerationError, match="must stay within original_max_position"):
+        generate(model, PolicyCache(FastKV()))
+    model.config.original_max_position_embeddings = 60
+    generate(model, PolicyCache(FastKV()))
+
+
+def test_router_logits_of_tokens_that_are_dropped() -> None:
+    model = model_of("mixtral")
+    cache = PolicyCache(FastKV(tsp_rate=0.5, retention_rate=0.3))
+    with (
+        torch.no_grad(),
+        cache.attached(model),
+        pytest.raises(ValueError, match="output_router_logits must not be given for a prompt"),
+    ):
+        model(IDS[:1], past_key_values=cache, output_router_logits=True)

@@ -1,0 +1,54 @@
+"""Dense attention of any family under a policy's mask, by the family's own code without a cache."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .dense import Act, visible_after
+
+
+def layer_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers, whatever the family calls them."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    return list(next(each for each in lists if len(each) == count))
+
+
+@torch.no_grad()
+def family_logits(model: PreTrainedModel, token_ids: Sequence[int], act: Act) -> Tensor:
+    """One forward over a whole row, every layer's own mask narrowed to what the act left visible.
+
+    Args:
+        model: any decoder-only model with eager attention, whose layers take a float mask
+            `[batch, 1, len, len]` by name.
+        token_ids: the row, prompt and decoded tokens.
+        act: what was kept, and what reached which layer.
+
+    Returns:
+        Logits `[len, vocab]`.
+    """
+    lowest = torch.finfo(torch.float32).min
+    visible = visible_after([act], model.config.num_attention_heads, len(token_ids))
+
+    def narrowed(index: int) -> Any:
+        extra = torch.where(visible[index], 0.0, lowest)[None]
+
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            own = kwargs["attention_mask"]
+            return args, {**kwargs, "attention_mask": torch.clamp(own + extra, min=lowest)}
+
+        return hook
+
+    handles = [
+        layer.register_forward_pre_hook(narrowed(index), with_kwargs=True)
+        for index, layer in enumerate(layer_modules(model))
+    ]
+    try:
+        logits: Tensor = model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return logits
