@@ -64,7 +64,8 @@ class ActingForward(Forward):
             return hidden, self._with_mask(index, hidden, here)
         assert self._seen is not None
         keys, values = self._seen
-        own = torch.where(slots < 0, -1, slots + keys.shape[2] - hidden.shape[1])
+        own = torch.where(slots < 0, -1, slots + keys.shape[2] - hidden.shape[1]).to(keys.device)
+        valid = None if valid is None else valid.to(keys.device)
         self._narrowed = Narrowed(keys, values, own, valid, self.implementation)
         here = cut_arguments({**here, "attention_mask": None}, slots, hidden.shape[1])
         return take_columns(hidden, slots), here
@@ -163,18 +164,23 @@ class ActingForward(Forward):
         self._pending = None
         decision = self.policy.decide(context)
         layer.store(context.keys, context.values, context.positions, decision.kept)
-        passed = decision.passed_on
+        passed = self._here(decision.passed_on)
         if passed is not None and passed.shape == self.new_valid.shape:
             passed = None if torch.equal(passed >= 0, self.new_valid) else passed
         self._passed = passed
+
+    def _here(self, passed: Tensor | None) -> Tensor | None:
+        """What a layer passes on, on the inputs' device."""
+        return None if passed is None else passed.to(self.new_valid.device)
 
     def _keep_window(self, layer: PolicyLayer, window: int) -> None:
         """Keep what the next token's window will see, all of it: the window is bound enough."""
         assert self._pending is not None
         (keys, values), self._pending = self._pending, None
-        positions = self._positions(layer, keys.shape[1])
-        near = positions > self.tokens.lengths[:, None, None] - window
-        kept = compress(near & (positions >= 0), int((near & (positions >= 0)).sum(-1).max()))
+        positions = self._positions(layer, keys.shape[1], keys.device)
+        lengths = self.tokens.lengths.to(keys.device)
+        near = (positions >= 0) & (positions > lengths[:, None, None] - window)
+        kept = compress(near, int(near.sum(dim=-1).max()))
         layer.store(keys, values, positions, kept)
 
     def _context(self, index: int, queries: Tensor, scores: Scores) -> LayerContext:
@@ -187,8 +193,8 @@ class ActingForward(Forward):
             queries=shown,
             keys=keys,
             values=values,
-            positions=self._positions(self.layers[index], keys.shape[1]),
-            new_valid=new_valid,
+            positions=self._positions(self.layers[index], keys.shape[1], keys.device),
+            new_valid=new_valid.to(keys.device),
             seen_len=self._seen_len,
             scaling=scores.scaling,
             softcap=scores.softcap,

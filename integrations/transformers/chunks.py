@@ -79,7 +79,8 @@ class Chunks:
         if self.num_queries is not None:
             order = order[:, max(order.shape[1] - self.num_queries, 0) :]
         joined = self._joined(index, queries)
-        places = order[:, None, :, None].expand(-1, joined.shape[1], -1, joined.shape[3])
+        places = order.to(joined.device)[:, None, :, None]
+        places = places.expand(-1, joined.shape[1], -1, joined.shape[3])
         return joined.gather(2, places)
 
     def prompt_valid(self, new_valid: Tensor) -> Tensor:

@@ -32,6 +32,9 @@ class Forward:
 
     The new tokens are appended to what each layer holds; `ActingForward` lets the policy act.
 
+    A model's layers may lie on several devices. What the forward knows of its tokens is on that of
+    the inputs; what a layer holds, and its context, on that of its keys.
+
     Args:
         policy: The policy.
         layers: What each layer of the model holds.
@@ -131,9 +134,9 @@ class Forward:
         held = layer.positions
         if held is not None and self._moved is not None:
             index = held.clamp(min=0).flatten(1)
-            moved = self._moved.gather(1, index).view_as(held)
+            moved = self._moved.to(held.device).gather(1, index).view_as(held)
             held = moved.masked_fill(held < 0, -1)
-        combined = new if held is None else torch.cat([held, new], dim=2)
+        combined = new if held is None else torch.cat([held, new.to(held.device)], dim=2)
         if self.acts and held is not None:
             # Stable: what is no padding keeps its order.
             self._order = (combined >= 0).to(torch.uint8).argsort(dim=2, stable=True)
@@ -145,13 +148,15 @@ class Forward:
         query_len = self.new_valid.shape[1]
         key_len = layer.kept_len + query_len
         if self._combined is not None or window is not None:
-            positions = self._positions(layer, 1 if layer.held is None else layer.held.shape[1])
+            kv_heads = 1 if layer.held is None else layer.held.shape[1]
+            positions = self._positions(layer, kv_heads, hidden.device)
             # Heads may hold different tokens, which shows where some are padding, or too far
             # away; elsewhere what is not new lies before all queries.
             if not (layer.ragged or self._moved is not None or window is not None):
                 positions = positions[:, :1]
             heads = layer.query_heads if positions.shape[1] > 1 else 1
-            seen = Visibility(positions, self.new_positions, heads, window)
+            own = self.new_positions.to(hidden.device)
+            seen = Visibility(positions, own, heads, window)
             return seen.mask(self.implementation, hidden.dtype)
         if key_len not in self._causal:
             self._causal[key_len] = causal_mask(
@@ -163,11 +168,11 @@ class Forward:
             )
         return self._causal[key_len]
 
-    def _positions(self, layer: PolicyLayer, kv_heads: int) -> Tensor:
+    def _positions(self, layer: PolicyLayer, kv_heads: int, device: torch.device) -> Tensor:
         """Positions ``[batch, kv_heads, key_len]`` of all keys that the layer sees."""
         if self._combined is not None:
-            return self._combined.expand(-1, kv_heads, -1)
-        new = self.new_positions[:, None].expand(-1, kv_heads, -1)
+            return self._combined.to(device).expand(-1, kv_heads, -1)
+        new = self.new_positions.to(device)[:, None].expand(-1, kv_heads, -1)
         held = layer.positions
         return new if held is None else torch.cat([held, new], dim=2)
 

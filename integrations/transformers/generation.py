@@ -101,9 +101,9 @@ def _check_model_keeps_cache(
 ) -> None:
     """Refuse a length at which the model's `generate` would give up its cache and go on without."""
     text_config = model.config.get_text_config()
-    if text_config.model_type not in GIVE_UP_CACHE or prompt_end is None:
+    limit = getattr(text_config, "original_max_position_embeddings", None)
+    if text_config.model_type not in GIVE_UP_CACHE or limit is None or prompt_end is None:
         return
-    limit = text_config.original_max_position_embeddings
     longest = prompt_end + config.max_new_tokens if config.max_new_tokens else config.max_length
     if cache.get_seq_length() <= limit < max(longest or 0, prompt_end):
         raise UnsupportedGenerationError(

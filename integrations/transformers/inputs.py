@@ -73,6 +73,7 @@ def read_inputs(
             f"input_ids must have the batch size the cache holds, {seen.batch}, got {batch}; "
             "use a new PolicyCache or reset() this one"
         )
+    seen = seen.to(inputs.device)
     if seen.skipped is not None and arguments.get("position_ids") is not None:
         behind = arguments["position_ids"] - seen.skipped[:, None]
         arguments = {**arguments, "position_ids": behind.clamp(min=0)}
@@ -217,7 +218,7 @@ def _reordered(arguments: dict[str, Any], order: Tensor, seen: int) -> dict[str,
 
 def take_columns(value: Tensor, columns: Tensor) -> Tensor:
     """Take columns ``[batch, count]`` of a tensor ``[batch or 1, len, ...]``; -1 counts as 0."""
-    index = columns.clamp(min=0)
+    index = columns.clamp(min=0).to(value.device)
     value = value.expand(index.shape[0], *value.shape[1:])
     index = index.view(*index.shape, *[1] * (value.ndim - 2))
     return value.gather(1, index.expand(-1, -1, *value.shape[2:]))

@@ -62,7 +62,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         """``[batch, kv_heads, kept_len]`` int64 original positions, -1 on slots without a token."""
         if self._chosen is None or self._tokens is None:
             return None
-        appended = self._tokens.appended[:, None].expand(-1, self._chosen.shape[1], -1)
+        appended = self._tokens.appended.to(self._chosen.device)
+        appended = appended[:, None].expand(-1, self._chosen.shape[1], -1)
         return torch.cat([self._chosen, appended], dim=2)
 
     @property
@@ -112,7 +113,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             tokens: Those seen before.
         """
         if self.held is None:  # the first chunk of a first prompt
-            empty = tokens.appended[:, None, :0].expand(-1, keys.shape[1], -1)
+            empty = tokens.appended[:, None, :0].expand(-1, keys.shape[1], -1).to(keys.device)
             self.store(keys[:, :, :0], values[:, :, :0], empty, empty)
         assert self.held is not None
         self.held = self.held.appended(keys, values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from typing import Any
 
 import torch
@@ -149,8 +150,15 @@ class ModelParts:
         return len(self.layers)
 
     def device_of(self, index: int) -> torch.device:
-        """The device of a layer's parameters."""
-        return next(self.layers[index].parameters()).device
+        """The device on which a layer computes.
+
+        Offloaded weights are on none before it runs. Then a buffer of the decoder tells, such as
+        that of its rotary embedding, or another parameter; without any, it is the CPU.
+        """
+        found = itertools.chain(
+            self.layers[index].parameters(), self.decoder.buffers(), self.decoder.parameters()
+        )
+        return next((each.device for each in found if not each.is_meta), torch.device("cpu"))
 
     def check_policy(self, policy: CachePolicy, context_len: int) -> None:
         """Check that a policy can act on a context of a length.

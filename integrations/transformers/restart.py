@@ -57,7 +57,8 @@ class FilterPass(ActingForward):
     def before_attention(self, index: int, queries: Tensor, scores: Scores) -> None:
         """At the filter layer, choose and end the pass."""
         if index == self.filter_layer:
-            self._chosen = self.policy.decide_restart(self._context(index, queries, scores))
+            context = self._context(index, queries, scores)
+            self._chosen = self._here(self.policy.decide_restart(context))
             raise _Chosen
 
     def observe(self, index: int, queries: Tensor, scores: Scores) -> None:

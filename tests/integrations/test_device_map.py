@@ -103,3 +103,17 @@ def test_the_decoder_alone_may_carry_the_outermost_hook(tmp_path: Path, place: s
     away = on_meta(placed)
     assert torch.equal(states(placed, ids), states(decoder, ids))
     assert on_meta(placed) == away
+
+
+def test_a_saved_cache_goes_on_with_a_model_that_is_offloaded(tmp_path: Path) -> None:
+    model = offloaded(tiny_model("llama", seed=1), tmp_path)
+    ids = torch.tensor([random_tokens(0, 60)])
+    cache = PolicyCache(METHODS["fastkv"][0])
+    said: Any = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    cache.save(tmp_path / "cache.safetensors")
+    whole = torch.cat([said, torch.tensor([random_tokens(7, 20)])], dim=1)
+    found: list[Any] = [
+        model.generate(whole, past_key_values=each, max_new_tokens=5, do_sample=False)
+        for each in (cache, PolicyCache.load(tmp_path / "cache.safetensors"))
+    ]
+    assert torch.equal(found[0], found[1])
