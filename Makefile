@@ -7,8 +7,9 @@ OLDEST := .venv-oldest
 OLDEST_TRANSFORMERS := 5.17.0
 KVPRESS := .venv-kvpress
 ARGS ?=
+FUZZ_MINUTES ?= 10
 
-.PHONY: compare test lint typecheck check thorough oldest bench bench-scaling bench-gpu \
+.PHONY: compare test lint typecheck check thorough fuzz oldest bench bench-scaling bench-gpu \
 	bench-prefill bench-kvpress format clean
 
 compare: $(VENV)/installed
@@ -38,6 +39,9 @@ check: $(VENV)/installed
 
 thorough: $(VENV)/installed
 	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest
+
+fuzz: $(VENV)/installed
+	FUZZ_MINUTES=$(FUZZ_MINUTES) $(BIN)/pytest tests/integrations/test_fuzz.py
 
 $(OLDEST)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST)

@@ -54,7 +54,8 @@ class MaskWatch:
     """How many layers get an attention mask, which keeps sdpa off its flash kernel.
 
     Attributes:
-        prefill: Layers that got one while the prompt was read; both passes of a restart count.
+        prefill: Layers that got one while the prompt was read; both passes of a restart count. A
+            layer that is run for some of its tokens makes its own inside, which is not seen here.
         decode: Those of all decoded tokens.
     """
 

@@ -232,14 +232,16 @@ class _Plain(Held):
 
     def _grown(self, after: int) -> _Plain:
         """The same in larger buffers of its own."""
-        buffers = []
         capacity = after + max(int(after * GROWTH_SHARE), SMALLEST_GROWTH)
-        for tensor in (self.keys, self.values):
+
+        def larger(tensor: Tensor) -> Tensor:
             batch, heads, _, dim = tensor.shape
             buffer = tensor.new_empty(batch, heads, capacity, dim)
             buffer[:, :, : self.length] = tensor[:, :, : self.length]
-            buffers.append(buffer)
-        return _Plain(*buffers, self.device, self.length, _Used(self.length))
+            return buffer
+
+        used = _Used(self.length)
+        return _Plain(larger(self.keys), larger(self.values), self.device, self.length, used)
 
     def first(self, count: int) -> Held:
         return _Plain.of(self.keys[:, :, :count], self.values[:, :, :count], self.device)

@@ -1,0 +1,107 @@
+"""The worker of kvpress, in an environment of its own: torch, Transformers and kvpress only.
+
+A press is used as its README says: hooks are on while the prompt is read, or around ``generate``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import kvpress
+from kvpress.utils import compute_n_kept
+from sidebyside.reading import Kept, Library, Reading, Settings, match_rows
+from sidebyside.serving import serve
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+def build_press(method: str, settings: Settings) -> Any:
+    """The press of a method, with the parameters that both libraries share."""
+    ratio = 1 - settings["rate"]
+    window = {"window_size": settings["window_size"], "kernel_size": settings["kernel_size"]}
+    if method == "snapkv":
+        return kvpress.SnapKVPress(ratio, **window)
+    if method == "pyramid_kv":
+        return kvpress.PyramidKVPress(ratio, **window)
+    if method == "streaming_llm":
+        return kvpress.StreamingLLMPress(ratio, n_sink=settings["num_sinks"])
+    others = {
+        "h2o": kvpress.ObservedAttentionPress,
+        "tova": kvpress.TOVAPress,
+        "key_diff": kvpress.KeyDiffPress,
+    }
+    return others[method](ratio)
+
+
+class PressReading(Reading):
+    """A cache read under a press; watched, it keeps the keys as they were before and after."""
+
+    def __init__(self, model: PreTrainedModel, press: Any, *, watched: bool) -> None:
+        super().__init__(model)
+        self.press = press
+        self.watched = watched
+        self._full: dict[int, Tensor] = {}
+        self._kept: dict[int, Tensor] = {}
+
+    @contextmanager
+    def prefilling(self) -> Iterator[None]:
+        """The press's hooks, between two of our own if it is watched: hooks run in that order."""
+        layers = self.model.model.layers
+        handles = self._watch(layers, self._full) if self.watched else []
+        try:
+            with self.press(self.model):
+                handles += self._watch(layers, self._kept) if self.watched else []
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _watch(self, layers: Any, into: dict[int, Tensor]) -> list[Any]:
+        def note(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            layer = module.layer_idx
+            # The first forward reads the prompt; later ones append to what it left.
+            into.setdefault(layer, kwargs["past_key_values"].layers[layer].keys)
+
+        return [each.self_attn.register_forward_hook(note, with_kwargs=True) for each in layers]
+
+    def kept(self, lengths: Sequence[int]) -> Kept:
+        """See `Reading.kept`: kept keys are found among the prompt's by equality."""
+        padding = [max(lengths) - length for length in lengths]
+        return [
+            [
+                [
+                    [column - pad for column in match_rows(kept, full)]
+                    for kept, full in zip(
+                        self._kept[layer][row], self._full[layer][row], strict=True
+                    )
+                ]
+                for row, pad in enumerate(padding)
+            ]
+            for layer in sorted(self._full)
+        ]
+
+
+class Kvpress(Library):
+    """kvpress."""
+
+    packages: ClassVar[tuple[str, ...]] = ("kvpress", "transformers")
+
+    def attention(self, method: str) -> str:
+        """ObservedAttentionPress asks for eager attention."""
+        return "eager" if method in ("h2o", "full_eager") else "sdpa"
+
+    def begin_method(
+        self, model: PreTrainedModel, method: str, settings: Settings, *, watched: bool
+    ) -> Reading:
+        """See `Library.begin`."""
+        return PressReading(model, build_press(method, settings), watched=watched)
+
+    def count(self, length: int, rate: float) -> int:
+        """``int(length * (1 - compression_ratio))``, at least 1."""
+        return int(compute_n_kept(length, 1 - rate))
+
+
+if __name__ == "__main__":
+    serve(Kvpress())

@@ -1,0 +1,92 @@
+"""The worker of kvpolicy, in the project's environment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+from sidebyside.reading import Kept, Library, Reading, Settings
+from sidebyside.rules import as_kvpress
+from sidebyside.serving import serve
+from transformers import PreTrainedModel
+
+from kvpolicy import CachePolicy
+from kvpolicy.budgets import Budget
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import H2O, TOVA, KeyDiff, PyramidKV, SnapKV, StreamingLLM
+
+AS_KVPRESS = ":as_kvpress"
+"""Ends the name of a method that is to follow kvpress's rule."""
+
+
+def build_policy(method: str, settings: Settings) -> CachePolicy:
+    """The policy of a method, with the parameters that both libraries share."""
+    if method.endswith(AS_KVPRESS):
+        return as_kvpress(method.removesuffix(AS_KVPRESS), settings)
+    rate = settings["rate"]
+    window = {"window_size": settings["window_size"], "kernel_size": settings["kernel_size"]}
+    policies: dict[str, CachePolicy] = {
+        "snapkv": SnapKV(rate, **window),
+        "pyramid_kv": PyramidKV(rate, **window),
+        "streaming_llm": StreamingLLM(rate, num_sinks=settings["num_sinks"]),
+        "h2o": H2O(rate),
+        "tova": TOVA(rate),
+        "key_diff": KeyDiff(rate),
+    }
+    return policies[method]
+
+
+class PolicyReading(Reading):
+    """A `PolicyCache`."""
+
+    def __init__(self, model: PreTrainedModel, policy: CachePolicy) -> None:
+        super().__init__(model)
+        self.cache = PolicyCache(policy)
+
+    def prefilling(self) -> AbstractContextManager[Any]:
+        """Attached."""
+        attached: AbstractContextManager[Any] = self.cache.attached(self.model)
+        return attached
+
+    def decoding(self) -> AbstractContextManager[Any]:
+        """Attached, as while a prompt is read."""
+        return self.prefilling()
+
+    def generating(self) -> AbstractContextManager[Any]:
+        """Nothing: ``generate`` attaches the cache."""
+        return nullcontext()
+
+    def start_turn(self) -> None:
+        """See `PolicyCache`."""
+        self.cache.start_turn()
+
+    def kept(self, lengths: Sequence[int]) -> Kept:
+        """See `Reading.kept`: empty slots and what was appended since are left out."""
+        return [
+            [
+                [[place for place in head if 0 <= place < length] for head in row]
+                for row, length in zip(layer.positions.tolist(), lengths, strict=True)
+            ]
+            for layer in self.cache.layers
+        ]
+
+
+class Kvpolicy(Library):
+    """kvpolicy."""
+
+    packages: ClassVar[tuple[str, ...]] = ("kvpolicy", "transformers")
+
+    def begin_method(
+        self, model: PreTrainedModel, method: str, settings: Settings, *, watched: bool
+    ) -> Reading:
+        """See `Library.begin`; a `PolicyCache` knows its positions, watched or not."""
+        return PolicyReading(model, build_policy(method, settings))
+
+    def count(self, length: int, rate: float) -> int:
+        """``int(length * rate)``, at least 1."""
+        return Budget(rate=rate).count(seen_len=length, available=length, protected=0)
+
+
+if __name__ == "__main__":
+    serve(Kvpolicy())

@@ -1,0 +1,80 @@
+"""What a model computes where evicted tokens are masked instead: dense attention, no cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface, PreTrainedModel
+
+NAME = "dense_under_masks"
+
+
+def visible_after(
+    kept: Sequence[Sequence[Sequence[int]]], first_len: int, length: int
+) -> list[Tensor]:
+    """Per layer, bool ``[kv_heads, length, length]``: which query sees which key.
+
+    All is causal; tokens after the first prompt see, of the prompt, what was kept.
+
+    Args:
+        kept: Positions kept, ``[layer][head]``.
+        first_len: Tokens of the prompt.
+        length: Tokens in all.
+    """
+    masks = []
+    for layer in kept:
+        mask = torch.ones(len(layer), length, length, dtype=torch.bool).tril()
+        mask[:, first_len:, :first_len] = False
+        for head, positions in enumerate(layer):
+            mask[head, first_len:, list(positions)] = True
+        masks.append(mask)
+    return masks
+
+
+@torch.inference_mode()
+def dense_logits(
+    model: PreTrainedModel,
+    ids: Sequence[int],
+    kept: Sequence[Sequence[Sequence[int]]],
+    first_len: int,
+) -> Tensor:
+    """The next token's logits after ``ids`` if later tokens see of the prompt what was kept.
+
+    Args:
+        model: Any attention implementation; as it was afterwards.
+        ids: The prompt and what came after it.
+        kept: See `visible_after`.
+        first_len: Tokens of the prompt.
+    """
+    masks = visible_after(kept, first_len, len(ids))
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        group = query.shape[1] // key.shape[1]
+        attended = functional.scaled_dot_product_attention(
+            query,
+            key.repeat_interleave(group, dim=1),
+            value.repeat_interleave(group, dim=1),
+            attn_mask=masks[module.layer_idx].repeat_interleave(group, dim=0)[None],
+            scale=options["scaling"],
+        )
+        return attended.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(NAME, attend)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        logits: Tensor = model(torch.tensor([list(ids)]), use_cache=False).logits
+        return logits[0, -1]
+    finally:
+        model.set_attn_implementation(before)
+
+
+def difference(logits: Tensor, expected: Tensor) -> float:
+    """The largest difference of a logit."""
+    return float((logits - expected).abs().max())

@@ -1,0 +1,96 @@
+"""Times and peak memory of one prompt. Needs torch and Transformers only."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .reading import Reading
+
+Result = TypeVar("Result")
+
+
+def timed(run: Callable[[], Result]) -> tuple[Result, dict[str, float]]:
+    """Run, and return what came, the seconds on the clock and those of processor time."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = run()
+    return result, {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+
+
+def prefill(reading: Reading, prompt: Sequence[int]) -> Tensor:
+    """Read a prompt and return the next token ``[1, 1]``."""
+    with reading.prefilling():
+        output = reading.model(
+            torch.tensor([list(prompt)]),
+            past_key_values=reading.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+    token: Tensor = output.logits[:, -1:].argmax(dim=-1)
+    return token
+
+
+def decode(reading: Reading, token: Tensor, seen: int, count: int) -> list[int]:
+    """Decode greedily.
+
+    Positions are given, as kvpress's pipeline does: it leaves a cache that counts what it holds.
+
+    Args:
+        reading: After its prefill.
+        token: The first decoded token ``[1, 1]``, not seen yet.
+        seen: Tokens seen.
+        count: Tokens to decode.
+    """
+    decoded = []
+    with reading.decoding():
+        for position in range(seen, seen + count):
+            output = reading.model(
+                token,
+                past_key_values=reading.cache,
+                position_ids=torch.tensor([[position]]),
+                use_cache=True,
+            )
+            token = output.logits[:, -1:].argmax(dim=-1)
+            decoded.append(int(token))
+    return decoded
+
+
+@torch.inference_mode()
+def timed_turn(reading: Reading, prompt: Sequence[int], new_tokens: int) -> dict[str, Any]:
+    """Prefill and decoding of one prompt, hooks set and removed in the time measured."""
+    token, reading_time = timed(lambda: prefill(reading, prompt))
+    held = reading.held_bytes()
+    _, decoding_time = timed(lambda: decode(reading, token, len(prompt), new_tokens))
+    per_token = {name: seconds / new_tokens for name, seconds in decoding_time.items()}
+    return {"prefill": reading_time, "decode": per_token, "held_bytes": held}
+
+
+@torch.inference_mode()
+def peak_memory(reading: Reading, prompt: Sequence[int]) -> int:
+    """Bytes that the process grew by, at most, while it read a prompt.
+
+    The high-water mark of the resident set, which Linux lets a process set back. Small blocks that
+    were freed before are used again unseen: start a process for it, whose allocator gives large
+    ones back (``MALLOC_MMAP_THRESHOLD_``).
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_bytes("VmRSS")
+    prefill(reading, prompt)
+    return resident_bytes("VmHWM") - before
+
+
+def resident_bytes(field: str) -> int:
+    """A figure of ``/proc/self/status``: VmRSS is what is resident, VmHWM the most there was."""
+    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
+    assert found is not None, field
+    return int(found[1]) * 1024
