@@ -276,7 +276,9 @@ def _require_all_fit(component: PropagationPolicy, context: LayerContext) -> Non
 
 def _property(test: Any) -> Any:
     # The components decide how slow an example is; the profile decides how many there are.
-    return settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])(test)
+    return settings(
+        deadline=None, report_multiple_bugs=False, suppress_health_check=[HealthCheck.too_slow]
+    )(test)
 
 
 def _check_kind(component: object, kind: type) -> None:

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers.forward import Attend, Forward, Scores, cut_arguments
 from kvpolicy.integrations.transformers.inputs import take_columns
 from kvpolicy.integrations.transformers.layer import PolicyLayer
+from kvpolicy.integrations.transformers.masks import FLASH
 from kvpolicy.integrations.transformers.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
 from kvpolicy.selection import compress, gather_positions, gather_slots
 
@@ -60,8 +62,6 @@ class ActingForward(Forward):
         here = self._reaching(kwargs)
         self._look(module, hidden, here)
         slots = self._going_on(index)
-        if slots is None:
-            return hidden, self._with_mask(index, hidden, here)
         assert self._seen is not None
         keys, values = self._seen
         own = torch.where(slots < 0, -1, slots + keys.shape[2] - hidden.shape[1]).to(keys.device)
@@ -103,16 +103,16 @@ class ActingForward(Forward):
             self._looking = False
         raise AssertionError("the layer called no attention function")
 
-    def _going_on(self, index: int) -> Tensor | None:
-        """Slots ``[batch, count]`` of a layer's tokens whose output is needed; None for all."""
+    def _going_on(self, index: int) -> Tensor:
+        """Slots ``[batch, count]`` of a layer's tokens whose output is needed."""
         slots, self._passed = self._passed, None
         if slots is not None:
             self._pass_on(index, slots)
-        if index < len(self.layers) - 1 or self._keep_last is None:
-            return slots
-        if slots is None:
+        else:
             everything = torch.arange(self.new_valid.shape[1], device=self.new_valid.device)
             slots = torch.where(self.new_valid, everything, -1)
+        if index < len(self.layers) - 1 or self._keep_last is None:
+            return slots
         return slots[:, max(slots.shape[1] - self._keep_last, 0) :]
 
     # Inside its attention.
@@ -157,11 +157,13 @@ class ActingForward(Forward):
     def _decide(self, index: int, queries: Tensor, scores: Scores) -> None:
         layer, window = self.layers[index], self._window(index)
         layer.query_heads = queries.shape[1]
-        if window is not None:
-            self._keep_window(layer, window)
-            return
         context = self._context(index, queries, scores)
         self._pending = None
+        if window is not None:
+            layer.store(
+                context.keys, context.values, context.positions, self._near(context, window)
+            )
+            return
         decision = self.policy.decide(context)
         layer.store(context.keys, context.values, context.positions, decision.kept)
         passed = self._here(decision.passed_on)
@@ -173,15 +175,24 @@ class ActingForward(Forward):
         """What a layer passes on, on the inputs' device."""
         return None if passed is None else passed.to(self.new_valid.device)
 
-    def _keep_window(self, layer: PolicyLayer, window: int) -> None:
-        """Keep what the next token's window will see, all of it: the window is bound enough."""
-        assert self._pending is not None
-        (keys, values), self._pending = self._pending, None
-        positions = self._positions(layer, keys.shape[1], keys.device)
-        lengths = self.tokens.lengths.to(keys.device)
-        near = (positions >= 0) & (positions > lengths[:, None, None] - window)
+    def _near(self, context: LayerContext, window: int) -> Tensor:
+        """What a sliding layer keeps: all that the next token's window will see.
+
+        The window is bound enough for the policy not to choose there; in rows that are shorter than
+        it, which it does not bound, the policy does.
+        """
+        lengths = self.tokens.lengths.to(context.keys.device)[:, None, None]
+        near = context.valid & (context.positions > lengths - window)
         kept = compress(near, int(near.sum(dim=-1).max()))
-        layer.store(keys, values, positions, kept)
+        if self.implementation in FLASH or not bool((lengths <= window).any()):
+            return kept
+        chosen = self.policy.decide(context).kept
+        longest = max(kept.shape[2], chosen.shape[2])
+        kept, chosen = (
+            pad(each, (longest - each.shape[2], 0), value=-1) for each in (kept, chosen)
+        )
+        kept = torch.where(lengths <= window, chosen, kept)
+        return kept[:, :, int((kept < 0).all(dim=0).all(dim=0).sum()) :]
 
     def _context(self, index: int, queries: Tensor, scores: Scores) -> LayerContext:
         assert self._pending is not None

@@ -111,8 +111,10 @@ class Forward:
         return cut_arguments(kwargs, self._slots, self._new_len)
 
     def _with_mask(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        if self.first and self._slots is None:
-            return kwargs  # nothing held and nothing dropped: the model's own mask is right
+        if self.first and self._slots is None and not (self._padded and self._window(index)):
+            # Nothing held and nothing dropped: the model's own mask is right, but for windows,
+            # which it measures in columns.
+            return kwargs
         return {**kwargs, "attention_mask": self._mask(index, hidden)}
 
     def _window(self, index: int) -> int | None:

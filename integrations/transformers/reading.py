@@ -114,8 +114,8 @@ class ReadingCache(Cache):  # type: ignore[misc]
         try:
             yield
         finally:
+            self.abandon_forward()
             if self._chunks is not None:
-                self.abandon_forward()
                 self._restore(before)
             self._starts_turn = self._starts_turn and before.starts_turn
             self._prompt_end = None
@@ -215,8 +215,10 @@ class ReadingCache(Cache):  # type: ignore[misc]
         def asked(name: str) -> bool:
             return bool(arguments.get(name, getattr(parts.config, name, False)))
 
-        keep_last = None if asked("output_hidden_states") else self.keep_last
-        narrows = not asked("output_attentions") and not replaced
+        # Hidden states are recorded as a layer gets them, which narrowing would cut.
+        states = asked("output_hidden_states")
+        keep_last = None if states else self.keep_last
+        narrows = not (asked("output_attentions") or states or replaced)
         return {"narrows": narrows, "keep_last": keep_last}
 
     def _without_seen(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -298,8 +300,9 @@ class ReadingCache(Cache):  # type: ignore[misc]
         # A forward under way, or one that was interrupted, is not part of the copy.
         held = self._undo or self._snapshot()
         layers = [PolicyLayer(self.storage) for _ in held.layers]
-        for layer, each in zip(layers, held.layers, strict=True):
+        for layer, own, each in zip(layers, self.layers, held.layers, strict=True):
             layer.restore(each)
+            layer.query_heads = own.query_heads
         return {
             **self.__dict__,
             "layers": layers,

@@ -92,11 +92,12 @@ class SeenTokens:
     def without_last(self, count: int) -> SeenTokens:
         """Without the last ``count`` columns, which must have been appended."""
         keep = self.seen - count
+        valid = self.valid[:, :keep]
         return SeenTokens(
-            valid=self.valid[:, :keep],
+            valid=valid,
             lengths=self.lengths - self.valid[:, keep:].sum(dim=1),
             appended=self.appended[:, : self.appended.shape[1] - count],
-            padded=self.padded,
+            padded=self.padded and not bool(valid.all()),
             skipped=self.skipped,
         )
 
@@ -113,11 +114,12 @@ class SeenTokens:
     def take_rows(self, rows: Tensor) -> SeenTokens:
         """With the rows ``[count]`` of the batch."""
         rows = rows.to(self.lengths.device)
+        valid = self.valid.index_select(0, rows)
         return SeenTokens(
-            valid=self.valid.index_select(0, rows),
+            valid=valid,
             lengths=self.lengths.index_select(0, rows),
             appended=self.appended.index_select(0, rows),
-            padded=self.padded,
+            padded=self.padded and not bool(valid.all()),
             skipped=None if self.skipped is None else self.skipped.index_select(0, rows),
         )
 

@@ -1,5 +1,6 @@
 """Layers that run for the tokens that go on: same results, less computed."""
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -201,3 +202,47 @@ def test_no_mask_is_larger_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(sizes) == 128  # 512 tokens, four at a time
     assert max(sizes) == 4096
     assert sum(sizes) < 0.6 * 512 * 1024  # later keys are not looked at
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(("first", "second"), [(15, 6), (20, 7), (9, 3), (40, 6)])
+def test_a_short_second_turn_goes_on_whole(first: int, second: int, implementation: str) -> None:
+    """More is promised to be dropped there than is, since the window is protected."""
+    model = tiny_model("llama", seed=1, attn_implementation=implementation)
+    cache = PolicyCache(FastKV())
+    said = model.generate(prompt(first), past_key_values=cache, max_new_tokens=5, do_sample=False)
+    whole = torch.cat([said, prompt(second, seed=1)], dim=1)
+    model.generate(
+        whole,
+        attention_mask=torch.ones_like(whole),
+        past_key_values=cache,
+        max_new_tokens=5,
+        do_sample=False,
+    )
+    assert cache.get_seq_length() == first + 5 + second + 4
+
+
+@torch.no_grad()
+def test_a_copy_knows_the_heads_of_the_layers() -> None:
+    model = tiny_model("llama", seed=1)
+    cache = PolicyCache(AdaKV(0.4))
+    with cache.attached(model):
+        model(prompt(), past_key_values=cache)
+    copied = copy.deepcopy(cache)
+    logits = []
+    for each in (cache, copied):
+        with each.attached(model):
+            logits.append(model(prompt(3, seed=2), past_key_values=each).logits)
+    assert torch.equal(*logits)
+
+
+@torch.no_grad()
+def test_rows_without_padding_need_no_mask() -> None:
+    model = tiny_model("llama", seed=1)
+    ids, mask = left_padded([random_tokens(0, 50), random_tokens(1, 31)])
+    cache = PolicyCache(SnapKV(0.4))
+    with cache.attached(model):
+        model(ids, attention_mask=mask, past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([0]))
+        model(ids[:1, :1], past_key_values=cache)
+    assert cache.get_seq_length() == 51
