@@ -29,6 +29,7 @@ from kvpolicy.evaluation.sweep import (
 )
 from kvpolicy.evaluation.tsp_distances import Calibration
 from kvpolicy.evaluation.variant import RATES, Variant, takes, variants
+from kvpolicy.policies import FastKV
 
 # Speed-ups that differ more than this from round to round are worth a warning.
 UNSTEADY = 0.15
@@ -166,6 +167,10 @@ def run(
         progress: Told how far it is.
     """
     torch.set_num_threads(settings.threads)
+    if settings.sweep or settings.sweep_rates:
+        # Before all else, which takes minutes.
+        num_layers = loaded.model.config.num_hidden_layers
+        FastKV(settings.effective_tsp_layer).check_model(num_layers)
     prompts = _prompts(settings, loaded, settings.seed)
     notes = _notes(settings, chosen, loaded, prompts)
     # First, since it is short and says at once what is wrong with a file of prompts.

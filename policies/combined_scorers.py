@@ -54,7 +54,7 @@ class ValueAwareScorer(Scorer):
     def score(self, context: LayerContext) -> Tensor:
         """Return float32 of the scorer's shape; see `Scorer.score`."""
         saliency = self.scorer.score(context)
-        norms: Tensor = torch.linalg.vector_norm(context.values, dim=-1, dtype=torch.float32)
+        norms: Tensor = torch.linalg.vector_norm(context.values.float(), dim=-1)
         return saliency * norms.repeat_interleave(saliency.shape[1] // context.kv_heads, dim=1)
 
 

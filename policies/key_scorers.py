@@ -32,7 +32,7 @@ class KeyNormScorer(Scorer):
 
     def score(self, context: LayerContext) -> Tensor:
         """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
-        norms: Tensor = torch.linalg.vector_norm(context.keys, dim=-1, dtype=torch.float32)
+        norms: Tensor = torch.linalg.vector_norm(context.keys.float(), dim=-1)
         return -norms
 
 

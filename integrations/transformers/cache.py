@@ -296,6 +296,10 @@ class PolicyCache(ReadingCache):
             self._take_rows(rows.repeat_interleave(repeats))
 
     def _take_rows(self, rows: Tensor) -> None:
+        if not isinstance(rows, Tensor) or rows.ndim != 1 or rows.is_floating_point():
+            raise TypeError(f"rows must be a tensor of indices [count], got {rows!r}")
+        if rows.dtype == torch.bool or not rows.numel():
+            raise ValueError(f"rows must be indices of at least one row, got {rows}")
         self.abandon_forward()
         if self._tokens is None:
             return

@@ -84,10 +84,19 @@ def check_generation(
             f"PolicyCache, got {mode.value}, which Transformers no longer has itself"
         )
     chunked = config.prefill_chunk_size is not None
-    if chunked and cache.policy.propagation.acting_layers(model.config.num_hidden_layers):
+    drops = bool(cache.policy.propagation.acting_layers(model.config.num_hidden_layers))
+    if chunked and drops:
         raise UnsupportedGenerationError(
             f"prefill_chunk_size must be None where {cache.policy} drops tokens, got "
             f"{config.prefill_chunk_size}; the prompt must come in one forward"
+        )
+    if mode == GenerationMode.ASSISTED_GENERATION and (
+        config.output_attentions or (config.output_hidden_states and drops)
+    ):
+        raise UnsupportedGenerationError(
+            "output_attentions, and output_hidden_states where tokens are dropped, must be False "
+            "in assisted generation with a PolicyCache: they would be cut by columns that are not "
+            "theirs"
         )
     if kwargs.get("use_cache", config.use_cache) is False:
         raise UnsupportedGenerationError("use_cache must be True with a PolicyCache, got False")

@@ -75,6 +75,7 @@ class ReadingCache(Cache):  # type: ignore[misc]
         self._tokens: SeenTokens | None = None
         self._starts_turn = False
         self._prompt_end: int | None = None  # in columns; None: where the next forward ends
+        self._in_generate = False  # which may give the whole conversation again
         self._chunks: Chunks | None = None
         self._forward: Forward | None = None
         self._first_output: Any = None  # of the prompt, where draft tokens came with it
@@ -111,9 +112,11 @@ class ReadingCache(Cache):  # type: ignore[misc]
         """
         before = self._snapshot()
         self._start_turn(prompt_end)
+        self._in_generate = True
         try:
             yield
         finally:
+            self._in_generate = False
             self.abandon_forward()
             if self._chunks is not None:
                 self._restore(before)
@@ -227,7 +230,7 @@ class ReadingCache(Cache):  # type: ignore[misc]
         mask = arguments.get("attention_mask")
         whole = columns if not isinstance(mask, Tensor) else mask.shape[-1]
         assert self._prompt_end is not None
-        if not seen or whole != columns or columns < self._prompt_end:
+        if not self._in_generate or not seen or whole != columns or columns < self._prompt_end:
             return arguments
         return {
             **span_of(arguments, 0, seen, columns),
@@ -302,7 +305,7 @@ class ReadingCache(Cache):  # type: ignore[misc]
         layers = [PolicyLayer(self.storage) for _ in held.layers]
         for layer, own, each in zip(layers, self.layers, held.layers, strict=True):
             layer.restore(each)
-            layer.query_heads = own.query_heads
+            layer.query_heads, layer.spread = own.query_heads, own.spread
         return {
             **self.__dict__,
             "layers": layers,
@@ -311,6 +314,7 @@ class ReadingCache(Cache):  # type: ignore[misc]
             "_starts_turn": held.starts_turn,
             "_prompt_end": held.prompt_end,
             "_chunks": held.chunks,
+            "_in_generate": False,
             "_attachment": None,
             "_filled_by": None,
             "_forward": None,

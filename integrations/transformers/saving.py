@@ -65,6 +65,7 @@ class SavedCache:
         os.close(handle)
         try:
             save_file(self._tensors(), name, metadata)
+            os.chmod(name, _mode_of_new_files())
             os.replace(name, target)
         except BaseException:
             os.unlink(name)
@@ -113,6 +114,13 @@ class SavedCache:
             raise ValueError(
                 f"path must be a whole file of PolicyCache.save, {path} lacks {error}"
             ) from None
+
+
+def _mode_of_new_files() -> int:
+    """What the process's umask leaves of a file's mode; temporary files are their owner's alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask
 
 
 def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache:

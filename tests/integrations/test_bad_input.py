@@ -139,6 +139,8 @@ def test_a_conversation_that_does_not_go_on(model: PreTrainedModel, usable: Poli
         ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, "got group_beam_search"),
         ({"dola_layers": "low"}, "got dola_generation"),
         ({"prefill_chunk_size": 16}, "prefill_chunk_size must be None where FastKV"),
+        ({"prompt_lookup_num_tokens": 3, "output_attentions": True}, "output_attentions, and"),
+        ({"prompt_lookup_num_tokens": 3, "output_hidden_states": True}, "output_attentions, and"),
         ({"use_cache": False}, "use_cache must be True"),
         ({"custom_generate": lambda model, **_: None}, "custom_generate must be None"),
     ],
@@ -170,6 +172,23 @@ def test_chunks_of_a_prompt_of_which_tokens_are_dropped(
         usable.start_turn(prompt_len=0)
     with pytest.raises(TypeError, match="prompt_len must be an int"):
         usable.start_turn(prompt_len=2.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows", "error"),
+    [
+        ([0], TypeError),
+        (None, TypeError),
+        (torch.tensor([0.5]), TypeError),
+        (torch.tensor(0), TypeError),
+        (torch.tensor([True]), ValueError),
+        (torch.tensor([], dtype=torch.int64), ValueError),
+    ],
+    ids=str,
+)
+def test_rows_that_are_no_indices(usable: PolicyCache, rows: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="rows must be"):
+        usable.reorder_cache(rows)
 
 
 def test_rows_while_a_prompt_is_read_in_chunks(model: PreTrainedModel) -> None:

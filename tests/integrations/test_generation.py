@@ -304,3 +304,21 @@ def test_hidden_states_in_generate_are_those_of_the_tokens_that_went_on(
     assert [state.shape[1] for state in output.hidden_states[0]] == [60, 60, 30, 30, 30]
     assert [state.shape[1] for state in output.hidden_states[1]] == [1] * 5
     assert len(output.scores) == NEW
+
+
+@torch.no_grad()
+def test_drafts_behind_a_prompt_in_a_loop_by_hand(model: PreTrainedModel) -> None:
+    """What is given there is new, with a mask or without."""
+    logits = []
+    for _ in range(2):
+        cache = PolicyCache(POLICIES["snapkv"])
+        with cache.attached(model):
+            model(IDS[:, :5], past_key_values=cache)
+            cache.start_turn(prompt_len=20)
+            if not logits:
+                logits.append(model(IDS[:, :25], past_key_values=cache).logits)
+            else:
+                model(IDS[:, :20], past_key_values=cache)
+                logits.append(model(IDS[:, 20:25], past_key_values=cache).logits)
+        assert cache.get_seq_length() == 30
+    assert torch.allclose(logits[0][:, -5:], logits[1], atol=1e-5)
