@@ -115,12 +115,20 @@ class ModelParts:
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         self.model = model
         self.decoder = _find_decoder(model)
+        for module in (self.decoder, *model.children()):
+            # A model may name the decoder inside of a compiled one as its own.
+            if getattr(module, "_orig_mod", module) is self.decoder:
+                _check_uncompiled(module)
         self.config: Any = self.decoder.config
         layers = _layer_list(self.decoder)
         assert layers is not None
         self.layers: list[nn.Module] = list(layers)
+        for layer in self.layers:
+            _check_uncompiled(layer)
         self.windows = _find_windows(self.config, len(self.layers))
         self.attentions = [_find_attention(layer, i) for i, layer in enumerate(self.layers)]
+        for attention in self.attentions:
+            _check_uncompiled(attention)
         _ = self.implementation
 
     @property
@@ -196,11 +204,7 @@ def _find_decoder(model: Any) -> nn.Module:
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"model must be decoder-only, got the encoder-decoder {name}")
-    if isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None:
-        raise UnsupportedModelError(
-            f"model must not be compiled, since hooks do not reach a compiled graph, got {name}; "
-            "pass the model before torch.compile"
-        )
+    _check_uncompiled(model)
     decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
     if decoder is model and _layer_list(model) is None:  # a head that does not name its decoder
         inner = [each for each in model.children() if _layer_list(each) is not None]
@@ -225,6 +229,19 @@ def _find_decoder(model: Any) -> nn.Module:
         )
     assert isinstance(decoder, nn.Module)
     return decoder
+
+
+def _check_uncompiled(module: nn.Module) -> None:
+    """Check that a module that hooks go on, or its forward, was not given to `torch.compile`."""
+    if (
+        isinstance(module, torch._dynamo.OptimizedModule)
+        or module._compiled_call_impl is not None
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+    ):
+        raise UnsupportedModelError(
+            "model must not be compiled, since hooks do not reach a compiled graph, got a compiled "
+            f"{type(module).__name__}; pass the model before torch.compile"
+        )
 
 
 def _layer_list(decoder: Any) -> nn.ModuleList | None:

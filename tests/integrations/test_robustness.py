@@ -1,0 +1,302 @@
+"""What must not happen: caches that share a model and meet, failures that leave traces."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvpolicy import CachePolicy
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import (
+    H2O,
+    AdaKV,
+    FastKV,
+    FullContext,
+    GemFilter,
+    GQAGroupSelector,
+    PyramidInfer,
+    PyramidKV,
+    SnapKV,
+    StagedPropagation,
+    StreamingLLM,
+    TokenSelectivePropagation,
+    WindowMaxPoolScorer,
+)
+from tests.integrations.conversation import left_padded
+from tests.reference import random_tokens, tiny_model
+
+# The filter layer of four lies in the middle, so that layers on either side of it can fail.
+GEM = GemFilter(filter_layer=2, retention_rate=0.3)
+POLICIES: dict[str, CachePolicy] = {
+    "full_context": FullContext(),
+    "streaming_llm": StreamingLLM(0.3),
+    "snapkv": SnapKV(0.3),
+    "h2o": H2O(0.3),
+    "pyramid_kv": PyramidKV(0.3),
+    "ada_kv": AdaKV(0.3),
+    "fastkv": FastKV(tsp_rate=0.5, retention_rate=0.3),
+    "staged": CachePolicy(
+        WindowMaxPoolScorer(4),
+        GQAGroupSelector(0.25, window_size=4),
+        StagedPropagation(
+            [TokenSelectivePropagation(layer, 0.8 - 0.2 * layer, 4) for layer in (0, 2)]
+        ),
+    ),
+    "pyramid_infer": PyramidInfer(min_context=8),
+    "gem_filter": GEM,
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama", seed=1)
+
+
+def batch_of(*lengths: int, seed: int = 0) -> dict[str, Tensor]:
+    ids, mask = left_padded([random_tokens(seed + row, each) for row, each in enumerate(lengths)])
+    return {"inputs": ids, "attention_mask": mask}
+
+
+def generate(model: Any, cache: Any, given: dict[str, Tensor], **kwargs: Any) -> Tensor:
+    kwargs = {"max_new_tokens": 5, "do_sample": False, **kwargs}
+    return model.generate(past_key_values=cache, **given, **kwargs)
+
+
+def continued(said: Tensor, mask: Tensor, *lengths: int, seed: int = 50) -> dict[str, Tensor]:
+    """The next turn after what a batch has read and said."""
+    added = batch_of(*lengths, seed=seed)
+    past = torch.cat([mask, mask.new_ones(len(mask), said.shape[1] - mask.shape[1])], dim=1)
+    return {
+        "inputs": torch.cat([said, added["inputs"]], dim=1),
+        "attention_mask": torch.cat([past, added["attention_mask"]], dim=1),
+    }
+
+
+def two_turns(model: PreTrainedModel, policy: CachePolicy, **kwargs: Any) -> Iterator[Any]:
+    """Tokens and positions after each of two turns of a padded batch."""
+    cache, given = PolicyCache(policy), batch_of(40, 23)
+    for _ in range(2):
+        said = generate(model, cache, given, **kwargs)
+        yield said.tolist(), [layer.positions.tolist() for layer in cache.layers]
+        given = continued(said, given["attention_mask"], 6, 15)
+
+
+def marks_on(model: nn.Module) -> list[Any]:
+    """Everything of a model that attaching could leave a mark on."""
+    return [
+        (name, dict(part._forward_hooks), dict(part._forward_pre_hooks), sorted(part.__dict__))
+        for name, part in model.named_modules()
+    ] + [part.config is model.config for part in model.modules() if hasattr(part, "config")]
+
+
+# Caches that share a model.
+
+
+def test_caches_of_all_policies_alternate_on_one_model(model: PreTrainedModel) -> None:
+    """Turn by turn by `generate`, each gives what it gives alone."""
+    alone = {name: list(two_turns(model, policy)) for name, policy in POLICIES.items()}
+    running = {name: two_turns(model, policy) for name, policy in POLICIES.items()}
+    for turn in range(2):
+        for name, conversation in running.items():
+            assert next(conversation) == alone[name][turn], name
+
+
+@torch.no_grad()
+def test_caches_attached_at_once_alternate_forward_by_forward(model: PreTrainedModel) -> None:
+    def forwards(policy: CachePolicy) -> Iterator[Tensor]:
+        cache, given = PolicyCache(policy), batch_of(40)
+        with cache.attached(model):
+            yield model(given["inputs"], past_key_values=cache).logits[:, -1]
+            for token in (5, 9):
+                yield model(torch.tensor([[token]]), past_key_values=cache).logits[:, -1]
+            cache.start_turn()
+            yield model(batch_of(30, seed=7)["inputs"], past_key_values=cache).logits[:, -1]
+
+    alone = {name: list(forwards(policy)) for name, policy in POLICIES.items()}
+    running = {name: forwards(policy) for name, policy in POLICIES.items()}
+    for step in range(4):
+        for name, conversation in running.items():
+            assert torch.equal(next(conversation), alone[name][step]), name
+    for conversation in running.values():
+        conversation.close()
+
+
+class ThroughAnotherCache(nn.Module):
+    """In the place of an MLP: while one cache's forward is under way, runs another's."""
+
+    def __init__(self, model: PreTrainedModel, mlp: nn.Module, policy: CachePolicy) -> None:
+        super().__init__()
+        self.inner, self.mlp, self.policy = [model], mlp, policy
+        self.results: list[Tensor] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        (model,) = self.inner
+        if not self.results:
+            self.results.append(torch.empty(0))  # the inner forward comes through here as well
+            cache = PolicyCache(self.policy)
+            with cache.attached(model):
+                logits = model(batch_of(30, seed=3)["inputs"], past_key_values=cache).logits
+            self.results.append(logits[:, -1])
+        return self.mlp(hidden)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("inner", ["fastkv", "gem_filter"])
+@pytest.mark.parametrize("outer", ["fastkv", "gem_filter", "snapkv"])
+def test_a_forward_inside_another_caches_forward(outer: str, inner: str) -> None:
+    model = tiny_model("llama", seed=1)
+    expected = [
+        next(two_turns(model, POLICIES[outer])),
+        next(forward_of(model, POLICIES[inner], 30, seed=3)),
+    ]
+    nested = ThroughAnotherCache(model, model.model.layers[1].mlp, POLICIES[inner])
+    model.model.layers[1].mlp = nested
+    assert next(two_turns(model, POLICIES[outer])) == expected[0]
+    assert torch.equal(nested.results[1], expected[1])
+
+
+def forward_of(
+    model: PreTrainedModel, policy: CachePolicy, length: int, seed: int
+) -> Iterator[Tensor]:
+    cache = PolicyCache(policy)
+    with cache.attached(model):
+        yield model(batch_of(length, seed=seed)["inputs"], past_key_values=cache).logits[:, -1]
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("gem_filter", "gem_filter"),
+        ("gem_filter", "fastkv"),
+        ("ada_kv", "pyramid_infer"),
+        ("staged", "h2o"),
+    ],
+    ids="+".join,
+)
+def test_two_threads_generate_at_once(model: PreTrainedModel, pair: tuple[str, str]) -> None:
+    """One in a padded batch over two turns; the other one, where it may, in chunks or drafts."""
+    hows = [{}, {} if POLICIES[pair[1]].propagation.acting_layers(4) else {"prefill_chunk_size": 7}]
+    work = [(POLICIES[name], how) for name, how in zip(pair, hows, strict=True)]
+    expected = [list(two_turns(model, policy, **how)) for policy, how in work]
+    before, failures = marks_on(model), []
+    start = threading.Barrier(len(work))
+
+    def run(index: int) -> None:
+        policy, how = work[index]
+        try:
+            start.wait()
+            for _ in range(4):
+                if list(two_turns(model, policy, **how)) != expected[index]:
+                    failures.append(f"{policy} differs")
+        except BaseException as error:
+            failures.append(repr(error))
+
+    with switching_often():
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(len(work))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+    assert marks_on(model) == before
+
+
+@contextmanager
+def switching_often() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+
+
+# Failures.
+
+
+class Interrupted(BaseException):
+    """Like KeyboardInterrupt, which hooks that run on failure do not see."""
+
+
+@contextmanager
+def failing(model: PreTrainedModel, place: str, call: int, error: Any) -> Iterator[list[int]]:
+    """A module raises on a call of its own, counted from 1; the list holds the calls so far."""
+    calls: list[int] = []
+
+    def fail(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == call:
+            raise error
+
+    handle = model.get_submodule(f"model.{place}").register_forward_pre_hook(fail)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+# Of the cases below: modules of every layer; in a restart the first pass comes through `self_attn`
+# of layers 0 to 2, so that a second call there, and any at layer 3, is the second pass.
+PASSES = [(f"layers.{layer}.self_attn", call) for layer in range(3) for call in (1, 2)]
+CASES = [
+    *[("fastkv", {}, f"layers.{layer}.mlp", 1) for layer in range(4)],
+    *[("ada_kv", {}, f"layers.{layer}.self_attn.o_proj", 1) for layer in range(4)],
+    *[("gem_filter", {}, place, call) for place, call in [*PASSES, ("layers.3.mlp", 1)]],
+    ("gem_filter", {}, "norm", 1),
+    *[("h2o", {"prefill_chunk_size": 10}, f"layers.{layer}.mlp", 3) for layer in range(4)],
+    *[("snapkv", {"prefill_chunk_size": 10}, "layers.2.mlp", call) for call in (1, 2)],
+]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, Interrupted])
+@pytest.mark.parametrize("turn", [1, 2])
+@pytest.mark.parametrize(("name", "how", "place", "call"), CASES)
+def test_a_failure_in_mid_prefill_takes_nothing_with_it(
+    model: PreTrainedModel, name: str, how: Any, place: str, call: int, turn: int, error: Any
+) -> None:
+    before = marks_on(model)
+    cache, twin = PolicyCache(POLICIES[name]), PolicyCache(POLICIES[name])
+    given = batch_of(40, 23)
+    if turn == 2:
+        said = generate(model, cache, given)
+        generate(model, twin, given)
+        given = continued(said, given["attention_mask"], 31, 15)
+    with failing(model, place, call, error) as calls, pytest.raises(error):
+        generate(model, cache, given, **how)
+    assert len(calls) == call
+    assert marks_on(model) == before
+    assert_same(cache, twin)
+    # The next forward is a prompt only where it is the first.
+    token, mask = torch.tensor([[3], [5]]), given["attention_mask"]
+    if turn == 2:
+        mask = torch.cat([mask[:, : cache.get_seq_length()], mask.new_ones(2, 1)], dim=1)
+        for each in (cache, twin):
+            with torch.no_grad(), each.attached(model):
+                model(token, attention_mask=mask, past_key_values=each)
+                each.crop(-1)
+        assert_same(cache, twin)
+    expected = generate(model, twin, given)
+    assert torch.equal(generate(model, cache, given, **how), expected)
+    assert_same(cache, twin)
+
+
+def assert_same(cache: PolicyCache, twin: PolicyCache) -> None:
+    assert cache.get_seq_length() == twin.get_seq_length()
+    assert cache.seen_lengths == twin.seen_lengths
+    assert cache.propagated.keys() == twin.propagated.keys()
+    for index, positions in cache.propagated.items():
+        assert torch.equal(positions, twin.propagated[index])
+    assert cache.report().total == twin.report().total
+    if not cache.get_seq_length():
+        return
+    for layer, other in zip(cache.layers, twin.layers, strict=True):
+        assert torch.equal(layer.positions, other.positions)
+        real = layer.positions >= 0
+        torch.testing.assert_close(layer.keys[real], other.keys[real], atol=1e-5, rtol=0)
+        torch.testing.assert_close(layer.values[real], other.values[real], atol=1e-5, rtol=0)
