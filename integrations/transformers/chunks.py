@@ -116,6 +116,7 @@ class ChunkForward(Forward):
     def observe(self, index: int, queries: Tensor, scores: Scores) -> None:
         """Remember the layer's queries."""
         self._pending = None
+        self.layers[index].query_heads = queries.shape[1]
         if self.policy.num_queries != 0:
             self._queries[index] = queries
 
