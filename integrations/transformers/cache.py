@@ -250,6 +250,8 @@ class PolicyCache(ReadingCache):
             ValueError: It is positive, or more than were appended: what the policy evicted from
                 a prompt cannot be brought back.
         """
+        if isinstance(tokens_to_remove, Tensor) and not tokens_to_remove.ndim:
+            tokens_to_remove = tokens_to_remove.item()  # as assisted generation of 5.17 counts
         if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int):
             raise TypeError(f"tokens_to_remove must be an int, got {tokens_to_remove!r}")
         if tokens_to_remove > 0:

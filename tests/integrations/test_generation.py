@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -37,6 +38,9 @@ POLICIES = {
     "pyramid_infer": PyramidInfer(min_context=8),
 }
 NEW = 12
+
+# Before, generate cut the mask of a later turn's chunks as if nothing had been read before them.
+CHUNKS_GO_ON = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +108,8 @@ def test_a_prompt_in_chunks_is_the_prompt(model: PreTrainedModel, name: str, chu
     first = generate(model, whole)
     assert torch.equal(generate(model, chunked, prefill_chunk_size=chunk), first)
     assert_same_state(whole, chunked)
+    if not CHUNKS_GO_ON:
+        return
     second = generate(model, whole, continued(first))
     again = generate(model, chunked, continued(first), prefill_chunk_size=chunk)
     assert torch.equal(again, second)
@@ -120,6 +126,8 @@ def test_a_padded_batch_in_chunks(model: PreTrainedModel, name: str, chunk: int)
     how = {"attention_mask": mask, "prefill_chunk_size": chunk}
     assert torch.equal(generate(model, chunked, ids, **how), first)
     assert_same_state(whole, chunked)
+    if not CHUNKS_GO_ON:
+        return
     added, added_mask = left_padded([random_tokens(5 + row, 3 + 9 * row) for row in range(3)])
     ids = torch.cat([first, added], dim=1)
     said = torch.ones(3, NEW, dtype=mask.dtype)
@@ -147,7 +155,7 @@ def test_chunks_in_a_loop_by_hand(model: PreTrainedModel) -> None:
         assert chunked.layers[0].kept_len == 18 + 2
 
 
-@pytest.mark.parametrize("turn", [1, 2])
+@pytest.mark.parametrize("turn", [1, 2] if CHUNKS_GO_ON else [1])
 def test_a_failure_between_chunks_takes_the_turn_back(model: PreTrainedModel, turn: int) -> None:
     cache, other = PolicyCache(SnapKV(0.4)), PolicyCache(SnapKV(0.4))
     ids = IDS
