@@ -25,7 +25,12 @@ from tests.integrations.drawn_policies import KINDS
 from tests.integrations.machine import Conversation
 from tests.integrations.reading_both import Call
 from tests.integrations.side_by_side import SideBySide
+from tests.integrations.test_generation import CHUNKS_GO_ON
 from tests.reference import Method
+
+pytestmark = pytest.mark.skipif(
+    not CHUNKS_GO_ON, reason="this Transformers cuts the masks of later turns in chunks wrongly"
+)
 
 MINUTES = float(os.environ.get("FUZZ_MINUTES", "0"))
 
