@@ -29,6 +29,7 @@ from kvpolicy.policies import (
     WindowMaxPoolScorer,
 )
 from tests.integrations.conversation import left_padded
+from tests.integrations.test_generation import CHUNKS_GO_ON
 from tests.reference import random_tokens, tiny_model
 
 # The filter layer of four lies in the middle, so that layers on either side of it can fail.
@@ -169,6 +170,7 @@ def forward_of(
         yield model(batch_of(length, seed=seed)["inputs"], past_key_values=cache).logits[:, -1]
 
 
+@pytest.mark.skipif(not CHUNKS_GO_ON, reason="this Transformers cuts masks of chunks wrongly")
 @pytest.mark.parametrize(
     "pair",
     [
@@ -260,6 +262,8 @@ CASES = [
 def test_a_failure_in_mid_prefill_takes_nothing_with_it(
     model: PreTrainedModel, name: str, how: Any, place: str, call: int, turn: int, error: Any
 ) -> None:
+    if turn == 2 and "chunk" in str(how) and not CHUNKS_GO_ON:
+        pytest.skip("this Transformers cuts the masks of later turns in chunks wrongly")
     before = marks_on(model)
     cache, twin = PolicyCache(POLICIES[name]), PolicyCache(POLICIES[name])
     given = batch_of(40, 23)
