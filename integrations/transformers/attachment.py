@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.models import ModelParts
 from kvpolicy.integrations.transformers.routing import route, unroute
+from kvpolicy.integrations.transformers.static import BeforeLayer, before_decoder
 
 if TYPE_CHECKING:
     from kvpolicy.integrations.transformers.cache import PolicyCache
@@ -85,18 +86,20 @@ class Attachment(_Hooks):
     def __init__(self, cache: PolicyCache, parts: ModelParts) -> None:
         self.cache = cache
         self.parts = parts
+        self._outer: list[nn.Module] = [parts.model]  # whose calls are watched as well
         self._handles: list[RemovableHandle] = []
         self._routed: list[nn.Module] = []
 
     def attach(self) -> None:
         """Register the hooks; if that fails, none is left."""
+        self.detach()
         try:
             for attention in self.parts.attentions:
                 route(attention)
                 self._routed.append(attention)
             decoder = self.parts.decoder
             self._handles = [
-                *self._on_model(self.parts.model),
+                *(handle for model in self._outer for handle in self._on_model(model)),
                 decoder.register_forward_pre_hook(self.before_decoder, with_kwargs=True),
                 decoder.register_forward_hook(
                     self.after_decoder, with_kwargs=True, always_call=True
@@ -114,6 +117,15 @@ class Attachment(_Hooks):
             self.detach()
             raise
 
+    def decode(self) -> None:
+        """Register the hooks of a decoding that may be compiled, in the place of the others."""
+        self.detach()
+        decoder = self.parts.decoder
+        self._handles = [decoder.register_forward_pre_hook(before_decoder, with_kwargs=True)]
+        for index, layer in enumerate(self.parts.layers):
+            hook = BeforeLayer.of(index, layer)
+            self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+
     def detach(self) -> None:
         """Leave the model as it was."""
         for handle in self._handles:
@@ -125,15 +137,17 @@ class Attachment(_Hooks):
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Watch the calls of another module around the same decoder as well."""
-        if model is self.parts.model:
+        if model in self._outer:
             yield
             return
+        self._outer.append(model)
         handles = self._on_model(model)
+        self._handles += handles
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            self._outer.remove(model)
+            self.attach()
 
     def _on_model(self, model: nn.Module) -> list[RemovableHandle]:
         return [

@@ -35,6 +35,9 @@ class PolicyCache(ReadingCache):
         policy: Which tokens to keep.
         storage: How keys and values are held: `PlainStorage`, `QuantizedStorage` or
             `OffloadedStorage`. As they are, if None.
+        max_new_tokens: The most tokens of an answer. With it, memory for them is had when the
+            prompt is read, and `generate` can compile their decoding (greedy or sampling, eager or
+            sdpa attention, plain storage), as it does by itself on a GPU. None: memory grows.
 
     Attributes:
         policy: The policy.
@@ -44,7 +47,9 @@ class PolicyCache(ReadingCache):
             on: ``[batch, passed_len]`` int64, -1 on empty slots.
 
     Raises:
-        TypeError: ``policy`` is not a `CachePolicy`, or ``storage`` not a `Storage`.
+        TypeError: ``policy`` is not a `CachePolicy`, ``storage`` not a `Storage`, or
+            ``max_new_tokens`` no int.
+        ValueError: ``max_new_tokens`` is below 1.
 
     Where a policy drops tokens, a prompt's logits and hidden states are those of the tokens that
     went on, the last token always among them.
@@ -64,7 +69,13 @@ class PolicyCache(ReadingCache):
         (43, torch.Size([1, 1, 15, 8]))
     """
 
-    def __init__(self, policy: CachePolicy, storage: Storage | None = None) -> None:
+    def __init__(
+        self,
+        policy: CachePolicy,
+        storage: Storage | None = None,
+        *,
+        max_new_tokens: int | None = None,
+    ) -> None:
         if not isinstance(policy, CachePolicy):
             hint = f"{policy.__name__}()" if isinstance(policy, type) else "kvpolicy.build(name)"
             raise TypeError(f"policy must be a CachePolicy, got {policy!r}; pass {hint}")
@@ -72,7 +83,10 @@ class PolicyCache(ReadingCache):
             raise TypeError(
                 f"storage must be a Storage such as OffloadedStorage(), got {storage!r}"
             )
-        super().__init__(policy, PlainStorage() if storage is None else storage)
+        if max_new_tokens is not None:
+            check_count("max_new_tokens", max_new_tokens, minimum=1)
+        storage = PlainStorage() if storage is None else storage
+        super().__init__(policy, storage, max_new_tokens)
         self._loaded_for: str | None = None  # fingerprint of the model that filled a saved cache
 
     @contextmanager
@@ -112,7 +126,9 @@ class PolicyCache(ReadingCache):
 
     def _check_filled_by(self, parts: ModelParts) -> None:
         if self._tokens is None:
-            self.layers[:] = [PolicyLayer(self.storage) for _ in range(parts.num_layers)]
+            self.layers[:] = [
+                PolicyLayer(self.storage, self.max_new_tokens or 0) for _ in range(parts.num_layers)
+            ]
         elif len(self.layers) != parts.num_layers:
             raise ValueError(
                 f"model must have the {len(self.layers)} layers of the model that filled the "
@@ -183,6 +199,8 @@ class PolicyCache(ReadingCache):
         path: str | os.PathLike[str],
         policy: CachePolicy | None = None,
         storage: Storage | None = None,
+        *,
+        max_new_tokens: int | None = None,
     ) -> PolicyCache:
         """Read a file of `save`: a cache that goes on where the saved one was.
 
@@ -193,6 +211,7 @@ class PolicyCache(ReadingCache):
             policy: The policy that filled the cache; needed only where a part of it is not
                 registered, since a file names no code to run.
             storage: How keys and values are held from now on; as they are, if None.
+            max_new_tokens: As of a new cache.
 
         Raises:
             OSError: The file cannot be read.
@@ -210,9 +229,9 @@ class PolicyCache(ReadingCache):
                 f"policy must be the one that filled the cache in {path}, which is "
                 f"{saved.policy}, got {describe(policy)}"
             )
-        cache = cls(policy, storage)
+        cache = cls(policy, storage, max_new_tokens=max_new_tokens)
         for layer in saved.layers:
-            layer.storage = cache.storage
+            layer.storage, layer.room = cache.storage, max_new_tokens or 0
         cache.layers[:] = saved.layers
         cache.propagated = saved.propagated
         cache._tokens, cache._starts_turn = saved.tokens, saved.starts_turn

@@ -5,13 +5,18 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import attrs
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
+from transformers.masking_utils import create_masks_for_generate
 
 from kvpolicy.errors import UnsupportedGenerationError
+from kvpolicy.integrations.transformers.static import IMPLEMENTATIONS
 
 if TYPE_CHECKING:
     from kvpolicy.integrations.transformers.cache import PolicyCache
@@ -50,22 +55,72 @@ def wrap_generate() -> None:
             cache = kwargs.get("past_key_values")
             if not isinstance(cache, PolicyCache):
                 return original(self, *args, **kwargs)
-            prompt_end = check_generation(self, cache, args, kwargs)
-            with cache.attached(self), cache.new_turn(prompt_end):
+            turn = check_generation(self, cache, args, kwargs)
+            with cache.attached(self), _masks_of_steps(self), turn.of(cache):
                 return original(self, *args, **kwargs)
 
         generate._kvpolicy_wraps = original  # type: ignore[attr-defined]
         GenerationMixin.generate = generate
 
 
+@attrs.frozen
+class Turn:
+    """What a call of `generate` says of the turn it starts; see `ReadingCache.new_turn`."""
+
+    prompt_end: int | None
+    may_be_static: bool
+
+    def of(self, cache: PolicyCache) -> AbstractContextManager[None]:
+        """The turn of a cache."""
+        return cache.new_turn(self.prompt_end, may_be_static=self.may_be_static)
+
+
+class _StepMasks:
+    """In the place of what makes a model's masks in `generate`: a policy cache makes its own.
+
+    Args:
+        model: The model.
+    """
+
+    name = "create_masks_for_generate"
+
+    def __init__(self, model: Any) -> None:
+        self.before = vars(model).get(self.name)  # of the model itself, not of its class
+        self.original = getattr(model, self.name, create_masks_for_generate)
+        self.users = 0
+
+    def __call__(self, **kwargs: Any) -> Any:
+        from kvpolicy.integrations.transformers.cache import PolicyCache
+
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, PolicyCache):
+            return cache.mask_of_step(kwargs.get("attention_mask"))
+        return self.original(**kwargs)
+
+
+@contextmanager
+def _masks_of_steps(model: Any) -> Iterator[None]:
+    """Let `generate` ask a cache whose decoding it may compile for the masks of its steps."""
+    own = vars(model)
+    with _lock:
+        masks = own.get(_StepMasks.name)
+        if not isinstance(masks, _StepMasks):
+            masks = own[_StepMasks.name] = _StepMasks(model)
+        masks.users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            masks.users -= 1
+            if not masks.users:
+                del own[_StepMasks.name]
+                own.update({} if masks.before is None else {_StepMasks.name: masks.before})
+
+
 def check_generation(
     model: Any, cache: PolicyCache, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> int | None:
+) -> Turn:
     """Check a call of `generate` before anything is computed.
-
-    Returns:
-        The columns of the context at the prompt's end, where the prompt may come in several
-        forwards or with draft tokens behind it; else None: it comes in one forward.
 
     Raises:
         UnsupportedGenerationError: A mode that would be wrong with a policy.
@@ -102,7 +157,27 @@ def check_generation(
         raise UnsupportedGenerationError("use_cache must be True with a PolicyCache, got False")
     prompt_end = _check_continuation(cache, args, kwargs)
     _check_model_keeps_cache(model, cache, config, prompt_end)
-    return prompt_end if chunked or mode == GenerationMode.ASSISTED_GENERATION else None
+    _check_room(cache, config, prompt_end)
+    one_forward = not chunked and mode != GenerationMode.ASSISTED_GENERATION
+    return Turn(
+        # Else the prompt may come in several forwards, or with draft tokens behind it.
+        prompt_end=None if one_forward else prompt_end,
+        may_be_static=not chunked
+        and mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        and model.config._attn_implementation in IMPLEMENTATIONS,
+    )
+
+
+def _check_room(cache: PolicyCache, config: GenerationConfig, prompt_end: int | None) -> None:
+    """Check that an answer fits what the cache was built for."""
+    wanted = config.max_new_tokens
+    if wanted is None and config.max_length is not None and prompt_end is not None:
+        wanted = config.max_length - prompt_end
+    if cache.max_new_tokens is not None and wanted is not None and wanted > cache.max_new_tokens:
+        raise ValueError(
+            f"max_new_tokens must be at most the {cache.max_new_tokens} of the PolicyCache, got "
+            f"{wanted}; build the cache with max_new_tokens={wanted}"
+        )
 
 
 def _check_model_keeps_cache(

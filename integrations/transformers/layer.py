@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvpolicy.errors import NotAttachedError
 from kvpolicy.integrations.transformers.parallel import Spread
-from kvpolicy.integrations.transformers.storage import Held, PlainStorage, Storage
+from kvpolicy.integrations.transformers.storage import Held, Plain, PlainStorage, Storage
 from kvpolicy.integrations.transformers.tokens import SeenTokens
 from kvpolicy.selection import gather_positions, gather_slots
 
@@ -24,6 +24,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     Args:
         storage: How they are held.
+        room: Slots to have memory for in advance, behind what the policy keeps.
 
     Attributes:
         padded: Whether some row or head holds fewer tokens than others.
@@ -35,9 +36,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, storage: Storage | None = None) -> None:
+    def __init__(self, storage: Storage | None = None, room: int = 0) -> None:
         # Not the base's own, which would set keys and values.
         self.storage = PlainStorage() if storage is None else storage
+        self.room = room
         self.held: Held | None = None
         self.is_initialized = False
         self.padded = False
@@ -90,7 +92,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.follow(tokens)
 
     def _hold(self, keys: Tensor, values: Tensor, chosen: Tensor) -> None:
-        self.held = self.storage.hold(keys, values)
+        self.held = self.storage.hold(keys, values).with_room(self.room)
         self._chosen = chosen
         valid = chosen >= 0
         self.padded = not bool(valid.all())
@@ -118,6 +120,28 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         assert self.held is not None
         self.held = self.held.appended(keys, values)
         return self.held.read()
+
+    def claim(self) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[batch, kv_heads, capacity, head_dim]`` with room, to be written to.
+
+        Until `release`, only whoever has claimed them appends, and tells so by `written`.
+        """
+        assert isinstance(self.held, Plain)
+        held = self.held.with_room(self.room)
+        assert isinstance(held, Plain)
+        self.held = held
+        return held.claim()
+
+    def written(self, tokens: SeenTokens) -> None:
+        """One more slot of what was claimed is taken; ``tokens`` have been seen then."""
+        assert isinstance(self.held, Plain)
+        self.held = self.held.written(1)
+        self.follow(tokens)
+
+    def release(self) -> None:
+        """What was claimed is the layer's own again."""
+        assert isinstance(self.held, Plain)
+        self.held.release()
 
     def follow(self, tokens: SeenTokens) -> None:
         """Learn which tokens have been seen now."""

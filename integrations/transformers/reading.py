@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 from transformers import Cache
 
@@ -30,7 +31,8 @@ from kvpolicy.integrations.transformers.inputs import Incoming, inputs_of, read_
 from kvpolicy.integrations.transformers.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.masks import FLASH
 from kvpolicy.integrations.transformers.restart import FilterPass
-from kvpolicy.integrations.transformers.storage import Storage
+from kvpolicy.integrations.transformers.static import StaticDecoding, StaticKeys
+from kvpolicy.integrations.transformers.storage import PlainStorage, Storage
 from kvpolicy.integrations.transformers.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
@@ -62,12 +64,17 @@ class ReadingCache(Cache):  # type: ignore[misc]
     Args:
         policy: Which tokens to keep.
         storage: How keys and values are held.
+        max_new_tokens: Tokens of an answer to have memory for in advance; None for none.
     """
 
-    def __init__(self, policy: CachePolicy, storage: Storage) -> None:
+    def __init__(
+        self, policy: CachePolicy, storage: Storage, max_new_tokens: int | None = None
+    ) -> None:
         super().__init__(layers=[])
         self.policy = policy
         self.storage = storage
+        self.max_new_tokens = max_new_tokens
+        self.static: StaticDecoding | None = None  # while `generate` decodes into fixed buffers
         self.layers: list[PolicyLayer]
         self.propagated: dict[int, Tensor] = {}
         self._attachment: Attachment | None = None
@@ -76,6 +83,7 @@ class ReadingCache(Cache):  # type: ignore[misc]
         self._starts_turn = False
         self._prompt_end: int | None = None  # in columns; None: where the next forward ends
         self._in_generate = False  # which may give the whole conversation again
+        self._may_be_static = True  # as far as the generate under way allows
         self._chunks: Chunks | None = None
         self._forward: Forward | None = None
         self._first_output: Any = None  # of the prompt, where draft tokens came with it
@@ -103,20 +111,24 @@ class ReadingCache(Cache):  # type: ignore[misc]
         self._starts_turn, self._prompt_end, self._chunks = True, prompt_end, None
 
     @contextmanager
-    def new_turn(self, prompt_end: int | None = None) -> Iterator[None]:
+    def new_turn(
+        self, prompt_end: int | None = None, *, may_be_static: bool = False
+    ) -> Iterator[None]:
         """Start a turn; if no forward has ended its prompt by the block's end, take it back.
 
         Args:
             prompt_end: Columns of the whole context at the prompt's end, where it may come in
                 several forwards or with draft tokens behind it.
+            may_be_static: Whether the answer may be decoded into buffers of a fixed size.
         """
         before = self._snapshot()
         self._start_turn(prompt_end)
-        self._in_generate = True
+        self._in_generate, self._may_be_static = True, may_be_static
         try:
             yield
         finally:
-            self._in_generate = False
+            self._end_static()
+            self._in_generate, self._may_be_static = False, True
             self.abandon_forward()
             if self._chunks is not None:
                 self._restore(before)
@@ -273,6 +285,84 @@ class ReadingCache(Cache):  # type: ignore[misc]
         output = forward.in_order(output)
         return output if first is None else joined_outputs(first, output)
 
+    # Decoding into buffers of a fixed size.
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile the decoding of an answer."""
+        plain = isinstance(self.storage, PlainStorage)
+        return self.max_new_tokens is not None and plain and self._may_be_static
+
+    def mask_of_step(self, attention_mask: Tensor | None) -> Tensor | None:
+        """The mask that `generate` is to give the model at the next forward.
+
+        Args:
+            attention_mask: ``[batch, columns]`` of all tokens.
+
+        Returns:
+            The same for a prompt. For a token that is decoded, ``[1, 1, 1, 1]`` to hold its place:
+            every layer has a mask of its own.
+
+        Raises:
+            UnsupportedGenerationError: More tokens are decoded than there is room for.
+        """
+        if self.acts_next:
+            return attention_mask
+        if self.static is None:
+            self._begin_static()
+        assert self.static is not None
+        assert self._tokens is not None
+        if self.static.steps == self.static.room:
+            raise UnsupportedGenerationError(
+                f"a PolicyCache with max_new_tokens={self.static.room} must not get more tokens "
+                "than that in one generate, got another"
+            )
+        self.static.steps += 1
+        one = torch.ones(self._tokens.batch, 1, dtype=torch.bool, device=self._tokens.valid.device)
+        if self.static.positions is not None:
+            self.static.positions.copy_(self._tokens.rotary_positions_of(one))
+        self._tokens = self._tokens.extended(
+            self._tokens.positions_of(one), one, padded=False, acts=False, skipped=None
+        )
+        for layer in self.layers:
+            layer.written(self._tokens)
+        return one[:1, None, None]
+
+    def _begin_static(self) -> None:
+        assert self._attachment is not None
+        assert self._tokens is not None
+        assert self.max_new_tokens is not None
+        self.abandon_forward()
+        parts, tokens = self._attachment.parts, self._tokens
+        longest = tokens.seen + self.max_new_tokens
+        self.static = StaticDecoding(
+            [
+                StaticKeys.of(layer, tokens, window if window and window < longest else None)
+                for layer, window in zip(self.layers, parts.windows, strict=True)
+            ],
+            parts.implementation,
+            None if tokens.skipped is None else torch.zeros_like(tokens.lengths)[:, None],
+            self.max_new_tokens,
+        )
+        self._attachment.decode()
+
+    def _end_static(self) -> None:
+        """Go on with buffers that grow; take back a token that not every layer has written."""
+        static, self.static = self.static, None
+        if static is None:
+            return
+        assert self._attachment is not None
+        assert self._tokens is not None
+        self._attachment.attach()
+        for layer in self.layers:
+            layer.release()
+        failed = static.steps - static.written()
+        if failed:
+            self._tokens = self._tokens.without_last(failed)
+            for layer in self.layers:
+                layer.drop_last(failed)
+                layer.follow(self._tokens)
+
     def abandon_forward(self) -> None:
         """Undo a forward that did not come to its end; without one, do nothing."""
         if self._undo is not None:
@@ -302,7 +392,7 @@ class ReadingCache(Cache):  # type: ignore[misc]
         """All but what binds the cache to a model: a copy is attached to nothing."""
         # A forward under way, or one that was interrupted, is not part of the copy.
         held = self._undo or self._snapshot()
-        layers = [PolicyLayer(self.storage) for _ in held.layers]
+        layers = [PolicyLayer(self.storage, self.max_new_tokens or 0) for _ in held.layers]
         for layer, own, each in zip(layers, self.layers, held.layers, strict=True):
             layer.restore(each)
             layer.query_heads, layer.spread = own.query_heads, own.spread
@@ -315,6 +405,8 @@ class ReadingCache(Cache):  # type: ignore[misc]
             "_prompt_end": held.prompt_end,
             "_chunks": held.chunks,
             "_in_generate": False,
+            "_may_be_static": True,
+            "static": None,
             "_attachment": None,
             "_filled_by": None,
             "_forward": None,
@@ -332,6 +424,8 @@ class ReadingCache(Cache):  # type: ignore[misc]
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
         """
+        if self.static is not None:
+            return self.static.layers[layer_idx].write(key_states, value_states)
         if self._forward is None:
             raise NotAttachedError(
                 "cache must be attached to the model for its policy to act: use "

@@ -51,6 +51,10 @@ class Held(abc.ABC):
     def nbytes(self) -> int:
         """Bytes of memory behind it, whole storages."""
 
+    def with_room(self, count: int) -> Held:
+        """With memory for ``count`` more slots, where memory is had in advance."""
+        return self
+
 
 class Storage(abc.ABC):
     """How a cache holds keys and values, layer by layer."""
@@ -76,7 +80,7 @@ class PlainStorage(Storage):
 
     def hold(self, keys: Tensor, values: Tensor) -> Held:
         """See `Storage.hold`."""
-        return _Plain.of(keys, values, keys.device)
+        return Plain.of(keys, values, keys.device)
 
 
 @attrs.frozen
@@ -91,7 +95,7 @@ class OffloadedStorage(Storage):
     def hold(self, keys: Tensor, values: Tensor) -> Held:
         """See `Storage.hold`."""
         away = torch.device("cpu")
-        return _Plain.of(keys.to(away), values.to(away), keys.device)
+        return Plain.of(keys.to(away), values.to(away), keys.device)
 
 
 @attrs.frozen
@@ -173,7 +177,7 @@ class _Used:
 
 
 @attrs.frozen(eq=False)
-class _Plain(Held):
+class Plain(Held):
     """The first ``length`` slots of two buffers, which may be longer and shared.
 
     Appending writes behind them where nobody has written yet, and copies them elsewhere: what
@@ -187,25 +191,29 @@ class _Plain(Held):
     used: _Used
 
     @staticmethod
-    def of(keys: Tensor, values: Tensor, device: torch.device) -> _Plain:
+    def of(keys: Tensor, values: Tensor, device: torch.device) -> Plain:
         """Hold whole tensors."""
         length = keys.shape[2]
-        return _Plain(own_storage(keys), own_storage(values), device, length, _Used(length))
+        return Plain(own_storage(keys), own_storage(values), device, length, _Used(length))
 
     @property
     def shape(self) -> torch.Size:
+        """See `Held.shape`."""
         batch, heads, _, dim = self.keys.shape
         return torch.Size((batch, heads, self.length, dim))
 
     @property
     def capacity(self) -> int:
+        """See `Held.capacity`."""
         return self.keys.shape[2]
 
     def read(self) -> tuple[Tensor, Tensor]:
+        """See `Held.read`."""
         keys, values = self.keys[:, :, : self.length], self.values[:, :, : self.length]
         return keys.to(self.device), values.to(self.device)
 
     def appended(self, keys: Tensor, values: Tensor) -> Held:
+        """See `Held.appended`."""
         home, after = self.keys.device, self.length + keys.shape[2]
         keys, values = keys.to(home), values.to(home)
         if not self._may_write(keys, values):
@@ -214,7 +222,7 @@ class _Plain(Held):
                 self.values[:, :, : self.length],
             )
             joined = torch.cat([held_keys, keys], dim=2), torch.cat([held_values, values], dim=2)
-            return _Plain.of(*joined, self.device)
+            return Plain.of(*joined, self.device)
         held = self if self._has_room(after) else self._grown(after)
         held.keys[:, :, self.length : after] = keys
         held.values[:, :, self.length : after] = values
@@ -230,29 +238,54 @@ class _Plain(Held):
         frozen = self.keys.is_inference() and not torch.is_inference_mode_enabled()
         return self.used.slots == self.length and after <= self.keys.shape[2] and not frozen
 
-    def _grown(self, after: int) -> _Plain:
+    def with_room(self, count: int) -> Held:
+        """See `Held.with_room`."""
+        after = self.length + count
+        return self if self._has_room(after) else self._in_buffers(after)
+
+    def claim(self) -> tuple[Tensor, Tensor]:
+        """The buffers whole, for another to write behind what is held; nobody else does then."""
+        self.used.slots = self.capacity
+        return self.keys, self.values
+
+    def written(self, count: int) -> Plain:
+        """With ``count`` slots more, which another has written into the buffers."""
+        return Plain(self.keys, self.values, self.device, self.length + count, self.used)
+
+    def release(self) -> None:
+        """Nobody writes behind what is held now."""
+        self.used.slots = self.length
+
+    def _grown(self, after: int) -> Plain:
         """The same in larger buffers of its own."""
-        capacity = after + max(int(after * GROWTH_SHARE), SMALLEST_GROWTH)
+        return self._in_buffers(after + max(int(after * GROWTH_SHARE), SMALLEST_GROWTH))
+
+    def _in_buffers(self, capacity: int) -> Plain:
+        """The same in buffers of its own."""
 
         def larger(tensor: Tensor) -> Tensor:
             batch, heads, _, dim = tensor.shape
             buffer = tensor.new_empty(batch, heads, capacity, dim)
             buffer[:, :, : self.length] = tensor[:, :, : self.length]
+            buffer[:, :, self.length :] = 0  # may be read under a mask, and must be finite
             return buffer
 
         used = _Used(self.length)
-        return _Plain(larger(self.keys), larger(self.values), self.device, self.length, used)
+        return Plain(larger(self.keys), larger(self.values), self.device, self.length, used)
 
     def first(self, count: int) -> Held:
-        return _Plain.of(self.keys[:, :, :count], self.values[:, :, :count], self.device)
+        """See `Held.first`."""
+        return Plain.of(self.keys[:, :, :count], self.values[:, :, :count], self.device)
 
     def rows(self, rows: Tensor) -> Held:
+        """See `Held.rows`."""
         rows = rows.to(self.keys.device)
         keys = self.keys[:, :, : self.length].index_select(0, rows)
         values = self.values[:, :, : self.length].index_select(0, rows)
-        return _Plain.of(keys, values, self.device)
+        return Plain.of(keys, values, self.device)
 
     def nbytes(self) -> int:
+        """See `Held.nbytes`."""
         return _nbytes(self.keys) + _nbytes(self.values)
 
 

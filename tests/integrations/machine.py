@@ -23,6 +23,7 @@ CALLS = st.builds(
 )
 # So many that a row ends now and then.
 ENDS = tuple(range(1, 97, 5))
+LONGEST_ANSWER = 6
 PLACES = st.sampled_from(["", ".self_attn", ".self_attn.o_proj", ".mlp"])
 
 
@@ -52,10 +53,14 @@ class Conversation(RuleBasedStateMachine):
         self.kind = kind
         self.failures = 0
 
-    @initialize(data=st.data(), storage=st.sampled_from([PlainStorage(), OffloadedStorage()]))
-    def begin(self, data: st.DataObject, storage: Any) -> None:
+    @initialize(
+        data=st.data(),
+        storage=st.sampled_from([PlainStorage(), OffloadedStorage()]),
+        room=st.sampled_from([None, LONGEST_ANSWER]),
+    )
+    def begin(self, data: st.DataObject, storage: Any, room: int | None) -> None:
         situation = data.draw(situations(self.kind))
-        cache = PolicyCache(situation.policy, storage)
+        cache = PolicyCache(situation.policy, storage, max_new_tokens=room)
         self.side = SideBySide(
             situation.model,
             situation.weights,
@@ -88,7 +93,7 @@ class Conversation(RuleBasedStateMachine):
         except NearTieError:
             self.side.reset()
 
-    @rule(data=st.data(), count=st.integers(1, 6), alone=st.booleans())
+    @rule(data=st.data(), count=st.integers(1, LONGEST_ANSWER), alone=st.booleans())
     def generate(self, data: st.DataObject, count: int, alone: bool) -> None:
         new, ended = self.prompt_of(data)
         ends = ENDS if data.draw(st.booleans()) else ()
