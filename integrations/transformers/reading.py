@@ -31,7 +31,7 @@ from kvpolicy.integrations.transformers.inputs import Incoming, inputs_of, read_
 from kvpolicy.integrations.transformers.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.masks import FLASH
 from kvpolicy.integrations.transformers.restart import FilterPass
-from kvpolicy.integrations.transformers.static import StaticDecoding, StaticKeys
+from kvpolicy.integrations.transformers.static import StaticDecoding
 from kvpolicy.integrations.transformers.storage import PlainStorage, Storage
 from kvpolicy.integrations.transformers.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
@@ -317,10 +317,8 @@ class ReadingCache(Cache):  # type: ignore[misc]
                 f"a PolicyCache with max_new_tokens={self.static.room} must not get more tokens "
                 "than that in one generate, got another"
             )
-        self.static.steps += 1
         one = torch.ones(self._tokens.batch, 1, dtype=torch.bool, device=self._tokens.valid.device)
-        if self.static.positions is not None:
-            self.static.positions.copy_(self._tokens.rotary_positions_of(one))
+        self.static.advance(self._tokens.rotary_positions_of(one))
         self._tokens = self._tokens.extended(
             self._tokens.positions_of(one), one, padded=False, acts=False, skipped=None
         )
@@ -334,15 +332,8 @@ class ReadingCache(Cache):  # type: ignore[misc]
         assert self.max_new_tokens is not None
         self.abandon_forward()
         parts, tokens = self._attachment.parts, self._tokens
-        longest = tokens.seen + self.max_new_tokens
-        self.static = StaticDecoding(
-            [
-                StaticKeys.of(layer, tokens, window if window and window < longest else None)
-                for layer, window in zip(self.layers, parts.windows, strict=True)
-            ],
-            parts.implementation,
-            None if tokens.skipped is None else torch.zeros_like(tokens.lengths)[:, None],
-            self.max_new_tokens,
+        self.static = StaticDecoding.of(
+            self.layers, tokens, parts.windows, parts.implementation, self.max_new_tokens
         )
         self._attachment.decode()
 
@@ -356,7 +347,7 @@ class ReadingCache(Cache):  # type: ignore[misc]
         self._attachment.attach()
         for layer in self.layers:
             layer.release()
-        failed = static.steps - static.written()
+        failed = static.failed()
         if failed:
             self._tokens = self._tokens.without_last(failed)
             for layer in self.layers:

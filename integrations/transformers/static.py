@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import Cache
 
 from kvpolicy.integrations.transformers.masks import tensor_mask
@@ -27,57 +28,107 @@ IMPLEMENTATIONS = ("eager", "sdpa")
 
 
 @attrs.define(eq=False)
+class StaticMask:
+    """What the next token sees of the slots of one layer, or of several that are alike.
+
+    It is written to between two steps, outside of what is compiled.
+
+    Args:
+        mask: ``[1 or batch, 1 or query_heads, 1, capacity]``, as `tensor_mask` makes it.
+        slot: The next token's.
+        window: What falls out of a sliding window; None where nothing does.
+    """
+
+    mask: Tensor
+    slot: int
+    window: SlidingWindow | None
+
+    @staticmethod
+    def of(
+        layer: PolicyLayer, capacity: int, implementation: str, dtype: torch.dtype
+    ) -> StaticMask:
+        """The mask of a layer that sees all that it holds."""
+        held, length = layer.positions, layer.kept_len
+        assert held is not None
+        visible = torch.ones(1, 1, length, dtype=torch.int64, device=held.device)
+        if layer.padded:
+            visible = held if layer.ragged else held[:, :1]
+        slots = pad(visible, (0, capacity - length), value=-1)
+        seen = slots.new_zeros(slots.shape[0], 1)
+        mask = tensor_mask(slots.clamp(max=0), seen, layer.query_heads, None, implementation, dtype)
+        return StaticMask(mask, length, None)
+
+    @staticmethod
+    def sliding(
+        layer: PolicyLayer,
+        tokens: SeenTokens,
+        window: int,
+        capacity: int,
+        implementation: str,
+        dtype: torch.dtype,
+    ) -> StaticMask:
+        """The mask of a layer that sees a sliding window."""
+        held, length = layer.positions, layer.kept_len
+        assert held is not None
+        lengths = tokens.lengths.to(held.device)[:, None]
+        new = lengths + torch.arange(capacity - length, device=held.device)
+        places = torch.cat([held, new[:, None].expand(-1, held.shape[1], -1)], dim=2)
+        sees = SlidingWindow(places, lengths, layer.query_heads, window, implementation, dtype)
+        return StaticMask(sees.mask(0), length, sees)
+
+    def advance(self, step: int) -> None:
+        """Show the token of a step, counted from 0."""
+        if self.window is not None:
+            self.mask.copy_(self.window.mask(step))
+            return
+        self.mask[..., self.slot] = True if self.mask.dtype == torch.bool else 0.0
+        self.slot += 1
+
+
+@attrs.frozen(eq=False)
+class SlidingWindow:
+    """Which places each token of an answer sees.
+
+    Args:
+        places: ``[batch, kv_heads, capacity]`` int64: where each slot's token stands, or will
+            stand, -1 on padding.
+        lengths: ``[batch, 1]`` int64: the first token's own place.
+        query_heads: Query heads.
+        size: Places a query sees, its own among them.
+        implementation: The model's attention implementation.
+        dtype: Of masks that are added.
+    """
+
+    places: Tensor
+    lengths: Tensor
+    query_heads: int
+    size: int
+    implementation: str
+    dtype: torch.dtype
+
+    def mask(self, step: int) -> Tensor:
+        """What the token of a step sees."""
+        own = self.lengths + step
+        return tensor_mask(
+            self.places, own, self.query_heads, self.size, self.implementation, self.dtype
+        )
+
+
+@attrs.define(eq=False)
 class StaticKeys:
     """Buffers that a layer's keys and values are written into, one token at a time.
 
     Args:
         keys: ``[batch, kv_heads, capacity, head_dim]``.
         values: Likewise.
-        places: ``[1 or batch, 1 or kv_heads, capacity]`` int64: where each slot's token stands, or
-            will stand, -1 on padding; what lies before a token's own place is seen by it.
-        lead: ``[1 or batch]`` int64: how far the place of a new token is ahead of its slot.
         filled: ``[1]`` int64: slots taken.
-        start: Slots that were taken when decoding began.
-        query_heads: Query heads, a group for each of ``keys``' heads.
-        window: Places a query sees, its own among them; None for all before it.
+        mask: What the token at hand sees of the slots, its own among them.
     """
 
     keys: Tensor
     values: Tensor
-    places: Tensor
-    lead: Tensor
     filled: Tensor
-    start: int
-    query_heads: int
-    window: int | None
-
-    @staticmethod
-    def of(layer: PolicyLayer, tokens: SeenTokens, window: int | None) -> StaticKeys:
-        """Take up a layer that has room for the tokens to come."""
-        keys, values = layer.claim()
-        length, capacity = layer.kept_len, keys.shape[2]
-        slots = torch.arange(capacity, device=keys.device)
-        lead = torch.zeros(1, dtype=torch.int64, device=keys.device)
-        places = slots[None, None]
-        if layer.padded or window is not None:
-            # Heads may hold different tokens, which shows where some are padding, or too far away.
-            held = layer.positions
-            assert held is not None
-            held = held if layer.ragged or window is not None else held[:, :1]
-            lead = tokens.lengths.to(keys.device) - length
-            new = (slots[length:] + lead[:, None])[:, None].expand(-1, held.shape[1], -1)
-            places = torch.cat([held, new], dim=2)
-        filled = torch.full((1,), length, device=keys.device)
-        for tensor in (keys, values, places, lead, filled):
-            # One address for as long as it lives, which CUDA graphs have to be told.
-            torch._dynamo.mark_static_address(tensor)
-        heads = layer.query_heads
-        return StaticKeys(keys, values, places, lead, filled, length, heads, window)
-
-    def mask(self, implementation: str, dtype: torch.dtype) -> Tensor:
-        """What the next token sees of all slots, once its own is written."""
-        own = (self.filled + self.lead)[:, None]
-        return tensor_mask(self.places, own, self.query_heads, self.window, implementation, dtype)
+    mask: Tensor
 
     def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write one token; returns the whole buffers, whose unused slots the mask hides."""
@@ -89,29 +140,79 @@ class StaticKeys:
 
 @attrs.define(eq=False)
 class StaticDecoding:
-    """The decoding of one answer: every layer's buffers, and what is true for all of them.
+    """The decoding of one answer; what is compiled reads ``layers`` and ``positions`` only.
 
     Args:
-        layers: By layer.
-        implementation: The model's attention implementation.
+        layers: Every layer's buffers.
         positions: ``[batch, 1]`` int64: rotary positions of the token at hand, where a restart left
             tokens out; None where they are those that the model is given.
+        masks: Those of the layers, each once.
+        starts: By layer, the slots taken when decoding began.
         room: Tokens there is room for.
-        steps: Tokens whose forward has been asked for; nothing compiled may read it.
+        steps: Tokens whose forward has been asked for.
     """
 
     layers: list[StaticKeys]
-    implementation: str
     positions: Tensor | None
+    masks: list[StaticMask]
+    starts: list[int]
     room: int
     steps: int = 0
 
-    def written(self) -> int:
-        """Tokens that every layer has written."""
+    @staticmethod
+    def of(
+        layers: list[PolicyLayer],
+        tokens: SeenTokens,
+        windows: list[int | None],
+        implementation: str,
+        room: int,
+    ) -> StaticDecoding:
+        """Take up what a prompt has left.
+
+        Args:
+            layers: What each layer holds.
+            tokens: Those seen.
+            windows: Each layer's sliding window; None where it sees all.
+            implementation: The model's attention implementation.
+            room: The most tokens to come.
+        """
+        buffers: list[StaticKeys] = []
+        masks: dict[Any, StaticMask] = {}
+        starts = [layer.kept_len for layer in layers]
+        for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
+            keys, values = layer.claim()
+            kind: Any = (layer.kept_len, keys.shape[2], keys.device)
+            if window is not None and window < tokens.seen + room:
+                how = window, keys.shape[2], implementation, keys.dtype
+                masks[index] = mask = StaticMask.sliding(layer, tokens, *how)
+            elif layer.padded or kind not in masks:
+                # Layers that hold equally much, none of it padding, see alike.
+                mask = StaticMask.of(layer, keys.shape[2], implementation, keys.dtype)
+                masks[index if layer.padded else kind] = mask
+            else:
+                mask = masks[kind]
+            filled = torch.full((1,), layer.kept_len, device=keys.device)
+            for tensor in (keys, values, filled, mask.mask):
+                # One address for as long as it lives, which CUDA graphs have to be told.
+                torch._dynamo.mark_static_address(tensor)
+            buffers.append(StaticKeys(keys, values, filled, mask.mask))
+        positions = None if tokens.skipped is None else torch.zeros_like(tokens.lengths)[:, None]
+        return StaticDecoding(buffers, positions, list(masks.values()), starts, room)
+
+    def advance(self, positions: Tensor) -> None:
+        """Make ready for the next token, which is read at ``positions`` ``[batch, 1]``."""
+        for mask in self.masks:
+            mask.advance(self.steps)
+        if self.positions is not None:
+            self.positions.copy_(positions)
+        self.steps += 1
+
+    def failed(self) -> int:
+        """Tokens of the last steps that not every layer has written."""
         device = self.layers[0].filled.device
         filled = torch.stack([each.filled.to(device) for each in self.layers])
-        first = torch.tensor([[each.start] for each in self.layers], device=device)
-        return int((filled - first).min())
+        written = filled - torch.tensor(self.starts, device=device)[:, None]
+        return self.steps - int(written.min())
 
 
 # Hooks know no cache but the one in the call: what was compiled with one is right for all. Those of
@@ -157,8 +258,7 @@ class BeforeLayer:
         if static is None:
             return None
         hidden = given.pop(self.names[0])
-        mask = static.layers[self.index].mask(static.implementation, hidden.dtype)
-        return (hidden,), {**given, "attention_mask": mask}
+        return (hidden,), {**given, "attention_mask": static.layers[self.index].mask}
 
 
 def _static_of(arguments: dict[str, Any]) -> StaticDecoding | None:
