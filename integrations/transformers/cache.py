@@ -139,7 +139,14 @@ class PolicyCache(ReadingCache):
     def _move_to(self, parts: ModelParts) -> None:
         assert self._tokens is not None
         self._tokens = self._tokens.to(parts.device_of(0))
+        # That of the embeddings: weights of layers may be quantised.
+        dtype = next(each.dtype for each in parts.decoder.parameters() if each.is_floating_point())
         for index, layer in enumerate(self.layers):
+            assert layer.held is not None
+            keys, values = layer.held.read()
+            if keys.dtype != dtype:
+                # The same model, loaded in another precision. Not yet into the cache's storage.
+                layer.held = PlainStorage().hold(keys.to(dtype), values.to(dtype))
             layer.move_to(parts.device_of(index), self._tokens.to(parts.device_of(index)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -186,7 +193,8 @@ class PolicyCache(ReadingCache):
     ) -> PolicyCache:
         """Read a file of `save`: a cache that goes on where the saved one was.
 
-        Its tensors move to the model's devices, and into ``storage``, when it is attached.
+        Its tensors move to the model's devices and precision, and into ``storage``, when it is
+        attached.
 
         Args:
             path: The file.

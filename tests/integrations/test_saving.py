@@ -98,6 +98,26 @@ def test_another_model_is_refused(model: PreTrainedModel, tmp_path: Path) -> Non
     generate(tiny_model("llama", seed=1), cache, ids, torch.ones_like(ids))  # the same, loaded anew
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_the_same_model_in_another_precision(
+    tmp_path: Path, before: torch.dtype, after: torch.dtype
+) -> None:
+    path = saved(tiny_model("llama", seed=1).to(torch.bfloat16).to(before), tmp_path)
+    model = tiny_model("llama", seed=1).to(torch.bfloat16).to(after)
+    cache = PolicyCache.load(path)
+    stored = [(layer.keys, layer.values) for layer in cache.layers]
+    with cache.attached(model):
+        for layer, of_layer in zip(cache.layers, stored, strict=True):
+            for tensor, was in zip((layer.keys, layer.values), of_layer, strict=True):
+                assert torch.equal(tensor, was.to(after))
+    ids = torch.tensor([random_tokens(0, 80)])
+    generate(model, cache, ids, torch.ones_like(ids))
+    assert all(layer.keys.dtype == layer.values.dtype == after for layer in cache.layers)
+    assert all(layer.dtype == after for layer in cache.layers)
+
+
 def test_another_policy_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
     path = saved(model, tmp_path)
     with pytest.raises(ValueError, match="policy must be the one that filled the cache"):
