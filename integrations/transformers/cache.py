@@ -315,6 +315,11 @@ class PolicyCache(ReadingCache):
             return
         if self._chunks is not None:
             raise ValueError("rows must not change while a prompt is read in chunks")
+        if bool(((rows < 0) | (rows >= self._tokens.batch)).any()):
+            raise ValueError(
+                f"rows must be indices of the cache's {self._tokens.batch} rows, in "
+                f"[0, {self._tokens.batch - 1}], got {rows.tolist()}"
+            )
         self._tokens = self._tokens.take_rows(rows)
         for layer in self.layers:
             layer.take_rows(rows, self._tokens)
