@@ -153,13 +153,15 @@ class PolicyCache(ReadingCache):
         """Write what the cache holds to a file, to go on from it later or elsewhere.
 
         Args:
-            path: The file, in the safetensors format: keys, values and positions of every layer,
-                the tokens seen, the policy's description and a fingerprint of the model.
+            path: The file, or a link to it, in the safetensors format: keys, values and positions
+                of every layer, the tokens seen, the policy's description and a fingerprint of the
+                model.
 
         Raises:
             ValueError: The cache has read nothing, or only a part of a prompt, or the model that
-                filled it is gone.
-            OSError: The file cannot be written; one that was there stays as it was.
+                filled it is gone; ``path`` names no file.
+            OSError: The file cannot be written, or is no regular file; what was there stays as it
+                was.
         """
         self.abandon_forward()
         if self._tokens is None or self._chunks is not None:
@@ -203,9 +205,9 @@ class PolicyCache(ReadingCache):
             storage: How keys and values are held from now on; as they are, if None.
 
         Raises:
-            OSError: The file cannot be read.
-            ValueError: It is no file of `save`, its policy is another than ``policy``, or cannot be
-                built without it.
+            OSError: The file cannot be read, or is no regular file.
+            ValueError: It is no file of `save`, or a broken one, its policy is another than
+                ``policy``, or cannot be built without it.
         """
         saved = SavedCache.read(path)
         if policy is None:
