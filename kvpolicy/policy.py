@@ -66,14 +66,24 @@ class CachePolicy:
                     f"window_size of {part} must be at least {self.scorer.unscored_tail}, the "
                     f"window that {self.scorer} leaves unscored, got {part.protected_tail}"
                 )
+        self._check_budgets()
+
+    def _check_budgets(self) -> None:
         kept, passed = self.selector.budget, self.propagation.budget
-        if kept is not None and passed is not None and kept.exceeds(passed):
-            unit = "tokens" if kept.rate is None else "rate"
-            raise ValueError(
-                f"{kept.name}_{unit} must not exceed {passed.name}_{unit}, since layers after the "
-                f"drop cannot keep more tokens than reach them, got {kept.name}_{unit}="
-                f"{kept.amount} and {passed.name}_{unit}={passed.amount}"
-            )
+        if kept is None or passed is None or not kept.exceeds(passed):
+            return
+        unit = "tokens" if kept.rate is None else "rate"
+        names = [f"{budget.name}_{unit}" for budget in (kept, passed)]
+        got = f"{names[0]}={kept.amount} and {names[1]}={passed.amount}"
+        if names[0] == names[1]:
+            names[0] += f" of {type(self.selector).__name__}"
+            names[1] += f" of {type(self.propagation).__name__}"
+            got = f"{kept.amount} and {passed.amount}"
+        after = "the restart" if self.propagation.restarts else "the drop"
+        raise ValueError(
+            f"{names[0]} must not exceed {names[1]}, since layers after {after} cannot keep more "
+            f"tokens than reach them, got {got}"
+        )
 
     @property
     def num_queries(self) -> int | None:
@@ -84,9 +94,20 @@ class CachePolicy:
         """Check the policy's layer indices against a model.
 
         Raises:
-            ValueError: A layer lies outside the model.
+            ValueError: A layer lies outside the model, or the prefill restarts at none of its
+                layers or at several.
         """
-        self.propagation.acting_layers(num_layers)
+        acting = sorted(self.propagation.acting_layers(num_layers))
+        if acting and not 0 <= acting[0] <= acting[-1] < num_layers:
+            raise ValueError(
+                f"acting_layers of {self.propagation} must be in [0, {num_layers - 1}] for a model "
+                f"of {num_layers} layers, got {acting}"
+            )
+        if self.propagation.restarts and len(acting) != 1:
+            raise ValueError(
+                f"acting_layers of {self.propagation} must be exactly one, since it restarts the "
+                f"prefill, got {acting} for a model of {num_layers} layers"
+            )
 
     def decide(self, context: LayerContext) -> Decision:
         """Choose what one layer keeps and passes on; the saliency is computed once, if at all.
@@ -160,8 +181,9 @@ class CachePolicy:
             a policy that restarts, which computes some layers twice.
 
         Raises:
-            ValueError: A layer lies outside the model, or ``context_len`` is needed.
+            ValueError: See `check_model`, or ``context_len`` is needed.
         """
+        self.check_model(num_layers)
         passes = self.propagation.prefill_passes(num_layers, context_len)
         return math.fsum(rate for layer_rates in passes for rate in layer_rates) / num_layers
 
