@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
 from kvpolicy.errors import ShapeError
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
@@ -94,9 +95,11 @@ class CachePolicy:
         """Check the policy's layer indices against a model.
 
         Raises:
-            ValueError: A layer lies outside the model, or the prefill restarts at none of its
-                layers or at several.
+            TypeError: ``num_layers`` is not an int.
+            ValueError: It is below 1, a layer lies outside the model, or the prefill restarts at
+                none of its layers or at several.
         """
+        check_count("num_layers", num_layers, minimum=1)
         acting = sorted(self.propagation.acting_layers(num_layers))
         if acting and not 0 <= acting[0] <= acting[-1] < num_layers:
             raise ValueError(
@@ -181,9 +184,12 @@ class CachePolicy:
             a policy that restarts, which computes some layers twice.
 
         Raises:
-            ValueError: See `check_model`, or ``context_len`` is needed.
+            TypeError: ``num_layers`` or ``context_len`` is not an int.
+            ValueError: See `check_model`; or ``context_len`` is below 1, or needed.
         """
         self.check_model(num_layers)
+        if context_len is not None:
+            check_count("context_len", context_len, minimum=1)
         passes = self.propagation.prefill_passes(num_layers, context_len)
         return math.fsum(rate for layer_rates in passes for rate in layer_rates) / num_layers
 

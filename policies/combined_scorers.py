@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Iterable
 from typing import ClassVar
 
 import attrs
@@ -94,17 +96,30 @@ class _CombinedScorer(Scorer):
         return attrs.evolve(context, queries=context.queries[:, :, first:])
 
 
+def _as_weights(weights: object) -> tuple[float, ...]:
+    if not isinstance(weights, Iterable):
+        raise TypeError(f"weights must be a sequence of numbers, got {weights!r}")
+    found = []
+    for weight in weights:
+        if isinstance(weight, bool) or not isinstance(weight, (numbers.Real, Tensor)):
+            raise TypeError(f"weights must be numbers, got {weight!r} of {type(weight).__name__}")
+        if not abs(float(weight)) <= torch.finfo(torch.float32).max:
+            raise ValueError(f"weights must be finite in float32, got {float(weight)}")
+        found.append(float(weight))
+    return tuple(found)
+
+
 @attrs.frozen
 class SumScorer(_CombinedScorer):
     """The sum of several saliencies, each with a weight.
 
     Args:
         scorers: At least one.
-        weights: One for each; all 1 if None.
+        weights: One for each, finite; all 1 if None.
 
     Raises:
-        TypeError: One of ``scorers`` is not a `Scorer`.
-        ValueError: There are none, or not as many weights.
+        TypeError: One of ``scorers`` is not a `Scorer`, or a weight not a number.
+        ValueError: There are none, not as many weights, or a weight is not finite in float32.
 
     Example:
         >>> from kvpolicy.policies import LastQueryScorer, WindowMaxPoolScorer
@@ -113,7 +128,7 @@ class SumScorer(_CombinedScorer):
     """
 
     weights: tuple[float, ...] | None = attrs.field(
-        default=None, converter=attrs.converters.optional(tuple)
+        default=None, converter=attrs.converters.optional(_as_weights)
     )
 
     def __attrs_post_init__(self) -> None:
