@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from kvpolicy.checks import check_count
+from kvpolicy.checks import check_count, check_kind
 from kvpolicy.interfaces import KVSelector, PropagationPolicy
 from kvpolicy.policy import CachePolicy
 
@@ -201,7 +201,7 @@ def estimate(
         dtype: Of keys and values.
 
     Raises:
-        TypeError: ``policy``, ``context_len`` or ``dtype`` is not of its type.
+        TypeError: ``policy``, ``shape``, ``context_len`` or ``dtype`` is not of its type.
         ValueError: ``context_len`` is below 1 or beyond the model's sliding window, or a layer of
             the policy lies outside the model.
 
@@ -217,6 +217,7 @@ def estimate(
     """
     if not isinstance(policy, CachePolicy):
         raise TypeError(f"policy must be a CachePolicy, got {policy!r}")
+    check_kind("shape", shape, ModelShape)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
     check_count("context_len", context_len, minimum=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from kvpolicy.checks import check_count, check_rate
+from kvpolicy.checks import check_count, check_kind, check_rate
 
 
 class DefaultRate(float):
@@ -103,7 +103,11 @@ class Budget:
         """Whether this budget is larger than ``other`` for every context.
 
         A rate and a number of tokens cannot be compared before the context is known: False.
+
+        Raises:
+            TypeError: ``other`` is not a `Budget`.
         """
+        check_kind("other", other, Budget)
         if self.rate is not None and other.rate is not None:
             return self.rate > other.rate
         if self.tokens is not None and other.tokens is not None:

@@ -26,6 +26,16 @@ def check_count(
     return value
 
 
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Check that ``value`` is of a class.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
+
+
 def check_rate(name: str, value: object, *, zero: bool = False) -> float:
     """Return ``value`` if it is a fraction in (0, 1], or in [0, 1] if ``zero`` is allowed.
 

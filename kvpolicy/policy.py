@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.checks import check_count
+from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.errors import ShapeError
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
@@ -55,9 +55,9 @@ class CachePolicy:
 
     def __attrs_post_init__(self) -> None:
         if self.scorer is not None:
-            _check_kind("scorer", self.scorer, Scorer)
-        _check_kind("selector", self.selector, KVSelector)
-        _check_kind("propagation", self.propagation, PropagationPolicy)
+            check_kind("scorer", self.scorer, Scorer)
+        check_kind("selector", self.selector, KVSelector)
+        check_kind("propagation", self.propagation, PropagationPolicy)
         consumers = [part for part in (self.selector, self.propagation) if part.needs_saliency]
         for part in consumers:
             if self.scorer is None:
@@ -116,12 +116,14 @@ class CachePolicy:
         """Choose what one layer keeps and passes on; the saliency is computed once, if at all.
 
         Raises:
-            TypeError: A part returned no tensor, or a saliency that is not of floats.
+            TypeError: ``context`` is no `LayerContext`; or a part returned no tensor, or a saliency
+                that is not of floats.
             ShapeError: What a part returned has not the axes it is to have.
             ValueError: A saliency is not a number (NaN).
             ValueError: Indices are not ascending, unique and in range, or the last token is not
                 passed on.
         """
+        check_kind("context", context, LayerContext)
         # Autocast would round the scores to half precision, where many tokens tie.
         with torch.autocast(context.keys.device.type, enabled=False):
             return self._decide(context)
@@ -192,11 +194,6 @@ class CachePolicy:
             check_count("context_len", context_len, minimum=1)
         passes = self.propagation.prefill_passes(num_layers, context_len)
         return math.fsum(rate for layer_rates in passes for rate in layer_rates) / num_layers
-
-
-def _check_kind(name: str, part: object, kind: type) -> None:
-    if not isinstance(part, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, got {part!r}")
 
 
 def _check_saliency(scorer: Scorer, saliency: object, context: LayerContext) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -60,11 +60,17 @@ class ValueAwareScorer(Scorer):
         return saliency * norms.repeat_interleave(saliency.shape[1] // context.kv_heads, dim=1)
 
 
+def _as_scorers(scorers: object) -> tuple[Any, ...]:
+    if not isinstance(scorers, Iterable):
+        raise TypeError(f"scorers must be a sequence of Scorer, got {scorers!r}")
+    return tuple(scorers)
+
+
 @attrs.frozen
 class _CombinedScorer(Scorer):
     """Several scorers on one layer; saliencies per KV head are repeated over their group."""
 
-    scorers: tuple[Scorer, ...] = attrs.field(converter=tuple)
+    scorers: tuple[Scorer, ...] = attrs.field(converter=_as_scorers)
 
     def __attrs_post_init__(self) -> None:
         _check_scorers(self.scorers)

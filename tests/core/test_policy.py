@@ -127,6 +127,16 @@ def test_building_by_name() -> None:
         kvpolicy.build("fastkv", "selector")
 
 
+def test_arguments_of_the_wrong_kind() -> None:
+    policy: Any = FastKV()
+    with pytest.raises(TypeError, match="context must be a LayerContext, got None"):
+        policy.decide(None)
+    with pytest.raises(TypeError, match="other must be a Budget, got 3"):
+        policy.selector.budget.exceeds(3)
+    with pytest.raises(TypeError, match="name must be a str, got None"):
+        kvpolicy.build(None)  # type: ignore[arg-type]
+
+
 def test_a_third_partys_entry_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     class Entry:
         name = "constant"

@@ -362,6 +362,7 @@ def test_a_part_of_a_sum_sees_no_more_queries_than_alone() -> None:
         (lambda: SumScorer([]), ValueError, "scorers must hold at least one Scorer"),
         (lambda: MaxScorer([WindowMaxPoolScorer]), TypeError, "scorer must be a Scorer"),
         (lambda: ValueAwareScorer(None), TypeError, "scorer must be a Scorer, got None"),
+        (lambda: MaxScorer(None), TypeError, "scorers must be a sequence of Scorer, got None"),
         (lambda: SumScorer([KeyNormScorer()], [1, 2]), ValueError, "weights must be one for each"),
         (
             lambda: SumScorer([KeyNormScorer()], [math.nan]),
