@@ -191,8 +191,8 @@ def estimate(
     A layer over ``n`` tokens takes ``2 * n`` operations for each of its weights, and causal
     attention ``2 * n ** 2 * query_heads * head_dim``: half of two full products of two operations
     each. Norms, biases, activations, rotary embeddings and the policy's scoring are not counted.
-    Numbers of tokens are rates of the prompt, not rounded, but not below the tokens that a part
-    says it always protects at the end.
+    Numbers of tokens are rates of the prompt, not rounded, but not below the first and last tokens
+    that a part says it always protects.
 
     Args:
         policy: The policy.
@@ -280,5 +280,5 @@ def _tokens(
     rates: Sequence[float], part: KVSelector | PropagationPolicy, context_len: int
 ) -> list[float]:
     """Tokens of each layer; a rate of 0 is a layer that is not run."""
-    fewest = min(max(part.protected_tail, 1), context_len)
+    fewest = min(max(part.protected_tail + part.protected_first, 1), context_len)
     return [max(rate * context_len, fewest) if rate else 0.0 for rate in rates]

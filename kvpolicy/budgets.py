@@ -76,7 +76,8 @@ class Budget:
         """The budget as a fraction of a prompt: the rate, or the number of tokens over its length.
 
         Args:
-            context_len: Tokens of the prompt, needed where the budget is a number of tokens.
+            context_len: Tokens of the prompt, needed where the budget is a number of tokens; None
+                for a prompt so long that what is protected does not matter.
             protected: Tokens that are kept whatever the budget.
 
         Raises:
@@ -86,11 +87,16 @@ class Budget:
         if context_len is not None:
             check_count("context_len", context_len, minimum=1)
         if self.rate is not None:
-            return self.rate
+            return self.rate if context_len is None else self._rate_of(context_len, protected)
         if context_len is None:
             raise ValueError(f"context_len must be given where {self.name}_tokens is, got None")
         kept = self.count(seen_len=context_len, available=context_len, protected=protected)
         return kept / context_len
+
+    def _rate_of(self, context_len: int, protected: int) -> float:
+        """The rate, not rounded to tokens, but of no fewer than the protected ones."""
+        assert self.rate is not None
+        return max(self.rate, min(max(protected, 1), context_len) / context_len)
 
     @property
     def amount(self) -> float:
