@@ -192,6 +192,18 @@ def test_generate_answers_under_full_context(run: Run, prompt_file: Path) -> Non
     assert out.split() == load().tokenizer.decode(list(prompt.answers[0])).split()
 
 
+def test_ctrl_c_leaves_one_line(
+    run: Run, prompt_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_generate, "load_shown", interrupt)
+    status, out, err = run("generate", "--prompt-file", prompt_file)
+    assert (status, out) == (130, "")
+    assert err == "error: interrupted\n"
+
+
 def test_generate_sampling_follows_its_seed(run: Run, prompt_file: Path) -> None:
     def sampled(seed: int) -> str:
         arguments = ("--sample", "--temperature", 9, "--seed", seed, "--max-new-tokens", 12)
