@@ -20,7 +20,13 @@ from kvpolicy.evaluation.prompts import (
     read_prompts,
     read_text,
 )
-from kvpolicy.evaluation.results import check_folder, cpu_count, environment, write_all
+from kvpolicy.evaluation.results import (
+    check_folder,
+    check_threads,
+    cpu_count,
+    environment,
+    write_all,
+)
 from kvpolicy.evaluation.sweep import CALIBRATION_SEED_OFFSET
 from kvpolicy.evaluation.tables import calibration_legend, calibration_table
 from kvpolicy.evaluation.terminal import DeviceOption, DtypeOption, load_shown, progress_bar
@@ -78,8 +84,9 @@ def calibrate(
     ] = None,
 ) -> None:
     """Choose FastKV's TSP layer by how little the drop moves the output."""
+    threads = check_threads(threads or min(cpu_count(), 4))
     _check(model, prompts, tsp_rate, criterion, tolerance, out)
-    torch.set_num_threads(threads or min(cpu_count(), 4))
+    torch.set_num_threads(threads)
     loaded = load_shown(model, dtype, device)
     asked = (
         needle_prompts(context, count, seed)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import kvpolicy
+from kvpolicy.checks import check_count
 
 
 def cpu_count() -> int:
@@ -20,6 +21,22 @@ def cpu_count() -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def check_threads(threads: int) -> int:
+    """Check a number of threads against the machine; more than it runs at once only wait.
+
+    Returns:
+        The number.
+
+    Raises:
+        TypeError: It is not an int.
+        ValueError: It is below 1, or above the machine's processors.
+    """
+    most = os.cpu_count() or 1
+    if check_count("threads", threads, minimum=1) > most:
+        raise ValueError(f"threads must be at most the machine's {most} processors, got {threads}")
+    return threads
 
 
 def environment(device: torch.device) -> dict[str, Any]:

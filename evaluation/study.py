@@ -18,7 +18,7 @@ from kvpolicy.evaluation.models import NEEDLE, Loaded, default_tsp_layer
 from kvpolicy.evaluation.plots import plot_comparison, plot_sweep
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.prompts import Prompt, needle_prompts, read_prompts, read_text
-from kvpolicy.evaluation.results import check_folder, environment, write_all
+from kvpolicy.evaluation.results import check_folder, check_threads, environment, write_all
 from kvpolicy.evaluation.sweep import (
     CALIBRATION_SEED_OFFSET,
     SEED_OFFSET,
@@ -144,6 +144,7 @@ def check(settings: Settings, out: Path | None = None) -> list[Variant]:
     if out is not None:
         check_folder(out)
         require("matplotlib", extra="plot")
+    check_threads(settings.threads)
     chosen = variants(settings.policies, settings.rates, tsp_layer=settings.effective_tsp_layer)
     if settings.prompts is not None:
         read_text(settings.prompts, "prompts file")

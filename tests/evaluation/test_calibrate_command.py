@@ -140,6 +140,7 @@ def test_prompts_of_a_file(run: Run, tmp_path: Path) -> None:
         (["--max-layer", "-1"], 2, "Invalid value for '--max-layer'"),
         (["--context", "63"], 2, "Invalid value for '--context'"),
         (["--count", "1"], 2, "Invalid value for '--count'"),
+        (["--threads", "100000"], 1, "threads must be at most the machine's"),
         (["--threads", "0"], 2, "Invalid value for '--threads'"),
         (["--prompts", "no-such.jsonl"], 1, "prompts file no-such.jsonl does not exist"),
         (["--model", "some/model"], 1, "--prompts must be given with --model some/model"),

@@ -97,6 +97,7 @@ def test_wrong_command_line(run: Run, arguments: list[str], said: str) -> None:
         (["--policy", "nope"], "no policy is named 'nope'; known: ada_kv, fastkv, full_context"),
         (["--rate", "0"], "retention_rate must be in (0, 1], got 0.0"),
         (["--rate", "1.5"], "retention_rate must be in (0, 1], got 1.5"),
+        (["--threads", "100000"], "threads must be at most the machine's"),
         (["--dtype", "int7"], "dtype must be one of auto, float32, bfloat16, float16"),
         (["--device", "abacus"], "device must be one torch can use here, got 'abacus'"),
         (["--tsp-layer", "6"], "tsp_layer must be in [0, 5]"),
