@@ -467,6 +467,22 @@ def test_command_prints_and_writes_what_the_functions_find(run: Run, tmp_path: P
     assert last[1] == f"{propagation[5]:.4f}"
 
 
+def test_many_shares_of_attention_take_several_tables(run: Run, tmp_path: Path) -> None:
+    ks = range(40, 53)
+    arguments = [each for k in ks for each in ("--recall-k", k)]
+    status, shown, _ = run(*SMALL, *arguments, "--layer", 5, "--out", tmp_path)
+    assert status == 0
+    assert max(len(line.rstrip()) for line in shown.split("\nwritten")[0].splitlines()) <= 80
+    recall = json.loads((tmp_path / "analyze.json").read_text())["recall"]
+    assert [each["k"] for each in recall] == list(ks)
+    rows = [line.split() for line in shown.splitlines()]
+    second = [row[1:] for row in rows if row[:1] == ["1"]][:3]  # the layer's in each table
+    assert [len(row) for row in second] == [6, 6, 2]
+    assert [cell for row in second for cell in row][1:] == [
+        f"{100 * each['layers'][1]:.1f}" for each in recall
+    ]
+
+
 def test_command_on_files(run: Run, prompt_file: Path, tmp_path: Path) -> None:
     """One prompt a file, other layers and numbers; a second run replaces the first one's files."""
     arguments = ("--recall-k", 3, "--recall-k", 1, "--layer", 4, "--window", 6, "--tsp-rate", 0.5)
