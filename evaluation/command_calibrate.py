@@ -33,6 +33,8 @@ from kvpolicy.evaluation.terminal import DeviceOption, DtypeOption, load_shown, 
 from kvpolicy.evaluation.tsp_distances import CRITERIA, TOLERANCE, Calibration, check_criterion
 from kvpolicy.policies import TokenSelectivePropagation
 
+FILES = ("calibrate.json", "calibrate.png")
+
 
 def calibrate(
     model: Annotated[
@@ -109,7 +111,7 @@ def calibrate(
         source = {"seed": seed} if prompts is None else {"prompts": str(prompts)}
         _write(chosen, loaded, source, out)
         written = Console(highlight=False, markup=False, soft_wrap=True)
-        written.print(f"\nwritten to {out}: calibrate.json, calibrate.png")
+        written.print(f"\nwritten to {out}: {', '.join(FILES)}")
 
 
 def _check(
@@ -122,7 +124,7 @@ def _check(
 ) -> None:
     """Check what can be checked before a model is loaded."""
     if out is not None:
-        check_folder(out)
+        check_folder(out, FILES)
         require("matplotlib", extra="plot")
     check_criterion(criterion, tolerance)
     TokenSelectivePropagation(tsp_rate=tsp_rate)
@@ -154,4 +156,5 @@ def _write(chosen: Calibration, loaded: Loaded, source: dict[str, Any], out: Pat
         **chosen.as_data(),
     }
     text = json.dumps(data, indent=2, allow_nan=False)
-    write_all(out, {"calibrate.json": text.encode(), "calibrate.png": plot_calibration(chosen)})
+    contents = (text.encode(), plot_calibration(chosen))
+    write_all(out, dict(zip(FILES, contents, strict=True)))

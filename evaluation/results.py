@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -65,17 +65,25 @@ def environment(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, files: Sequence[str] = ()) -> None:
     """Check, before the work, that results can be written to a folder; it need not exist yet.
 
+    Args:
+        folder: Where to.
+        files: Names of the results.
+
     Raises:
-        ValueError: It is a file, or lies in one, or cannot be written to.
+        ValueError: It is a file, or lies in one, or cannot be written to; or a folder has the name
+            of a result.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ValueError(f"out must be a folder, got {folder}, but {existing} is a file")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(f"out must be a folder that can be written to, got {folder}")
+    for name in files:
+        if (folder / name).is_dir():
+            raise ValueError(f"out must leave {name} to the results, got a folder {folder / name}")
 
 
 def write_all(folder: Path, files: Mapping[str, bytes]) -> None:

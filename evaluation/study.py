@@ -35,6 +35,8 @@ from kvpolicy.policies import FastKV
 UNSTEADY = 0.15
 # Prompts that a TSP layer is calibrated on: distances vary less than answers do.
 CALIBRATION_COUNT = 16
+# The last where TSP layers are swept.
+FILES = ("compare.json", "compare.png", "tsp_layers.png")
 
 
 @attrs.frozen
@@ -142,7 +144,7 @@ def check(settings: Settings, out: Path | None = None) -> list[Variant]:
         MissingExtraError: Pictures are wanted and matplotlib is not installed.
     """
     if out is not None:
-        check_folder(out)
+        check_folder(out, FILES if settings.sweep else FILES[:2])
         require("matplotlib", extra="plot")
     check_threads(settings.threads)
     chosen = variants(settings.policies, settings.rates, tsp_layer=settings.effective_tsp_layer)
@@ -198,10 +200,13 @@ def run(
 
 def write(study: Study, folder: Path) -> list[str]:
     """Write the numbers and pictures of a study; returns the names of the files."""
-    files = {"compare.json": json.dumps(study.as_data(), indent=2, allow_nan=False).encode()}
-    files["compare.png"] = plot_comparison(study.comparison)
+    contents = [
+        json.dumps(study.as_data(), indent=2, allow_nan=False).encode(),
+        plot_comparison(study.comparison),
+    ]
     if study.sweep is not None:
-        files["tsp_layers.png"] = plot_sweep(study.sweep)
+        contents.append(plot_sweep(study.sweep))
+    files = dict(zip(FILES, contents, strict=False))
     write_all(folder, files)
     return list(files)
 
