@@ -105,7 +105,12 @@ def calibrate(
     console.print()
     for line in calibration_legend(distances):
         console.print(line, style="dim")
-    chosen = Calibration(distances.choose(criterion, tolerance), distances, criterion, tolerance)
+    try:
+        layer = distances.choose(criterion, tolerance)
+    except ValueError as error:
+        left = "" if out is None else f"; nothing is written to {out}"
+        raise ValueError(f"no TSP layer is chosen{left}: {error}") from None
+    chosen = Calibration(layer, distances, criterion, tolerance)
     console.print(f"\n{_sentence(chosen)}")
     if out is not None:
         source = {"seed": seed} if prompts is None else {"prompts": str(prompts)}

@@ -108,6 +108,7 @@ def test_a_tolerance_out_of_reach(run: Run, tmp_path: Path) -> None:
     status, shown, err = run(*SMALL, *arguments)
     assert status == 1
     assert shown.startswith("TSP layer")
+    assert f"error: no TSP layer is chosen; nothing is written to {out}: tolerance" in err
     assert "tolerance must be reached by a TSP layer up to max_layer 2" in err
     assert not out.exists()
 
