@@ -227,6 +227,13 @@ def _calibration(
     else:
         prompts = read_prompts(settings.prompts, loaded.tokenizer)[:CALIBRATION_COUNT]
     inputs = [torch.tensor(prompt.input_ids) for prompt in prompts]
+    window, shortest = FastKV().propagation.protected_tail, min(map(len, inputs))
+    if shortest <= window:
+        notes.append(
+            f"No TSP layer was calibrated: prompts must be longer than the window of {window} "
+            f"tokens for that, the shortest has {shortest}."
+        )
+        return None
     try:
         return select_tsp_layer(loaded.model, inputs, progress=progress)
     except UnsupportedModelError as error:

@@ -139,6 +139,17 @@ def test_compare_prints_a_table_and_writes(run: Run, tmp_path: Path) -> None:
     assert sorted(path.name for path in out.iterdir()) == ["compare.json", "compare.png"]
 
 
+def test_a_sweep_on_prompts_as_short_as_the_window(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "f1 f2", "answer": "f3"}\n{"prompt": "f4 f5", "answer": "f6"}\n')
+    quick = ("-p", "fastkv", "-r", 0.5, "--rounds", 1, "--new-tokens", 1, "--threads", 1)
+    status, shown, err = run("compare", "--prompts", file, "--sweep", *quick)
+    assert (status, err) == (0, "")
+    said = "No TSP layer was calibrated: prompts must be longer than the window of 8 tokens"
+    assert said in " ".join(shown.split())
+    assert re.search(r"^ +full +[\d.]+ *$", shown, flags=re.MULTILINE)
+
+
 def test_compare_on_prompts_of_a_file(run: Run, tmp_path: Path) -> None:
     """The bundled model's own answers are matched as text; a wrong one is not."""
     decode = load().tokenizer.decode
