@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from kvpolicy.evaluation.analysis_forward import WindowAttentionScorer, layer_saliencies
-from kvpolicy.evaluation.analysis_inputs import check_k, check_ks, check_prompt, check_window
+from kvpolicy.evaluation.analysis_inputs import (
+    check_k,
+    check_ks,
+    check_prompt,
+    check_saliency,
+    check_window,
+)
 from kvpolicy.selection import select_top
 
 if TYPE_CHECKING:
@@ -152,14 +158,15 @@ def overlap_of(saliency: Tensor, k: int) -> Overlap:
         k: In [1, context_len].
 
     Raises:
-        TypeError: ``k`` is not an int.
-        ValueError: ``k`` is out of its range.
+        TypeError: ``saliency`` is no tensor of floats, or ``k`` not an int.
+        ValueError: ``saliency`` has other axes, or ``k`` is out of its range.
 
     Example:
         >>> saliency = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.5, 0.0, 0.2, 0.3]])
         >>> overlap_of(saliency, 2).pairs
         ((1.0, 0.5), (0.5, 1.0))
     """
+    check_saliency(saliency, "num_layers", "context_len")
     check_k(k, saliency.shape[1])
     named = torch.zeros(saliency.shape, dtype=torch.float64)
     for layer, row in enumerate(saliency):
@@ -176,13 +183,14 @@ def recall_of(saliency: Tensor, ks: Sequence[int]) -> dict[int, tuple[float, ...
         ks: Each in [1, context_len].
 
     Raises:
-        TypeError: A k is not an int.
-        ValueError: There is no k, or one is out of its range.
+        TypeError: ``saliency`` is no tensor of floats, or a k not an int.
+        ValueError: ``saliency`` has other axes, there is no k, or one is out of its range.
 
     Example:
         >>> recall_of(torch.tensor([[1.0, 5.0, 2.0, 0.0]]), [1, 3])
         {1: (0.625,), 3: (1.0,)}
     """
+    check_saliency(saliency, "num_layers", "context_len")
     check_ks(ks, saliency.shape[1])
     ranked = saliency.double().sort(dim=1, descending=True).values.cumsum(dim=1)
     held = ranked / ranked[:, -1:]
@@ -200,10 +208,16 @@ def top_tokens(saliency: Tensor, count: int, *, protected_tail: int = 0) -> Tens
     Returns:
         int64 ``[count]``, ascending indices.
 
+    Raises:
+        TypeError: ``saliency`` is no tensor of floats, or ``count`` not an int.
+        ValueError: ``saliency`` has other axes, or ``count`` is out of its range.
+
     Example:
         >>> top_tokens(torch.tensor([0.1, 0.9, 0.5, 0.0]), 2, protected_tail=1)
         tensor([1, 3])
     """
+    check_saliency(saliency, "context_len")
+    check_k(count, len(saliency), "count")
     valid = torch.ones(1, 1, len(saliency), dtype=torch.bool)
     protected = torch.arange(len(saliency)) >= len(saliency) - protected_tail
     chosen = select_top(saliency[None, None], [count], valid=valid, protected=protected[None, None])

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kvpolicy.checks import check_count
+from kvpolicy.checks import check_count, check_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,10 +25,11 @@ def check_prompt(model: PreTrainedModel, input_ids: Sequence[int] | Tensor) -> T
         int64 ``[1, context_len]`` on the model's device.
 
     Raises:
-        TypeError: They are not ints.
+        TypeError: ``model`` is no model, or the ids are not ints.
         ValueError: There are none, the shape is another, or an id is outside the vocabulary; or
             the model is in training mode.
     """
+    check_kind("model", model, nn.Module)
     if model.training:
         raise ValueError("model must be in evaluation mode, got training mode; call model.eval()")
     try:
@@ -80,11 +81,29 @@ def check_prompts(
         TypeError: See `check_prompt` and `check_window`.
         ValueError: See `check_prompt` and `check_window`; or there are no prompts.
     """
+    if not isinstance(inputs, (Sequence, Tensor)):
+        raise TypeError(f"inputs must be a sequence of prompts' token ids, got {inputs!r}")
     prompts = [check_prompt(model, each) for each in inputs]
     if not prompts:
         raise ValueError("inputs must hold at least one prompt, got none")
     check_window(window_size, min(prompt.shape[1] for prompt in prompts))
     return prompts
+
+
+def check_saliency(saliency: Tensor, *axes: str) -> None:
+    """Check that a saliency is a tensor of floats with these axes.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: It has other axes, or one of them is empty.
+    """
+    check_kind("saliency", saliency, Tensor)
+    if not saliency.is_floating_point():
+        raise TypeError(f"saliency must be of floats, got {saliency.dtype}")
+    if saliency.ndim != len(axes) or not saliency.numel():
+        raise ValueError(
+            f"saliency must be [{', '.join(axes)}], none of them 0, got {list(saliency.shape)}"
+        )
 
 
 def check_k(k: int, context_len: int, name: str = "k") -> None:
@@ -103,9 +122,10 @@ def check_ks(ks: Sequence[int], context_len: int) -> None:
     """Check several numbers of tokens; see `check_k`.
 
     Raises:
-        TypeError: One is not an int.
+        TypeError: They are no sequence, or one is not an int.
         ValueError: There is none, or one is out of its range.
     """
+    check_kind("ks", ks, Sequence)
     if not len(ks):
         raise ValueError("ks must hold at least one number of tokens, got none")
     for k in ks:
@@ -126,6 +146,8 @@ def check_layers(layers: Sequence[int] | None, num_layers: int) -> tuple[int, ..
         TypeError: One is not an int.
         ValueError: There is none, one outside the model, or one twice.
     """
+    if layers is not None:
+        check_kind("layers", layers, Sequence)
     if layers is None:
         return tuple(range(num_layers))
     for layer in layers:

@@ -26,6 +26,8 @@ from kvpolicy.evaluation.results import check_folder, environment, write_all
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+FILES = ("analyze.json", "overlap.png", "recall.png", "distances.png")
+
 
 @attrs.frozen
 class AnalysisSettings:
@@ -150,7 +152,7 @@ def check(settings: AnalysisSettings, out: Path | None = None) -> list[str]:
         MissingExtraError: Pictures are wanted and matplotlib is not installed.
     """
     if out is not None:
-        check_folder(out)
+        check_folder(out, FILES)
         require("matplotlib", extra="plot")
     check_count("k", settings.k, minimum=1)
     check_count("window_size", settings.window_size, minimum=1)
@@ -224,14 +226,14 @@ def run(
 
 def write(analysis: Analysis, folder: Path) -> list[str]:
     """Write the numbers and pictures of an analysis; returns the names of the files."""
-    files = {
-        "analyze.json": json.dumps(analysis.as_data(), indent=2, allow_nan=False).encode(),
-        "overlap.png": plot_overlap(analysis.overlap, analysis.parts, analysis.chance),
-        "recall.png": plot_recall(analysis.recall),
-        "distances.png": plot_distances(analysis.distances),
-    }
-    write_all(folder, files)
-    return list(files)
+    contents = (
+        json.dumps(analysis.as_data(), indent=2, allow_nan=False).encode(),
+        plot_overlap(analysis.overlap, analysis.parts, analysis.chance),
+        plot_recall(analysis.recall),
+        plot_distances(analysis.distances),
+    )
+    write_all(folder, dict(zip(FILES, contents, strict=True)))
+    return list(FILES)
 
 
 def _prompts(

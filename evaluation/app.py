@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,8 +33,25 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+class _Interrupted(Exception):  # noqa: N818 -- no error: the user has stopped a command
+    """Ctrl-C, under a name that typer does not know: it would print an empty line and no other."""
+
+
+def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(command)
+    def run_command(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise _Interrupted from None
+
+    return run_command
+
+
 for command in COMMANDS:
-    app.command()(command)
+    app.command()(_interruptible(command))
 
 
 def _print_version(wanted: bool) -> None:
@@ -55,7 +73,11 @@ def _options(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the application; a wrong command line becomes one line on stderr and status 2."""
+    """Run the application; a wrong command line becomes one line on stderr and status 2.
+
+    Raises:
+        KeyboardInterrupt: The user has stopped it.
+    """
     try:
         # Without a command the help is what one wants, and no error.
         status = app(
@@ -63,7 +85,7 @@ def run(arguments: Sequence[str]) -> int:
         )
     except typer.Exit as stop:
         return stop.exit_code
-    except typer.Abort:
+    except (_Interrupted, typer.Abort):
         raise KeyboardInterrupt from None
     except Exception as error:
         # click's usage errors; where their class lives depends on the version of typer.

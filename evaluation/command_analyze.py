@@ -14,6 +14,9 @@ from kvpolicy.evaluation.models import NEEDLE
 from kvpolicy.evaluation.prompts import MIN_NEEDLE_CONTEXT
 from kvpolicy.evaluation.terminal import DeviceOption, DtypeOption, load_shown, progress_bar
 
+# Beside the layer, so that a table fits 80 columns where a k has up to six digits.
+MAX_COLUMNS = 6
+
 
 def analyze(
     model: Annotated[
@@ -98,35 +101,44 @@ def analyze(
 
 
 def show(analysis: Analysis) -> None:
-    """Print an analysis: three tables, each with its legend, and the notes."""
+    """Print an analysis: its tables, legends below them, and the notes."""
     console = Console(highlight=False, markup=False)
-    tables = [_attention(analysis), _overlaps(analysis), _outputs(analysis)]
+    tables = [*_attention(analysis), _overlaps(analysis), _outputs(analysis)]
     shown = [each for each in tables if each[0].row_count]  # one layer has no other beside it
     for index, (table, legend) in enumerate(shown):
         if index:
             console.print()
         console.print(table)
-        console.print()
-        console.print(legend, style="dim")
+        if legend:
+            console.print()
+            console.print(legend, style="dim")
     for note in analysis.notes:
         console.print(note)
 
 
-def _attention(analysis: Analysis) -> tuple[Table, str]:
-    table = _table("layer", "overlap\nwith next %", *(f"top\n{k:,} %" for k in analysis.recall))
-    pairs = analysis.overlap.pairs
-    for layer in range(len(pairs)):
-        following = _percent(pairs[layer][layer + 1]) if layer + 1 < len(pairs) else "-"
-        shares = (_percent(held[layer]) for held in analysis.recall.values())
-        table.add_row(str(layer), following, *shares)
+def _attention(analysis: Analysis) -> list[tuple[Table, str]]:
+    """As many tables as the shares of attention need, the legend below the last."""
+    pairs, ks = analysis.overlap.pairs, list(analysis.recall)
+    following = [_percent(pairs[layer][layer + 1]) for layer in range(len(pairs) - 1)]
+    columns = {"overlap\nwith next %": [*following, "-"]}
+    columns |= {f"top\n{k:,} %": list(map(_percent, analysis.recall[k])) for k in ks}
+    headers = list(columns)
+    tables = []
+    for first in range(0, len(headers), MAX_COLUMNS):
+        shown = headers[first : first + MAX_COLUMNS]
+        table = _table("layer", *shown)
+        for layer in range(len(pairs)):
+            table.add_row(str(layer), *(columns[header][layer] for header in shown))
+        tables.append((table, ""))
     lengths = [length for group in analysis.lengths.values() for length in group]
     span = f"{min(lengths):,}" + (f" to {max(lengths):,}" if len(set(lengths)) > 1 else "")
-    return table, (
+    legend = (
         f"overlap: of the {analysis.overlap.k:,} tokens with most attention "
         f"({_percent(analysis.chance)}% by chance). top: the share of attention that a layer's top "
         f"tokens hold. Attention of the last {analysis.settings.window_size} tokens, mean over "
         f"heads and {len(lengths)} prompt{'s' * (len(lengths) > 1)} of {span} tokens."
     )
+    return [*tables[:-1], (tables[-1][0], legend)]
 
 
 def _overlaps(analysis: Analysis) -> tuple[Table, str]:

@@ -20,12 +20,20 @@ from kvpolicy.evaluation.prompts import (
     read_prompts,
     read_text,
 )
-from kvpolicy.evaluation.results import check_folder, cpu_count, environment, write_all
+from kvpolicy.evaluation.results import (
+    check_folder,
+    check_threads,
+    cpu_count,
+    environment,
+    write_all,
+)
 from kvpolicy.evaluation.sweep import CALIBRATION_SEED_OFFSET
 from kvpolicy.evaluation.tables import calibration_legend, calibration_table
 from kvpolicy.evaluation.terminal import DeviceOption, DtypeOption, load_shown, progress_bar
 from kvpolicy.evaluation.tsp_distances import CRITERIA, TOLERANCE, Calibration, check_criterion
 from kvpolicy.policies import TokenSelectivePropagation
+
+FILES = ("calibrate.json", "calibrate.png")
 
 
 def calibrate(
@@ -78,8 +86,9 @@ def calibrate(
     ] = None,
 ) -> None:
     """Choose FastKV's TSP layer by how little the drop moves the output."""
+    threads = check_threads(threads or min(cpu_count(), 4))
     _check(model, prompts, tsp_rate, criterion, tolerance, out)
-    torch.set_num_threads(threads or min(cpu_count(), 4))
+    torch.set_num_threads(threads)
     loaded = load_shown(model, dtype, device)
     asked = (
         needle_prompts(context, count, seed)
@@ -96,13 +105,18 @@ def calibrate(
     console.print()
     for line in calibration_legend(distances):
         console.print(line, style="dim")
-    chosen = Calibration(distances.choose(criterion, tolerance), distances, criterion, tolerance)
+    try:
+        layer = distances.choose(criterion, tolerance)
+    except ValueError as error:
+        left = "" if out is None else f"; nothing is written to {out}"
+        raise ValueError(f"no TSP layer is chosen{left}: {error}") from None
+    chosen = Calibration(layer, distances, criterion, tolerance)
     console.print(f"\n{_sentence(chosen)}")
     if out is not None:
         source = {"seed": seed} if prompts is None else {"prompts": str(prompts)}
         _write(chosen, loaded, source, out)
         written = Console(highlight=False, markup=False, soft_wrap=True)
-        written.print(f"\nwritten to {out}: calibrate.json, calibrate.png")
+        written.print(f"\nwritten to {out}: {', '.join(FILES)}")
 
 
 def _check(
@@ -115,7 +129,7 @@ def _check(
 ) -> None:
     """Check what can be checked before a model is loaded."""
     if out is not None:
-        check_folder(out)
+        check_folder(out, FILES)
         require("matplotlib", extra="plot")
     check_criterion(criterion, tolerance)
     TokenSelectivePropagation(tsp_rate=tsp_rate)
@@ -147,4 +161,5 @@ def _write(chosen: Calibration, loaded: Loaded, source: dict[str, Any], out: Pat
         **chosen.as_data(),
     }
     text = json.dumps(data, indent=2, allow_nan=False)
-    write_all(out, {"calibrate.json": text.encode(), "calibrate.png": plot_calibration(chosen)})
+    contents = (text.encode(), plot_calibration(chosen))
+    write_all(out, dict(zip(FILES, contents, strict=True)))

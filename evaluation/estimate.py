@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from kvpolicy.checks import check_count
+from kvpolicy.checks import check_count, check_kind
 from kvpolicy.interfaces import KVSelector, PropagationPolicy
 from kvpolicy.policy import CachePolicy
 
@@ -191,8 +191,8 @@ def estimate(
     A layer over ``n`` tokens takes ``2 * n`` operations for each of its weights, and causal
     attention ``2 * n ** 2 * query_heads * head_dim``: half of two full products of two operations
     each. Norms, biases, activations, rotary embeddings and the policy's scoring are not counted.
-    Numbers of tokens are rates of the prompt, not rounded, but not below the tokens that a part
-    says it always protects at the end.
+    Numbers of tokens are rates of the prompt, not rounded, but not below the first and last tokens
+    that a part says it always protects.
 
     Args:
         policy: The policy.
@@ -201,7 +201,7 @@ def estimate(
         dtype: Of keys and values.
 
     Raises:
-        TypeError: ``policy``, ``context_len`` or ``dtype`` is not of its type.
+        TypeError: ``policy``, ``shape``, ``context_len`` or ``dtype`` is not of its type.
         ValueError: ``context_len`` is below 1 or beyond the model's sliding window, or a layer of
             the policy lies outside the model.
 
@@ -217,6 +217,7 @@ def estimate(
     """
     if not isinstance(policy, CachePolicy):
         raise TypeError(f"policy must be a CachePolicy, got {policy!r}")
+    check_kind("shape", shape, ModelShape)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
     check_count("context_len", context_len, minimum=1)
@@ -279,5 +280,5 @@ def _tokens(
     rates: Sequence[float], part: KVSelector | PropagationPolicy, context_len: int
 ) -> list[float]:
     """Tokens of each layer; a rate of 0 is a layer that is not run."""
-    fewest = min(max(part.protected_tail, 1), context_len)
+    fewest = min(max(part.protected_tail + part.protected_first, 1), context_len)
     return [max(rate * context_len, fewest) if rate else 0.0 for rate in rates]

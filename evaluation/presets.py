@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.checks import check_kind
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.evaluation.estimate import ModelShape, gated_mlp, plain_mlp
 
@@ -57,6 +58,7 @@ def load_shape(name: str) -> ModelShape:
         name: A preset, in upper or lower case; a folder with a ``config.json``; or such a file.
 
     Raises:
+        TypeError: ``name`` is not a str.
         ValueError: It is none of these; lists the presets. Or the configuration cannot be read.
         UnsupportedModelError: See `shape_of`.
 
@@ -64,6 +66,7 @@ def load_shape(name: str) -> ModelShape:
         >>> load_shape("Ministral-8B").num_layers
         36
     """
+    check_kind("name", name, str)
     preset = PRESETS.get(name.lower())
     return shape_of(_read_config(name), name) if preset is None else preset
 
@@ -77,8 +80,11 @@ def shape_of(config: Any, name: str = "model") -> ModelShape:
         name: What to call the shape.
 
     Raises:
+        TypeError: ``config`` is no configuration.
         UnsupportedModelError: The family's layers are not known, or a size is missing.
     """
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"config must be a configuration of Transformers, got {config!r}")
     text = config.get_text_config(decoder=True)
     family = FAMILIES.get(text.model_type)
     if family is None:

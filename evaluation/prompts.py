@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def needle_prompts(context_len: int = 1024, count: int = 200, seed: int = 0) -> 
     return prompts
 
 
-def read_prompts(path: Path, tokenizer: Any) -> list[Prompt]:
+def read_prompts(path: str | os.PathLike[str], tokenizer: Any) -> list[Prompt]:
     """Prompts from a file with one ``{"prompt": "...", "answer": "..."}`` a line.
 
     The answer is matched exactly against the decoded continuation, white space around either not
@@ -96,7 +97,7 @@ def read_prompts(path: Path, tokenizer: Any) -> list[Prompt]:
     """
     prompts = [
         _from_line(line, f"line {number} of {path}", tokenizer)
-        for number, line in enumerate(read_text(path, "prompts file").splitlines(), start=1)
+        for number, line in enumerate(read_text(Path(path), "prompts file").splitlines(), start=1)
         if line.strip()
     ]
     if not prompts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import kvpolicy
+from kvpolicy.checks import check_count
 
 
 def cpu_count() -> int:
@@ -20,6 +21,22 @@ def cpu_count() -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def check_threads(threads: int) -> int:
+    """Check a number of threads against the machine; more than it runs at once only wait.
+
+    Returns:
+        The number.
+
+    Raises:
+        TypeError: It is not an int.
+        ValueError: It is below 1, or above the machine's processors.
+    """
+    most = os.cpu_count() or 1
+    if check_count("threads", threads, minimum=1) > most:
+        raise ValueError(f"threads must be at most the machine's {most} processors, got {threads}")
+    return threads
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -48,17 +65,25 @@ def environment(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, files: Sequence[str] = ()) -> None:
     """Check, before the work, that results can be written to a folder; it need not exist yet.
 
+    Args:
+        folder: Where to.
+        files: Names of the results.
+
     Raises:
-        ValueError: It is a file, or lies in one, or cannot be written to.
+        ValueError: It is a file, or lies in one, or cannot be written to; or a folder has the name
+            of a result.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ValueError(f"out must be a folder, got {folder}, but {existing} is a file")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(f"out must be a folder that can be written to, got {folder}")
+    for name in files:
+        if (folder / name).is_dir():
+            raise ValueError(f"out must leave {name} to the results, got a folder {folder / name}")
 
 
 def write_all(folder: Path, files: Mapping[str, bytes]) -> None:

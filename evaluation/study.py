@@ -18,7 +18,7 @@ from kvpolicy.evaluation.models import NEEDLE, Loaded, default_tsp_layer
 from kvpolicy.evaluation.plots import plot_comparison, plot_sweep
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.prompts import Prompt, needle_prompts, read_prompts, read_text
-from kvpolicy.evaluation.results import check_folder, environment, write_all
+from kvpolicy.evaluation.results import check_folder, check_threads, environment, write_all
 from kvpolicy.evaluation.sweep import (
     CALIBRATION_SEED_OFFSET,
     SEED_OFFSET,
@@ -35,6 +35,8 @@ from kvpolicy.policies import FastKV
 UNSTEADY = 0.15
 # Prompts that a TSP layer is calibrated on: distances vary less than answers do.
 CALIBRATION_COUNT = 16
+# The last where TSP layers are swept.
+FILES = ("compare.json", "compare.png", "tsp_layers.png")
 
 
 @attrs.frozen
@@ -142,8 +144,9 @@ def check(settings: Settings, out: Path | None = None) -> list[Variant]:
         MissingExtraError: Pictures are wanted and matplotlib is not installed.
     """
     if out is not None:
-        check_folder(out)
+        check_folder(out, FILES if settings.sweep else FILES[:2])
         require("matplotlib", extra="plot")
+    check_threads(settings.threads)
     chosen = variants(settings.policies, settings.rates, tsp_layer=settings.effective_tsp_layer)
     if settings.prompts is not None:
         read_text(settings.prompts, "prompts file")
@@ -197,10 +200,13 @@ def run(
 
 def write(study: Study, folder: Path) -> list[str]:
     """Write the numbers and pictures of a study; returns the names of the files."""
-    files = {"compare.json": json.dumps(study.as_data(), indent=2, allow_nan=False).encode()}
-    files["compare.png"] = plot_comparison(study.comparison)
+    contents = [
+        json.dumps(study.as_data(), indent=2, allow_nan=False).encode(),
+        plot_comparison(study.comparison),
+    ]
     if study.sweep is not None:
-        files["tsp_layers.png"] = plot_sweep(study.sweep)
+        contents.append(plot_sweep(study.sweep))
+    files = dict(zip(FILES, contents, strict=False))
     write_all(folder, files)
     return list(files)
 
@@ -221,6 +227,13 @@ def _calibration(
     else:
         prompts = read_prompts(settings.prompts, loaded.tokenizer)[:CALIBRATION_COUNT]
     inputs = [torch.tensor(prompt.input_ids) for prompt in prompts]
+    window, shortest = FastKV().propagation.protected_tail, min(map(len, inputs))
+    if shortest <= window:
+        notes.append(
+            f"No TSP layer was calibrated: prompts must be longer than the window of {window} "
+            f"tokens for that, the shortest has {shortest}."
+        )
+        return None
     try:
         return select_tsp_layer(loaded.model, inputs, progress=progress)
     except UnsupportedModelError as error:

@@ -32,7 +32,10 @@ def progress_bar() -> Iterator[Progress]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+    console = Console(stderr=True)
+    # Elsewhere than on a terminal all that is left of a bar would be an empty line.
+    disable = not console.is_terminal
+    with Bars(*columns, console=console, transient=True, disable=disable) as bars:
         task = bars.add_task("starting", total=None)
 
         def tell(stage: str, done: int, total: int) -> None:

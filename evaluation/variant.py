@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from kvpolicy.checks import check_kind
 from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.policy import CachePolicy
 from kvpolicy.registry import build, registered
@@ -124,6 +125,7 @@ def variants(
 
 
 def _plain(name: str) -> str:
+    check_kind("name", name, str)
     return name.replace("-", "_")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from kvpolicy.checks import check_count, check_rate
+from kvpolicy.checks import check_count, check_kind, check_rate
 
 
 class DefaultRate(float):
@@ -76,18 +76,27 @@ class Budget:
         """The budget as a fraction of a prompt: the rate, or the number of tokens over its length.
 
         Args:
-            context_len: Tokens of the prompt, needed where the budget is a number of tokens.
+            context_len: Tokens of the prompt, needed where the budget is a number of tokens; None
+                for a prompt so long that what is protected does not matter.
             protected: Tokens that are kept whatever the budget.
 
         Raises:
-            ValueError: ``context_len`` is needed and not given.
+            TypeError: ``context_len`` is not an int.
+            ValueError: ``context_len`` is below 1, or needed and not given.
         """
+        if context_len is not None:
+            check_count("context_len", context_len, minimum=1)
         if self.rate is not None:
-            return self.rate
+            return self.rate if context_len is None else self._rate_of(context_len, protected)
         if context_len is None:
             raise ValueError(f"context_len must be given where {self.name}_tokens is, got None")
         kept = self.count(seen_len=context_len, available=context_len, protected=protected)
         return kept / context_len
+
+    def _rate_of(self, context_len: int, protected: int) -> float:
+        """The rate, not rounded to tokens, but of no fewer than the protected ones."""
+        assert self.rate is not None
+        return max(self.rate, min(max(protected, 1), context_len) / context_len)
 
     @property
     def amount(self) -> float:
@@ -100,7 +109,11 @@ class Budget:
         """Whether this budget is larger than ``other`` for every context.
 
         A rate and a number of tokens cannot be compared before the context is known: False.
+
+        Raises:
+            TypeError: ``other`` is not a `Budget`.
         """
+        check_kind("other", other, Budget)
         if self.rate is not None and other.rate is not None:
             return self.rate > other.rate
         if self.tokens is not None and other.tokens is not None:

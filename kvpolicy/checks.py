@@ -4,19 +4,36 @@ from __future__ import annotations
 
 import numbers
 
+# Counts are compared with int64 tensors.
+LARGEST = 2**63 - 1
 
-def check_count(name: str, value: object, *, minimum: int = 0) -> int:
-    """Return ``value`` if it is an int of at least ``minimum``.
+
+def check_count(
+    name: str, value: object, *, minimum: int = 0, maximum: int | None = LARGEST
+) -> int:
+    """Return ``value`` if it is an int from ``minimum`` to ``maximum``; None for no end.
 
     Raises:
         TypeError: ``value`` is not an int (bool does not count as one).
-        ValueError: ``value`` is below ``minimum``.
+        ValueError: ``value`` is below ``minimum`` or above ``maximum``.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
+    if maximum is not None and value > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, got {value}")
     return value
+
+
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Check that ``value`` is of a class.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
 
 
 def check_rate(name: str, value: object, *, zero: bool = False) -> float:

@@ -13,6 +13,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvpolicy.budgets import Budget
+from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
 
 
@@ -83,8 +84,11 @@ class KVSelector(abc.ABC):
             context_len: Length of the prompt, needed where a budget is a number of tokens.
 
         Raises:
-            ValueError: A number of tokens cannot become a fraction without ``context_len``.
+            TypeError: ``num_layers`` or ``context_len`` is not an int.
+            ValueError: One of them is below 1, or a number of tokens cannot become a fraction
+                without ``context_len``.
         """
+        check_count("num_layers", num_layers, minimum=1)
         if self.budget is None:
             return [1.0] * num_layers
         fixed = self.protected_tail + self.protected_first

@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.errors import ShapeError
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
@@ -54,9 +55,9 @@ class CachePolicy:
 
     def __attrs_post_init__(self) -> None:
         if self.scorer is not None:
-            _check_kind("scorer", self.scorer, Scorer)
-        _check_kind("selector", self.selector, KVSelector)
-        _check_kind("propagation", self.propagation, PropagationPolicy)
+            check_kind("scorer", self.scorer, Scorer)
+        check_kind("selector", self.selector, KVSelector)
+        check_kind("propagation", self.propagation, PropagationPolicy)
         consumers = [part for part in (self.selector, self.propagation) if part.needs_saliency]
         for part in consumers:
             if self.scorer is None:
@@ -66,14 +67,24 @@ class CachePolicy:
                     f"window_size of {part} must be at least {self.scorer.unscored_tail}, the "
                     f"window that {self.scorer} leaves unscored, got {part.protected_tail}"
                 )
+        self._check_budgets()
+
+    def _check_budgets(self) -> None:
         kept, passed = self.selector.budget, self.propagation.budget
-        if kept is not None and passed is not None and kept.exceeds(passed):
-            unit = "tokens" if kept.rate is None else "rate"
-            raise ValueError(
-                f"{kept.name}_{unit} must not exceed {passed.name}_{unit}, since layers after the "
-                f"drop cannot keep more tokens than reach them, got {kept.name}_{unit}="
-                f"{kept.amount} and {passed.name}_{unit}={passed.amount}"
-            )
+        if kept is None or passed is None or not kept.exceeds(passed):
+            return
+        unit = "tokens" if kept.rate is None else "rate"
+        names = [f"{budget.name}_{unit}" for budget in (kept, passed)]
+        got = f"{names[0]}={kept.amount} and {names[1]}={passed.amount}"
+        if names[0] == names[1]:
+            names[0] += f" of {type(self.selector).__name__}"
+            names[1] += f" of {type(self.propagation).__name__}"
+            got = f"{kept.amount} and {passed.amount}"
+        after = "the restart" if self.propagation.restarts else "the drop"
+        raise ValueError(
+            f"{names[0]} must not exceed {names[1]}, since layers after {after} cannot keep more "
+            f"tokens than reach them, got {got}"
+        )
 
     @property
     def num_queries(self) -> int | None:
@@ -84,20 +95,35 @@ class CachePolicy:
         """Check the policy's layer indices against a model.
 
         Raises:
-            ValueError: A layer lies outside the model.
+            TypeError: ``num_layers`` is not an int.
+            ValueError: It is below 1, a layer lies outside the model, or the prefill restarts at
+                none of its layers or at several.
         """
-        self.propagation.acting_layers(num_layers)
+        check_count("num_layers", num_layers, minimum=1)
+        acting = sorted(self.propagation.acting_layers(num_layers))
+        if acting and not 0 <= acting[0] <= acting[-1] < num_layers:
+            raise ValueError(
+                f"acting_layers of {self.propagation} must be in [0, {num_layers - 1}] for a model "
+                f"of {num_layers} layers, got {acting}"
+            )
+        if self.propagation.restarts and len(acting) != 1:
+            raise ValueError(
+                f"acting_layers of {self.propagation} must be exactly one, since it restarts the "
+                f"prefill, got {acting} for a model of {num_layers} layers"
+            )
 
     def decide(self, context: LayerContext) -> Decision:
         """Choose what one layer keeps and passes on; the saliency is computed once, if at all.
 
         Raises:
-            TypeError: A part returned no tensor, or a saliency that is not of floats.
+            TypeError: ``context`` is no `LayerContext`; or a part returned no tensor, or a saliency
+                that is not of floats.
             ShapeError: What a part returned has not the axes it is to have.
             ValueError: A saliency is not a number (NaN).
             ValueError: Indices are not ascending, unique and in range, or the last token is not
                 passed on.
         """
+        check_kind("context", context, LayerContext)
         # Autocast would round the scores to half precision, where many tokens tie.
         with torch.autocast(context.keys.device.type, enabled=False):
             return self._decide(context)
@@ -160,15 +186,14 @@ class CachePolicy:
             a policy that restarts, which computes some layers twice.
 
         Raises:
-            ValueError: A layer lies outside the model, or ``context_len`` is needed.
+            TypeError: ``num_layers`` or ``context_len`` is not an int.
+            ValueError: See `check_model`; or ``context_len`` is below 1, or needed.
         """
+        self.check_model(num_layers)
+        if context_len is not None:
+            check_count("context_len", context_len, minimum=1)
         passes = self.propagation.prefill_passes(num_layers, context_len)
         return math.fsum(rate for layer_rates in passes for rate in layer_rates) / num_layers
-
-
-def _check_kind(name: str, part: object, kind: type) -> None:
-    if not isinstance(part, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, got {part!r}")
 
 
 def _check_saliency(scorer: Scorer, saliency: object, context: LayerContext) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
+from kvpolicy.checks import check_kind
 from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.policy import CachePolicy
@@ -84,12 +85,14 @@ def build(name: str, kind: str = "policy", **parameters: Any) -> Part:
         parameters: Passed on to the factory.
 
     Raises:
+        TypeError: ``name`` is not a str.
         UnknownPolicyError: Nothing of that kind has the name; lists what has.
 
     Example:
         >>> build("snapkv", retention_rate=0.2).selector.budget
         Budget(rate=0.2, tokens=None)
     """
+    check_kind("name", name, str)
     known = registered(kind)
     factory = known.get(name.replace("-", "_"))
     if factory is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import numbers
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -58,11 +60,17 @@ class ValueAwareScorer(Scorer):
         return saliency * norms.repeat_interleave(saliency.shape[1] // context.kv_heads, dim=1)
 
 
+def _as_scorers(scorers: object) -> tuple[Any, ...]:
+    if not isinstance(scorers, Iterable):
+        raise TypeError(f"scorers must be a sequence of Scorer, got {scorers!r}")
+    return tuple(scorers)
+
+
 @attrs.frozen
 class _CombinedScorer(Scorer):
     """Several scorers on one layer; saliencies per KV head are repeated over their group."""
 
-    scorers: tuple[Scorer, ...] = attrs.field(converter=tuple)
+    scorers: tuple[Scorer, ...] = attrs.field(converter=_as_scorers)
 
     def __attrs_post_init__(self) -> None:
         _check_scorers(self.scorers)
@@ -94,17 +102,30 @@ class _CombinedScorer(Scorer):
         return attrs.evolve(context, queries=context.queries[:, :, first:])
 
 
+def _as_weights(weights: object) -> tuple[float, ...]:
+    if not isinstance(weights, Iterable):
+        raise TypeError(f"weights must be a sequence of numbers, got {weights!r}")
+    found = []
+    for weight in weights:
+        if isinstance(weight, bool) or not isinstance(weight, (numbers.Real, Tensor)):
+            raise TypeError(f"weights must be numbers, got {weight!r} of {type(weight).__name__}")
+        if not abs(float(weight)) <= torch.finfo(torch.float32).max:
+            raise ValueError(f"weights must be finite in float32, got {float(weight)}")
+        found.append(float(weight))
+    return tuple(found)
+
+
 @attrs.frozen
 class SumScorer(_CombinedScorer):
     """The sum of several saliencies, each with a weight.
 
     Args:
         scorers: At least one.
-        weights: One for each; all 1 if None.
+        weights: One for each, finite; all 1 if None.
 
     Raises:
-        TypeError: One of ``scorers`` is not a `Scorer`.
-        ValueError: There are none, or not as many weights.
+        TypeError: One of ``scorers`` is not a `Scorer`, or a weight not a number.
+        ValueError: There are none, not as many weights, or a weight is not finite in float32.
 
     Example:
         >>> from kvpolicy.policies import LastQueryScorer, WindowMaxPoolScorer
@@ -113,7 +134,7 @@ class SumScorer(_CombinedScorer):
     """
 
     weights: tuple[float, ...] | None = attrs.field(
-        default=None, converter=attrs.converters.optional(tuple)
+        default=None, converter=attrs.converters.optional(_as_weights)
     )
 
     def __attrs_post_init__(self) -> None:

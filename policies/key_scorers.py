@@ -82,7 +82,7 @@ class RandomScorer(Scorer):
     seed: int = 0
 
     def __attrs_post_init__(self) -> None:
-        check_count("seed", self.seed)
+        check_count("seed", self.seed, maximum=None)
 
     def score(self, context: LayerContext) -> Tensor:
         """Return float32 ``[batch, kv_heads, key_len]`` in [0, 1); see `Scorer.score`."""

@@ -97,8 +97,9 @@ class PyramidSelector(_SharedBudgetSelector):
 
         See `KVSelector.kept_rates`.
         """
-        layers = range(num_layers)
+        layers = range(check_count("num_layers", num_layers, minimum=1))
         if context_len is not None:
+            check_count("context_len", context_len, minimum=1)
             fixed = min(self.window_size + self.protect, context_len)
             return [
                 self.count(context_len, fixed, layer, num_layers) / context_len for layer in layers
@@ -189,6 +190,7 @@ class AdaptiveHeadSelector(_SharedBudgetSelector):
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """The mean budget's; see `KVSelector.kept_rates`."""
+        check_count("num_layers", num_layers, minimum=1)
         fixed = self.window_size + self.protect
         return [self.mean_budget.fraction(context_len, protected=fixed)] * num_layers
 

@@ -12,6 +12,9 @@ from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy
 from kvpolicy.policies.propagation import TokenSelectivePropagation
 
+# Where stages act after the same layer, models of up to so many layers are tried for the remedy.
+MOST_LAYERS = 256
+
 
 def _as_tuple(stages: object) -> tuple[object, ...]:
     if not isinstance(stages, Iterable):
@@ -32,7 +35,8 @@ class StagedPropagation(PropagationPolicy):
 
     Raises:
         TypeError: One of ``stages`` is not a `PropagationPolicy`.
-        ValueError: There is none, or one of them restarts the prefill.
+        ValueError: There is none, or one of them restarts the prefill. Later, for a model in which
+            two of them act after the same layer, such as one of fewer than 3 layers by default.
 
     Example:
         >>> halves = [TokenSelectivePropagation(0, 0.5), TokenSelectivePropagation(2, 0.25)]
@@ -107,15 +111,29 @@ class StagedPropagation(PropagationPolicy):
         stage = self._acting(context.num_layers).get(context.layer_idx)
         return None if stage is None else stage.propagate(saliency, context)
 
+    def _fewest_layers(self) -> int | None:
+        """Layers of the smallest model in which all stages act after layers of their own."""
+        for num_layers in range(1, MOST_LAYERS + 1):
+            try:
+                acting = [stage.acting_layers(num_layers) for stage in self.stages]
+            except ValueError:  # a layer outside so small a model
+                continue
+            if len(frozenset[int]().union(*acting)) == sum(map(len, acting)):
+                return num_layers
+        return None
+
     def _acting(self, num_layers: int) -> dict[int, PropagationPolicy]:
         acting: dict[int, PropagationPolicy] = {}
         for stage in self.stages:
             for layer in sorted(stage.acting_layers(num_layers)):
                 if layer in acting:
+                    fewest = self._fewest_layers()
+                    remedy = "give them layers of their own"
+                    if fewest is not None and fewest > num_layers:
+                        remedy += f", or take a model of at least {fewest} layers"
                     raise ValueError(
                         f"stages must act after different layers, but in a model of {num_layers} "
-                        f"layers both {acting[layer]} and {stage} act after layer {layer}; give "
-                        "them layers of their own"
+                        f"layers both {acting[layer]} and {stage} act after layer {layer}; {remedy}"
                     )
                 acting[layer] = stage
         return acting

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from tests.reference import random_tokens, tiny_model
 from tests.support_table import support_table
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 FIRST, USE, SCORER = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -48,6 +50,17 @@ def test_the_example_of_use() -> None:
 def test_the_example_of_a_scorer() -> None:
     run(SCORER)
     assert len(SCORER.strip().splitlines()) <= 17
+
+
+def test_the_padding_of_ada_kv_is_that_of_the_results() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/needle/compare.json").read_text())["rows"]
+    page = (ROOT / "docs/methods/ada_kv.md").read_text()
+    found = [row for row in rows if row["policy"] == "ada_kv"]
+    assert len(found) == 3
+    for row in found:
+        held = row["kv_bytes"]
+        padding, share = held["padding"] / held["held"], held["share"]
+        assert f"| {row['retention_rate']:g} | {padding:.1%} | {share:.1%} |" in page
 
 
 def test_the_table_of_families_is_that_of_the_tests() -> None:

@@ -155,20 +155,29 @@ class PolicyCache(ReadingCache):
     def _move_to(self, parts: ModelParts) -> None:
         assert self._tokens is not None
         self._tokens = self._tokens.to(parts.device_of(0))
+        # That of the embeddings: weights of layers may be quantised.
+        dtype = next(each.dtype for each in parts.decoder.parameters() if each.is_floating_point())
         for index, layer in enumerate(self.layers):
+            assert layer.held is not None
+            keys, values = layer.held.read()
+            if keys.dtype != dtype:
+                # The same model, loaded in another precision. Not yet into the cache's storage.
+                layer.held = PlainStorage().hold(keys.to(dtype), values.to(dtype))
             layer.move_to(parts.device_of(index), self._tokens.to(parts.device_of(index)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what the cache holds to a file, to go on from it later or elsewhere.
 
         Args:
-            path: The file, in the safetensors format: keys, values and positions of every layer,
-                the tokens seen, the policy's description and a fingerprint of the model.
+            path: The file, or a link to it, in the safetensors format: keys, values and positions
+                of every layer, the tokens seen, the policy's description and a fingerprint of the
+                model.
 
         Raises:
             ValueError: The cache has read nothing, or only a part of a prompt, or the model that
-                filled it is gone.
-            OSError: The file cannot be written; one that was there stays as it was.
+                filled it is gone; ``path`` names no file.
+            OSError: The file cannot be written, or is no regular file; what was there stays as it
+                was.
         """
         self.abandon_forward()
         if self._tokens is None or self._chunks is not None:
@@ -204,7 +213,8 @@ class PolicyCache(ReadingCache):
     ) -> PolicyCache:
         """Read a file of `save`: a cache that goes on where the saved one was.
 
-        Its tensors move to the model's devices, and into ``storage``, when it is attached.
+        Its tensors move to the model's devices and precision, and into ``storage``, when it is
+        attached.
 
         Args:
             path: The file.
@@ -214,9 +224,9 @@ class PolicyCache(ReadingCache):
             max_new_tokens: As of a new cache.
 
         Raises:
-            OSError: The file cannot be read.
-            ValueError: It is no file of `save`, its policy is another than ``policy``, or cannot be
-                built without it.
+            OSError: The file cannot be read, or is no regular file.
+            ValueError: It is no file of `save`, or a broken one, its policy is another than
+                ``policy``, or cannot be built without it.
         """
         saved = SavedCache.read(path)
         if policy is None:
@@ -326,6 +336,11 @@ class PolicyCache(ReadingCache):
             return
         if self._chunks is not None:
             raise ValueError("rows must not change while a prompt is read in chunks")
+        if bool(((rows < 0) | (rows >= self._tokens.batch)).any()):
+            raise ValueError(
+                f"rows must be indices of the cache's {self._tokens.batch} rows, in "
+                f"[0, {self._tokens.batch - 1}], got {rows.tolist()}"
+            )
         self._tokens = self._tokens.take_rows(rows)
         for layer in self.layers:
             layer.take_rows(rows, self._tokens)

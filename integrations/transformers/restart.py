@@ -31,6 +31,10 @@ class FilterPass(ActingForward):
         layers: What each layer of the model holds; it stays as it is.
         incoming: The forward's tokens and those seen before.
         kwargs: See `Forward`.
+
+    Raises:
+        ValueError: The caller gives position_ids other than a row's own, which the second pass
+            could not follow.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class FilterPass(ActingForward):
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, layers, incoming, **kwargs)
+        _check_positions(policy, incoming)
         (self.filter_layer,) = policy.propagation.acting_layers(len(layers))
         self._incoming = incoming
         self._chosen: Tensor | None = None
@@ -96,3 +101,21 @@ class FilterPass(ActingForward):
         if tokens.padded or not bool(valid.all()):
             arguments["attention_mask"] = torch.cat([tokens.valid, valid], dim=1).long()
         return arguments
+
+
+def _check_positions(policy: CachePolicy, incoming: Incoming) -> None:
+    given = incoming.arguments.get("position_ids")
+    if given is None:
+        return
+    own = incoming.tokens.rotary_positions_of(incoming.new_valid)
+    given = given.to(own.device).expand_as(own)
+    unlike = ((given != own) & incoming.new_valid).nonzero()
+    if len(unlike):
+        row, column = unlike[0].tolist()
+        skipped = incoming.tokens.skipped
+        left_out = 0 if skipped is None else int(skipped[row])
+        raise ValueError(
+            f"position_ids must count each row's own tokens from 0 where {policy.propagation} "
+            f"restarts the prefill: {int(own[row, column]) + left_out} for a token of row {row}, "
+            f"got {int(given[row, column]) + left_out}; leave position_ids out"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from kvpolicy.description import Description
 from kvpolicy.integrations.transformers.layer import PolicyLayer
+from kvpolicy.integrations.transformers.saved_contents import check_contents
 from kvpolicy.integrations.transformers.tokens import SeenTokens
 
 FORMAT = "kvpolicy-cache"
@@ -49,9 +51,10 @@ class SavedCache:
         """Write the file whole or not at all.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: It cannot be written, or there is something that is no regular file.
+            ValueError: ``path`` names no file.
         """
-        target = Path(path)
+        target, mode = _target(path)
         metadata = {
             "format": FORMAT,
             "version": str(VERSION),
@@ -61,11 +64,11 @@ class SavedCache:
             "padded": json.dumps(self.tokens.padded),
             "starts_turn": json.dumps(self.starts_turn),
         }
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=".saving-")
         os.close(handle)
         try:
             save_file(self._tensors(), name, metadata)
-            os.chmod(name, _mode_of_new_files())
+            os.chmod(name, mode)
             os.replace(name, target)
         except BaseException:
             os.unlink(name)
@@ -92,9 +95,12 @@ class SavedCache:
         """Read a file, into tensors on the CPU.
 
         Raises:
-            OSError: It cannot be read.
-            ValueError: It is no saved cache, or one of another version.
+            OSError: It cannot be read, or is no regular file.
+            ValueError: It is no saved cache, one of another version, or what it holds does not
+                fit together.
         """
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(f"path must be a regular file, got {path}")
         try:
             with safe_open(os.fspath(path), framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -109,11 +115,30 @@ class SavedCache:
                 f"path must be a file of PolicyCache.save, got {path}: {error}"
             ) from None
         try:
+            check_contents(metadata, tensors)
             return _rebuilt(metadata, tensors)
         except KeyError as error:
             raise ValueError(
                 f"path must be a whole file of PolicyCache.save, {path} lacks {error}"
             ) from None
+        except ValueError as error:
+            raise ValueError(
+                f"path must be a file of PolicyCache.save, got {path}: {error}"
+            ) from None
+
+
+def _target(path: str | os.PathLike[str]) -> tuple[Path, int]:
+    """The regular file to be written, behind all links, and the mode it is to have."""
+    if not os.fspath(path):
+        raise ValueError(f"path must name a file, got {path!r}")
+    target = Path(os.path.realpath(path))
+    try:
+        mode = os.stat(target).st_mode
+    except FileNotFoundError:
+        return target, _mode_of_new_files()
+    if not stat.S_ISREG(mode):
+        raise OSError(f"path must be a regular file or a new one, got {path}")
+    return target, stat.S_IMODE(mode)
 
 
 def _mode_of_new_files() -> int:

@@ -13,7 +13,9 @@ from kvpolicy.errors import ShapeError, UnknownPolicyError
 from kvpolicy.policies import (
     FastKV,
     GQAGroupSelector,
+    KeepAllSelector,
     PassAllPropagation,
+    RestartPropagation,
     SinkAndRecentSelector,
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
@@ -48,6 +50,43 @@ def test_the_unscored_window_must_be_protected() -> None:
 def test_parts_of_the_wrong_kind(parts: Any) -> None:
     with pytest.raises(TypeError, match="must be a (Scorer|KVSelector|PropagationPolicy), got"):
         CachePolicy(*parts)
+
+
+def test_budgets_of_one_name_are_told_apart_by_their_parts() -> None:
+    scorer, restart = WindowMaxPoolScorer(4), RestartPropagation(0, 0.2, window_size=4)
+    CachePolicy(scorer, GQAGroupSelector(0.2), restart)
+    message = (
+        "retention_rate of GQAGroupSelector must not exceed retention_rate of RestartPropagation, "
+        "since layers after the restart .* got 0.3 and 0.2"
+    )
+    with pytest.raises(ValueError, match=message):
+        CachePolicy(scorer, GQAGroupSelector(0.3), restart)
+
+
+@attrs.frozen
+class RestartsAt(RestartPropagation):
+    """Says that it acts at any layers."""
+
+    layers: tuple[int, ...] = attrs.field(default=(), kw_only=True)
+
+    def acting_layers(self, num_layers: int) -> frozenset[int]:
+        return frozenset(self.layers)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ((), r"must be exactly one, since it restarts the prefill, got \[\] for a model of 4"),
+        ((2, 0), r"must be exactly one, since it restarts the prefill, got \[0, 2\]"),
+        ((4,), r"must be in \[0, 3\] for a model of 4 layers, got \[4\]"),
+        ((-1, 2), r"must be in \[0, 3\] for a model of 4 layers, got \[-1, 2\]"),
+    ],
+)
+def test_a_restart_acts_in_one_layer_of_the_model(layers: tuple[int, ...], message: str) -> None:
+    policy = CachePolicy(WindowMaxPoolScorer(1), KeepAllSelector(), RestartsAt(layers=layers))
+    for use in (policy.check_model, policy.prefill_compute_rate):
+        with pytest.raises(ValueError, match="acting_layers of RestartsAt.*" + message):
+            use(4)
 
 
 def test_abstract_methods_are_abstract() -> None:
@@ -86,6 +125,16 @@ def test_building_by_name() -> None:
         kvpolicy.build("fastkw")
     with pytest.raises(UnknownPolicyError, match="no selector is named 'fastkv'"):
         kvpolicy.build("fastkv", "selector")
+
+
+def test_arguments_of_the_wrong_kind() -> None:
+    policy: Any = FastKV()
+    with pytest.raises(TypeError, match="context must be a LayerContext, got None"):
+        policy.decide(None)
+    with pytest.raises(TypeError, match="other must be a Budget, got 3"):
+        policy.selector.budget.exceeds(3)
+    with pytest.raises(TypeError, match="name must be a str, got None"):
+        kvpolicy.build(None)  # type: ignore[arg-type]
 
 
 def test_a_third_partys_entry_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

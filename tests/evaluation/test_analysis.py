@@ -41,6 +41,44 @@ WINDOW = 5
 NUM_LAYERS = 4
 
 
+WRONG: dict[str, tuple[Callable[[], object], type[Exception]]] = {
+    "model must be a Module, got None": (lambda: topk_overlap(cast(Any, None), [1], 1), TypeError),
+    "model must be a Module, got 'm'": (lambda: output_distances(cast(Any, "m"), [[1]]), TypeError),
+    "inputs must be a sequence of": (
+        lambda: output_distances(model_of(), cast(Any, None)),
+        TypeError,
+    ),
+    "layers must be a Sequence, got 3": (
+        lambda: output_distances(model_of(), [PROMPT], layers=cast(Any, 3)),
+        TypeError,
+    ),
+    "ks must be a Sequence, got 3": (
+        lambda: attention_recall(model_of(), PROMPT, cast(Any, 3)),
+        TypeError,
+    ),
+    "saliency must be a Tensor, got None": (lambda: overlap_of(cast(Any, None), 1), TypeError),
+    "saliency must be of floats, got torch.int64": (
+        lambda: recall_of(torch.ones(2, 3).long(), [1]),
+        TypeError,
+    ),
+    r"saliency must be \[num_layers, context_len\], none of them 0, got \[3\]": (
+        lambda: overlap_of(torch.ones(3), 1),
+        ValueError,
+    ),
+    "count must be at most the prompt's 3 tokens, got 4": (
+        lambda: top_tokens(torch.ones(3), 4),
+        ValueError,
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_arguments_of_the_wrong_kind(message: str) -> None:
+    call, error = WRONG[message]
+    with pytest.raises(error, match=message):
+        call()
+
+
 @cache
 def model_of(family: Family = "llama", attn_implementation: str = "sdpa") -> PreTrainedModel:
     return tiny_model(
@@ -427,6 +465,22 @@ def test_command_prints_and_writes_what_the_functions_find(run: Run, tmp_path: P
     last = [row for row in rows if row[:1] == ["5"]][-1]
     propagation = data["distances"]["one-hop"]["propagation"]["mean"]
     assert last[1] == f"{propagation[5]:.4f}"
+
+
+def test_many_shares_of_attention_take_several_tables(run: Run, tmp_path: Path) -> None:
+    ks = range(40, 53)
+    arguments = [each for k in ks for each in ("--recall-k", k)]
+    status, shown, _ = run(*SMALL, *arguments, "--layer", 5, "--out", tmp_path)
+    assert status == 0
+    assert max(len(line.rstrip()) for line in shown.split("\nwritten")[0].splitlines()) <= 80
+    recall = json.loads((tmp_path / "analyze.json").read_text())["recall"]
+    assert [each["k"] for each in recall] == list(ks)
+    rows = [line.split() for line in shown.splitlines()]
+    second = [row[1:] for row in rows if row[:1] == ["1"]][:3]  # the layer's in each table
+    assert [len(row) for row in second] == [6, 6, 2]
+    assert [cell for row in second for cell in row][1:] == [
+        f"{100 * each['layers'][1]:.1f}" for each in recall
+    ]
 
 
 def test_command_on_files(run: Run, prompt_file: Path, tmp_path: Path) -> None:

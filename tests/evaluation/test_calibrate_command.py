@@ -108,6 +108,7 @@ def test_a_tolerance_out_of_reach(run: Run, tmp_path: Path) -> None:
     status, shown, err = run(*SMALL, *arguments)
     assert status == 1
     assert shown.startswith("TSP layer")
+    assert f"error: no TSP layer is chosen; nothing is written to {out}: tolerance" in err
     assert "tolerance must be reached by a TSP layer up to max_layer 2" in err
     assert not out.exists()
 
@@ -140,6 +141,7 @@ def test_prompts_of_a_file(run: Run, tmp_path: Path) -> None:
         (["--max-layer", "-1"], 2, "Invalid value for '--max-layer'"),
         (["--context", "63"], 2, "Invalid value for '--context'"),
         (["--count", "1"], 2, "Invalid value for '--count'"),
+        (["--threads", "100000"], 1, "threads must be at most the machine's"),
         (["--threads", "0"], 2, "Invalid value for '--threads'"),
         (["--prompts", "no-such.jsonl"], 1, "prompts file no-such.jsonl does not exist"),
         (["--model", "some/model"], 1, "--prompts must be given with --model some/model"),

@@ -97,6 +97,7 @@ def test_wrong_command_line(run: Run, arguments: list[str], said: str) -> None:
         (["--policy", "nope"], "no policy is named 'nope'; known: ada_kv, fastkv, full_context"),
         (["--rate", "0"], "retention_rate must be in (0, 1], got 0.0"),
         (["--rate", "1.5"], "retention_rate must be in (0, 1], got 1.5"),
+        (["--threads", "100000"], "threads must be at most the machine's"),
         (["--dtype", "int7"], "dtype must be one of auto, float32, bfloat16, float16"),
         (["--device", "abacus"], "device must be one torch can use here, got 'abacus'"),
         (["--tsp-layer", "6"], "tsp_layer must be in [0, 5]"),
@@ -136,6 +137,17 @@ def test_compare_prints_a_table_and_writes(run: Run, tmp_path: Path) -> None:
     assert "1 thread," in shown
     assert "speed: x2 = twice as fast" in shown
     assert sorted(path.name for path in out.iterdir()) == ["compare.json", "compare.png"]
+
+
+def test_a_sweep_on_prompts_as_short_as_the_window(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "f1 f2", "answer": "f3"}\n{"prompt": "f4 f5", "answer": "f6"}\n')
+    quick = ("-p", "fastkv", "-r", 0.5, "--rounds", 1, "--new-tokens", 1, "--threads", 1)
+    status, shown, err = run("compare", "--prompts", file, "--sweep", *quick)
+    assert (status, err) == (0, "")
+    said = "No TSP layer was calibrated: prompts must be longer than the window of 8 tokens"
+    assert said in " ".join(shown.split())
+    assert re.search(r"^ +full +[\d.]+ *$", shown, flags=re.MULTILINE)
 
 
 def test_compare_on_prompts_of_a_file(run: Run, tmp_path: Path) -> None:
@@ -190,6 +202,18 @@ def test_generate_answers_under_full_context(run: Run, prompt_file: Path) -> Non
     )
     prompt = needle_prompts(128, count=2, seed=5)[0]
     assert out.split() == load().tokenizer.decode(list(prompt.answers[0])).split()
+
+
+def test_ctrl_c_leaves_one_line(
+    run: Run, prompt_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_generate, "load_shown", interrupt)
+    status, out, err = run("generate", "--prompt-file", prompt_file)
+    assert (status, out) == (130, "")
+    assert err == "error: interrupted\n"
 
 
 def test_generate_sampling_follows_its_seed(run: Run, prompt_file: Path) -> None:

@@ -15,9 +15,12 @@ from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.acting import ActingForward
 from kvpolicy.policies import (
     H2O,
+    AdaKV,
     FastKV,
     FullContext,
+    GemFilter,
     PyramidInfer,
+    PyramidKV,
     SnapKV,
     StreamingLLM,
     TokenSelectivePropagation,
@@ -111,6 +114,17 @@ def test_a_short_prompt_keeps_its_window() -> None:
     assert estimate(StreamingLLM(), TINY, 1).kept_tokens == (1.0, 1.0)
 
 
+def test_first_tokens_that_always_go_on_are_computed() -> None:
+    policy = FastKV(tsp_layer=0, tsp_rate=0.1, retention_rate=0.1, protect=22)
+    found = estimate(policy, TINY, 40)
+    assert found.kept_tokens == (30.0, 30.0)
+    assert found.prefill.linear == 2 * (40 + 30) * 528
+    assert found.compute_rate == (40 + 30) / 80
+    assert policy.prefill_compute_rate(2) == 0.55  # of a long prompt
+    restart = GemFilter(filter_layer=1, retention_rate=0.1, protect=19)
+    assert estimate(restart, TINY, 40).compute_rate == (40 + 2 * 20) / 80
+
+
 @pytest.mark.parametrize(
     ("preset", "policy", "percent"),
     [
@@ -190,6 +204,13 @@ def test_torch_counts_twice_as_much_in_eager_attention() -> None:
         FastKV(tsp_layer=1, tsp_rate=0.4, retention_rate=0.2),
         SnapKV(retention_tokens=37),
         gem_filter(1, 0.2),
+        StreamingLLM(0.02, num_sinks=9),
+        SnapKV(0.1, protect=50),
+        FastKV(tsp_layer=1, tsp_rate=0.2, retention_rate=0.1, protect=60),
+        GemFilter(filter_layer=1, retention_rate=0.1, protect=43),
+        AdaKV(0.1, protect=43),
+        PyramidKV(0.1, protect=43),
+        SnapKV(0.1, protect=1000),
     ],
     ids=lambda policy: type(policy).__name__,
 )

@@ -143,3 +143,12 @@ def test_unsupported_is_an_error_of_its_own(tmp_path: Path) -> None:
     folder = config_folder(tmp_path / "model", **{**LLAMA_CONFIG, "model_type": "mamba"})
     with pytest.raises(UnsupportedModelError):
         load_shape(str(folder))
+
+
+def test_what_is_no_name_and_no_configuration() -> None:
+    with pytest.raises(TypeError, match="name must be a str, got None"):
+        load_shape(None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="config must be a configuration of Transformers, got None"):
+        shape_of(None)
+    with pytest.raises(TypeError, match="shape must be a ModelShape, got None"):
+        estimate(FullContext(), None, 100)  # type: ignore[arg-type]

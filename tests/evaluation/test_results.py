@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.results import check_folder, environment, write_all
 
 
@@ -38,6 +39,25 @@ def test_folder_must_not_be_a_file_nor_lie_in_one(tmp_path: Path) -> None:
             check_folder(folder)
     check_folder(tmp_path / "not" / "yet")
     assert not (tmp_path / "not").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["analyze"], "recall.png"),
+        (["calibrate"], "calibrate.json"),
+        (["compare"], "compare.json"),
+        (["compare", "--sweep"], "tsp_layers.png"),
+    ],
+)
+def test_a_folder_in_a_results_place_is_said_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str], name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    assert main([*command, "--out", str(tmp_path), "--model", "./no/such"]) == 1
+    said = f"error: out must leave {name} to the results, got a folder {tmp_path / name}\n"
+    assert capsys.readouterr().err == said
+    assert [each.name for each in tmp_path.iterdir()] == [name]
 
 
 def test_environment_names_versions_and_threads() -> None:

@@ -191,6 +191,20 @@ def test_rows_that_are_no_indices(usable: PolicyCache, rows: Any, error: type[Ex
         usable.reorder_cache(rows)
 
 
+@pytest.mark.parametrize("rows", [[1], [-1], [0, 10**12]], ids=str)
+def test_rows_that_the_cache_does_not_have(
+    model: PreTrainedModel, usable: PolicyCache, rows: list[int]
+) -> None:
+    before = [(layer.keys, layer.positions) for layer in usable.layers]
+    for take in (usable.reorder_cache, usable.batch_select_indices):
+        with pytest.raises(ValueError, match=r"rows must be indices of the cache's 1 rows, in \[0"):
+            take(torch.tensor(rows))
+    assert usable.batch_size == 1
+    for layer, (keys, positions) in zip(usable.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
+        assert torch.equal(layer.positions, positions)
+
+
 def test_rows_while_a_prompt_is_read_in_chunks(model: PreTrainedModel) -> None:
     cache = PolicyCache(SnapKV(0.3))
     cache.start_turn(prompt_len=40)

@@ -72,6 +72,27 @@ def test_the_first_pass_computes_nothing_that_it_does_not_need() -> None:
         assert counts.tokens["o_proj", layer] == counts.tokens["mlp", layer] == completed
 
 
+def test_positions_that_do_not_start_at_0_are_refused() -> None:
+    model = tiny_model("llama", seed=1)
+    counts = Counts(model)
+    cache, ids, at = PolicyCache(GEM), prompt(20), torch.arange(20)[None]
+    message = "position_ids must count each row's own tokens from 0 where RestartPropagation.*"
+    with torch.no_grad(), cache.attached(model):
+        with pytest.raises(ValueError, match=message + "0 for a token of row 0, got 7"):
+            model(ids, past_key_values=cache, position_ids=at + 7)
+        assert not counts.tokens
+        assert cache.get_seq_length() == 0
+        model(ids, past_key_values=cache, position_ids=at)
+        before = counts.tokens.copy()
+        cache.start_turn()
+        with pytest.raises(ValueError, match=message + "20 for a token of row 0, got 21"):
+            model(ids, past_key_values=cache, position_ids=at + 21)
+        assert counts.tokens == before
+        assert cache.get_seq_length() == 20
+        model(ids, past_key_values=cache, position_ids=at + 20)
+        assert cache.get_seq_length() == 40
+
+
 def test_generation_is_that_of_the_chosen_tokens_alone(model: PreTrainedModel) -> None:
     cache = PolicyCache(GEM)
     ids = prompt(60)

@@ -1,12 +1,14 @@
 """A cache as a file: saved, loaded, refused."""
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -98,6 +100,26 @@ def test_another_model_is_refused(model: PreTrainedModel, tmp_path: Path) -> Non
     generate(tiny_model("llama", seed=1), cache, ids, torch.ones_like(ids))  # the same, loaded anew
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_the_same_model_in_another_precision(
+    tmp_path: Path, before: torch.dtype, after: torch.dtype
+) -> None:
+    path = saved(tiny_model("llama", seed=1).to(torch.bfloat16).to(before), tmp_path)
+    model = tiny_model("llama", seed=1).to(torch.bfloat16).to(after)
+    cache = PolicyCache.load(path)
+    stored = [(layer.keys, layer.values) for layer in cache.layers]
+    with cache.attached(model):
+        for layer, of_layer in zip(cache.layers, stored, strict=True):
+            for tensor, was in zip((layer.keys, layer.values), of_layer, strict=True):
+                assert torch.equal(tensor, was.to(after))
+    ids = torch.tensor([random_tokens(0, 80)])
+    generate(model, cache, ids, torch.ones_like(ids))
+    assert all(layer.keys.dtype == layer.values.dtype == after for layer in cache.layers)
+    assert all(layer.dtype == after for layer in cache.layers)
+
+
 def test_another_policy_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
     path = saved(model, tmp_path)
     with pytest.raises(ValueError, match="policy must be the one that filled the cache"):
@@ -155,6 +177,102 @@ def test_what_cannot_be_saved(model: PreTrainedModel, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="taken"):
         cache.save(tmp_path / "taken")
     assert [each.name for each in tmp_path.iterdir()] == ["taken"]  # nothing half-written
+
+
+def held(model: PreTrainedModel) -> PolicyCache:
+    cache = PolicyCache(SnapKV(0.4))
+    ids = torch.tensor([random_tokens(0, 60)])
+    generate(model, cache, ids, torch.ones_like(ids))
+    return cache
+
+
+def test_a_link_leads_to_the_file_that_is_written(model: PreTrainedModel, tmp_path: Path) -> None:
+    cache, elsewhere = held(model), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("there", "not yet"):
+        (tmp_path / name).symlink_to(elsewhere / name)
+    (elsewhere / "there").write_text("old")
+    (elsewhere / "there").chmod(0o600)
+    for name in ("there", "not yet"):
+        cache.save(tmp_path / name)
+        assert (tmp_path / name).is_symlink()
+        assert PolicyCache.load(elsewhere / name).get_seq_length() == cache.get_seq_length()
+    assert (elsewhere / "there").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    with pytest.raises(OSError, match="round"):
+        cache.save(tmp_path / "round")
+    assert sorted(each.name for each in elsewhere.iterdir()) == ["not yet", "there"]
+
+
+def test_what_is_no_regular_file(model: PreTrainedModel, tmp_path: Path) -> None:
+    cache, pipe = held(model), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "folder").mkdir()
+    for path in (pipe, tmp_path / "folder"):
+        with pytest.raises(OSError, match=f"path must be a regular file or a new one, got {path}"):
+            cache.save(path)
+        with pytest.raises(OSError, match=f"path must be a regular file, got {path}"):
+            PolicyCache.load(path)
+    assert pipe.is_fifo()
+    with pytest.raises(ValueError, match="path must name a file, got ''"):
+        cache.save("")
+    with pytest.raises(OSError, match="too long"):
+        cache.save(tmp_path / ("x" * 256))
+    cache.save(tmp_path / ("x" * 255))
+    assert sorted(each.name[:6] for each in tmp_path.iterdir()) == ["folder", "pipe", "x" * 6]
+
+
+BROKEN: dict[str, tuple[str, Any]] = {
+    "padded must be JSON": ("padded", "{"),
+    "padded must be true or false": ("padded", "3"),
+    "starts_turn must be true or false": ("starts_turn", "null"),
+    "policy must be JSON": ("policy", "hello"),
+    "policy must be the description of one": ("policy", "[]"),
+    "query_heads must be a list with an entry a layer": ("query_heads", "[]"),
+    "query_heads must be a multiple of the 2 KV heads of layer 0": ("query_heads", "[3, 4, 4, 4]"),
+    "lacks 'layers.4.keys'": ("query_heads", "[4, 4, 4, 4, 4]"),
+    "layers.1.keys must be of floats": ("layers.1.keys", torch.zeros(1, 2, 3, 4).long()),
+    r"layers.1.keys must be torch.float32 of shape \[1, any, any": (
+        "layers.1.keys",
+        torch.zeros(2, 2, 30, 16),
+    ),
+    r"layers.2.values must be torch.float32 of shape \[1, 2, 30": (
+        "layers.2.values",
+        torch.zeros(1, 2, 29, 16),
+    ),
+    r"layers.2.positions must be torch.int64 of shape \[1, 2, 24\]": (
+        "layers.2.positions",
+        torch.zeros(1, 2, 30).long(),
+    ),
+    "layers.3.positions must be positions below": (
+        "layers.3.positions",
+        torch.full((1, 2, 24), 66),
+    ),
+    "tokens.lengths must be the numbers of valid tokens": (
+        "tokens.lengths",
+        torch.tensor([65]),
+    ),
+    "tokens.valid must be torch.bool of shape": ("tokens.valid", torch.zeros(66).bool()),
+    "tokens.appended must be torch.int64": ("tokens.appended", torch.zeros(2, 6).long()),
+    r"tokens.skipped must be torch.int64 of shape \[1\]": ("tokens.skipped", torch.zeros(2).long()),
+    "propagated must be of layers 0 to 3": ("propagated.x", torch.zeros(1, 6).long()),
+    "propagated.2 must be torch.int64": ("propagated.2", torch.zeros(1).long()),
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_a_file_that_does_not_fit_together(
+    model: PreTrainedModel, tmp_path: Path, message: str
+) -> None:
+    path, (name, value) = saved(model, tmp_path), BROKEN[message]
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {each: file.get_tensor(each) for each in file.keys()}  # noqa: SIM118
+    (metadata if isinstance(value, str) else tensors)[name] = value
+    save_file(tensors, path, metadata)
+    with pytest.raises(ValueError, match=message) as raised:
+        PolicyCache.load(path)
+    assert str(path) in str(raised.value)
 
 
 @pytest.mark.parametrize("name", list(registered("policy")))

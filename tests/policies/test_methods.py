@@ -13,6 +13,8 @@ from kvpolicy import CachePolicy, LayerContext
 from kvpolicy.policies import (
     TOVA,
     AccumulatedAttentionScorer,
+    AdaKV,
+    AdaptiveHeadSelector,
     FastKV,
     FullContext,
     GQAGroupSelector,
@@ -21,6 +23,7 @@ from kvpolicy.policies import (
     LastQueryScorer,
     MaxScorer,
     PyramidInfer,
+    PyramidKV,
     RandomScorer,
     SinkAndRecentSelector,
     SnapKV,
@@ -133,6 +136,37 @@ def test_the_papers_layers_and_compute_rate(num_layers: int, tsp_layer: int) -> 
     assert propagation.acting_layers(num_layers) == {tsp_layer}
     assert FastKV().prefill_compute_rate(num_layers) == pytest.approx(0.6)
     assert SnapKV().prefill_compute_rate(num_layers) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (-1, ValueError), (2.5, TypeError), (True, TypeError)]
+)
+@pytest.mark.parametrize("policy", [SnapKV(), FastKV(), AdaKV(), PyramidKV(), FullContext()])
+def test_numbers_of_layers_and_tokens_that_are_none(
+    policy: CachePolicy, value: Any, error: type[Exception]
+) -> None:
+    for rates in (policy.prefill_compute_rate, policy.selector.kept_rates):
+        with pytest.raises(error, match="num_layers must be"):
+            rates(value)
+    with pytest.raises(error, match="num_layers must be"):
+        policy.check_model(value)
+    with pytest.raises(error, match="context_len must be"):
+        policy.prefill_compute_rate(4, value)
+    with pytest.raises(error, match="context_len must be"):
+        SnapKV(retention_tokens=9).selector.kept_rates(4, value)
+
+
+@pytest.mark.parametrize("name", ["window_size", "protect"])
+def test_counts_beyond_what_a_tensor_holds(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at most 9223372036854775807, got 1"):
+        GQAGroupSelector(**{name: 10**30})
+    context = layer(WEIGHTS)
+    for part in (
+        GQAGroupSelector(0.2, **{name: 2**63 - 1}),
+        AdaptiveHeadSelector(0.2, **{name: 2**63 - 1}),
+    ):
+        kept = part.select(context.keys.sum(-1), context)
+        assert kept.tolist() == [[list(range(context.key_len))]]
 
 
 def test_compute_rate_of_a_number_of_tokens_needs_the_context() -> None:
@@ -328,7 +362,26 @@ def test_a_part_of_a_sum_sees_no_more_queries_than_alone() -> None:
         (lambda: SumScorer([]), ValueError, "scorers must hold at least one Scorer"),
         (lambda: MaxScorer([WindowMaxPoolScorer]), TypeError, "scorer must be a Scorer"),
         (lambda: ValueAwareScorer(None), TypeError, "scorer must be a Scorer, got None"),
+        (lambda: MaxScorer(None), TypeError, "scorers must be a sequence of Scorer, got None"),
         (lambda: SumScorer([KeyNormScorer()], [1, 2]), ValueError, "weights must be one for each"),
+        (
+            lambda: SumScorer([KeyNormScorer()], [math.nan]),
+            ValueError,
+            "finite in float32, got nan",
+        ),
+        (lambda: SumScorer([KeyNormScorer()], [-math.inf]), ValueError, "float32, got -inf"),
+        (lambda: SumScorer([KeyNormScorer()], [1e39]), ValueError, "finite in float32, got 1e"),
+        (
+            lambda: SumScorer([KeyNormScorer()], ["1"]),
+            TypeError,
+            "weights must be numbers, got '1'",
+        ),
+        (
+            lambda: SumScorer([KeyNormScorer()], [True]),
+            TypeError,
+            "weights must be numbers, got Tr",
+        ),
+        (lambda: SumScorer([KeyNormScorer()], 2), TypeError, "weights must be a sequence of num"),
         (lambda: RandomScorer(-1), ValueError, "seed must be at least 0, got -1"),
     ],
 )

@@ -65,6 +65,25 @@ def test_rates_are_the_lowest_so_far() -> None:
         tokens.layer_rates(3)
 
 
+@pytest.mark.parametrize(
+    ("part", "num_layers", "remedy"),
+    [
+        (StagedPropagation(), 1, "give them layers of their own, or take a model of at least 3 l"),
+        (StagedPropagation(), 2, "give them layers of their own, or take a model of at least 3 l"),
+        (staged(TSP(0), TSP(tsp_depth=0.5)), 2, "take a model of at least 4 layers$"),
+        (staged(TSP(1, 0.5), TSP(1, 0.2)), 4, "act after layer 1; give them layers of their own$"),
+    ],
+)
+def test_too_few_layers_for_the_stages(
+    part: StagedPropagation, num_layers: int, remedy: str
+) -> None:
+    policy = CachePolicy(WindowMaxPoolScorer(), GQAGroupSelector(), part)
+    for use in (policy.check_model, policy.prefill_compute_rate, part.layer_rates):
+        with pytest.raises(ValueError, match=f"in a model of {num_layers} layers.*{remedy}"):
+            use(num_layers)
+    assert StagedPropagation().acting_layers(3) == {0, 1}
+
+
 def test_what_the_stages_have_in_common() -> None:
     part = staged(TSP(0, 0.5, window_size=4, protect=3), TSP(1, 0.2, window_size=9, protect=2))
     assert part.protected_tail == 4
