@@ -165,7 +165,7 @@ class Attachment(_Hooks):
         keep = arguments.get("logits_to_keep")
         known = "logits_to_keep" in _signature(type(module).forward).parameters
         last = keep if known and isinstance(keep, int) and keep > 0 else None
-        self.cache.keep_last = None if arguments.get("labels") is not None else last
+        self.cache.begin_call(None if arguments.get("labels") is not None else last)
         if not self.cache.may_drop:
             return
         whole = {
@@ -181,9 +181,9 @@ class Attachment(_Hooks):
             )
 
     def after_model(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-        """Forget which logits were asked for."""
+        """Conclude the call, or take it back, which may have failed behind the decoder."""
         if len(rest) == 2 and self._carries_cache(args, rest[0]):
-            self.cache.keep_last = None
+            self.cache.end_call(failed=rest[1] is None)
 
     def before_decoder(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None

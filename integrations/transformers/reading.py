@@ -89,7 +89,8 @@ class ReadingCache(Cache):  # type: ignore[misc]
         self._first_output: Any = None  # of the prompt, where draft tokens came with it
         self._undo: Snapshot | None = None
         # How many of the last tokens' outputs the call under way asks for; None for all.
-        self.keep_last: int | None = None
+        self._keep_last: int | None = None
+        self._before_call: Snapshot | None = None
 
     def start_turn(self, prompt_len: int | None = None) -> None:
         """Let the policy act on the next forward: a new turn begins in a hand-written loop.
@@ -135,6 +136,21 @@ class ReadingCache(Cache):  # type: ignore[misc]
             self._starts_turn = self._starts_turn and before.starts_turn
             self._prompt_end = None
 
+    def begin_call(self, keep_last: int | None) -> None:
+        """Take up a call of the model, which runs the decoder and then a head.
+
+        Args:
+            keep_last: How many of the last tokens' outputs it asks for; None for all.
+        """
+        self.abandon_forward()  # torch tells hooks of no failure by Ctrl-C
+        self._keep_last, self._before_call = keep_last, self._snapshot()
+
+    def end_call(self, *, failed: bool) -> None:
+        """Conclude a call of the model, or undo it, the decoder's forward with it."""
+        if failed:
+            self.abandon_forward()
+        self._keep_last = self._before_call = None
+
     @property
     def acts_next(self) -> bool:
         """Whether the policy acts on the next forward, or on the prompt that it is a part of."""
@@ -168,7 +184,7 @@ class ReadingCache(Cache):  # type: ignore[misc]
             UnsupportedGenerationError: A prompt comes in chunks, and the policy drops tokens.
             UnsupportedModelError: The context exceeds the model's sliding window.
         """
-        self.abandon_forward()
+        self._undo_forward(self._undo)
         before = self._snapshot()
         ends = True
         if self.acts_next and self._prompt_end is not None:
@@ -232,7 +248,7 @@ class ReadingCache(Cache):  # type: ignore[misc]
 
         # Hidden states are recorded as a layer gets them, which narrowing would cut.
         states = asked("output_hidden_states")
-        keep_last = None if states else self.keep_last
+        keep_last = None if states else self._keep_last
         narrows = not (asked("output_attentions") or states or replaced)
         return {"narrows": narrows, "keep_last": keep_last}
 
@@ -254,10 +270,10 @@ class ReadingCache(Cache):  # type: ignore[misc]
         assert self._attachment is not None
         seen = self.get_seq_length()
         prompt = {**span_of(arguments, seen, 0, missing), "return_dict": True}
-        keep_last = self.keep_last
-        self.keep_last = None if keep_last is None else 1
+        keep_last = self._keep_last
+        self._keep_last = None if keep_last is None else 1
         output = self._attachment.parts.decoder(**prompt)
-        self.keep_last = keep_last
+        self._keep_last = keep_last
         self._first_output = output
         return span_of(arguments, seen, missing, columns)
 
@@ -355,9 +371,13 @@ class ReadingCache(Cache):  # type: ignore[misc]
                 layer.follow(self._tokens)
 
     def abandon_forward(self) -> None:
-        """Undo a forward that did not come to its end; without one, do nothing."""
-        if self._undo is not None:
-            self._restore(self._undo)
+        """Undo a call of the model that did not come to its end; without one, do nothing."""
+        self._undo_forward(self._before_call or self._undo)
+        self._before_call = None
+
+    def _undo_forward(self, before: Snapshot | None) -> None:
+        if before is not None:
+            self._restore(before)
             routing.waiting.set(None)
         self._forward, self._undo, self._first_output = None, None, None
 
@@ -382,7 +402,7 @@ class ReadingCache(Cache):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         """All but what binds the cache to a model: a copy is attached to nothing."""
         # A forward under way, or one that was interrupted, is not part of the copy.
-        held = self._undo or self._snapshot()
+        held = self._before_call or self._undo or self._snapshot()
         layers = [PolicyLayer(self.storage, self.max_new_tokens or 0) for _ in held.layers]
         for layer, own, each in zip(layers, self.layers, held.layers, strict=True):
             layer.restore(each)
@@ -403,6 +423,7 @@ class ReadingCache(Cache):  # type: ignore[misc]
             "_forward": None,
             "_first_output": None,
             "_undo": None,
+            "_before_call": None,
         }
 
     # What Transformers asks of a cache, as far as forwards need it.

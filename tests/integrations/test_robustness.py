@@ -236,7 +236,8 @@ def failing(model: PreTrainedModel, place: str, call: int, error: Any) -> Iterat
         if len(calls) == call:
             raise error
 
-    handle = model.get_submodule(f"model.{place}").register_forward_pre_hook(fail)
+    path = place if place == "lm_head" else f"model.{place}"
+    handle = model.get_submodule(path).register_forward_pre_hook(fail)
     try:
         yield calls
     finally:
@@ -253,6 +254,8 @@ CASES = [
     ("gem_filter", {}, "norm", 1),
     *[("h2o", {"prefill_chunk_size": 10}, f"layers.{layer}.mlp", 3) for layer in range(4)],
     *[("snapkv", {"prefill_chunk_size": 10}, "layers.2.mlp", call) for call in (1, 2)],
+    *[(name, {}, "lm_head", 1) for name in ("full_context", "fastkv", "gem_filter")],
+    ("snapkv", {"prefill_chunk_size": 10}, "lm_head", 2),
 ]
 
 
