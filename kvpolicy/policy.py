@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import attrs
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
@@ -125,17 +127,21 @@ class CachePolicy:
         """
         check_kind("context", context, LayerContext)
         # Autocast would round the scores to half precision, where many tokens tie.
+        checks = _Checks()
         with torch.autocast(context.keys.device.type, enabled=False):
-            return self._decide(context)
+            decision = self._decide(context, checks)
+        checks.look()
+        return decision
 
-    def _decide(self, context: LayerContext) -> Decision:
+    def _decide(self, context: LayerContext, checks: _Checks) -> Decision:
         propagates = not self.propagation.restarts and self._acts_at(context)
         saliency = None
         if self.selector.needs_saliency or (propagates and self.propagation.needs_saliency):
-            saliency = self._score(context)
+            saliency = self._score(context, checks)
         kept = self.selector.select(saliency, context)
-        _check_indices(self.selector, kept, (context.batch, context.kv_heads), context.key_len)
-        passed = self._propagate(saliency, context) if propagates else None
+        heads = context.batch, context.kv_heads
+        _check_indices(self.selector, kept, heads, context.key_len, checks)
+        passed = self._propagate(saliency, context, checks) if propagates else None
         return Decision(kept, passed)
 
     def decide_restart(self, context: LayerContext) -> Tensor | None:
@@ -148,30 +154,38 @@ class CachePolicy:
         """
         assert self.propagation.restarts
         assert self._acts_at(context)
+        checks = _Checks()
         with torch.autocast(context.keys.device.type, enabled=False):
-            saliency = self._score(context) if self.propagation.needs_saliency else None
-            return self._propagate(saliency, context)
+            saliency = self._score(context, checks) if self.propagation.needs_saliency else None
+            passed = self._propagate(saliency, context, checks)
+        checks.look()
+        return passed
 
     def _acts_at(self, context: LayerContext) -> bool:
         return context.layer_idx in self.propagation.acting_layers(context.num_layers)
 
-    def _score(self, context: LayerContext) -> Tensor:
+    def _score(self, context: LayerContext, checks: _Checks) -> Tensor:
         assert self.scorer is not None
         saliency = self.scorer.score(context)
-        _check_saliency(self.scorer, saliency, context)
+        _check_saliency(self.scorer, saliency, context, checks)
         return saliency
 
-    def _propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
+    def _propagate(
+        self, saliency: Tensor | None, context: LayerContext, checks: _Checks
+    ) -> Tensor | None:
         passed = self.propagation.propagate(saliency, context)
         if passed is None:
             return None
-        _check_indices(self.propagation, passed, (context.batch,), context.new_len)
-        if bool((passed[:, -1:] != context.new_len - 1).any()) or not passed.shape[1]:
-            raise ValueError(
+        _check_indices(self.propagation, passed, (context.batch,), context.new_len, checks)
+        last = pad(passed, (1, 0), value=-1)[:, -1]  # -1 where nothing is passed on
+        checks.refuse(
+            last != context.new_len - 1,
+            lambda: (
                 f"propagate of {self.propagation} must pass on the last token of every row, "
                 f"{context.new_len - 1}, got {passed[:, -1:].flatten().tolist()}; the next "
                 "token is predicted from it"
-            )
+            ),
+        )
         return passed
 
     def prefill_compute_rate(self, num_layers: int, context_len: int | None = None) -> float:
@@ -196,7 +210,32 @@ class CachePolicy:
         return math.fsum(rate for layer_rates in passes for rate in layer_rates) / num_layers
 
 
-def _check_saliency(scorer: Scorer, saliency: object, context: LayerContext) -> None:
+class _Checks:
+    """What must not be, looked at together at the end: every look waits for the device."""
+
+    def __init__(self) -> None:
+        self._conditions: list[Tensor] = []
+        self._messages: list[Callable[[], str]] = []
+
+    def refuse(self, condition: Tensor, message: Callable[[], str]) -> None:
+        """Refuse a bool tensor that is True anywhere."""
+        self._conditions.append(condition.any())
+        self._messages.append(message)
+
+    def look(self) -> None:
+        """Raise ValueError for the first condition that holds."""
+        if not self._conditions:
+            return
+        for holds, message in zip(
+            torch.stack(self._conditions).tolist(), self._messages, strict=True
+        ):
+            if holds:
+                raise ValueError(message())
+
+
+def _check_saliency(
+    scorer: Scorer, saliency: object, context: LayerContext, checks: _Checks
+) -> None:
     if not isinstance(saliency, Tensor) or not saliency.is_floating_point():
         raise TypeError(f"score of {scorer} must return a tensor of floats, got {saliency!r}")
     heads = (context.query_heads, context.kv_heads)
@@ -208,13 +247,15 @@ def _check_saliency(scorer: Scorer, saliency: object, context: LayerContext) -> 
             f"{list(saliency.shape)}"
         )
     group = saliency.shape[1] // context.kv_heads
-    if bool((saliency.isnan() & context.valid.repeat_interleave(group, dim=1)).any()):
-        raise ValueError(
-            f"score of {scorer} must return numbers, got NaN at layer {context.layer_idx}"
-        )
+    checks.refuse(
+        saliency.isnan() & context.valid.repeat_interleave(group, dim=1),
+        lambda: f"score of {scorer} must return numbers, got NaN at layer {context.layer_idx}",
+    )
 
 
-def _check_indices(part: object, indices: object, rows: tuple[int, ...], length: int) -> None:
+def _check_indices(
+    part: object, indices: object, rows: tuple[int, ...], length: int, checks: _Checks
+) -> None:
     if not isinstance(indices, Tensor):
         raise TypeError(f"{part} must return a tensor of indices, got {indices!r}")
     if tuple(indices.shape[:-1]) != rows or indices.dtype != torch.int64:
@@ -225,8 +266,10 @@ def _check_indices(part: object, indices: object, rows: tuple[int, ...], length:
     before, after = indices[..., :-1], indices[..., 1:]
     unordered = (after <= before) & (before >= 0)
     outside = (indices >= length) | (indices < -1)
-    if bool(unordered.any() | outside.any()):
-        raise ValueError(
+    checks.refuse(
+        unordered.any() | outside.any(),
+        lambda: (
             f"indices of {part} must be ascending, unique and in [0, {length}), with -1 on the "
             f"left only, got {indices.tolist()}"
-        )
+        ),
+    )

@@ -81,7 +81,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def store(self, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor) -> None:
         """Keep the slots ``kept`` ``[batch, kv_heads, kept_len]`` of all that the layer sees."""
         everything = torch.arange(keys.shape[2], device=kept.device)
-        if not torch.equal(kept, torch.where(positions >= 0, everything, -1)):
+        as_many = kept.shape[2] == keys.shape[2]  # asked first: to compare waits for the device
+        if not (as_many and torch.equal(kept, torch.where(positions >= 0, everything, -1))):
             keys, values = gather_slots(keys, kept), gather_slots(values, kept)
             positions = gather_positions(positions, kept)
         self._hold(keys, values, positions)
