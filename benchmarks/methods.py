@@ -2,7 +2,8 @@
 
 A small Llama of random weights reads prompts of 2,048, 8,192 and 32,768 tokens. In every round each
 method has one turn, as has the model without kvpolicy, so that a machine that slows down slows down
-all of them. Writes ``methods.json`` after every length, and a picture.
+all of them; then what each method's own work takes of its prefill. Writes ``methods.json`` after
+every length, and a picture.
 
     python benchmarks/methods.py [--contexts 2048,8192,32768] [--rounds N] [--threads 2] [--out DIR]
     python benchmarks/methods.py --quick
@@ -40,6 +41,7 @@ from benchmarks.common import (
 )
 from benchmarks.common import random_prompt as prompt_of
 from benchmarks.memory import try_peak
+from benchmarks.overhead import overhead_of, overhead_table
 from benchmarks.pictures import draw, methods_picture
 from kvpolicy import CachePolicy, build, registered
 from kvpolicy.evaluation import Latencies, Timing, measure_latency, shape_of
@@ -133,8 +135,8 @@ def memory_line(row: dict[str, Any]) -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Times, then memory."""
-    lines = [HEADER, *map(line_of, record["rows"])]
+    """Times, the policies' own work, then memory."""
+    lines = [HEADER, *map(line_of, record["rows"]), "", overhead_table(record["overhead"])]
     if record["memory"]:
         lines += ["", MEMORY_HEADER, *map(memory_line, record["memory"])]
     return "\n".join(lines)
@@ -196,6 +198,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         },
         **facts(model.device),
         "rows": [],
+        "overhead": [],
         "memory": [],
     }
     print(HEADER, flush=True)
@@ -210,7 +213,12 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         rows = rows_of(measured, options.policies, model, context)
         print("\n".join(map(line_of, rows)), flush=True)
         record["rows"] += rows
+        for name, policy in options.policies.items():
+            prompt = prompt_of(spec.vocab_size, context)
+            overhead = overhead_of(model, prompt, policy, 3 if context < 16384 else 1)
+            record["overhead"].append({"policy": name, "context": context, **overhead})
         write_json(folder, "methods.json", record)
+    print(f"\n{overhead_table(record['overhead'])}", flush=True)
     if options.memory_context:
         print(f"\n{MEMORY_HEADER}", flush=True)
         record["memory"] = memory_rows(

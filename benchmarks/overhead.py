@@ -1,0 +1,74 @@
+"""What a policy's own work takes of a prefill: scoring, choosing, and taking over what is kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from benchmarks.clocks import TimedPolicy
+from benchmarks.common import number, spread
+from benchmarks.turns import take_turn
+from kvpolicy import CachePolicy
+from kvpolicy.integrations.transformers.layer import PolicyLayer
+
+HEADER = "share of prefill in scoring, choosing and taking over"
+
+
+@contextmanager
+def timed_storing() -> Iterator[list[float]]:
+    """Time what layers take to store what was chosen for them: milliseconds of each."""
+    original, spans = PolicyLayer.store, []
+
+    def store(self: PolicyLayer, *args: Any) -> None:
+        start = time.perf_counter()
+        original(self, *args)
+        spans.append((time.perf_counter() - start) * 1e3)
+
+    PolicyLayer.store = store  # type: ignore[method-assign]
+    try:
+        yield spans
+    finally:
+        PolicyLayer.store = original  # type: ignore[method-assign]
+
+
+def overhead_of(
+    model: PreTrainedModel, prompt: Tensor, policy: CachePolicy, rounds: int
+) -> dict[str, Any]:
+    """Time a policy's own work inside of prefills, on the processor.
+
+    Args:
+        model: The model.
+        prompt: Token ids ``[batch, context]``.
+        policy: The policy.
+        rounds: Prefills.
+
+    Returns:
+        Of every prefill ``choosing_ms`` (the policy's decisions), ``storing_ms`` (gathering and
+        holding what is kept) and ``prefill_ms`` with both of them; ``share``, their sum over it.
+    """
+    found: dict[str, Any] = {"choosing_ms": [], "storing_ms": [], "prefill_ms": []}
+    for _ in range(rounds):
+        timed = TimedPolicy(policy, model.device)
+        with timed_storing() as spans:
+            turn = take_turn(model, prompt, timed, 1)
+        found["choosing_ms"].append(timed.total_ms())
+        found["storing_ms"].append(sum(spans))
+        found["prefill_ms"].append(turn.prefill.wall_ms)
+    shares = [(a + b) / c for a, b, c in zip(*found.values(), strict=True)]
+    return {**found, "share": spread(shares)}
+
+
+def overhead_table(rows: list[dict[str, Any]]) -> str:
+    """A line for each method, a column for each length; at most 80 columns for eight lengths."""
+    contexts = sorted({row["context"] for row in rows})
+    shares = {(row["policy"], row["context"]): row["share"]["median"] for row in rows}
+    lines = [HEADER, f"{'method':<15}" + "".join(f"{each:>8}" for each in contexts)]
+    for name in dict.fromkeys(row["policy"] for row in rows):
+        cells = (number(shares.get((name, each)), 8, 2, percent=True) for each in contexts)
+        lines.append(f"{name:<15}" + "".join(cells))
+    return "\n".join(lines)
