@@ -9,6 +9,7 @@ queries if the keys come from one. Calls with any other cache pass straight thro
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import threading
 from collections.abc import Callable
@@ -122,15 +123,21 @@ def _attention(
 
 def _own_function(attention: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The function the module would call, found the way its own code finds it."""
-    forward = inspect.unwrap(type(attention).forward)
+    interface, default = _functions(type(attention))
+    config = attention.config
+    name = (config.original if isinstance(config, RoutedConfig) else config)._attn_implementation
+    function: Callable[..., tuple[Tensor, Tensor | None]] = interface.get_interface(name, default)
+    return function
+
+
+@functools.lru_cache(maxsize=64)
+def _functions(kind: type) -> tuple[Any, Any]:
+    """Where attention modules of a class look their function up, and the one they have else."""
+    forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
     interface = forward.__globals__.get("ALL_ATTENTION_FUNCTIONS")
     if interface is None or "ALL_ATTENTION_FUNCTIONS" not in forward.__code__.co_names:
         raise UnsupportedModelError(
             f"model must call its attention through Transformers' AttentionInterface, but "
-            f"{type(attention).__qualname__} does not; the policy cannot see its queries"
+            f"{kind.__qualname__} does not; the policy cannot see its queries"
         )
-    config = attention.config
-    name = (config.original if isinstance(config, RoutedConfig) else config)._attn_implementation
-    default = forward.__globals__.get("eager_attention_forward")
-    function: Callable[..., tuple[Tensor, Tensor | None]] = interface.get_interface(name, default)
-    return function
+    return interface, forward.__globals__.get("eager_attention_forward")

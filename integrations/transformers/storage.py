@@ -227,7 +227,7 @@ class Plain(Held):
         held.keys[:, :, self.length : after] = keys
         held.values[:, :, self.length : after] = values
         held.used.slots = after
-        return attrs.evolve(held, length=after)
+        return Plain(held.keys, held.values, held.device, after, held.used)
 
     def _may_write(self, keys: Tensor, values: Tensor) -> bool:
         """Whether autograd allows to write into buffers, as everywhere but in training."""
