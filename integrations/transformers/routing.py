@@ -123,7 +123,7 @@ def _attention(
 
 def _own_function(attention: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The function the module would call, found the way its own code finds it."""
-    interface, default = _functions(type(attention))
+    interface, default = _functions(type(attention).forward)
     config = attention.config
     name = (config.original if isinstance(config, RoutedConfig) else config)._attn_implementation
     function: Callable[..., tuple[Tensor, Tensor | None]] = interface.get_interface(name, default)
@@ -131,13 +131,13 @@ def _own_function(attention: Any) -> Callable[..., tuple[Tensor, Tensor | None]]
 
 
 @functools.lru_cache(maxsize=64)
-def _functions(kind: type) -> tuple[Any, Any]:
-    """Where attention modules of a class look their function up, and the one they have else."""
-    forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+def _functions(method: Callable[..., Any]) -> tuple[Any, Any]:
+    """Where the forward of attention modules looks their function up, and the one it has else."""
+    forward: Any = inspect.unwrap(method)
     interface = forward.__globals__.get("ALL_ATTENTION_FUNCTIONS")
     if interface is None or "ALL_ATTENTION_FUNCTIONS" not in forward.__code__.co_names:
         raise UnsupportedModelError(
             f"model must call its attention through Transformers' AttentionInterface, but "
-            f"{kind.__qualname__} does not; the policy cannot see its queries"
+            f"{forward.__qualname__} does not; the policy cannot see its queries"
         )
     return interface, forward.__globals__.get("eager_attention_forward")
