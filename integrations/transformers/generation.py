@@ -162,7 +162,8 @@ def check_generation(
     return Turn(
         # Else the prompt may come in several forwards, or with draft tokens behind it.
         prompt_end=None if one_forward else prompt_end,
-        may_be_static=not chunked
+        # Attentions would be as wide as buffers are long.
+        may_be_static=not (chunked or config.output_attentions)
         and mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         and model.config._attn_implementation in IMPLEMENTATIONS,
     )

@@ -98,6 +98,9 @@ def go_on_from_a_file(model: PreTrainedModel, folder: Path) -> None:
     ids, added = (torch.tensor([random_tokens(seed, 50)]) for seed in (0, 1))
     cache = PolicyCache(METHODS["fastkv"][0])
     said: Any = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    fixed = PolicyCache(METHODS["fastkv"][0], max_new_tokens=5)
+    again: Any = model.generate(ids, past_key_values=fixed, max_new_tokens=5, do_sample=False)
+    assert torch.equal(said, again)
     cache.save(folder / f"{distributed.get_rank()}.safetensors")
     distributed.barrier()
     own, other = (

@@ -187,6 +187,14 @@ def test_generation_on_no_other_kind_is_compiled(model: PreTrainedModel, backend
     assert not PolicyCache(SNAPKV).is_compileable
 
 
+def test_attentions_are_as_wide_as_what_is_held() -> None:
+    model = tiny_model("llama", seed=1, attn_implementation="eager")
+    cache = PolicyCache(SNAPKV, max_new_tokens=ROOM)
+    got = generate(model, cache, batch_of(50), output_attentions=True)
+    widths = [[each.shape[-1] for each in step] for step in got.attentions[1:]]
+    assert widths == [[17 + step] * 4 for step in range(7)]
+
+
 def test_quantised_storage_decodes_as_without_room(model: PreTrainedModel) -> None:
     storage = QuantizedStorage(q_group_size=8)
     want = generate(model, PolicyCache(SNAPKV, storage), batch_of(50))
