@@ -36,8 +36,9 @@ def query_key_products(queries: Tensor, keys: Tensor) -> Tensor:
 def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = None) -> Tensor:
     """Attention that the shown queries give each key, summed over the queries.
 
-    Softmax over all keys that a query sees: its own, those before it, no padding. Computed in
-    blocks of KV heads and of queries, so that no matrix of queries times keys is ever whole.
+    Softmax over all keys that a query sees: its own, those before it, no padding; and over the
+    head's sink, where there is one, whose share no key gets. Computed in blocks of KV heads and of
+    queries, so that no matrix of queries times keys is ever whole.
 
     Args:
         context: The layer, with ``query_len`` trailing queries.
@@ -94,7 +95,12 @@ def _block_weights(
     hidden = (slots > slots[first:, None]) | ~valid[:, :, None, :seen]
     # The lowest number instead of -inf: a padded query that sees nothing stays finite.
     logits.masked_fill_(hidden, torch.finfo(torch.float32).min)
-    return logits.softmax(dim=-1).masked_fill_(hidden | ~query_valid, 0.0)
+    if context.sinks is None:
+        weights = logits.softmax(dim=-1)
+    else:
+        sinks = context.sinks[heads].float()[None, :, None, None].expand(*logits.shape[:3], 1)
+        weights = torch.cat([logits, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    return weights.masked_fill_(hidden | ~query_valid, 0.0)
 
 
 def group_mean(saliency: Tensor, kv_heads: int) -> Tensor:

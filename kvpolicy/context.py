@@ -34,6 +34,8 @@ class LayerContext:
         heads: Where the layer's heads are: all in ``keys``, unless the model is tensor-parallel.
             What a part decides for all heads together goes through it.
         softcap: Bound of what is scaled, ``softcap * tanh(x / softcap)``; None without.
+        sinks: ``[query_heads]``, a logit that each head's softmax has beside those of its keys, as
+            in GPT-OSS; None without.
 
     Raises:
         ShapeError: The axes do not fit together.
@@ -50,6 +52,7 @@ class LayerContext:
     scaling: float
     heads: Heads = attrs.field(factory=Heads)
     softcap: float | None = None
+    sinks: Tensor | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.keys.ndim != 4 or self.queries.ndim != 4:
@@ -88,6 +91,10 @@ class LayerContext:
             raise ShapeError(
                 "query_len <= new_len <= key_len must hold, got "
                 f"{self.query_len}, {self.new_len} and {key_len}"
+            )
+        if self.sinks is not None and self.sinks.shape != (self.query_heads,):
+            raise ShapeError(
+                f"sinks must be [query_heads] = [{self.query_heads}], got {list(self.sinks.shape)}"
             )
         if len(self.seen_len) != batch:
             raise ShapeError(

@@ -209,6 +209,7 @@ class ActingForward(Forward):
             seen_len=self._seen_len,
             scaling=scores.scaling,
             softcap=scores.softcap,
+            sinks=scores.sinks,
             heads=self.layers[index].spread.heads(queries.shape[1]),
         )
 

@@ -25,6 +25,7 @@ class Scores:
 
     scaling: float
     softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 class Forward:

@@ -114,7 +114,11 @@ def _attention(
     waiting.set(None)
     forward, layer_idx = pending
     scaling = kwargs.get("scaling")
-    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
+    scores = Scores(
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        kwargs.get("softcap"),
+        kwargs.get("s_aux"),
+    )
     forward.before_attention(layer_idx, query, scores)
     output = forward.attend(attend, module, query, key, value, attention_mask, **kwargs)
     forward.observe(layer_idx, query, scores)

@@ -32,8 +32,9 @@ def loop_over_single_numbers(context: LayerContext) -> list[list[list[float]]]:
                     math.exp(float(query @ keys[slot]) * context.scaling) if valid[slot] else 0.0
                     for slot in range(own + 1)
                 ]
+                sink = 0.0 if context.sinks is None else math.exp(float(context.sinks[head]))
                 for slot, weight in enumerate(weights):
-                    sums[row][head][slot] += weight / sum(weights)
+                    sums[row][head][slot] += weight / (sum(weights) + sink)
     return sums
 
 
@@ -43,6 +44,20 @@ def test_attention_sums(context: LayerContext) -> None:
     assert sums.dtype == torch.float32
     expected = torch.tensor(loop_over_single_numbers(context))
     torch.testing.assert_close(sums, expected, atol=1e-5, rtol=1e-5)
+
+
+@given(context=layer_contexts(5))
+def test_what_a_sink_takes_no_key_gets(context: LayerContext) -> None:
+    sinks = torch.linspace(-2, 3, context.query_heads)
+    context = attrs.evolve(context, sinks=sinks)
+    expected = torch.tensor(loop_over_single_numbers(context))
+    torch.testing.assert_close(causal_attention_sums(context), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_sinks_are_one_for_each_query_head() -> None:
+    drawn = context(queries=torch.randn(2, 6, 4, 5), keys=torch.randn(2, 2, 11, 5))
+    with pytest.raises(ShapeError, match=r"sinks must be \[query_heads\] = \[6\], got \[2\]"):
+        attrs.evolve(drawn, sinks=torch.zeros(2))
 
 
 @pytest.mark.parametrize("block_bytes", [1, 300, 2000])

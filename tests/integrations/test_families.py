@@ -7,16 +7,24 @@ import re
 from functools import cache
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvpolicy import CachePolicy, registered
+from kvpolicy import CachePolicy, LayerContext, registered
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.models import ModelParts
-from kvpolicy.policies import FastKV, GemFilter, PyramidInfer
+from kvpolicy.policies import (
+    AccumulatedAttentionScorer,
+    FastKV,
+    GemFilter,
+    GQAGroupSelector,
+    PassAllPropagation,
+    PyramidInfer,
+)
 from tests.families import FAMILIES, PAD_TOKEN_ID, VOCAB_SIZE
 from tests.reference.dense import Act
 from tests.reference.family_dense import family_logits
@@ -180,6 +188,40 @@ def test_dropping_after_a_sliding_layer_names_the_others() -> None:
     message = r"sliding window of layers \[1\] sees 16 of 50 tokens; layers that see all: \[2, 5\]"
     with pytest.raises(UnsupportedModelError, match=message):
         generate(model, PolicyCache(FastKV(tsp_layer=1)))
+
+
+@attrs.frozen
+class Showing(GQAGroupSelector):
+    """Remembers each layer's saliency."""
+
+    seen: list[Tensor] = attrs.field(factory=list, kw_only=True)
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        assert saliency is not None
+        self.seen.append(saliency)
+        return super().select(saliency, context)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2"])
+def test_scores_are_the_models_own_attention(family: str) -> None:
+    """Also where a sink takes a share of it, and where it is capped."""
+    model = FAMILIES[family].build(seed=1, attn_implementation="eager")
+    if family == "gpt_oss":
+        for name, weight in model.named_parameters():
+            if name.endswith("sinks"):
+                weight.data.uniform_(2.0, 6.0)
+    selector = Showing(0.5)
+    cache = PolicyCache(CachePolicy(AccumulatedAttentionScorer(), selector, PassAllPropagation()))
+    ids = IDS[:1, :12]  # within every window
+    with torch.no_grad():
+        own = model(ids, output_attentions=True).attentions
+        with cache.attached(model):
+            model(ids, past_key_values=cache)
+    assert len(selector.seen) == len(own)
+    for saliency, attention in zip(selector.seen, own, strict=True):
+        torch.testing.assert_close(saliency, attention.sum(dim=2), atol=1e-5, rtol=1e-4)
+    if family == "gpt_oss":
+        assert float(own[0].sum(dim=-1).min()) < 0.5  # the sinks take much of it
 
 
 def test_an_unknown_family_is_refused() -> None:
