@@ -9,7 +9,7 @@ KVPRESS := .venv-kvpress
 ARGS ?=
 FUZZ_MINUTES ?= 10
 
-.PHONY: compare test lint typecheck check thorough fuzz oldest bench bench-scaling bench-gpu \
+.PHONY: compare test lint typecheck check thorough fuzz oldest bench bench-scaling bench-decode bench-gpu \
 	bench-prefill bench-kvpress format clean
 
 compare: $(VENV)/installed
@@ -63,6 +63,9 @@ bench-scaling: $(VENV)/installed
 # With the machine's own Python: the torch of .venv knows no GPU.
 bench-gpu:
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
+
+bench-decode: $(VENV)/installed
+	$(BIN)/python benchmarks/decode.py $(ARGS)
 
 bench-prefill: $(VENV)/installed
 	$(BIN)/python benchmarks/prefill.py
