@@ -1,9 +1,11 @@
 """FastKV's latency experiment: prefill and decoding of long prompts on one GPU, method by method.
 
 A model of Llama-3.1-8B's shape, its weights random, made on the device; batch 1; by default 8K, 32K
-and 128K tokens of prompt and 256 generated. Writes ``gpu.json`` after every cell, and a picture.
+and 128K tokens of prompt and 256 generated. Decoding is a loop by hand; a last stage has `generate`
+compile it. Writes ``gpu.json`` after every cell, and a picture.
 
     python benchmarks/gpu.py [--minutes 9] [--contexts 8192,32768,131072] [--out DIR]
+    python benchmarks/gpu.py --no-compiled             # without the last stage
     python benchmarks/gpu.py --quick                   # a tiny model on the CPU
     python benchmarks/gpu.py --show FILE               # table and picture of a result
 """
@@ -23,6 +25,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import gpu_compiled
 from benchmarks.clocks import Deadline
 from benchmarks.common import (
     ModelSpec,
@@ -35,8 +38,10 @@ from benchmarks.common import (
     whole_numbers,
     write_json,
 )
+from benchmarks.compiled import compile_config
 from benchmarks.gpu_bench import Bench
 from benchmarks.gpu_cells import FULL, MEASURED, Cell, Settings, in_order
+from benchmarks.gpu_compiled import CompiledBench, CompiledCell
 from benchmarks.pictures import draw, gpu_picture
 from kvpolicy import CachePolicy
 from kvpolicy.policies import H2O, FastKV, GemFilter, PyramidInfer, SnapKV, StreamingLLM
@@ -121,13 +126,23 @@ def line_of(cell: dict[str, Any]) -> str:
 
 def table(record: dict[str, Any]) -> str:
     """All cells, context by context, and what is to be said of those that were measured."""
-    cells = sorted(record["cells"], key=lambda cell: cell["context"])
+    text = _section(HEADER, line_of, record["cells"])
+    compiled = record.get("compiled", [])
+    if not compiled:
+        return text
+    return f"{text}\n\n{_section(gpu_compiled.HEADER, gpu_compiled.line_of, compiled)}"
+
+
+def _section(
+    header: str, line: Callable[[dict[str, Any]], str], cells: Sequence[dict[str, Any]]
+) -> str:
+    cells = sorted(cells, key=lambda cell: cell["context"])
     notes = [
         f"{cell['policy']}, {cell['context']} tokens: {cell['note']}"[:80]
         for cell in cells
         if cell["status"] == MEASURED and cell["note"]
     ]
-    return "\n".join([HEADER, *map(line_of, cells), *notes])
+    return "\n".join([header, *map(line, cells), *notes])
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -140,6 +155,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=at_least(1), default=3, help="prefills at most; 3")
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything; default 9")
     parser.add_argument("--policies", help="with commas between; default all")
+    parser.add_argument(
+        "--no-compiled", action="store_true", help="without decoding that generate compiles"
+    )
     options = parser.parse_args(arguments)
     quick = ("tiny", "cpu", [256, 512], 4)
     real = ("llama-3.1-8b", "cuda", [8192, 32768, 131072], 256)
@@ -155,6 +173,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--minutes must be above 0, got {options.minutes}")
     if options.show is None and options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("--device cuda needs a GPU that torch can see; try --quick")
+    # Compiled, what the comparison is about, unless others are asked for by name.
+    compiled = STAGES[0] if options.policies is None else [name for name in known if name in chosen]
+    options.compiled = [] if options.no_compiled else list(compiled)
     options.policies = chosen
     return options
 
@@ -164,35 +185,55 @@ def measure(options: argparse.Namespace, folder: Path, clock: Callable[[], float
     deadline = Deadline(60 * options.minutes, clock)
     spec, dtype = PRESETS[options.preset]
     model = spec.build(options.device, dtype)
-    policies = policies_for(spec)
     settings = Settings(options.new_tokens, options.repeats)
-    bench = Bench(model, policies, settings, deadline, clock)
+    bench = Bench(model, policies_for(spec), settings, deadline, clock)
     cells = [each for each in in_order(STAGES, options.contexts) if each[0] in options.policies]
+    compiled = in_order([options.compiled], options.contexts)
     record: dict[str, Any] = {
         "benchmark": "gpu",
         "complete": False,
-        "settings": {
-            **attrs.asdict(settings),
-            "minutes": options.minutes,
-            "batch": 1,
-            "model": {"preset": options.preset, **attrs.asdict(spec)},
-            "dtype": str(dtype),
-            "attention": model.config._attn_implementation,
-            "sdpa_backend": sdpa_backend(spec, dtype, model.device),
-            "policies": {name: str(policies[name] or "DynamicCache") for name in options.policies},
-        },
+        "settings": settings_of(options, bench),
         **facts(model.device),
         "cells": [],
+        "compiled": [],
     }
 
-    def report(cell: Cell) -> None:
-        print(line_of(attrs.asdict(cell)), flush=True)
-        record["cells"].append(attrs.asdict(cell))
-        record["complete"] = len(record["cells"]) == len(cells)
+    def report(where: str, line: str, cell: Cell | CompiledCell) -> None:
+        print(line, flush=True)
+        record[where].append(attrs.asdict(cell))
+        done = len(record["cells"]) + len(record["compiled"])
+        record["complete"] = done == len(cells) + len(compiled)
         write_json(folder, "gpu.json", record)
 
     print(HEADER, flush=True)
-    bench.run(cells, report)
+    bench.run(cells, lambda cell: report("cells", line_of(attrs.asdict(cell)), cell))
+    if compiled:
+        print(f"\n{gpu_compiled.HEADER}", flush=True)
+        line = gpu_compiled.line_of
+        CompiledBench(bench).run(
+            compiled, lambda cell: report("compiled", line(attrs.asdict(cell)), cell)
+        )
+
+
+def settings_of(options: argparse.Namespace, bench: Bench) -> dict[str, Any]:
+    """What a result says of how it came to be."""
+    spec, dtype = PRESETS[options.preset]
+    model, policies = bench.model, bench.policies
+    compiling = compile_config(model.device)
+    return {
+        **attrs.asdict(bench.settings),
+        "minutes": options.minutes,
+        "batch": 1,
+        "model": {"preset": options.preset, **attrs.asdict(spec)},
+        "dtype": str(dtype),
+        "attention": model.config._attn_implementation,
+        "sdpa_backend": sdpa_backend(spec, dtype, model.device),
+        "policies": {name: str(policies[name] or "DynamicCache") for name in options.policies},
+        "compiled": {
+            "policies": {name: str(policies[name] or "StaticCache") for name in options.compiled},
+            "config": "by generate itself" if compiling is None else compiling.to_dict(),
+        },
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

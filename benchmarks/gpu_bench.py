@@ -7,8 +7,9 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -29,6 +30,8 @@ from benchmarks.gpu_cells import (
 from benchmarks.turns import MaskWatch, Turn, take_turn
 from kvpolicy import CachePolicy
 from kvpolicy.evaluation import shape_of
+
+C = TypeVar("C")
 
 WARM_UP_LEN = 512
 REHEARSED_TOKENS = 4
@@ -59,7 +62,7 @@ class Bench:
         self.deadline = deadline
         self.cells: list[Cell] = []
         self._shape = shape_of(model.config)
-        self._clock = clock
+        self.clock = clock
         self._warm: set[str] = set()
 
     def run(self, cells: Iterable[tuple[str, int]], report: Callable[[Cell], None]) -> None:
@@ -95,17 +98,31 @@ class Bench:
         return (2 * prefill + self.settings.new_tokens * token) / 1e3
 
     def _run_cell(self, name: str, context: int) -> Cell:
-        needed, left = self.predicted_seconds(name, context), self.deadline.left()
+        return self.attempt(
+            partial(Cell, name, context),
+            self.predicted_seconds(name, context),
+            partial(self._measure, name, context),
+        )
+
+    def attempt(self, empty: Callable[[str, str], C], needed: float, measure: Callable[[], C]) -> C:
+        """A cell, whatever becomes of it.
+
+        Args:
+            empty: Makes the cell of a status and a note where nothing was measured.
+            needed: Seconds that it may take; where they are not left it is skipped.
+            measure: Measures it.
+        """
+        left = self.deadline.left()
         if left <= 0:
-            return Cell(name, context, SKIPPED, "no time was left")
+            return empty(SKIPPED, "no time was left")
         if left <= needed:
-            note = f"may need {needed:.0f} s, {left:.0f} s were left"
-            return Cell(name, context, SKIPPED, note)
-        started = self._clock()
+            return empty(SKIPPED, f"may need {needed:.0f} s, {left:.0f} s were left")
+        started = self.clock()
         try:
-            return self._measure(name, context)
-        except OutOfTimeError:
-            status, note = OUT_OF_TIME, f"no prefill done after {self._clock() - started:.0f} s"
+            return measure()
+        except OutOfTimeError as error:
+            what = str(error) or "no prefill done"
+            status, note = OUT_OF_TIME, f"{what} after {self.clock() - started:.0f} s"
         except torch.OutOfMemoryError as error:
             status, note = OUT_OF_MEMORY, _first_line(error)
         except Exception as error:  # one cell's failure shall not cost the others
@@ -116,7 +133,7 @@ class Bench:
         gc.collect()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
-        return Cell(name, context, status, note)
+        return empty(status, note)
 
     def _measure(self, name: str, context: int) -> Cell:
         policy, settings = self.policies[name], self.settings

@@ -91,16 +91,16 @@ def take_turn(
     attached = cache.attached(model) if isinstance(cache, PolicyCache) else nullcontext()
     device = model.device
     with attached, torch.inference_mode():
-        before = _restart_peak(device)
-        with _before_layers(model, _prefill_hook(deadline, masks)):
+        before = restart_peak(device)
+        with before_layers(model, prefill_hook(deadline, masks)):
             token, prefill = timed(device, partial(_next_token, model, prompt, cache))
-        prefill_peak, held = _peak(device), held_bytes(cache)
-        _restart_peak(device)
-        with _before_layers(model, _decode_hook(masks)):
+        prefill_peak, held = peak(device), held_bytes(cache)
+        restart_peak(device)
+        with before_layers(model, _decode_hook(masks)):
             decode = _decode(model, token, cache, new_tokens - 1, deadline)
         memory = None
         if device.type == "cuda":
-            memory = GPUMemory(before, prefill_peak, _peak(device))
+            memory = GPUMemory(before, prefill_peak, peak(device))
     return Turn(prefill, tuple(decode), held, memory)
 
 
@@ -126,7 +126,7 @@ def held_bytes(cache: PolicyCache | DynamicCache) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-def _restart_peak(device: torch.device) -> int:
+def restart_peak(device: torch.device) -> int:
     """Forget the peak; returns the bytes allocated now."""
     if device.type != "cuda":
         return 0
@@ -136,14 +136,16 @@ def _restart_peak(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def _peak(device: torch.device) -> int:
+def peak(device: torch.device) -> int:
+    """The most bytes allocated since `restart_peak`; 0 without a GPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 Hook = Callable[[dict[str, Any]], None]
 
 
-def _prefill_hook(deadline: Deadline | None, masks: MaskWatch | None) -> Hook | None:
+def prefill_hook(deadline: Deadline | None, masks: MaskWatch | None) -> Hook | None:
+    """What `before_layers` is to call while a prompt is read; None where there is nothing to do."""
     if deadline is None and masks is None:
         return None
 
@@ -167,7 +169,7 @@ def _decode_hook(masks: MaskWatch | None) -> Hook | None:
 
 
 @contextmanager
-def _before_layers(model: PreTrainedModel, hook: Hook | None) -> Iterator[None]:
+def before_layers(model: PreTrainedModel, hook: Hook | None) -> Iterator[None]:
     """Call a hook before every decoder layer, after those of a cache that is attached already."""
     if hook is None:
         yield

@@ -17,8 +17,8 @@ class LayerReport:
     Args:
         seen: Tokens seen, over all rows, padding not counted.
         kept: Tokens whose keys and values are held, over all rows; the mean over the KV heads.
-        held_bytes: Bytes of the keys and values held, in this process. While decoding, buffers have
-            room for up to a sixteenth more; after a prompt, none.
+        held_bytes: Bytes of the keys and values held, in this process. Buffers have room for more:
+            that of ``max_new_tokens``, or, while decoding, up to a sixteenth.
         full_bytes: Bytes of the keys and values a full cache would hold, padding included.
         padding_bytes: Those of ``held_bytes`` that hold no token: where heads or rows keep unlike
             numbers of tokens, all have as many slots as the one that keeps most.

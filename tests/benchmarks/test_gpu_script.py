@@ -15,6 +15,7 @@ from benchmarks import gpu, gpu_bench
 from benchmarks.clocks import Deadline, Interval, OutOfTimeError, TimedPolicy
 from benchmarks.gpu_bench import Bench
 from benchmarks.gpu_cells import Cell, Settings, in_order
+from benchmarks.gpu_compiled import CompiledCell
 from benchmarks.turns import GPUMemory, Turn
 from kvpolicy import CachePolicy
 
@@ -25,6 +26,7 @@ ORDER = [
     *[("snapkv", 512), ("gem_filter", 512), ("streaming_llm", 512)],
     *[("pyramid_infer", 256), ("pyramid_infer", 512), ("h2o", 256), ("h2o", 512)],
 ]
+COMPILED = ORDER[:4]
 NUMBER = (int, float)
 SCHEMA: dict[str, Any] = {
     "policy": str,
@@ -56,6 +58,22 @@ ON_GPU_ONLY = {"before_bytes", "prefill_peak_bytes", "decode_peak_bytes"}
 OF_POLICIES_ONLY = {"scoring_ms", "scoring_prefill_ms", "scoring_share"}
 
 
+COMPILED_SCHEMA: dict[str, Any] = {
+    "policy": str,
+    "context": int,
+    "status": str,
+    "note": str,
+    "compile_ms": NUMBER,
+    "compiled_graphs": int,
+    "prefill_ms": NUMBER,
+    "compiled_decode_ms": list,
+    "peak_bytes": int,
+    "decode_allowed": NUMBER,
+    "speedup_to_static": NUMBER,
+    "speedup_to_uncompiled": NUMBER,
+}
+
+
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quick")
@@ -70,7 +88,8 @@ def record(quick: Path) -> dict[str, Any]:
 
 
 def test_record_has_machine_versions_and_settings(record: dict[str, Any]) -> None:
-    assert list(record) == ["benchmark", "complete", "settings", "versions", "machine", "cells"]
+    head = ["benchmark", "complete", "settings", "versions", "machine"]
+    assert list(record) == [*head, "cells", "compiled"]
     assert record["complete"] is True
     assert record["versions"]["torch"] == torch.__version__
     assert {"processor", "cpus", "threads", "device"} <= record["machine"].keys()
@@ -101,6 +120,38 @@ def test_cells_follow_the_schema(record: dict[str, Any]) -> None:
 
 def test_cells_come_by_importance(record: dict[str, Any]) -> None:
     assert [(cell["policy"], cell["context"]) for cell in record["cells"]] == ORDER
+
+
+def test_compiled_cells_come_last_and_follow_their_schema(record: dict[str, Any]) -> None:
+    assert [each.name for each in attrs.fields(CompiledCell)] == list(COMPILED_SCHEMA)
+    assert [(cell["policy"], cell["context"]) for cell in record["compiled"]] == COMPILED
+    for cell in record["compiled"]:
+        assert list(cell) == list(COMPILED_SCHEMA)
+        for name, kind in COMPILED_SCHEMA.items():
+            absent = name == "peak_bytes"
+            assert cell[name] is None if absent else isinstance(cell[name], kind), name
+        assert (cell["status"], cell["note"], cell["compiled_graphs"]) == ("measured", "", 1)
+        assert len(cell["compiled_decode_ms"]) == 3
+        # Compiling was in the warm-up, and nothing of it in the tokens that count.
+        assert 0 < sum(cell["compiled_decode_ms"]) < cell["compile_ms"]
+    settings = record["settings"]["compiled"]
+    assert settings["policies"] == {
+        "full_context": "StaticCache",
+        "fastkv": record["settings"]["policies"]["fastkv"],
+    }
+    assert settings["config"]["backend"] == "eager"
+
+
+def test_ratios_of_compiled_cells_are_to_both_kinds_of_full_context(record: dict[str, Any]) -> None:
+    loops = {(cell["policy"], cell["context"]): cell for cell in record["cells"]}
+    compiled = {(cell["policy"], cell["context"]): cell for cell in record["compiled"]}
+    for (name, context), cell in compiled.items():
+        token = median(cell["compiled_decode_ms"])
+        static = median(compiled["full_context", context]["compiled_decode_ms"])
+        assert cell["speedup_to_static"] == pytest.approx(static / token)
+        loop = median(loops["full_context", context]["decode_ms"])
+        assert cell["speedup_to_uncompiled"] == pytest.approx(loop / token)
+        assert cell["decode_allowed"] == loops[name, context]["decode_allowed"]
 
 
 def test_ratios_are_those_of_the_times_beside_them(record: dict[str, Any]) -> None:
@@ -141,12 +192,16 @@ def test_table_has_a_line_for_each_cell_and_fits(
     quick: Path, record: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu.main([*QUICK, "--show", str(quick / "gpu.json")])
-    lines = capsys.readouterr().out.strip("\n").splitlines()
+    cells, compiled = capsys.readouterr().out.strip("\n").split("\n\n")
+    lines = cells.splitlines()
     assert lines[0].split()[:2] == ["policy", "tokens"]
     assert [(line.split()[0], int(line.split()[1])) for line in lines[1:]] == sorted(
         ORDER, key=lambda cell: cell[1]
     )
-    assert max(map(len, lines)) <= 80
+    compiled_lines = compiled.splitlines()
+    assert compiled_lines[0].split()[:2] == ["compiled", "tokens"]
+    assert [(line.split()[0], int(line.split()[1])) for line in compiled_lines[1:]] == COMPILED
+    assert max(map(len, lines + compiled_lines)) <= 80
     assert json.loads((quick / "gpu.json").read_text()) == record  # showing measures nothing
     assert (quick / "gpu.png").read_bytes().startswith(b"\x89PNG")
 
@@ -399,6 +454,32 @@ def test_the_file_is_written_after_every_cell(
     assert found["complete"] is False
     assert [(cell["policy"], cell["context"]) for cell in found["cells"]] == ORDER[:2]
     assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "compiled"),
+    [
+        ([], ["full_context", "fastkv"]),
+        (["--policies", "h2o,full_context,snapkv"], ["full_context", "snapkv", "h2o"]),
+        (["--policies", "fastkv"], ["fastkv"]),
+        (["--no-compiled"], []),
+        (["--no-compiled", "--policies", "fastkv"], []),
+    ],
+)
+def test_what_is_compiled_is_asked_for(arguments: list[str], compiled: list[str]) -> None:
+    assert gpu.options_of([*QUICK, *arguments]).compiled == compiled
+
+
+def test_without_compiling_a_run_is_complete_and_has_one_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_bench, "take_turn", lambda *_, **__: turn(10.0, 1.0))
+    few = ["--policies", "full_context", "--contexts", "16"]
+    gpu.main([*QUICK, *few, "--no-compiled", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert (found["complete"], found["compiled"]) == (True, [])
+    assert found["settings"]["compiled"]["policies"] == {}
+    assert "compiled" not in capsys.readouterr().out
 
 
 def test_real_run_puts_fastkv_and_full_context_first() -> None:

@@ -1,0 +1,189 @@
+"""One answer of stock `model.generate`, whose decoding it compiles, timed token by token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from transformers import CompileConfig, PreTrainedModel, StaticCache
+from transformers.generation.streamers import BaseStreamer
+
+from benchmarks.clocks import Deadline, OutOfTimeError
+from benchmarks.turns import before_layers, peak, prefill_hook, restart_peak
+from kvpolicy import CachePolicy
+from kvpolicy.integrations.transformers import PolicyCache
+
+
+@attrs.frozen
+class Answer:
+    """What one `generate` gave, and what it took.
+
+    Args:
+        tokens: ``[batch, tokens]``: those generated, on the processor; fewer than were asked for
+            where time ended.
+        prefill_ms: From the start of the prompt to the first token.
+        decode_ms: One for each further token, with all that `generate` does for it.
+        peak_bytes: The most that torch had allocated on the GPU; None without one.
+    """
+
+    tokens: Tensor
+    prefill_ms: float
+    decode_ms: tuple[float, ...]
+    peak_bytes: int | None
+
+
+@attrs.frozen
+class Compilations:
+    """What torch has compiled.
+
+    Args:
+        graphs: How many.
+        without_cuda_graphs: Times that torch has gone without CUDA graphs where they were meant:
+            Python then starts the kernels one by one after all.
+    """
+
+    graphs: int
+    without_cuda_graphs: int
+
+    @staticmethod
+    def so_far() -> Compilations:
+        """In this process."""
+        counters = torch._dynamo.utils.counters
+        skips = counters["inductor"]["cudagraph_skips"]
+        return Compilations(counters["stats"]["unique_graphs"], skips)
+
+    def since(self, before: Compilations) -> Compilations:
+        """Those after another reading."""
+        return Compilations(
+            self.graphs - before.graphs, self.without_cuda_graphs - before.without_cuda_graphs
+        )
+
+
+class TokenClock(BaseStreamer):
+    """Told of the prompt and then of every token by `generate`; reads the clock each time.
+
+    Args:
+        device: Waited for before the clock is read.
+        deadline: Asked after every reading; `generate` ends where it is over.
+        prefill_over: Called once the first token is there.
+
+    Attributes:
+        seconds: The readings, the first at the start of the prompt.
+        tokens: ``[batch]``, one fewer.
+    """
+
+    def __init__(
+        self, device: torch.device, deadline: Deadline | None, prefill_over: Callable[[], None]
+    ) -> None:
+        self.seconds: list[float] = []
+        self.tokens: list[Tensor] = []
+        self._device = device
+        self._deadline = deadline
+        self._prefill_over = prefill_over
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt, or one token of each row."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.seconds.append(time.perf_counter())
+        if len(self.seconds) > 1:
+            self.tokens.append(value)
+        if len(self.seconds) == 2:
+            self._prefill_over()
+        if self._deadline is not None:
+            self._deadline.check()
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+    def steps_ms(self) -> list[float]:
+        """Milliseconds between readings: the prefill's, then each further token's."""
+        pairs = zip(self.seconds, self.seconds[1:], strict=False)
+        return [(after - before) * 1e3 for before, after in pairs]
+
+
+def compile_config(device: torch.device) -> CompileConfig | None:
+    """What `generate` is told of compiling.
+
+    Nothing on a GPU, where it compiles by itself. Elsewhere it would not; there it is made to, with
+    the backend that runs graphs as they are: to see that it works, not to gain time.
+
+    Args:
+        device: The model's.
+    """
+    if device.type == "cuda":
+        return None
+    config = CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = True
+    return config
+
+
+@contextmanager
+def fresh_compiler() -> Iterator[None]:
+    """Begin with nothing compiled, and leave nothing.
+
+    What was compiled for one length would have the next one's compiled for any, which decodes
+    slower; and after a few, torch compiles no more.
+    """
+    torch.compiler.reset()
+    try:
+        yield
+    finally:
+        torch.compiler.reset()
+
+
+def generate_compiled(
+    model: PreTrainedModel,
+    prompt: Tensor,
+    policy: CachePolicy | None,
+    new_tokens: int,
+    *,
+    room: int,
+    deadline: Deadline | None = None,
+) -> Answer:
+    """Read a prompt and decode greedily by `generate`, into buffers that have their size at once.
+
+    Args:
+        model: A decoder-only model of Transformers, in evaluation mode, that never ends a text.
+        prompt: Token ids ``[batch, context]`` on the model's device, without padding.
+        policy: None for Transformers' own `StaticCache`.
+        new_tokens: Tokens to generate, at least 1; the prefill gives the first.
+        room: Tokens that the cache has memory for, at least ``new_tokens``. What is compiled
+            depends on it, and not on ``new_tokens``.
+        deadline: Asked before every layer of the prefill and after every token; decoding then ends
+            early.
+
+    Raises:
+        OutOfTimeError: The deadline passed during prefill.
+    """
+    cache: PolicyCache | StaticCache
+    if policy is None:
+        cache = StaticCache(config=model.config, max_cache_len=prompt.shape[1] + room)
+    else:
+        cache = PolicyCache(policy, max_new_tokens=room)
+    config = compile_config(model.device)
+    how: dict[str, Any] = {} if config is None else {"compile_config": config}
+    restart_peak(model.device)
+    prefill = ExitStack()
+    clock = TokenClock(model.device, deadline, prefill.close)
+    with prefill, suppress(OutOfTimeError):
+        # Gone before anything is compiled, which would be otherwise with them.
+        prefill.enter_context(before_layers(model, prefill_hook(deadline, None)))
+        model.generate(
+            prompt,
+            past_key_values=cache,
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            streamer=clock,
+            **how,
+        )
+    if not clock.tokens:
+        raise OutOfTimeError
+    first, *others = clock.steps_ms()
+    peak_bytes = peak(model.device) if model.device.type == "cuda" else None
+    return Answer(torch.stack(clock.tokens, dim=1), first, tuple(others), peak_bytes)

@@ -1,0 +1,201 @@
+"""The GPU benchmark's last stage: decoding compiled by `generate`, cell by cell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import attrs
+
+from benchmarks.clocks import OutOfTimeError
+from benchmarks.common import allowed_decode, number, random_prompt
+from benchmarks.compiled import Answer, Compilations, fresh_compiler, generate_compiled
+from benchmarks.gpu_bench import Bench
+from benchmarks.gpu_cells import FULL, MEASURED, Cell
+from kvpolicy.evaluation import shape_of
+
+# The prompt's token, one whose forward is compiled, and enough for CUDA graphs to be recorded.
+WARM_UP_TOKENS = 5
+# What compiling is taken to need until it has been seen: a guess, for dozens of layers.
+FIRST_COMPILE_SECONDS = 60.0
+
+
+@attrs.frozen
+class CompiledCell:
+    """One policy at one context, decoded compiled; what was not measured is None or empty.
+
+    Full context is held in a `StaticCache`, a policy's choice in a `PolicyCache` with
+    ``max_new_tokens``.
+
+    Args:
+        policy: Its name.
+        context: Tokens of the prompt.
+        status: As a `Cell`'s.
+        note: Why, or what is missing from a measured one.
+        compile_ms: The few tokens decoded in the warm-up, compiling among them.
+        compiled_graphs: Graphs that the warm-up compiled; one, where nothing broke it up.
+        prefill_ms: Of the measured `generate`, to its first token. It is not compiled.
+        compiled_decode_ms: Of every further token. The first may be slow: CUDA graphs are recorded
+            once more where a cache's memory lies elsewhere than the warm-up's. The median is not.
+        peak_bytes: The most allocated on the GPU in the measured `generate`.
+        decode_allowed: Full context over the policy by the bytes that a decoded token reads.
+        speedup_to_static: Median token of full context, compiled likewise, over this one's.
+        speedup_to_uncompiled: Median token of full context in the loop, uncompiled and on
+            `DynamicCache`, over this one's.
+    """
+
+    policy: str
+    context: int
+    status: str
+    note: str = ""
+    compile_ms: float | None = None
+    compiled_graphs: int | None = None
+    prefill_ms: float | None = None
+    compiled_decode_ms: tuple[float, ...] = ()
+    peak_bytes: int | None = None
+    decode_allowed: float | None = None
+    speedup_to_static: float | None = None
+    speedup_to_uncompiled: float | None = None
+
+    def against(self, static: Sequence[float], uncompiled: Sequence[float]) -> CompiledCell:
+        """With the ratios to full context at the same context.
+
+        Args:
+            static: Milliseconds of its tokens, compiled; empty where they were not measured.
+            uncompiled: The same in the loop.
+        """
+        ours = median(self.compiled_decode_ms) if self.compiled_decode_ms else None
+        return attrs.evolve(
+            self,
+            speedup_to_static=median(static) / ours if ours and static else None,
+            speedup_to_uncompiled=median(uncompiled) / ours if ours and uncompiled else None,
+        )
+
+
+class CompiledBench:
+    """Measures cells of compiled decoding one after the other, whatever becomes of each.
+
+    Args:
+        bench: That of the uncompiled cells, which are done: what is compared to, and what says how
+            long a cell may take.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.cells: list[CompiledCell] = []
+
+    def run(self, cells: Iterable[tuple[str, int]], report: Callable[[CompiledCell], None]) -> None:
+        """Measure cells in their order.
+
+        Args:
+            cells: Names of policies, and contexts.
+            report: Told of every cell when it is done.
+        """
+        for name, context in cells:
+            cell = self.bench.attempt(
+                partial(CompiledCell, name, context),
+                self.predicted_seconds(name, context),
+                partial(self._measure, name, context),
+            )
+            self.cells.append(cell)
+            static, uncompiled = self._own(FULL, context), self._uncompiled(FULL, context)
+            self.cells[-1] = cell.against(
+                static.compiled_decode_ms if static else (),
+                uncompiled.decode_ms if uncompiled else (),
+            )
+            report(self.cells[-1])
+
+    def predicted_seconds(self, name: str, context: int) -> float:
+        """What a cell may take.
+
+        Two prefills and the tokens as without compiling, or by the same policy's compiled cell at a
+        shorter context, whichever is more; and what compiling has taken at most.
+        """
+        prefills, tokens = [0.0], [0.0]
+        if (cell := self._uncompiled(name, context)) is not None:
+            prefills.append(median(cell.prefill_ms))
+            tokens += [median(cell.decode_ms)] if cell.decode_ms else []
+        for each in self.cells:
+            if each.policy == name and each.context < context and each.prefill_ms is not None:
+                prefills.append(each.prefill_ms * (context / each.context) ** 2)
+                tokens.append(median(each.compiled_decode_ms))
+        compiling = [each.compile_ms / 1e3 for each in self.cells if each.compile_ms is not None]
+        needed = 2 * max(prefills) + self.bench.settings.new_tokens * max(tokens)
+        return max(compiling, default=FIRST_COMPILE_SECONDS) + needed / 1e3
+
+    def _own(self, name: str, context: int) -> CompiledCell | None:
+        found = [each for each in self.cells if (each.policy, each.context) == (name, context)]
+        return found[0] if found else None
+
+    def _uncompiled(self, name: str, context: int) -> Cell | None:
+        for each in self.bench.cells:
+            if (each.policy, each.context, each.status) == (name, context, MEASURED):
+                return each
+        return None
+
+    def _measure(self, name: str, context: int) -> CompiledCell:
+        bench = self.bench
+        policy, new_tokens = bench.policies[name], bench.settings.new_tokens
+        with fresh_compiler():
+            before = Compilations.so_far()
+            warm_up = self._generate(name, context, min(WARM_UP_TOKENS, new_tokens))
+            warm = Compilations.so_far()
+            answer = self._generate(name, context, new_tokens)
+            after = Compilations.so_far()
+        graphs, again = warm.since(before).graphs, after.since(warm).graphs
+        missing = new_tokens - 1 - len(answer.decode_ms)
+        notes = [
+            f"time ended {missing} tokens early" if missing else "",
+            "" if graphs else "nothing was compiled",
+            "compiled again while measured" if again else "",
+            "without CUDA graphs" if after.since(before).without_cuda_graphs else "",
+        ]
+        allowed = 1.0
+        if policy is not None:
+            allowed = allowed_decode(policy, shape_of(bench.model.config), context, bench.model)
+        return CompiledCell(
+            policy=name,
+            context=context,
+            status=MEASURED,
+            note="; ".join(filter(None, notes)),
+            compile_ms=sum(warm_up.decode_ms),
+            compiled_graphs=graphs,
+            prefill_ms=answer.prefill_ms,
+            compiled_decode_ms=answer.decode_ms,
+            peak_bytes=answer.peak_bytes,
+            decode_allowed=allowed,
+        )
+
+    def _generate(self, name: str, context: int, count: int) -> Answer:
+        """One answer in a cache of a whole one's size, whose decoding has begun at least."""
+        bench = self.bench
+        vocab_size, room = bench.model.config.vocab_size, bench.settings.new_tokens
+        prompt = random_prompt(vocab_size, context).to(bench.model.device)
+        how: dict[str, Any] = {"room": room, "deadline": bench.deadline}
+        try:
+            answer = generate_compiled(bench.model, prompt, bench.policies[name], count, **how)
+        except OutOfTimeError:
+            answer = None
+        if answer is None or not answer.decode_ms:
+            raise OutOfTimeError("no compiled token timed")
+        return answer
+
+
+HEADER = (
+    f"{'compiled':<14}{'tokens':>7}{'compile s':>10}{'prefill s':>10}"
+    f"{'decode ms':>10}{'x static':>9}{'allowed':>8}{'x loop':>8}"
+)
+
+
+def line_of(cell: dict[str, Any]) -> str:
+    """One line of the table, at most 80 columns."""
+    start = f"{cell['policy']:<14}{cell['context']:>7}"
+    if cell["status"] != MEASURED:
+        return f"{start}  {cell['status']}: {cell['note']}"[:80]
+    return (
+        f"{start}{cell['compile_ms'] / 1e3:>10.1f}{cell['prefill_ms'] / 1e3:>10.3f}"
+        f"{number(median(cell['compiled_decode_ms']), 10)}{number(cell['speedup_to_static'], 9)}"
+        f"{number(cell['decode_allowed'], 8)}{number(cell['speedup_to_uncompiled'], 8)}"
+    )
