@@ -7,9 +7,14 @@ from torch import Tensor
 
 from kvpolicy.context import LayerContext
 
-# Bytes of attention logits computed at a time. Scoring holds up to about four times as much: the
-# logits, their softmax, a mask, and keys converted to float32, of at least one KV head.
-BLOCK_BYTES = 1 << 24
+# Bytes of attention logits computed at a time: on a CPU what its caches hold, on a GPU what keeps
+# it busy. Scoring holds up to about four times as much: the logits, their softmax, a mask, and keys
+# converted to float32, of at least one KV head.
+BLOCK_BYTES = {"cpu": 1 << 22}
+OTHER_BLOCK_BYTES = 1 << 28
+
+# The most queries for whose attention it is not worth to ask whether any key is padding.
+FEW_QUERIES = 64
 
 
 def query_key_products(queries: Tensor, keys: Tensor) -> Tensor:
@@ -50,6 +55,9 @@ def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = 
     """
     group = context.query_heads // context.kv_heads
     heads, count = _block_sizes(context)
+    # To ask waits for the device; it spares two passes over the weights, which few queries' are
+    # too small for.
+    padded = context.query_len <= FEW_QUERIES or not bool(context.valid.all())
     sums = torch.zeros(
         context.batch,
         context.query_heads,
@@ -63,44 +71,52 @@ def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = 
         block = slice(head * group, (head + heads) * group)
         for start in range(0, context.query_len, count):
             shown = slice(start, start + count)
-            weights = _block_weights(context, block, keys, valid, shown)
-            if query_weights is not None:
-                weights *= query_weights[:, None, shown, None]
-            sums[:, block, : weights.shape[-1]] += weights.sum(dim=2)
+            weights = _block_weights(context, block, keys, valid if padded else None, shown)
+            if query_weights is None:
+                summed = weights.sum(dim=2)
+            else:
+                summed = (query_weights[:, None, None, shown] @ weights)[:, :, 0]
+            sums[:, block, : weights.shape[-1]] += summed
     return sums
 
 
 def _block_sizes(context: LayerContext) -> tuple[int, int]:
-    """KV heads and queries whose logits, and whose keys in float32, fit `BLOCK_BYTES`."""
+    """KV heads and queries whose logits, and whose keys in float32, fit a block."""
+    limit = BLOCK_BYTES.get(context.keys.device.type, OTHER_BLOCK_BYTES)
     row_bytes = 4 * context.batch * context.key_len
     group = context.query_heads // context.kv_heads
     head_dim = context.keys.shape[-1]
     per_head = row_bytes * max(group * min(context.query_len, 8), head_dim)
-    heads = min(max(BLOCK_BYTES // per_head, 1), context.kv_heads)
-    return heads, max(BLOCK_BYTES // (row_bytes * group * heads), 1)
+    heads = min(max(limit // per_head, 1), context.kv_heads)
+    return heads, max(limit // (row_bytes * group * heads), 1)
 
 
 def _block_weights(
-    context: LayerContext, heads: slice, keys: Tensor, valid: Tensor, shown: slice
+    context: LayerContext, heads: slice, keys: Tensor, valid: Tensor | None, shown: slice
 ) -> Tensor:
     """Attention of some queries of some heads over the keys up to the last of them."""
-    queries = context.queries[:, heads, shown]
-    query_valid = context.query_valid[:, None, shown, None]
+    queries = context.queries[:, heads, shown].float() * context.scaling
+    count = queries.shape[2]
     first = context.key_len - context.query_len + shown.start
-    seen = first + queries.shape[2]
-    logits = query_key_products(queries, keys[:, :, :seen]).mul_(context.scaling)
+    seen = first + count
+    logits = query_key_products(queries, keys[:, :, :seen])
     if context.softcap is not None:
         logits.div_(context.softcap).tanh_().mul_(context.softcap)
-    slots = torch.arange(seen, device=logits.device)
-    hidden = (slots > slots[first:, None]) | ~valid[:, :, None, :seen]
     # The lowest number instead of -inf: a padded query that sees nothing stays finite.
-    logits.masked_fill_(hidden, torch.finfo(torch.float32).min)
+    lowest = torch.finfo(torch.float32).min
+    future = torch.ones(count, count, dtype=torch.bool, device=logits.device).triu(1)
+    logits[..., first:].masked_fill_(future, lowest)
+    if valid is not None:
+        logits.masked_fill_(~valid[:, :, None, :seen], lowest)
     if context.sinks is None:
         weights = logits.softmax(dim=-1)
     else:
         sinks = context.sinks[heads].float()[None, :, None, None].expand(*logits.shape[:3], 1)
         weights = torch.cat([logits, sinks], dim=-1).softmax(dim=-1)[..., :-1]
-    return weights.masked_fill_(hidden | ~query_valid, 0.0)
+    if valid is None:
+        return weights
+    query_valid = context.query_valid[:, None, shown, None]
+    return weights.masked_fill_(~(valid[:, :, None, :seen] & query_valid), 0.0)
 
 
 def group_mean(saliency: Tensor, kv_heads: int) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from kvpolicy import LayerContext
+from kvpolicy import LayerContext, attention
 from kvpolicy.attention import causal_attention_sums, group_mean, query_key_products
 from kvpolicy.errors import ShapeError
 from kvpolicy.testing import layer_contexts
@@ -66,7 +66,7 @@ def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -
     drawn = context(queries=torch.randn(2, 6, 4, 5), keys=torch.randn(2, 2, 11, 5))
     whole = causal_attention_sums(drawn)
     torch.testing.assert_close(whole, torch.tensor(loop_over_single_numbers(drawn)))
-    monkeypatch.setattr("kvpolicy.attention.BLOCK_BYTES", block_bytes)
+    monkeypatch.setitem(attention.BLOCK_BYTES, "cpu", block_bytes)
     torch.testing.assert_close(causal_attention_sums(drawn), whole)
 
 
@@ -116,3 +116,26 @@ def test_shapes_of_a_context(change: dict[str, object], message: str) -> None:
     with pytest.raises(ShapeError, match=message):
         context(**change)
     assert context().query_valid.shape == (2, 3)
+
+
+def test_many_queries_with_and_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More queries than for which padding is masked without asking whether there is any."""
+    monkeypatch.setattr(attention, "FEW_QUERIES", 2)
+    alone = context(queries=torch.randn(2, 6, 4, 5), keys=torch.randn(2, 2, 11, 5))
+    padded = attrs.evolve(
+        alone,
+        positions=torch.arange(-3, 8).clamp(min=-1).expand(2, 2, 11),
+        new_valid=torch.tensor([[False, True, True, True]] * 2),
+    )
+    for drawn in (alone, padded):
+        weights = torch.rand(2, 4)
+        sums = causal_attention_sums(drawn)
+        torch.testing.assert_close(sums, torch.tensor(loop_over_single_numbers(drawn)))
+        whole = torch.zeros_like(sums)
+        for index in range(4):
+            one = torch.zeros(2, 4)
+            one[:, index] = weights[:, index]
+            whole += causal_attention_sums(drawn, one)
+        torch.testing.assert_close(causal_attention_sums(drawn, weights), whole)
+        assert not sums.equal(whole)
+    assert not sums[..., :3].any()
