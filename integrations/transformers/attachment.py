@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.models import ModelParts
-from kvpolicy.integrations.transformers.routing import route, unroute
+from kvpolicy.integrations.transformers.routing import route, unroute, users_of
 from kvpolicy.integrations.transformers.static import BeforeLayer, before_decoder
 
 if TYPE_CHECKING:
@@ -117,6 +117,11 @@ class Attachment(_Hooks):
             self.detach()
             raise
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other cache is attached to the model, whose hooks would be compiled too."""
+        return all(users_of(attention) == 1 for attention in self.parts.attentions)
+
     def decode(self) -> None:
         """Register the hooks of a decoding that may be compiled, in the place of the others."""
         self.detach()
@@ -141,13 +146,16 @@ class Attachment(_Hooks):
             yield
             return
         self._outer.append(model)
-        handles = self._on_model(model)
+        handles = self._on_model(model) if self.cache.static is None else []
         self._handles += handles
         try:
             yield
         finally:
             self._outer.remove(model)
-            self.attach()
+            for handle in handles:
+                handle.remove()
+            if self.cache.static is None and not set(handles) & set(self._handles):
+                self.attach()  # hooks were registered anew in between, those on this model too
 
     def _on_model(self, model: nn.Module) -> list[RemovableHandle]:
         return [

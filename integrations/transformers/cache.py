@@ -35,9 +35,10 @@ class PolicyCache(ReadingCache):
         policy: Which tokens to keep.
         storage: How keys and values are held: `PlainStorage`, `QuantizedStorage` or
             `OffloadedStorage`. As they are, if None.
-        max_new_tokens: The most tokens of an answer. With it, memory for them is had when the
-            prompt is read, and `generate` can compile their decoding (greedy or sampling, eager or
-            sdpa attention, plain storage), as it does by itself on a GPU. None: memory grows.
+        max_new_tokens: Tokens of an answer to have memory for when the prompt is read. With it
+            `generate` can compile their decoding (greedy or sampling, eager or sdpa attention,
+            plain storage), as it does by itself on a GPU. A longer answer gets as much again, and
+            is compiled again. None: memory grows.
 
     Attributes:
         policy: The policy.
@@ -286,6 +287,8 @@ class PolicyCache(ReadingCache):
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove must be 0 or negative, got {tokens_to_remove}")
         self.abandon_forward()
+        if tokens_to_remove:
+            self._end_static()
         if tokens_to_remove and self._chunks is not None:
             raise ValueError("tokens_to_remove must be 0 while a prompt is read in chunks")
         count = -tokens_to_remove
@@ -304,6 +307,7 @@ class PolicyCache(ReadingCache):
     def reset(self) -> None:
         """Forget everything: the next forward reads a first prompt."""
         self.abandon_forward()
+        self._end_static()
         for layer in self.layers:
             layer.reset()
         self.propagated = {}
@@ -341,6 +345,7 @@ class PolicyCache(ReadingCache):
                 f"rows must be indices of the cache's {self._tokens.batch} rows, in "
                 f"[0, {self._tokens.batch - 1}], got {rows.tolist()}"
             )
+        self._end_static()
         self._tokens = self._tokens.take_rows(rows)
         for layer in self.layers:
             layer.take_rows(rows, self._tokens)

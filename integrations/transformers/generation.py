@@ -97,6 +97,9 @@ class _StepMasks:
             return cache.mask_of_step(kwargs.get("attention_mask"))
         return self.original(**kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.original  # a copied model is not the one that generates
+
 
 @contextmanager
 def _masks_of_steps(model: Any) -> Iterator[None]:
@@ -157,7 +160,6 @@ def check_generation(
         raise UnsupportedGenerationError("use_cache must be True with a PolicyCache, got False")
     prompt_end = _check_continuation(cache, args, kwargs)
     _check_model_keeps_cache(model, cache, config, prompt_end)
-    _check_room(cache, config, prompt_end)
     one_forward = not chunked and mode != GenerationMode.ASSISTED_GENERATION
     return Turn(
         # Else the prompt may come in several forwards, or with draft tokens behind it.
@@ -167,18 +169,6 @@ def check_generation(
         and mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         and model.config._attn_implementation in IMPLEMENTATIONS,
     )
-
-
-def _check_room(cache: PolicyCache, config: GenerationConfig, prompt_end: int | None) -> None:
-    """Check that an answer fits what the cache was built for."""
-    wanted = config.max_new_tokens
-    if wanted is None and config.max_length is not None and prompt_end is not None:
-        wanted = config.max_length - prompt_end
-    if cache.max_new_tokens is not None and wanted is not None and wanted > cache.max_new_tokens:
-        raise ValueError(
-            f"max_new_tokens must be at most the {cache.max_new_tokens} of the PolicyCache, got "
-            f"{wanted}; build the cache with max_new_tokens={wanted}"
-        )
 
 
 def _check_model_keeps_cache(

@@ -146,6 +146,16 @@ def _without_mask(arguments: dict[str, Any], seen: SeenTokens, new_len: int) -> 
     return Incoming(arguments, seen, None, valid, valid, padded=False)
 
 
+def check_step(mask: Tensor, seen: SeenTokens) -> None:
+    """Check the mask ``[batch, seen + 1]`` of a token that is decoded.
+
+    Raises:
+        ValueError: See `read_inputs`.
+    """
+    _check_shape(mask, seen.batch, seen.seen, 1)
+    _read_past(mask[:, :-1].to(seen.valid.device, torch.bool), seen, starts=False)
+
+
 def _check_shape(mask: Any, batch: int, seen: int, new_len: int) -> None:
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__

@@ -27,7 +27,13 @@ from kvpolicy.integrations.transformers.chunks import (
     joined_outputs,
 )
 from kvpolicy.integrations.transformers.forward import Forward
-from kvpolicy.integrations.transformers.inputs import Incoming, inputs_of, read_inputs, span_of
+from kvpolicy.integrations.transformers.inputs import (
+    Incoming,
+    check_step,
+    inputs_of,
+    read_inputs,
+    span_of,
+)
 from kvpolicy.integrations.transformers.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.masks import FLASH
 from kvpolicy.integrations.transformers.restart import FilterPass
@@ -109,6 +115,7 @@ class ReadingCache(Cache):  # type: ignore[misc]
 
     def _start_turn(self, prompt_end: int | None) -> None:
         self.abandon_forward()
+        self._end_static()
         self._starts_turn, self._prompt_end, self._chunks = True, prompt_end, None
 
     @contextmanager
@@ -122,14 +129,19 @@ class ReadingCache(Cache):  # type: ignore[misc]
                 several forwards or with draft tokens behind it.
             may_be_static: Whether the answer may be decoded into buffers of a fixed size.
         """
-        before = self._snapshot()
+        assert self._attachment is not None
+        before, outer = self._snapshot(), (self._in_generate, self._may_be_static)
         self._start_turn(prompt_end)
-        self._in_generate, self._may_be_static = True, may_be_static
+        self._in_generate = True
+        self._may_be_static = may_be_static and self._attachment.alone
         try:
             yield
+        except BaseException:
+            self._end_static(failed=True)
+            raise
         finally:
             self._end_static()
-            self._in_generate, self._may_be_static = False, True
+            self._in_generate, self._may_be_static = outer
             self.abandon_forward()
             if self._chunks is not None:
                 self._restore(before)
@@ -320,26 +332,27 @@ class ReadingCache(Cache):  # type: ignore[misc]
             every layer has a mask of its own.
 
         Raises:
-            UnsupportedGenerationError: More tokens are decoded than there is room for.
+            ValueError: The mask is not one of the tokens seen and another.
         """
         if self.acts_next:
             return attention_mask
+        tokens = self._tokens
+        assert tokens is not None
+        if self.static is not None and self.static.steps == self.static.room:
+            self._end_static()
         if self.static is None:
+            # From then on nothing but `generate` itself makes masks longer and tokens more.
+            if attention_mask is not None:
+                check_step(attention_mask, tokens)
             self._begin_static()
         assert self.static is not None
-        assert self._tokens is not None
-        if self.static.steps == self.static.room:
-            raise UnsupportedGenerationError(
-                f"a PolicyCache with max_new_tokens={self.static.room} must not get more tokens "
-                "than that in one generate, got another"
-            )
-        one = torch.ones(self._tokens.batch, 1, dtype=torch.bool, device=self._tokens.valid.device)
-        self.static.advance(self._tokens.rotary_positions_of(one))
-        self._tokens = self._tokens.extended(
-            self._tokens.positions_of(one), one, padded=False, acts=False, skipped=None
-        )
+        one = torch.ones(tokens.batch, 1, dtype=torch.bool, device=tokens.valid.device)
+        positions, rotary = tokens.positions_of(one), tokens.rotary_positions_of(one)
+        tokens = tokens.extended(positions, one, padded=False, acts=False, skipped=None)
+        self.static.advance(rotary)
+        self._tokens = tokens
         for layer in self.layers:
-            layer.written(self._tokens)
+            layer.written(tokens)
         return one[:1, None, None]
 
     def _begin_static(self) -> None:
@@ -353,8 +366,13 @@ class ReadingCache(Cache):  # type: ignore[misc]
         )
         self._attachment.decode()
 
-    def _end_static(self) -> None:
-        """Go on with buffers that grow; take back a token that not every layer has written."""
+    def _end_static(self, *, failed: bool = False) -> None:
+        """Go on with buffers that grow; take back a token that not every layer has written.
+
+        Args:
+            failed: Whether something failed, perhaps behind the layers, where nothing tells of it:
+                then the last token is taken back in any case. It can be read again.
+        """
         static, self.static = self.static, None
         if static is None:
             return
@@ -363,11 +381,11 @@ class ReadingCache(Cache):  # type: ignore[misc]
         self._attachment.attach()
         for layer in self.layers:
             layer.release()
-        failed = static.failed()
-        if failed:
-            self._tokens = self._tokens.without_last(failed)
+        count = max(static.unwritten(), int(failed and static.steps > 0))
+        if count:
+            self._tokens = self._tokens.without_last(count)
             for layer in self.layers:
-                layer.drop_last(failed)
+                layer.drop_last(count)
                 layer.follow(self._tokens)
 
     def abandon_forward(self) -> None:

@@ -83,6 +83,12 @@ def unroute(attention: Any) -> None:
             attention.config = routed.original
 
 
+def users_of(attention: Any) -> int:
+    """How many caches a module calls through `routed_attention` for."""
+    config = attention.config
+    return config.users if isinstance(config, RoutedConfig) else 0
+
+
 def routed_attention(
     module: nn.Module,
     query: Tensor,

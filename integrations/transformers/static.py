@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import Cache
 
+from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers.masks import tensor_mask
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ class StaticDecoding:
             self.positions.copy_(positions)
         self.steps += 1
 
-    def failed(self) -> int:
+    def unwritten(self) -> int:
         """Tokens of the last steps that not every layer has written."""
         device = self.layers[0].filled.device
         filled = torch.stack([each.filled.to(device) for each in self.layers])
@@ -223,9 +224,19 @@ class StaticDecoding:
 def before_decoder(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A decoder's rotary positions, where a restart left tokens out."""
+    """A decoder's rotary positions, where a restart left tokens out.
+
+    Raises:
+        UnsupportedGenerationError: It is not `generate` that calls.
+    """
     if kwargs is None or (static := _static_of(kwargs)) is None:
         return None
+    mask = kwargs.get("attention_mask")
+    if mask is None or mask.ndim != 4:
+        raise UnsupportedGenerationError(
+            "a PolicyCache with max_new_tokens must not be read by other calls of the model while "
+            "generate decodes into it, got one; use a copy of it, or a cache without max_new_tokens"
+        )
     return (
         None if static.positions is None else (args, {**kwargs, "position_ids": static.positions})
     )

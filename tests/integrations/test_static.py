@@ -10,7 +10,6 @@ from torch import Tensor, fx
 from transformers import CompileConfig, PreTrainedModel
 
 from kvpolicy import CachePolicy
-from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache, QuantizedStorage
 from kvpolicy.integrations.transformers.models import ModelParts
 from kvpolicy.policies import FastKV, SnapKV
@@ -216,14 +215,19 @@ def test_sampling(model: PreTrainedModel) -> None:
     assert_same(sampled(PolicyCache(SNAPKV)), sampled(PolicyCache(SNAPKV, max_new_tokens=ROOM)))
 
 
-def test_a_longer_answer_is_refused_before_anything_is_read(model: PreTrainedModel) -> None:
-    cache, given = PolicyCache(SNAPKV, max_new_tokens=8), batch_of(50)
-    for how in ({"max_new_tokens": 9}, {"max_new_tokens": None, "max_length": 59}):
-        with pytest.raises(ValueError, match="at most the 8 of the PolicyCache, got 9"):
-            generate(model, cache, given, **how)
-        assert cache.get_seq_length() == 0
-    generate(model, cache, given, max_new_tokens=None, max_length=58)
-    assert cache.get_seq_length() == 57
+def test_a_longer_answer_gets_more_room(model: PreTrainedModel, backend: Counting) -> None:
+    given, want = batch_of(60, 35), None
+    lengths: list[dict[str, Any]] = [
+        {"max_new_tokens": 9},
+        {"max_new_tokens": None, "max_length": 69},
+    ]
+    for how in (*lengths, {**lengths[0], "compile_config": everywhere(backend)}):
+        cache = PolicyCache(SNAPKV, max_new_tokens=3)
+        got = generate(model, cache, given, **how)
+        want = want or generate(model, PolicyCache(SNAPKV), given, **lengths[0])
+        assert_same(want, got)
+        assert {each.capacity for each in cache.layers} == {16 + 9}
+    assert backend.calls == 8
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, "8"])
@@ -289,16 +293,3 @@ def test_a_generation_more_in_the_same_room(model: PreTrainedModel) -> None:
         cache.reset()
         assert_same(first, generate(model, cache, given))
     assert marks_on(model) == before
-
-
-def test_a_step_beyond_the_room(model: PreTrainedModel) -> None:
-    cache = PolicyCache(SNAPKV, max_new_tokens=2)
-
-    with cache.attached(model), torch.no_grad(), cache.new_turn(may_be_static=True):
-        model(batch_of(50)["inputs"], past_key_values=cache)
-        for _ in range(2):
-            mask = cache.mask_of_step(None)
-            model(torch.tensor([[5]]), attention_mask=mask, past_key_values=cache)
-        with pytest.raises(UnsupportedGenerationError, match="max_new_tokens=2 must not get more"):
-            cache.mask_of_step(None)
-    assert cache.get_seq_length() == 52
