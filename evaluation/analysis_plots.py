@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAX_WRITTEN = 12  # layers of a heat map whose numbers have room in their cells
+_MAX_ROWS = 16  # entries of a legend that have room one below the other
+_COLUMN = 1.5  # inches that a further column of a legend takes, of numbers up to a million
 _LAYER = "layer (index, from 0)"
 
 
@@ -79,7 +82,9 @@ def plot_recall(recall: Mapping[int, tuple[float, ...]]) -> bytes:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    figure = _figure(6.4, 4.2, "attention held by each layer's top-k tokens")
+    columns = math.ceil(len(recall) / _MAX_ROWS)
+    width = 6.4 + _COLUMN * (columns - 1)
+    figure = _figure(width, 4.2, "attention held by each layer's top-k tokens")
     from matplotlib import colormaps
 
     axes = figure.subplots()
@@ -94,7 +99,7 @@ def plot_recall(recall: Mapping[int, tuple[float, ...]]) -> bytes:
     axes.set_ylim(-3, 103)
     _whole_numbers(axes)
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside right center", frameon=False)
+    figure.legend(loc="outside right center", ncols=columns, frameon=False)
     return _png(figure)
 
 

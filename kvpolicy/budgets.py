@@ -81,9 +81,11 @@ class Budget:
             protected: Tokens that are kept whatever the budget.
 
         Raises:
-            TypeError: ``context_len`` is not an int.
-            ValueError: ``context_len`` is below 1, or needed and not given.
+            TypeError: ``context_len`` or ``protected`` is not an int.
+            ValueError: ``context_len`` is below 1, or needed and not given; ``protected`` is
+                negative.
         """
+        check_count("protected", protected)
         if context_len is not None:
             check_count("context_len", context_len, minimum=1)
         if self.rate is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.checks import check_count
-from kvpolicy.description import describe, from_description
+from kvpolicy.description import describe
 from kvpolicy.integrations.transformers.attachment import Attachment
 from kvpolicy.integrations.transformers.generation import wrap_generate
 from kvpolicy.integrations.transformers.layer import PolicyLayer
@@ -225,21 +225,13 @@ class PolicyCache(ReadingCache):
             max_new_tokens: As of a new cache.
 
         Raises:
+            TypeError: ``path`` is no path.
             OSError: The file cannot be read, or is no regular file.
             ValueError: It is no file of `save`, or a broken one, its policy is another than
                 ``policy``, or cannot be built without it.
         """
         saved = SavedCache.read(path)
-        if policy is None:
-            try:
-                policy = from_description(saved.policy)
-            except ValueError as error:
-                raise ValueError(f"policy must be given to load {path}: {error}") from None
-        elif describe(policy) != saved.policy:
-            raise ValueError(
-                f"policy must be the one that filled the cache in {path}, which is "
-                f"{saved.policy}, got {describe(policy)}"
-            )
+        policy = saved.policy_of(path, policy)
         cache = cls(policy, storage, max_new_tokens=max_new_tokens)
         for layer in saved.layers:
             layer.storage, layer.room = cache.storage, max_new_tokens or 0

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from kvpolicy.integrations.transformers.tokens import SeenTokens
+from kvpolicy.interfaces import KVSelector
+from kvpolicy.policies import KeepAllSelector
+
+# Characters of what is no JSON that an error shows.
+_SHOWN = 80
 
 
 def check_contents(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
@@ -29,9 +36,8 @@ def check_contents(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -
             raise ValueError(f"{name} must be true or false, got {metadata[name]}")
     if not isinstance(_read_json(metadata, "policy"), dict):
         raise ValueError(f"policy must be the description of one, got {metadata['policy']}")
-    lengths = _check_tokens(tensors)
-    for index, heads in enumerate(query_heads):
-        _check_layer(index, heads, tensors, lengths)
+    acted = _check_tokens(tensors, padded=json.loads(metadata["padded"]))
+    _check_layers(query_heads, tensors, acted)
     for name, positions in tensors.items():
         group, _, layer = name.partition(".")
         if group == "propagated":
@@ -39,22 +45,65 @@ def check_contents(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -
                 raise ValueError(
                     f"propagated must be of layers 0 to {len(query_heads) - 1}, got {name}"
                 )
-            _check_tensor(name, positions, torch.int64, len(lengths), None)
-            _check_positions(name, positions, lengths)
+            _check_tensor(name, positions, torch.int64, len(acted), None)
+            _check_positions(name, positions, acted)
+
+
+def check_kept(selector: KVSelector, chosen: Sequence[Tensor], tokens: SeenTokens) -> None:
+    """Check that heads of rows with tokens hold some, where the selector leaves none without.
+
+    Not every selector is like that: where heads share a layer's budget, one may get nothing of it.
+
+    Args:
+        selector: That of the policy which filled the cache.
+        chosen: By layer, the positions ``[batch, kv_heads, chosen_len]`` of what it kept.
+        tokens: The tokens seen.
+
+    Raises:
+        ValueError: A head holds nothing; names the layer.
+    """
+    keeps_some = selector.budget is not None or selector.protected_tail > 0
+    if not (keeps_some or isinstance(selector, KeepAllSelector)):
+        return
+    has_tokens = (_acted(tokens.lengths, tokens.appended) > 0)[:, None]
+    for index, positions in enumerate(chosen):
+        empty = has_tokens & (positions < 0).all(dim=2)
+        if positions.shape[2] <= 1:
+            # A sliding window of one token leaves nothing for the next, in all heads of a row;
+            # rows beside it that the window does not bound are of one token.
+            empty = empty & ~empty.all(dim=1, keepdim=True)
+        if bool(empty.any()):
+            row, head = empty.nonzero()[0].tolist()
+            raise ValueError(
+                f"layers.{index}.positions must hold a token in every head of a row that has "
+                f"some, got -1 only in row {row}, head {head}"
+            )
 
 
 def _read_json(metadata: Mapping[str, str], name: str) -> Any:
     try:
         return json.loads(metadata[name])
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name} must be JSON, got {metadata[name]!r}: {error}") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        got = metadata[name] if len(metadata[name]) <= _SHOWN else metadata[name][:_SHOWN] + "..."
+        raise ValueError(f"{name} must be JSON, got {got!r}: {error}") from None
 
 
-def _check_tokens(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Check the tokens seen; returns each row's number of them."""
+def _acted(lengths: Tensor, appended: Tensor) -> Tensor:
+    """``[batch]`` int64, the tokens of each row that the policy has acted on."""
+    return lengths - (appended >= 0).sum(dim=1)
+
+
+def _check_tokens(tensors: Mapping[str, Tensor], *, padded: bool) -> Tensor:
+    """Check the tokens seen; returns each row's number of those that the policy has acted on."""
     valid, lengths = tensors["tokens.valid"], tensors["tokens.lengths"]
     _check_tensor("tokens.valid", valid, torch.bool, None, None)
     batch = len(valid)
+    if not valid.numel():
+        raise ValueError(
+            f"tokens.valid must have a row and a column at least, got shape {list(valid.shape)}"
+        )
+    if not (padded or bool(valid.all())):
+        raise ValueError("padded must be true where tokens.valid is False anywhere, got false")
     _check_tensor("tokens.lengths", lengths, torch.int64, batch)
     if not torch.equal(lengths, valid.sum(dim=1)):
         raise ValueError(
@@ -62,31 +111,85 @@ def _check_tokens(tensors: Mapping[str, Tensor]) -> Tensor:
             f"got {lengths.tolist()}"
         )
     appended = tensors["tokens.appended"]
-    _check_tensor("tokens.appended", appended, torch.int64, batch, None)
-    _check_positions("tokens.appended", appended, lengths)
+    _check_appended(appended, valid)
+    acted = _acted(lengths, appended)
     if "tokens.skipped" in tensors:
-        _check_tensor("tokens.skipped", tensors["tokens.skipped"], torch.int64, batch)
-    return lengths
+        skipped = tensors["tokens.skipped"]
+        _check_tensor("tokens.skipped", skipped, torch.int64, batch)
+        if bool(((skipped < 0) | (skipped > acted)).any()):
+            raise ValueError(
+                "tokens.skipped must be at least 0 and at most the tokens of prompts, "
+                f"{acted.tolist()}, got {skipped.tolist()}"
+            )
+    return acted
+
+
+def _check_appended(appended: Tensor, valid: Tensor) -> None:
+    """Check that these are the positions of the last columns, as `SeenTokens` counts them."""
+    _check_tensor("tokens.appended", appended, torch.int64, len(valid), None)
+    if appended.shape[1] >= valid.shape[1]:
+        raise ValueError(
+            f"tokens.appended must be fewer columns than the {valid.shape[1]} of tokens.valid, the "
+            f"first of which are a prompt's, got {appended.shape[1]}"
+        )
+    positions = (valid.cumsum(dim=1) - 1).masked_fill(~valid, -1)
+    last = positions[:, valid.shape[1] - appended.shape[1] :]
+    unlike = (appended != last).nonzero()
+    if len(unlike):
+        row, column = unlike[0].tolist()
+        raise ValueError(
+            "tokens.appended must be the positions of the last columns of tokens.valid, -1 on "
+            f"padding: {int(last[row, column])} in row {row}, column {column}, got "
+            f"{int(appended[row, column])}"
+        )
+
+
+def _check_layers(query_heads: list[object], tensors: Mapping[str, Tensor], acted: Tensor) -> None:
+    """Check every layer, and that all are those of one model."""
+    first: tuple[int, ...] | None = None
+    for index, heads in enumerate(query_heads):
+        sizes = _check_layer(index, heads, tensors, acted)
+        first = first or sizes
+        if sizes != first:
+            raise ValueError(
+                "query heads, KV heads, head_dim of keys and head_dim of values must be the same "
+                f"in every layer, {first} in layer 0, got {sizes} in layer {index}"
+            )
+    for name in tensors:
+        group, _, rest = name.partition(".")
+        if group == "layers" and rest.split(".")[0] not in map(str, range(len(query_heads))):
+            raise ValueError(
+                f"query_heads must have an entry for each layer, got {len(query_heads)} of them "
+                f"and {name}"
+            )
 
 
 def _check_layer(
-    index: int, query_heads: object, tensors: Mapping[str, Tensor], lengths: Tensor
-) -> None:
+    index: int, query_heads: object, tensors: Mapping[str, Tensor], acted: Tensor
+) -> tuple[int, ...]:
+    """Check a layer; returns its query heads, KV heads, head_dim of keys and that of values."""
     names = [f"layers.{index}.{name}" for name in ("keys", "values", "positions")]
     keys, values, positions = (tensors[name] for name in names)
     if not keys.is_floating_point():
         raise ValueError(f"{names[0]} must be of floats, got {keys.dtype}")
-    _check_tensor(names[0], keys, keys.dtype, len(lengths), None, None, None)
+    _check_tensor(names[0], keys, keys.dtype, len(acted), None, None, None)
     _, kv_heads, kept_len, _ = keys.shape
-    _check_tensor(names[1], values, keys.dtype, len(lengths), kv_heads, kept_len, None)
+    _check_tensor(names[1], values, keys.dtype, len(acted), kv_heads, kept_len, None)
+    for name, tensor in zip(names[:2], (keys, values), strict=True):
+        if not (kv_heads and tensor.shape[3]):
+            raise ValueError(
+                f"{name} must have at least one KV head and a head_dim of at least 1, got shape "
+                f"{list(tensor.shape)}"
+            )
     chosen_len = kept_len - tensors["tokens.appended"].shape[1]
-    _check_tensor(names[2], positions, torch.int64, len(lengths), kv_heads, chosen_len)
-    _check_positions(names[2], positions, lengths)
-    if not isinstance(query_heads, int) or query_heads < 1 or query_heads % max(kv_heads, 1):
+    _check_tensor(names[2], positions, torch.int64, len(acted), kv_heads, chosen_len)
+    _check_positions(names[2], positions, acted)
+    if type(query_heads) is not int or query_heads < 1 or query_heads % kv_heads:
         raise ValueError(
-            f"query_heads must be a multiple of the {kv_heads} KV heads of layer {index}, got "
-            f"{query_heads!r}"
+            f"query_heads must be a multiple of the {kv_heads} KV heads of layer {index}, at least "
+            f"1, got {query_heads!r}"
         )
+    return query_heads, kv_heads, keys.shape[3], values.shape[3]
 
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | None) -> None:
@@ -101,10 +204,19 @@ def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | N
         )
 
 
-def _check_positions(name: str, positions: Tensor, lengths: Tensor) -> None:
-    most = lengths.view(-1, *[1] * (positions.ndim - 1))
+def _check_positions(name: str, positions: Tensor, acted: Tensor) -> None:
+    """Check positions of tokens that the policy acted on: -1 on the left, then ascending."""
+    most = acted.view(-1, *[1] * (positions.ndim - 1))
     if bool(((positions < -1) | (positions >= most)).any()):
         raise ValueError(
-            f"{name} must be positions below the tokens of their rows, {lengths.tolist()}, or -1, "
-            f"got {positions.tolist()}"
+            f"{name} must be positions below the tokens of prompts in their rows, "
+            f"{acted.tolist()}, or -1, got {positions.tolist()}"
+        )
+    before, after = positions[..., :-1], positions[..., 1:]
+    unordered = (before >= 0) & (after <= before)
+    if bool(unordered.any()):
+        place = tuple(unordered.nonzero()[0].tolist())
+        raise ValueError(
+            f"{name} must ascend in every row and head, with -1 on the left only, got "
+            f"{int(after[place])} after {int(before[place])} in row {place[0]}"
         )

@@ -16,10 +16,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kvpolicy.description import Description
+from kvpolicy.checks import check_kind
+from kvpolicy.description import Description, describe, from_description
 from kvpolicy.integrations.transformers.layer import PolicyLayer
-from kvpolicy.integrations.transformers.saved_contents import check_contents
+from kvpolicy.integrations.transformers.saved_contents import check_contents, check_kept
 from kvpolicy.integrations.transformers.tokens import SeenTokens
+from kvpolicy.policy import CachePolicy
 
 FORMAT = "kvpolicy-cache"
 VERSION = 1
@@ -51,6 +53,7 @@ class SavedCache:
         """Write the file whole or not at all.
 
         Raises:
+            TypeError: ``path`` is no path.
             OSError: It cannot be written, or there is something that is no regular file.
             ValueError: ``path`` names no file.
         """
@@ -95,10 +98,12 @@ class SavedCache:
         """Read a file, into tensors on the CPU.
 
         Raises:
+            TypeError: ``path`` is no path.
             OSError: It cannot be read, or is no regular file.
             ValueError: It is no saved cache, one of another version, or what it holds does not
                 fit together.
         """
+        _check_path(path)
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise OSError(f"path must be a regular file, got {path}")
         try:
@@ -111,9 +116,7 @@ class SavedCache:
                     )
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise ValueError(
-                f"path must be a file of PolicyCache.save, got {path}: {error}"
-            ) from None
+            raise _broken(path, error) from None
         try:
             check_contents(metadata, tensors)
             return _rebuilt(metadata, tensors)
@@ -122,13 +125,60 @@ class SavedCache:
                 f"path must be a whole file of PolicyCache.save, {path} lacks {error}"
             ) from None
         except ValueError as error:
+            raise _broken(path, error) from None
+
+    def policy_of(self, path: str | os.PathLike[str], policy: CachePolicy | None) -> CachePolicy:
+        """The policy that filled the cache, with which what its layers hold has to agree.
+
+        Args:
+            path: The file, for messages.
+            policy: The policy, if it is given; else it is built from its description.
+
+        Raises:
+            TypeError: ``policy`` is no `CachePolicy`.
+            ValueError: ``policy`` is another, or must be given; or a head holds nothing where the
+                policy keeps something in all of them.
+        """
+        try:
+            policy = self._built_policy(path) if policy is None else self._same(path, policy)
+        except RecursionError as error:
+            raise _broken(path, f"policy is nested too deeply: {error}") from None
+        chosen = [layer.state()[1] for layer in self.layers]
+        try:
+            check_kept(policy.selector, [each for each in chosen if each is not None], self.tokens)
+        except ValueError as error:
+            raise _broken(path, error) from None
+        return policy
+
+    def _built_policy(self, path: str | os.PathLike[str]) -> CachePolicy:
+        try:
+            return from_description(self.policy)
+        except ValueError as error:
+            raise ValueError(f"policy must be given to load {path}: {error}") from None
+
+    def _same(self, path: str | os.PathLike[str], policy: CachePolicy) -> CachePolicy:
+        if describe(policy) != self.policy:
             raise ValueError(
-                f"path must be a file of PolicyCache.save, got {path}: {error}"
-            ) from None
+                f"policy must be the one that filled the cache in {path}, which is "
+                f"{self.policy}, got {describe(policy)}"
+            )
+        check_kind("policy", policy, CachePolicy)  # a file may name a part alone
+        return policy
+
+
+def _broken(path: str | os.PathLike[str], error: object) -> ValueError:
+    return ValueError(f"path must be a file of PolicyCache.save, got {path}: {error}")
+
+
+def _check_path(path: object) -> None:
+    """Check that it is a path: `os.stat` takes a number for a file that is open."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a str or os.PathLike, got {path!r}")
 
 
 def _target(path: str | os.PathLike[str]) -> tuple[Path, int]:
     """The regular file to be written, behind all links, and the mode it is to have."""
+    _check_path(path)
     if not os.fspath(path):
         raise ValueError(f"path must name a file, got {path!r}")
     target = Path(os.path.realpath(path))

@@ -59,3 +59,21 @@ def test_exceeding() -> None:
     assert not Budget(0.2).exceeds(Budget(0.2))
     assert Budget(tokens=3).exceeds(Budget(tokens=2))
     assert not Budget(tokens=10**9).exceeds(Budget(0.01))
+
+
+@pytest.mark.parametrize("budget", [Budget(rate=0.3), Budget(tokens=5)])
+@pytest.mark.parametrize("context_len", [None, 10])
+@pytest.mark.parametrize(
+    ("protected", "error", "message"),
+    [
+        ("x", TypeError, "protected must be an int, got 'x'"),
+        (2.5, TypeError, "protected must be an int, got 2.5"),
+        (True, TypeError, "protected must be an int, got True"),
+        (-1, ValueError, "protected must be at least 0, got -1"),
+    ],
+)
+def test_a_fraction_with_bad_protection(
+    budget: Budget, context_len: int | None, protected: Any, error: type, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        budget.fraction(context_len, protected=protected)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from kvpolicy.evaluation import (
     OutputDistances,
     Overlap,
+    analysis_plots,
     attention_recall,
     load,
     needle_prompts,
@@ -597,3 +598,23 @@ def test_pictures_of_any_depth(num_layers: int) -> None:
     assert (alone != both).any() == (num_layers > 1)
     twice = pixels(plot_distances({"one-hop": near, "two-hop": far}))
     assert twice.shape[1] > alone.shape[1]
+
+
+@pytest.mark.parametrize("count", [1, 5, 16, 17, 31, 100])
+@pytest.mark.parametrize("factor", [1, 1310])
+def test_the_legend_of_any_number_of_lines(
+    monkeypatch: pytest.MonkeyPatch, count: int, factor: int
+) -> None:
+    """It shows whole, beside lines that keep their room."""
+    figures: list[Any] = []
+    write = analysis_plots._png
+    monkeypatch.setattr(analysis_plots, "_png", lambda each: figures.append(each) or write(each))
+    plot_recall({factor * k: (0.2, 0.3, 0.9) for k in range(1, count + 1)})
+    (figure,) = figures
+    (axes,), (legend,) = figure.axes, figure.legends
+    figure.draw_without_rendering()
+    box = legend.get_window_extent()
+    assert len(legend.get_texts()) == count
+    assert 0 <= box.y0 < box.y1 <= figure.bbox.y1
+    assert axes.get_tightbbox().x1 <= box.x0 < box.x1 <= figure.bbox.x1
+    assert axes.get_window_extent().width > 4 * figure.dpi
