@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from kvpolicy.integrations.transformers.tokens import SeenTokens
-from kvpolicy.interfaces import KVSelector
-from kvpolicy.policies import KeepAllSelector
 
 # Characters of what is no JSON that an error shows.
 _SHOWN = 80
@@ -47,37 +43,6 @@ def check_contents(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -
                 )
             _check_tensor(name, positions, torch.int64, len(acted), None)
             _check_positions(name, positions, acted)
-
-
-def check_kept(selector: KVSelector, chosen: Sequence[Tensor], tokens: SeenTokens) -> None:
-    """Check that heads of rows with tokens hold some, where the selector leaves none without.
-
-    Not every selector is like that: where heads share a layer's budget, one may get nothing of it.
-
-    Args:
-        selector: That of the policy which filled the cache.
-        chosen: By layer, the positions ``[batch, kv_heads, chosen_len]`` of what it kept.
-        tokens: The tokens seen.
-
-    Raises:
-        ValueError: A head holds nothing; names the layer.
-    """
-    keeps_some = selector.budget is not None or selector.protected_tail > 0
-    if not (keeps_some or isinstance(selector, KeepAllSelector)):
-        return
-    has_tokens = (_acted(tokens.lengths, tokens.appended) > 0)[:, None]
-    for index, positions in enumerate(chosen):
-        empty = has_tokens & (positions < 0).all(dim=2)
-        if positions.shape[2] <= 1:
-            # A sliding window of one token leaves nothing for the next, in all heads of a row;
-            # rows beside it that the window does not bound are of one token.
-            empty = empty & ~empty.all(dim=1, keepdim=True)
-        if bool(empty.any()):
-            row, head = empty.nonzero()[0].tolist()
-            raise ValueError(
-                f"layers.{index}.positions must hold a token in every head of a row that has "
-                f"some, got -1 only in row {row}, head {head}"
-            )
 
 
 def _read_json(metadata: Mapping[str, str], name: str) -> Any:

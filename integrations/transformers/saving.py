@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kvpolicy.checks import check_kind
 from kvpolicy.description import Description, describe, from_description
 from kvpolicy.integrations.transformers.layer import PolicyLayer
-from kvpolicy.integrations.transformers.saved_contents import check_contents, check_kept
+from kvpolicy.integrations.transformers.saved_contents import check_contents
 from kvpolicy.integrations.transformers.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
@@ -128,7 +128,7 @@ class SavedCache:
             raise _broken(path, error) from None
 
     def policy_of(self, path: str | os.PathLike[str], policy: CachePolicy | None) -> CachePolicy:
-        """The policy that filled the cache, with which what its layers hold has to agree.
+        """The policy that filled the cache.
 
         Args:
             path: The file, for messages.
@@ -136,19 +136,12 @@ class SavedCache:
 
         Raises:
             TypeError: ``policy`` is no `CachePolicy`.
-            ValueError: ``policy`` is another, or must be given; or a head holds nothing where the
-                policy keeps something in all of them.
+            ValueError: ``policy`` is another, or must be given.
         """
         try:
-            policy = self._built_policy(path) if policy is None else self._same(path, policy)
+            return self._built_policy(path) if policy is None else self._same(path, policy)
         except RecursionError as error:
             raise _broken(path, f"policy is nested too deeply: {error}") from None
-        chosen = [layer.state()[1] for layer in self.layers]
-        try:
-            check_kept(policy.selector, [each for each in chosen if each is not None], self.tokens)
-        except ValueError as error:
-            raise _broken(path, error) from None
-        return policy
 
     def _built_policy(self, path: str | os.PathLike[str]) -> CachePolicy:
         try:

@@ -364,19 +364,6 @@ UNFIT: dict[str, tuple[str, Change]] = {
         "tokens.valid must have a row and a column at least",
         of_tensors(lambda tensor: tensor[:0], ""),
     ),
-    "an empty head": (
-        "layers.2.positions must hold a token in every head .* got -1 only in row 1, head 0",
-        of_tensors(
-            lambda tensor: torch.cat(
-                [tensor[:1], torch.stack([tensor[1, :1] * 0 - 1, tensor[1, 1:]], dim=1)]
-            ),
-            "layers.2.positions",
-        ),
-    ),
-    "nothing in a layer": (
-        "layers.2.positions must hold a token in every head",
-        of_tensors(lambda tensor: tensor * 0 - 1, "layers.2.positions"),
-    ),
     "reversed": (
         "layers.2.positions must ascend in every row and head",
         of_tensors(lambda tensor: tensor.flip(2), "layers.2.positions"),
