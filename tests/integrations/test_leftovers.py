@@ -145,7 +145,7 @@ def test_many_generations_leave_no_tensor_behind() -> None:
         after = living()
         assert after[0] == tensors
         assert (
-            after[1] - objects < 240
+            after[1] - objects < 5 * 240
         )  # Transformers itself leaves a few, which the collector finds
         run(keeps=True)
         assert living()[0] > tensors  # a cache that is kept is noticed
