@@ -22,7 +22,7 @@ from kvpolicy.integrations.transformers.masks import FLASH, Mask, Visibility
 LARGEST_SHARE = 0.75
 
 # Bytes of attention mask at a time. On a GPU every block repeats the keys for their groups.
-BLOCK_BYTES = {"cpu": 1 << 25}
+BLOCK_BYTES = {"cpu": 1 << 22}
 OTHER_BLOCK_BYTES = 1 << 28
 
 
@@ -71,7 +71,8 @@ class Narrowed:
         ends = (self.slots.amax(dim=0) + 1).tolist()
         count = self._block_len(query)
         outputs = []
-        for start in range(0, len(ends), count):
+        # The longest first: what it has freed, all others fit into.
+        for start in reversed(range(0, len(ends), count)):
             stop = min(start + count, len(ends))
             seen = ends[stop - 1]
             mask = self._mask(slice(start, stop), seen, query)
@@ -84,7 +85,7 @@ class Narrowed:
                 **kwargs,
             )
             outputs.append(output)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs[::-1], dim=1)
 
     def _block_len(self, query: Tensor) -> int:
         limit = BLOCK_BYTES.get(query.device.type, OTHER_BLOCK_BYTES)
