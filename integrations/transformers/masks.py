@@ -59,9 +59,24 @@ class Visibility:
             return self._tokens()
         if implementation == "flex_attention":
             return self._block_mask()
-        return tensor_mask(
-            self.keys, self.queries, self.query_heads, self.window, implementation, dtype
-        )
+        visible = self._visible()
+        if implementation == "sdpa":
+            return visible
+        lowest = torch.finfo(dtype).min
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        return mask.masked_fill_(~visible, lowest)
+
+    def _visible(self) -> Tensor:
+        places = self.keys
+        if places.shape[1] > 1:
+            places = places.repeat_interleave(self.query_heads // places.shape[1], dim=1)
+        keys, queries = places[:, :, None, :], self.queries[:, None, :, None]
+        visible = (keys >= 0) & (keys <= queries)
+        if self.window is not None:
+            visible &= keys > queries - self.window
+        # A padded query sees everything: what it yields is never used, but it has to stay finite,
+        # since a weight of 0 times NaN would spoil the others.
+        return visible | (queries < 0)
 
     def _block_mask(self) -> BlockMask:
         batch, heads, key_len = self.keys.shape
@@ -88,31 +103,6 @@ class Visibility:
                 "which has no mask for each; load the model with attn_implementation='sdpa'"
             )
         return None if bool(tokens.all()) else tokens[:, 0].long()
-
-
-def tensor_mask(
-    keys: Tensor,
-    queries: Tensor,
-    query_heads: int,
-    window: int | None,
-    implementation: str,
-    dtype: torch.dtype,
-) -> Tensor:
-    """`Visibility.mask` for eager or sdpa; of tensors alone, so that it can be compiled."""
-    if keys.shape[1] > 1:
-        keys = keys.repeat_interleave(query_heads // keys.shape[1], dim=1)
-    keys, queries = keys[:, :, None, :], queries[:, None, :, None]
-    visible = (keys >= 0) & (keys <= queries)
-    if window is not None:
-        visible &= keys > queries - window
-    # A padded query sees everything: what it yields is never used, but it has to stay finite,
-    # since a weight of 0 times NaN would spoil the others.
-    visible |= queries < 0
-    if implementation == "sdpa":
-        return visible
-    lowest = torch.finfo(dtype).min
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(~visible, lowest)
 
 
 def causal_mask(

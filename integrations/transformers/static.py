@@ -18,13 +18,13 @@ from torch.nn.functional import pad
 from transformers import Cache
 
 from kvpolicy.errors import UnsupportedGenerationError
-from kvpolicy.integrations.transformers.masks import tensor_mask
+from kvpolicy.integrations.transformers.masks import Mask, Visibility
 
 if TYPE_CHECKING:
     from kvpolicy.integrations.transformers.layer import PolicyLayer
     from kvpolicy.integrations.transformers.tokens import SeenTokens
 
-# The attention implementations whose masks are tensors, which a step computes by itself.
+# The attention implementations whose masks are tensors.
 IMPLEMENTATIONS = ("eager", "sdpa")
 
 
@@ -35,14 +35,15 @@ class StaticMask:
     It is written to between two steps, outside of what is compiled.
 
     Args:
-        mask: ``[1 or batch, 1 or query_heads, 1, capacity]``, as `tensor_mask` makes it.
+        mask: ``[1 or batch, 1 or query_heads, 1, capacity]``, as `Visibility.mask` makes it.
         slot: The next token's.
-        window: What falls out of a sliding window; None where nothing does.
+        window: What the first token sees through a sliding window, by place, and the model's
+            attention implementation; None where nothing falls out of one.
     """
 
     mask: Tensor
     slot: int
-    window: SlidingWindow | None
+    window: tuple[Visibility, str] | None
 
     @staticmethod
     def of(
@@ -54,10 +55,9 @@ class StaticMask:
         visible = torch.ones(1, 1, length, dtype=torch.int64, device=held.device)
         if layer.padded:
             visible = held if layer.ragged else held[:, :1]
-        slots = pad(visible, (0, capacity - length), value=-1)
-        seen = slots.new_zeros(slots.shape[0], 1)
-        mask = tensor_mask(slots.clamp(max=0), seen, layer.query_heads, None, implementation, dtype)
-        return StaticMask(mask, length, None)
+        slots = pad(visible, (0, capacity - length), value=-1).clamp(max=0)
+        seen = Visibility(slots, slots.new_zeros(slots.shape[0], 1), layer.query_heads)
+        return StaticMask(_tensor(seen.mask(implementation, dtype)), length, None)
 
     @staticmethod
     def sliding(
@@ -71,48 +71,27 @@ class StaticMask:
         """The mask of a layer that sees a sliding window."""
         held, length = layer.positions, layer.kept_len
         assert held is not None
-        lengths = tokens.lengths.to(held.device)[:, None]
-        new = lengths + torch.arange(capacity - length, device=held.device)
+        own = tokens.lengths.to(held.device)[:, None]
+        new = own + torch.arange(capacity - length, device=held.device)
         places = torch.cat([held, new[:, None].expand(-1, held.shape[1], -1)], dim=2)
-        sees = SlidingWindow(places, lengths, layer.query_heads, window, implementation, dtype)
-        return StaticMask(sees.mask(0), length, sees)
+        seen = Visibility(places, own, layer.query_heads, window)
+        mask = _tensor(seen.mask(implementation, dtype))
+        return StaticMask(mask, length, (seen, implementation))
 
     def advance(self, step: int) -> None:
         """Show the token of a step, counted from 0."""
         if self.window is not None:
-            self.mask.copy_(self.window.mask(step))
+            first, implementation = self.window
+            seen = attrs.evolve(first, queries=first.queries + step)
+            self.mask.copy_(_tensor(seen.mask(implementation, self.mask.dtype)))
             return
         self.mask[..., self.slot] = True if self.mask.dtype == torch.bool else 0.0
         self.slot += 1
 
 
-@attrs.frozen(eq=False)
-class SlidingWindow:
-    """Which places each token of an answer sees.
-
-    Args:
-        places: ``[batch, kv_heads, capacity]`` int64: where each slot's token stands, or will
-            stand, -1 on padding.
-        lengths: ``[batch, 1]`` int64: the first token's own place.
-        query_heads: Query heads.
-        size: Places a query sees, its own among them.
-        implementation: The model's attention implementation.
-        dtype: Of masks that are added.
-    """
-
-    places: Tensor
-    lengths: Tensor
-    query_heads: int
-    size: int
-    implementation: str
-    dtype: torch.dtype
-
-    def mask(self, step: int) -> Tensor:
-        """What the token of a step sees."""
-        own = self.lengths + step
-        return tensor_mask(
-            self.places, own, self.query_heads, self.size, self.implementation, self.dtype
-        )
+def _tensor(mask: Mask) -> Tensor:
+    assert isinstance(mask, Tensor)  # those of `IMPLEMENTATIONS` are
+    return mask
 
 
 @attrs.define(eq=False)
