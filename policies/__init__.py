@@ -1,25 +1,35 @@
 """Concrete scorers, selectors and propagation policies, and the named methods made of them."""
 
-from kvpolicy.policies.budget_methods import AdaKV, PyramidKV
-from kvpolicy.policies.combined_scorers import MaxScorer, SumScorer, ValueAwareScorer
-from kvpolicy.policies.gem_filter import GemFilter, LastQueryProductScorer, RestartPropagation
-from kvpolicy.policies.key_scorers import KeyDiffScorer, KeyNormScorer, RandomScorer
-from kvpolicy.policies.layer_budgets import AdaptiveHeadSelector, PyramidSelector
-from kvpolicy.policies.methods import H2O, FastKV, FullContext, SnapKV, StreamingLLM
-from kvpolicy.policies.more_methods import TOVA, KeyDiff, KeyNorm, Random
-from kvpolicy.policies.propagation import PassAllPropagation, TokenSelectivePropagation
-from kvpolicy.policies.pyramid import PyramidInfer, PyramidPropagation, WeightedTailScorer
-from kvpolicy.policies.scorers import (
-    AccumulatedAttentionScorer,
-    LastQueryScorer,
-    WindowMaxPoolScorer,
-)
-from kvpolicy.policies.selectors import (
-    GQAGroupSelector,
-    KeepAllSelector,
-    SinkAndRecentSelector,
-)
-from kvpolicy.policies.staged import StagedPropagation
+from kvpolicy.policies.methods.ada_kv import AdaKV
+from kvpolicy.policies.methods.fastkv import FastKV
+from kvpolicy.policies.methods.full_context import FullContext
+from kvpolicy.policies.methods.gem_filter import GemFilter
+from kvpolicy.policies.methods.h2o import H2O
+from kvpolicy.policies.methods.key_diff import KeyDiff
+from kvpolicy.policies.methods.key_norm import KeyNorm
+from kvpolicy.policies.methods.pyramid_infer import PyramidInfer
+from kvpolicy.policies.methods.pyramid_kv import PyramidKV
+from kvpolicy.policies.methods.random import Random
+from kvpolicy.policies.methods.snapkv import SnapKV
+from kvpolicy.policies.methods.streaming_llm import StreamingLLM
+from kvpolicy.policies.methods.tova import TOVA
+from kvpolicy.policies.propagation.pass_all import PassAllPropagation
+from kvpolicy.policies.propagation.pyramid import PyramidPropagation
+from kvpolicy.policies.propagation.restart import RestartPropagation
+from kvpolicy.policies.propagation.staged import StagedPropagation
+from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
+from kvpolicy.policies.scorers.accumulated import AccumulatedAttentionScorer
+from kvpolicy.policies.scorers.combined import MaxScorer, SumScorer, ValueAwareScorer
+from kvpolicy.policies.scorers.keys import KeyDiffScorer, KeyNormScorer
+from kvpolicy.policies.scorers.last_query import LastQueryProductScorer, LastQueryScorer
+from kvpolicy.policies.scorers.random import RandomScorer
+from kvpolicy.policies.scorers.weighted_tail import WeightedTailScorer
+from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
+from kvpolicy.policies.selectors.adaptive_head import AdaptiveHeadSelector
+from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
+from kvpolicy.policies.selectors.keep_all import KeepAllSelector
+from kvpolicy.policies.selectors.pyramid import PyramidSelector
+from kvpolicy.policies.selectors.sink_and_recent import SinkAndRecentSelector
 
 __all__ = [
     "H2O",

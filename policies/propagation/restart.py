@@ -1,4 +1,4 @@
-"""GemFilter: an early layer chooses tokens, and the prefill restarts on them alone."""
+"""The prefill starts again on the tokens that one layer chooses."""
 
 from __future__ import annotations
 
@@ -6,60 +6,12 @@ from typing import ClassVar
 
 import attrs
 from torch import Tensor
-from torch.nn import functional
 
-from kvpolicy.attention import query_key_products
 from kvpolicy.budgets import Budget, DefaultRate
-from kvpolicy.checks import check_count, check_kernel_size
+from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
-from kvpolicy.interfaces import PropagationPolicy, Scorer
-from kvpolicy.policies.selectors import KeepAllSelector
-from kvpolicy.policy import CachePolicy
+from kvpolicy.interfaces import PropagationPolicy
 from kvpolicy.selection import row_budgets, select_top
-
-
-@attrs.frozen
-class LastQueryProductScorer(Scorer):
-    """Raw products of the last token's query with every key, average-pooled.
-
-    ``saliency[h, j] = sum over |j' - j| <= kernel_size // 2 of q_last . k_j' / kernel_size`` per
-    query head ``h``, in float32, unscaled and without softmax; keys beyond the edges count as 0.
-
-    Args:
-        kernel_size: Width of the pooling, odd, at least 1 (1 does not pool).
-
-    Raises:
-        TypeError: ``kernel_size`` is not an int.
-        ValueError: ``kernel_size`` is even or below 1.
-
-    Example:
-        >>> LastQueryProductScorer(kernel_size=1).num_queries
-        1
-
-    Source: GemFilter (arXiv 2409.17422), algorithm 1.
-    """
-
-    paper: ClassVar[str] = "arXiv 2409.17422"
-
-    kernel_size: int = 5
-
-    def __attrs_post_init__(self) -> None:
-        check_kernel_size(self.kernel_size)
-
-    @property
-    def num_queries(self) -> int:
-        """The last one."""
-        return 1
-
-    def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
-        group = context.query_heads // context.kv_heads
-        products = query_key_products(context.queries, context.keys)[:, :, -1]
-        # Padding stands on the left as 0, like what lies beyond the edge of a row alone.
-        products.masked_fill_(~context.valid.repeat_interleave(group, dim=1), 0.0)
-        return functional.avg_pool1d(
-            products, self.kernel_size, stride=1, padding=self.kernel_size // 2
-        )
 
 
 @attrs.frozen
@@ -165,48 +117,3 @@ class RestartPropagation(PropagationPolicy):
             return None
         new = context.heads.mean(saliency[..., context.key_len - context.new_len :])
         return select_top(new[:, None], budgets, valid=valid, protected=protected)[:, 0]
-
-
-class GemFilter(CachePolicy):
-    """Chooses tokens at one layer by the last query, and starts again on those alone.
-
-    Every layer keeps all tokens of the second pass. What the chosen tokens would have learnt from
-    the others is lost to them, the price of a prefill that is as short as the cache.
-
-    Args:
-        filter_layer: Index of the layer that chooses, from 0; None for ``num_layers // 2 - 1``
-            (the paper: 13 of 32).
-        retention_rate: Fraction of the context that is chosen, in (0, 1].
-        kernel_size: Width of the average-pooling, odd.
-        retention_tokens: Number of tokens that are chosen, in place of the rate.
-        protect: First tokens of the context that are always chosen.
-
-    Raises:
-        TypeError: An argument is not of its type.
-        ValueError: An argument is out of its range, or both budgets are given.
-
-    Example:
-        >>> gem_filter = GemFilter(filter_layer=13, retention_rate=0.1)
-        >>> round(gem_filter.prefill_compute_rate(num_layers=32), 2)
-        0.51
-
-    Source: Discovering the Gems in Early Layers: Accelerating Long-Context LLMs with 1000x Input
-    Token Reduction (arXiv 2409.17422). Here the last prompt token is always among the chosen.
-    """
-
-    paper: ClassVar[str] = "arXiv 2409.17422"
-
-    def __init__(
-        self,
-        filter_layer: int | None = None,
-        retention_rate: float | None = DefaultRate(0.1),
-        kernel_size: int = 5,
-        *,
-        retention_tokens: int | None = None,
-        protect: int = 0,
-    ) -> None:
-        super().__init__(
-            LastQueryProductScorer(kernel_size),
-            KeepAllSelector(),
-            RestartPropagation(filter_layer, retention_rate, retention_tokens, protect=protect),
-        )

@@ -1,4 +1,4 @@
-"""Propagation policies: which tokens go on to the next layer during prefill?"""
+"""Tokens are dropped once, after one layer."""
 
 from __future__ import annotations
 
@@ -12,25 +12,6 @@ from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy
 from kvpolicy.selection import row_budgets, select_top
-
-
-@attrs.frozen
-class PassAllPropagation(PropagationPolicy):
-    """Passes every token on: prefill computes the whole prompt at every layer.
-
-    Example:
-        >>> PassAllPropagation().layer_rates(num_layers=3)
-        [1.0, 1.0, 1.0]
-    """
-
-    @property
-    def needs_saliency(self) -> bool:
-        """No."""
-        return False
-
-    def propagate(self, saliency: Tensor | None, context: LayerContext) -> None:
-        """Return None: everything goes on."""
-        return
 
 
 @attrs.frozen

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpolicy.budgets import Budget
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy
-from kvpolicy.policies.propagation import TokenSelectivePropagation
+from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
 
 # Where stages act after the same layer, models of up to so many layers are tried for the remedy.
 MOST_LAYERS = 256

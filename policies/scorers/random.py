@@ -1,63 +1,14 @@
-"""Scorers that look at no query: at the keys, or at nothing at all."""
+"""Chance: the control."""
 
 from __future__ import annotations
-
-from typing import ClassVar
 
 import attrs
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
-
-
-@attrs.frozen
-class KeyNormScorer(Scorer):
-    """Minus the norm of each key: keys of small norm tend to draw attention.
-
-    ``saliency[h, j] = -||k_j||_2`` per KV head ``h``, after rotary embedding, which keeps norms.
-
-    Example:
-        >>> KeyNormScorer().num_queries
-        0
-
-    Source: A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression
-    (arXiv 2406.11430). Every layer is treated alike here.
-    """
-
-    paper: ClassVar[str] = "arXiv 2406.11430"
-
-    def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
-        norms: Tensor = torch.linalg.vector_norm(context.keys.float(), dim=-1)
-        return -norms
-
-
-@attrs.frozen
-class KeyDiffScorer(Scorer):
-    """How little each key resembles the others: keys that stand out are kept.
-
-    ``saliency[h, j] = -cos(k_j, m)`` with ``m`` the mean of ``k_i / ||k_i||`` over the row's tokens
-    ``i``, per KV head ``h``, after rotary embedding.
-
-    Example:
-        >>> KeyDiffScorer().num_queries
-        0
-
-    Source: KeyDiff: Key Similarity-Based KV Cache Eviction (arXiv 2504.15364).
-    """
-
-    paper: ClassVar[str] = "arXiv 2504.15364"
-
-    def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
-        directions = functional.normalize(context.keys.float(), dim=-1)
-        real = context.valid[..., None]
-        mean = (directions * real).sum(dim=2, keepdim=True) / real.sum(dim=2, keepdim=True)
-        return -(directions * functional.normalize(mean, dim=-1)).sum(dim=-1)
 
 
 @attrs.frozen

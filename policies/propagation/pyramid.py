@@ -1,4 +1,4 @@
-"""PyramidInfer: a little less of the context after every layer."""
+"""A little less goes on after every layer."""
 
 from __future__ import annotations
 
@@ -9,79 +9,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.attention import causal_attention_sums
 from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
-from kvpolicy.interfaces import PropagationPolicy, Scorer
-from kvpolicy.policies.selectors import KeepAllSelector
-from kvpolicy.policy import CachePolicy
+from kvpolicy.interfaces import PropagationPolicy
+from kvpolicy.policies.scorers.weighted_tail import tail_lens
 from kvpolicy.selection import select_top
-
-
-def tail_lens(context: LayerContext, recent_rate: float) -> list[int]:
-    """For each row, the tokens of its tail: ``1 + int(seen_len * recent_rate)``, if there are."""
-    new_lens = context.new_valid.sum(dim=1).tolist()
-    return [
-        min(1 + int(seen * recent_rate), new)
-        for seen, new in zip(context.seen_len, new_lens, strict=True)
-    ]
-
-
-@attrs.frozen
-class WeightedTailScorer(Scorer):
-    """Attention that the tail of the prompt gives each token, later queries weighing more.
-
-    ``saliency[h, j] = mean over tail queries i of w_i * softmax(q_i . k_j * scaling)`` per query
-    head ``h``, in float32, causal, ``w = linspace(1, distance_weight)`` over the tail, the last
-    ``1 + int(N * recent_rate)`` of the row's tokens.
-
-    Args:
-        recent_rate: Fraction of the row's context that makes the tail, in (0, 1].
-        distance_weight: Weight of the last query against the first of the tail, above 0.
-
-    Raises:
-        TypeError: An argument is not a number.
-        ValueError: An argument is out of its range.
-
-    Example:
-        >>> WeightedTailScorer().num_queries is None
-        True
-
-    Source: PyramidInfer (arXiv 2405.12532).
-    """
-
-    paper: ClassVar[str] = "arXiv 2405.12532"
-
-    recent_rate: float = 0.2
-    distance_weight: float = 1.2
-
-    def __attrs_post_init__(self) -> None:
-        check_rate("recent_rate", self.recent_rate)
-        if isinstance(self.distance_weight, bool) or not isinstance(
-            self.distance_weight, (int, float)
-        ):
-            raise TypeError(f"distance_weight must be a number, got {self.distance_weight!r}")
-        if not 0 < self.distance_weight < math.inf:
-            raise ValueError(
-                f"distance_weight must be above 0 and finite, got {self.distance_weight}"
-            )
-
-    @property
-    def num_queries(self) -> None:
-        """All: how many make the tail depends on the prompt."""
-        return
-
-    def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
-        lens = tail_lens(context, self.recent_rate)
-        longest = min(max(lens), context.query_len)
-        tail = attrs.evolve(context, queries=context.queries[:, :, context.query_len - longest :])
-        weights = torch.zeros(context.batch, longest, device=context.keys.device)
-        for row, length in enumerate(lens):
-            shown = min(length, longest)
-            steps = torch.linspace(1.0, self.distance_weight, length, device=weights.device)
-            weights[row, longest - shown :] = steps[length - shown :] / length
-        return causal_attention_sums(tail, weights)
 
 
 @attrs.frozen
@@ -184,43 +116,3 @@ class PyramidPropagation(PropagationPolicy):
         if rate >= 1 or stay <= min(self.min_context, seen - 1 - int(seen * self.recent_rate)):
             return new_len
         return tail_len + stay
-
-
-class PyramidInfer(CachePolicy):
-    """Drops a little of the context after every layer; layers keep all that reaches them.
-
-    Args:
-        recent_rate: Fraction of the context that makes the tail: it observes, and always stays.
-        decay_ratio: How much of the context before the tail goes on after the last layers; after
-            the first nearly all does.
-        distance_weight: Weight of the last observing query against the first.
-        num_sinks: First tokens that always stay.
-        min_context: Tokens before the tail below which nothing is dropped.
-
-    Raises:
-        TypeError: An argument is not of its type.
-        ValueError: An argument is out of its range.
-
-    Example:
-        >>> round(PyramidInfer(decay_ratio=0.75).prefill_compute_rate(num_layers=36), 2)
-        0.6
-
-    Source: PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference
-    (arXiv 2405.12532), with the settings of FastKV's comparison.
-    """
-
-    paper: ClassVar[str] = "arXiv 2405.12532"
-
-    def __init__(
-        self,
-        recent_rate: float = 0.2,
-        decay_ratio: float = 0.7,
-        distance_weight: float = 1.2,
-        num_sinks: int = 4,
-        min_context: int = 64,
-    ) -> None:
-        super().__init__(
-            WeightedTailScorer(recent_rate, distance_weight),
-            KeepAllSelector(),
-            PyramidPropagation(recent_rate, decay_ratio, num_sinks, min_context),
-        )

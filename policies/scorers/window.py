@@ -1,4 +1,4 @@
-"""Scorers: how much does each token matter at a layer?"""
+"""What the observation window attends to."""
 
 from __future__ import annotations
 
@@ -72,56 +72,3 @@ class WindowMaxPoolScorer(Scorer):
                 attention[..., :before], self.kernel_size, stride=1, padding=self.kernel_size // 2
             )
         return saliency
-
-
-@attrs.frozen
-class AccumulatedAttentionScorer(Scorer):
-    """Attention that all tokens of the prompt give each token, summed over them.
-
-    ``saliency[h, j] = sum over queries i >= j of softmax(q_i . k_j * scaling)`` per query head
-    ``h``, in float32, every query attending causally. Computed in blocks: the memory is that of few
-    queries, not of a matrix of all queries and keys. In a later turn the new tokens observe.
-
-    Example:
-        >>> AccumulatedAttentionScorer().num_queries is None
-        True
-
-    Source: H2O (arXiv 2306.14048). The code that FastKV compares with masks only the last window
-    causally, so that earlier queries see the future; ours is causal throughout.
-    """
-
-    paper: ClassVar[str] = "arXiv 2306.14048"
-
-    @property
-    def num_queries(self) -> None:
-        """All of them."""
-        return
-
-    def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
-        return causal_attention_sums(context)
-
-
-@attrs.frozen
-class LastQueryScorer(Scorer):
-    """Attention that the last token of the prompt gives each token.
-
-    ``saliency[h, j] = softmax(q_last . k_j * scaling)`` per query head ``h``, in float32.
-
-    Example:
-        >>> LastQueryScorer().num_queries
-        1
-
-    Source: TOVA, Transformers are Multi-State RNNs (arXiv 2401.06104).
-    """
-
-    paper: ClassVar[str] = "arXiv 2401.06104"
-
-    @property
-    def num_queries(self) -> int:
-        """The last one."""
-        return 1
-
-    def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
-        return causal_attention_sums(context)

@@ -1,0 +1,1 @@
+"""The methods of the literature, as compositions of parts."""

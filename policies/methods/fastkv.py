@@ -1,0 +1,66 @@
+"""FastKV (arXiv 2502.01068)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kvpolicy.budgets import DefaultRate
+from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
+from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
+from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
+from kvpolicy.policy import CachePolicy
+
+
+class FastKV(CachePolicy):
+    """Drops most tokens half-way through prefill, and keeps few keys and values at every layer.
+
+    After layer ``tsp_layer`` only ``tsp_rate`` of the tokens go on: the observation window and the
+    tokens with the highest window saliency, averaged over all query heads. Every layer, before
+    and after, keeps ``retention_rate`` of the whole context's keys and values, chosen as by
+    `SnapKV`. The saliency of the TSP layer is computed once for both.
+
+    Args:
+        tsp_layer: Index of the layer after which tokens are dropped, from 0; None for
+            ``num_layers // 2 - 1``, which gives the paper's 15, 17 and 19 for 32, 36 and 40 layers.
+        tsp_rate: Fraction of the context that goes on, in (0, 1].
+        retention_rate: Fraction of the context every layer keeps, in (0, 1], at most ``tsp_rate``.
+        window_size: Tokens of the observation window, at least 1.
+        kernel_size: Width of the max-pooling, odd.
+        tsp_tokens: Number of tokens that go on, in place of the rate.
+        retention_tokens: Number of tokens every layer keeps, in place of the rate.
+        protect: First tokens of the context that are always kept and always go on, at least 0.
+
+    Raises:
+        TypeError: An argument is not of its type.
+        ValueError: An argument is out of its range, both forms of a budget are given, or the
+            retention exceeds the TSP budget.
+
+    Example:
+        >>> FastKV(tsp_layer=15, tsp_rate=0.2).prefill_compute_rate(num_layers=32)
+        0.6
+
+    Source: FastKV: Decoupling of Context Reduction and KV Cache Compression for Prefill-Decoding
+    Acceleration (arXiv 2502.01068).
+    """
+
+    paper: ClassVar[str] = "arXiv 2502.01068"
+
+    def __init__(
+        self,
+        tsp_layer: int | None = None,
+        tsp_rate: float | None = DefaultRate(0.2),
+        retention_rate: float | None = DefaultRate(0.1),
+        window_size: int = 8,
+        kernel_size: int = 7,
+        *,
+        tsp_tokens: int | None = None,
+        retention_tokens: int | None = None,
+        protect: int = 0,
+    ) -> None:
+        super().__init__(
+            WindowMaxPoolScorer(window_size, kernel_size),
+            GQAGroupSelector(retention_rate, window_size, retention_tokens, protect=protect),
+            TokenSelectivePropagation(
+                tsp_layer, tsp_rate, window_size, tsp_tokens, protect=protect
+            ),
+        )

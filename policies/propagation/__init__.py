@@ -1,0 +1,1 @@
+"""Propagation policies: which tokens go on to the next layer during prefill?"""

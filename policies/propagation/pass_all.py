@@ -1,0 +1,28 @@
+"""Every token goes on."""
+
+from __future__ import annotations
+
+import attrs
+from torch import Tensor
+
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import PropagationPolicy
+
+
+@attrs.frozen
+class PassAllPropagation(PropagationPolicy):
+    """Passes every token on: prefill computes the whole prompt at every layer.
+
+    Example:
+        >>> PassAllPropagation().layer_rates(num_layers=3)
+        [1.0, 1.0, 1.0]
+    """
+
+    @property
+    def needs_saliency(self) -> bool:
+        """No."""
+        return False
+
+    def propagate(self, saliency: Tensor | None, context: LayerContext) -> None:
+        """Return None: everything goes on."""
+        return

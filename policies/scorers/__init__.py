@@ -1,0 +1,1 @@
+"""Scorers: how much does each token matter at a layer?"""

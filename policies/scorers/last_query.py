@@ -1,0 +1,83 @@
+"""What the last query attends to."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+from torch import Tensor
+from torch.nn import functional
+
+from kvpolicy.attention import causal_attention_sums, query_key_products
+from kvpolicy.checks import check_kernel_size
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import Scorer
+
+
+@attrs.frozen
+class LastQueryScorer(Scorer):
+    """Attention that the last token of the prompt gives each token.
+
+    ``saliency[h, j] = softmax(q_last . k_j * scaling)`` per query head ``h``, in float32.
+
+    Example:
+        >>> LastQueryScorer().num_queries
+        1
+
+    Source: TOVA, Transformers are Multi-State RNNs (arXiv 2401.06104).
+    """
+
+    paper: ClassVar[str] = "arXiv 2401.06104"
+
+    @property
+    def num_queries(self) -> int:
+        """The last one."""
+        return 1
+
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
+        return causal_attention_sums(context)
+
+
+@attrs.frozen
+class LastQueryProductScorer(Scorer):
+    """Raw products of the last token's query with every key, average-pooled.
+
+    ``saliency[h, j] = sum over |j' - j| <= kernel_size // 2 of q_last . k_j' / kernel_size`` per
+    query head ``h``, in float32, unscaled and without softmax; keys beyond the edges count as 0.
+
+    Args:
+        kernel_size: Width of the pooling, odd, at least 1 (1 does not pool).
+
+    Raises:
+        TypeError: ``kernel_size`` is not an int.
+        ValueError: ``kernel_size`` is even or below 1.
+
+    Example:
+        >>> LastQueryProductScorer(kernel_size=1).num_queries
+        1
+
+    Source: GemFilter (arXiv 2409.17422), algorithm 1.
+    """
+
+    paper: ClassVar[str] = "arXiv 2409.17422"
+
+    kernel_size: int = 5
+
+    def __attrs_post_init__(self) -> None:
+        check_kernel_size(self.kernel_size)
+
+    @property
+    def num_queries(self) -> int:
+        """The last one."""
+        return 1
+
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
+        group = context.query_heads // context.kv_heads
+        products = query_key_products(context.queries, context.keys)[:, :, -1]
+        # Padding stands on the left as 0, like what lies beyond the edge of a row alone.
+        products.masked_fill_(~context.valid.repeat_interleave(group, dim=1), 0.0)
+        return functional.avg_pool1d(
+            products, self.kernel_size, stride=1, padding=self.kernel_size // 2
+        )

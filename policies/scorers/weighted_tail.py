@@ -1,0 +1,81 @@
+"""What a share of the context attends to, later queries more."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.attention import causal_attention_sums
+from kvpolicy.checks import check_rate
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import Scorer
+
+
+def tail_lens(context: LayerContext, recent_rate: float) -> list[int]:
+    """For each row, the tokens of its tail: ``1 + int(seen_len * recent_rate)``, if there are."""
+    new_lens = context.new_valid.sum(dim=1).tolist()
+    return [
+        min(1 + int(seen * recent_rate), new)
+        for seen, new in zip(context.seen_len, new_lens, strict=True)
+    ]
+
+
+@attrs.frozen
+class WeightedTailScorer(Scorer):
+    """Attention that the tail of the prompt gives each token, later queries weighing more.
+
+    ``saliency[h, j] = mean over tail queries i of w_i * softmax(q_i . k_j * scaling)`` per query
+    head ``h``, in float32, causal, ``w = linspace(1, distance_weight)`` over the tail, the last
+    ``1 + int(N * recent_rate)`` of the row's tokens.
+
+    Args:
+        recent_rate: Fraction of the row's context that makes the tail, in (0, 1].
+        distance_weight: Weight of the last query against the first of the tail, above 0.
+
+    Raises:
+        TypeError: An argument is not a number.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> WeightedTailScorer().num_queries is None
+        True
+
+    Source: PyramidInfer (arXiv 2405.12532).
+    """
+
+    paper: ClassVar[str] = "arXiv 2405.12532"
+
+    recent_rate: float = 0.2
+    distance_weight: float = 1.2
+
+    def __attrs_post_init__(self) -> None:
+        check_rate("recent_rate", self.recent_rate)
+        if isinstance(self.distance_weight, bool) or not isinstance(
+            self.distance_weight, (int, float)
+        ):
+            raise TypeError(f"distance_weight must be a number, got {self.distance_weight!r}")
+        if not 0 < self.distance_weight < math.inf:
+            raise ValueError(
+                f"distance_weight must be above 0 and finite, got {self.distance_weight}"
+            )
+
+    @property
+    def num_queries(self) -> None:
+        """All: how many make the tail depends on the prompt."""
+        return
+
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
+        lens = tail_lens(context, self.recent_rate)
+        longest = min(max(lens), context.query_len)
+        tail = attrs.evolve(context, queries=context.queries[:, :, context.query_len - longest :])
+        weights = torch.zeros(context.batch, longest, device=context.keys.device)
+        for row, length in enumerate(lens):
+            shown = min(length, longest)
+            steps = torch.linspace(1.0, self.distance_weight, length, device=weights.device)
+            weights[row, longest - shown :] = steps[length - shown :] / length
+        return causal_attention_sums(tail, weights)

@@ -1,0 +1,1 @@
+"""Selectors: which keys and values does a layer keep for decoding?"""

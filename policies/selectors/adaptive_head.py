@@ -1,0 +1,94 @@
+"""One budget for all KV heads of a layer."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.attention import group_mean
+from kvpolicy.checks import check_count, check_rate
+from kvpolicy.context import LayerContext
+from kvpolicy.policies.selectors.shared_budget import SharedBudgetSelector
+from kvpolicy.selection import compress, ranks
+
+
+@attrs.frozen
+class AdaptiveHeadSelector(SharedBudgetSelector):
+    """The KV heads of a layer share its budget: heads that spread their attention keep more.
+
+    With ``c`` tokens in the mean budget of a row, ``p`` of them protected and ``f = c - p``, each
+    KV head first takes its own ``g = int(f * floor)`` most salient tokens beside the protected
+    ones. The other ``kv_heads * (f - g)`` places of the layer go to the most salient of what is
+    left, all heads together; of equals, to the lower head and then to the earlier token. The
+    saliency of a KV head is the mean over the query heads of its group. All heads together keep
+    ``kv_heads * c`` exactly where all tokens reach the layer. A head that has fewer than ``g`` to
+    take from leaves the rest of its ``g`` unused.
+
+    Args:
+        retention_rate: Fraction of the row's context that heads keep on average, in (0, 1]. 0.1
+            by default.
+        window_size: Trailing tokens that are always kept, at least 0.
+        retention_tokens: Number of tokens that heads keep on average, in place of the rate.
+        floor: Share of the free places that every head fills by itself, in [0, 1]; 1 is the same
+            for every head.
+        protect: First tokens of the row's context that are always kept, at least 0.
+
+    Raises:
+        TypeError: An argument is not of its type.
+        ValueError: An argument is out of its range, or both budgets are given.
+
+    Example:
+        >>> AdaptiveHeadSelector(retention_tokens=512).mean_budget
+        Budget(rate=None, tokens=512)
+
+    Source: Ada-KV (arXiv 2407.11550), section 4. The published code ranks all tokens of all heads
+    together and then moves every head's number towards the mean, so that rounding leaves the total
+    near the budget; here a head's floor is set aside first and the total is exact.
+    """
+
+    paper: ClassVar[str] = "arXiv 2407.11550"
+
+    floor: float = 0.2
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        check_rate("floor", self.floor, zero=True)
+
+    def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
+        """The mean budget's; see `KVSelector.kept_rates`."""
+        check_count("num_layers", num_layers, minimum=1)
+        fixed = self.window_size + self.protect
+        return [self.mean_budget.fraction(context_len, protected=fixed)] * num_layers
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`.
+
+        Heads that keep fewer than others are filled with -1 on the left.
+        """
+        assert saliency is not None
+        scores = context.heads.gather(group_mean(saliency, context.kv_heads))
+        valid = context.heads.gather(context.valid)
+        protected = context.heads.gather(self.protected(context))
+        own, shared = self._places(context.seen_len, protected)
+        candidates = valid & ~protected
+        taken = candidates & (ranks(scores, candidates) < own[:, None, None])
+        rest = candidates & ~taken
+        places = ranks(scores.flatten(1), rest.flatten(1)).view_as(rest)  # over all heads
+        chosen = protected | taken | (rest & (places < shared[:, None, None]))
+        first = context.heads.share * context.kv_heads
+        here = chosen[:, first : first + context.kv_heads, chosen.shape[2] - context.key_len :]
+        return compress(here, int(here.sum(dim=-1).max()))
+
+    def _places(self, seen_len: tuple[int, ...], protected: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each row ``[batch]``, the places every head has of its own, and those all share."""
+        fixed = protected.sum(dim=-1).amax(dim=-1).tolist()
+        free = [self._free(seen, always) for seen, always in zip(seen_len, fixed, strict=True)]
+        own = [int(count * self.floor) for count in free]
+        shared = [
+            protected.shape[1] * (count - of_head) for count, of_head in zip(free, own, strict=True)
+        ]
+        device = protected.device
+        return torch.tensor(own, device=device), torch.tensor(shared, device=device)

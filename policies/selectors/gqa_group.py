@@ -1,0 +1,77 @@
+"""The highest saliency of each KV head."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+from torch import Tensor
+
+from kvpolicy.attention import group_mean
+from kvpolicy.budgets import Budget, DefaultRate
+from kvpolicy.checks import check_count
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import KVSelector
+from kvpolicy.selection import head_budgets, select_top
+
+
+@attrs.frozen
+class GQAGroupSelector(KVSelector):
+    """Keeps the last tokens and, for each KV head, the most salient others.
+
+    The saliency of a KV head is the mean over the query heads of its group, so that keys and
+    values are stored once per KV head. Among equally salient tokens the earlier is kept.
+
+    Args:
+        retention_rate: Fraction of the row's context to keep, in (0, 1]. 0.1 by default.
+        window_size: Trailing tokens that are always kept, at least 0.
+        retention_tokens: Number of tokens to keep, in place of the rate.
+        protect: First tokens of the row's context that are always kept, at least 0.
+
+    Raises:
+        TypeError: An argument is not of its type.
+        ValueError: An argument is out of its range, or both budgets are given.
+
+    Example:
+        >>> GQAGroupSelector(retention_tokens=512).budget
+        Budget(rate=None, tokens=512)
+
+    Source: SnapKV (arXiv 2404.14469), whose code keeps the window and the highest scores per query
+    head and stores group times more; the group's mean is FastKV's (arXiv 2502.01068), section 3.
+    """
+
+    paper: ClassVar[str] = "arXiv 2502.01068"
+
+    retention_rate: float | None = DefaultRate(0.1)
+    window_size: int = 8
+    retention_tokens: int | None = None
+    protect: int = attrs.field(default=0, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        check_count("window_size", self.window_size)
+        check_count("protect", self.protect)
+        # A default rate that gave way to a number of tokens shall not show in the repr.
+        object.__setattr__(self, "retention_rate", self.budget.rate)
+
+    @property
+    def protected_tail(self) -> int:
+        """The window."""
+        return self.window_size
+
+    @property
+    def protected_first(self) -> int:
+        """Those of ``protect``."""
+        return self.protect
+
+    @property
+    def budget(self) -> Budget:
+        """How many tokens each row keeps."""
+        return Budget(self.retention_rate, self.retention_tokens)
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        assert saliency is not None
+        valid, protected = context.valid, self.protected(context)
+        budgets = head_budgets(self.budget, context.seen_len, valid=valid, protected=protected)
+        scores = group_mean(saliency, context.kv_heads)
+        return select_top(scores, budgets, valid=valid, protected=protected)

@@ -1,0 +1,30 @@
+"""Everything stays."""
+
+from __future__ import annotations
+
+import attrs
+from torch import Tensor
+
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import KVSelector
+from kvpolicy.selection import compress
+
+
+@attrs.frozen
+class KeepAllSelector(KVSelector):
+    """Keeps every token that reached the layer: evicts nothing.
+
+    Example:
+        >>> KeepAllSelector().needs_saliency
+        False
+    """
+
+    @property
+    def needs_saliency(self) -> bool:
+        """No."""
+        return False
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        """Return the indices of all that is no padding; see `KVSelector.select`."""
+        valid = context.valid
+        return compress(valid, int(valid.sum(dim=-1).max()))

@@ -1,0 +1,109 @@
+"""Budgets that fall with depth."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.attention import group_mean
+from kvpolicy.checks import check_count
+from kvpolicy.context import LayerContext
+from kvpolicy.policies.selectors.shared_budget import SharedBudgetSelector
+from kvpolicy.selection import select_top
+
+
+@attrs.frozen
+class PyramidSelector(SharedBudgetSelector):
+    """Keeps more in early layers and less in late ones; within a layer as `GQAGroupSelector`.
+
+    With ``c`` tokens in the mean budget of a row of ``N``, ``p`` of them protected, ``f = c - p``
+    and ``m`` layers, layer ``l`` of the first half keeps ``p + min(f + fall(l), N - p)`` tokens,
+    ``fall(l) = f * (beta - 1) * (m - 1 - 2 * l) // (beta * (m - 1))``, and its mirror
+    ``m - 1 - l`` as many fewer than ``c`` as that is more. All layers together keep ``m * c``
+    exactly where all tokens reach all layers.
+
+    Args:
+        retention_rate: Fraction of the row's context that layers keep on average, in (0, 1]. 0.1
+            by default.
+        window_size: Trailing tokens that are always kept, at least 0.
+        retention_tokens: Number of tokens that layers keep on average, in place of the rate.
+        beta: How steep the pyramid is, at least 1: the last layer keeps about ``f / beta`` tokens
+            beside the protected ones; 1 is no fall.
+        protect: First tokens of the row's context that are always kept, at least 0.
+
+    Raises:
+        TypeError: An argument is not of its type.
+        ValueError: An argument is out of its range, or both budgets are given.
+
+    Example:
+        >>> rates = PyramidSelector(retention_rate=0.2, beta=4).kept_rates(num_layers=4)
+        >>> [round(rate, 2) for rate in rates]
+        [0.35, 0.25, 0.15, 0.05]
+
+    Source: PyramidKV (arXiv 2406.02069), section 4. The published code takes equal steps of whole
+    tokens from the first layer to the last, so that the total falls a little short.
+    """
+
+    paper: ClassVar[str] = "arXiv 2406.02069"
+
+    beta: int = 20
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        check_count("beta", self.beta, minimum=1)
+
+    def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
+        """Falling with depth; without ``context_len`` those of a long prompt.
+
+        See `KVSelector.kept_rates`.
+        """
+        layers = range(check_count("num_layers", num_layers, minimum=1))
+        if context_len is not None:
+            check_count("context_len", context_len, minimum=1)
+            fixed = min(self.window_size + self.protect, context_len)
+            return [
+                self.count(context_len, fixed, layer, num_layers) / context_len for layer in layers
+            ]
+        mean, steps = self.mean_budget.fraction(), max(num_layers - 1, 1)
+        falls = [
+            mean * (self.beta - 1) / self.beta * (num_layers - 1 - 2 * layer) / steps
+            for layer in layers
+        ]
+        # The whole context is as much as a layer can keep: its mirror keeps what that leaves.
+        return [mean + max(min(fall, 1 - mean), mean - 1) for fall in falls]
+
+    def count(self, seen_len: int, protected: int, layer_idx: int, num_layers: int) -> int:
+        """Number of tokens that a layer keeps of a row, if all of them reach it.
+
+        Args:
+            seen_len: Tokens of the row's whole context so far.
+            protected: Tokens that are kept whatever the budget.
+            layer_idx: Index of the layer, from 0.
+            num_layers: Layers of the model.
+        """
+        free = self._free(seen_len, protected)
+        first = min(layer_idx, num_layers - 1 - layer_idx)
+        steps = num_layers - 1 - 2 * first
+        if steps == 0:
+            return protected + free
+        fall = free * (self.beta - 1) * steps // (self.beta * (num_layers - 1))
+        most = min(free + fall, seen_len - protected)
+        return protected + (most if layer_idx == first else 2 * free - most)
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        assert saliency is not None
+        valid, protected = context.valid, self.protected(context)
+        available, fixed = torch.stack([valid.sum(dim=-1), protected.sum(dim=-1)]).tolist()
+        budgets = [
+            [
+                min(tokens, self.count(seen, always, context.layer_idx, context.num_layers))
+                for tokens, always in zip(*heads, strict=True)
+            ]
+            for seen, *heads in zip(context.seen_len, available, fixed, strict=True)
+        ]
+        scores = group_mean(saliency, context.kv_heads)
+        return select_top(scores, budgets, valid=valid, protected=protected)

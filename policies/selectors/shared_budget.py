@@ -1,0 +1,45 @@
+"""What selectors share whose layers or heads share a budget."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvpolicy.budgets import Budget, DefaultRate
+from kvpolicy.checks import check_count
+from kvpolicy.interfaces import KVSelector
+
+
+@attrs.frozen
+class SharedBudgetSelector(KVSelector):
+    """What both selectors have: a budget that holds on average, a window and first tokens."""
+
+    retention_rate: float | None = DefaultRate(0.1)
+    window_size: int = 8
+    retention_tokens: int | None = None
+    protect: int = attrs.field(default=0, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        check_count("window_size", self.window_size)
+        check_count("protect", self.protect)
+        # A default rate that gave way to a number of tokens shall not show in the repr.
+        object.__setattr__(self, "retention_rate", self.mean_budget.rate)
+
+    @property
+    def protected_tail(self) -> int:
+        """The window."""
+        return self.window_size
+
+    @property
+    def protected_first(self) -> int:
+        """Those of ``protect``."""
+        return self.protect
+
+    @property
+    def mean_budget(self) -> Budget:
+        """How many tokens each row keeps on average over layers and heads."""
+        return Budget(self.retention_rate, self.retention_tokens)
+
+    def _free(self, seen_len: int, protected: int) -> int:
+        """Tokens of the mean budget beside the protected ones, if all tokens are there."""
+        count = self.mean_budget.count(seen_len=seen_len, available=seen_len, protected=protected)
+        return count - protected

@@ -1,0 +1,78 @@
+"""First and most recent tokens."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.budgets import Budget, DefaultRate
+from kvpolicy.checks import check_count
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import KVSelector
+from kvpolicy.selection import head_budgets, select_top
+
+
+@attrs.frozen
+class SinkAndRecentSelector(KVSelector):
+    """Keeps the first tokens of the context and the most recent ones.
+
+    Args:
+        retention_rate: Fraction of the row's context to keep, in (0, 1]. 0.1 by default.
+        num_sinks: First tokens that are always kept, at least 0: the first that the layer holds.
+        retention_tokens: Number of tokens to keep, in place of the rate.
+        protect: First tokens of the row's context that are always kept, at least 0. Differs from
+            ``num_sinks`` only where some of them did not reach the layer.
+
+    Raises:
+        TypeError: An argument is not of its type.
+        ValueError: An argument is out of its range, or both budgets are given.
+
+    Example:
+        >>> SinkAndRecentSelector(num_sinks=0, retention_rate=0.5).needs_saliency
+        False
+
+    Source: StreamingLLM (arXiv 2309.17453), section 3. Tokens keep their original rotary
+    positions here, where the paper renumbers them within the cache.
+    """
+
+    paper: ClassVar[str] = "arXiv 2309.17453"
+
+    retention_rate: float | None = DefaultRate(0.1)
+    num_sinks: int = 4
+    retention_tokens: int | None = None
+    protect: int = attrs.field(default=0, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        check_count("num_sinks", self.num_sinks)
+        check_count("protect", self.protect)
+        object.__setattr__(self, "retention_rate", self.budget.rate)
+
+    @property
+    def needs_saliency(self) -> bool:
+        """No: recency decides."""
+        return False
+
+    @property
+    def protected_first(self) -> int:
+        """The sinks and those of ``protect``."""
+        return max(self.num_sinks, self.protect)
+
+    @property
+    def budget(self) -> Budget:
+        """How many tokens each row keeps."""
+        return Budget(self.retention_rate, self.retention_tokens)
+
+    def protected(self, context: LayerContext) -> Tensor:
+        """The sinks and those of ``protect``; see `KVSelector.protected`."""
+        sinks = context.valid & (context.valid.cumsum(dim=-1) <= self.num_sinks)
+        return sinks | super().protected(context)
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        valid, protected = context.valid, self.protected(context)
+        budgets = head_budgets(self.budget, context.seen_len, valid=valid, protected=protected)
+        recency = torch.arange(context.key_len, dtype=torch.float64, device=valid.device)
+        return select_top(recency.expand(valid.shape), budgets, valid=valid, protected=protected)
