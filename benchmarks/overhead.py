@@ -14,7 +14,7 @@ from benchmarks.clocks import TimedPolicy
 from benchmarks.common import number, spread
 from benchmarks.turns import take_turn
 from kvpolicy import CachePolicy
-from kvpolicy.integrations.transformers.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 
 HEADER = "share of prefill in scoring, choosing and taking over"
 

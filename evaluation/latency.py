@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
     from kvpolicy.integrations.transformers import PolicyCache
-    from kvpolicy.integrations.transformers.report import LayerReport
+    from kvpolicy.integrations.transformers.state.report import LayerReport
 
 
 @attrs.frozen

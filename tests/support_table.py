@@ -5,7 +5,7 @@
 
 from collections import defaultdict
 
-from kvpolicy.integrations.transformers.models import REFUSED
+from kvpolicy.integrations.transformers.model.parts import REFUSED
 from tests.families import FAMILIES
 from tests.integrations.test_families import SUPPORTED
 

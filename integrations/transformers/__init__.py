@@ -1,8 +1,8 @@
 """Policies inside Hugging Face Transformers."""
 
 from kvpolicy.integrations.transformers.cache import PolicyCache
-from kvpolicy.integrations.transformers.report import CacheReport, LayerReport
-from kvpolicy.integrations.transformers.storage import (
+from kvpolicy.integrations.transformers.state.report import CacheReport, LayerReport
+from kvpolicy.integrations.transformers.state.storage import (
     OffloadedStorage,
     PlainStorage,
     QuantizedStorage,

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from kvpolicy.checks import check_count
 from kvpolicy.description import describe
-from kvpolicy.integrations.transformers.attachment import Attachment
 from kvpolicy.integrations.transformers.generation import wrap_generate
-from kvpolicy.integrations.transformers.layer import PolicyLayer
-from kvpolicy.integrations.transformers.models import ModelParts
-from kvpolicy.integrations.transformers.parallel import Spread
+from kvpolicy.integrations.transformers.model.attachment import Attachment
+from kvpolicy.integrations.transformers.model.parallel import Spread
+from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.reading import ReadingCache
-from kvpolicy.integrations.transformers.report import CacheReport
-from kvpolicy.integrations.transformers.saving import SavedCache, fingerprint
-from kvpolicy.integrations.transformers.storage import PlainStorage, Storage
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.report import CacheReport
+from kvpolicy.integrations.transformers.state.saving import SavedCache, fingerprint
+from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
 from kvpolicy.policy import CachePolicy
 
 

@@ -16,7 +16,7 @@ from transformers.generation import GenerationMode
 from transformers.masking_utils import create_masks_for_generate
 
 from kvpolicy.errors import UnsupportedGenerationError
-from kvpolicy.integrations.transformers.static import IMPLEMENTATIONS
+from kvpolicy.integrations.transformers.forward.static_decoding import IMPLEMENTATIONS
 
 if TYPE_CHECKING:
     from kvpolicy.integrations.transformers.cache import PolicyCache

@@ -18,33 +18,33 @@ from kvpolicy.errors import (
     UnsupportedGenerationError,
     UnsupportedModelError,
 )
-from kvpolicy.integrations.transformers import routing
-from kvpolicy.integrations.transformers.acting import ActingForward
-from kvpolicy.integrations.transformers.chunks import (
+from kvpolicy.integrations.transformers.forward.append import Forward
+from kvpolicy.integrations.transformers.forward.chunked_prefill import (
     ChunkForward,
     Chunks,
     LastChunkForward,
     joined_outputs,
 )
-from kvpolicy.integrations.transformers.forward import Forward
-from kvpolicy.integrations.transformers.inputs import (
+from kvpolicy.integrations.transformers.forward.inputs import (
     Incoming,
     check_step,
     inputs_of,
     read_inputs,
     span_of,
 )
-from kvpolicy.integrations.transformers.layer import PolicyLayer, State
-from kvpolicy.integrations.transformers.masks import FLASH
-from kvpolicy.integrations.transformers.restart import FilterPass
-from kvpolicy.integrations.transformers.static import StaticDecoding
-from kvpolicy.integrations.transformers.storage import PlainStorage, Storage
-from kvpolicy.integrations.transformers.tokens import SeenTokens
+from kvpolicy.integrations.transformers.forward.masks import FLASH
+from kvpolicy.integrations.transformers.forward.prefill import ActingForward
+from kvpolicy.integrations.transformers.forward.restart import FilterPass
+from kvpolicy.integrations.transformers.forward.static_decoding import StaticDecoding
+from kvpolicy.integrations.transformers.model import routing
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
+from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
 if TYPE_CHECKING:
-    from kvpolicy.integrations.transformers.attachment import Attachment
-    from kvpolicy.integrations.transformers.models import ModelParts
+    from kvpolicy.integrations.transformers.model.attachment import Attachment
+    from kvpolicy.integrations.transformers.model.parts import ModelParts
 
 
 @attrs.frozen(eq=False)

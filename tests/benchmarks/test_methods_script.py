@@ -14,7 +14,7 @@ from benchmarks.overhead import overhead_table, timed_storing
 from benchmarks.turns import take_turn
 from kvpolicy import registered
 from kvpolicy.evaluation import Phase, Timing
-from kvpolicy.integrations.transformers.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.policies import SnapKV
 
 

@@ -12,7 +12,7 @@ from kvpolicy import CachePolicy, KVSelector, LayerContext, build
 from kvpolicy.evaluation import ModelShape, estimate, shape_of
 from kvpolicy.evaluation.presets import PRESETS
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.acting import ActingForward
+from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.policies import (
     H2O,
     AdaKV,

@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvpolicy import CachePolicy, LayerContext, registered
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.models import ModelParts
+from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.policies import (
     AccumulatedAttentionScorer,
     FastKV,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.acting import ActingForward
-from kvpolicy.integrations.transformers.tokens import SeenTokens
+from kvpolicy.integrations.transformers.forward.prefill import ActingForward
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policies import GemFilter
 from tests import reference
 from tests.integrations.drawing import Drawn, built

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
-from kvpolicy.integrations.transformers import PolicyCache, acting, narrowing
-from kvpolicy.integrations.transformers.masks import Visibility
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.forward.append import narrowing
+from kvpolicy.integrations.transformers.forward.append import prefill as acting
+from kvpolicy.integrations.transformers.forward.masks import Visibility
 from kvpolicy.policies import (
     AdaKV,
     FastKV,

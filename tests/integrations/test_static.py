@@ -11,7 +11,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache, QuantizedStorage
-from kvpolicy.integrations.transformers.models import ModelParts
+from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.policies import FastKV, SnapKV
 from tests.integrations.test_families import SUPPORTED, model_of, suited
 from tests.integrations.test_generation import assert_same_state

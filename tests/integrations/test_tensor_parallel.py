@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.heads import Heads
-from kvpolicy.integrations.transformers.parallel import ProcessHeads, Spread
+from kvpolicy.integrations.transformers.model.parallel import ProcessHeads, Spread
 from tests.integrations.tensor_parallel import CASES, POLICIES, SEEDS, build, seen
 from tests.reference import Family
 

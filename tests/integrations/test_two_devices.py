@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache
-from kvpolicy.integrations.transformers.storage import PlainStorage, Storage
+from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
 from tests.integrations.conversation import METHODS, left_padded, run_conversation
 from tests.integrations.two_devices import FAR, Far, far_reachable, split_over_two_devices
 from tests.reference import random_tokens, tiny_model

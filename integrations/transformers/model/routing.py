@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.integrations.transformers.forward import Forward, Scores
+from kvpolicy.integrations.transformers.forward.append import Forward, Scores
 
 ROUTED = "kvpolicy_routed"
 

@@ -18,11 +18,11 @@ from torch.nn.functional import pad
 from transformers import Cache
 
 from kvpolicy.errors import UnsupportedGenerationError
-from kvpolicy.integrations.transformers.masks import Mask, Visibility
+from kvpolicy.integrations.transformers.forward.masks import Mask, Visibility
 
 if TYPE_CHECKING:
-    from kvpolicy.integrations.transformers.layer import PolicyLayer
-    from kvpolicy.integrations.transformers.tokens import SeenTokens
+    from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+    from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 # The attention implementations whose masks are tensors.
 IMPLEMENTATIONS = ("eager", "sdpa")

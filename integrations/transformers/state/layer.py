@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvpolicy.errors import NotAttachedError
-from kvpolicy.integrations.transformers.parallel import Spread
-from kvpolicy.integrations.transformers.storage import Held, Plain, PlainStorage, Storage
-from kvpolicy.integrations.transformers.tokens import SeenTokens
+from kvpolicy.integrations.transformers.model.parallel import Spread
+from kvpolicy.integrations.transformers.state.storage import Held, Plain, PlainStorage, Storage
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_positions, gather_slots
 
 State = tuple[Held | None, Tensor | None, bool, bool, SeenTokens | None]

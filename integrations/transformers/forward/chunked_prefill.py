@@ -8,8 +8,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.integrations.transformers.acting import ActingForward
-from kvpolicy.integrations.transformers.forward import Forward, Scores
+from kvpolicy.integrations.transformers.forward.append import Forward, Scores
+from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 
 
 @attrs.frozen(eq=False)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from kvpolicy.checks import check_kind
 from kvpolicy.description import Description, describe, from_description
-from kvpolicy.integrations.transformers.layer import PolicyLayer
-from kvpolicy.integrations.transformers.saved_contents import check_contents
-from kvpolicy.integrations.transformers.tokens import SeenTokens
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.saved_contents import check_contents
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
 FORMAT = "kvpolicy-cache"

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.integrations.transformers.models import ModelParts
-from kvpolicy.integrations.transformers.routing import route, unroute, users_of
-from kvpolicy.integrations.transformers.static import BeforeLayer, before_decoder
+from kvpolicy.integrations.transformers.forward.static_decoding import BeforeLayer, before_decoder
+from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.model.routing import route, unroute, users_of
 
 if TYPE_CHECKING:
     from kvpolicy.integrations.transformers.cache import PolicyCache

@@ -8,10 +8,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.integrations.transformers.acting import ActingForward
-from kvpolicy.integrations.transformers.forward import Scores
-from kvpolicy.integrations.transformers.inputs import Incoming, take_columns
-from kvpolicy.integrations.transformers.layer import PolicyLayer
+from kvpolicy.integrations.transformers.forward.append import Scores
+from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
+from kvpolicy.integrations.transformers.forward.prefill import ActingForward
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.policy import CachePolicy
 from kvpolicy.selection import gather_positions
 

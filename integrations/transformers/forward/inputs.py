@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.integrations.transformers.tokens import SeenTokens
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
 @attrs.frozen(eq=False)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.integrations.transformers.inputs import Incoming, take_columns
-from kvpolicy.integrations.transformers.layer import PolicyLayer
-from kvpolicy.integrations.transformers.masks import FLASH, Mask, Visibility, causal_mask
-from kvpolicy.integrations.transformers.tokens import SeenTokens
+from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
+from kvpolicy.integrations.transformers.forward.masks import FLASH, Mask, Visibility, causal_mask
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kvpolicy.context import LayerContext
-from kvpolicy.integrations.transformers.forward import Attend, Forward, Scores, cut_arguments
-from kvpolicy.integrations.transformers.inputs import take_columns
-from kvpolicy.integrations.transformers.layer import PolicyLayer
-from kvpolicy.integrations.transformers.masks import FLASH
-from kvpolicy.integrations.transformers.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
+from kvpolicy.integrations.transformers.forward.append import Attend, Forward, Scores, cut_arguments
+from kvpolicy.integrations.transformers.forward.inputs import take_columns
+from kvpolicy.integrations.transformers.forward.masks import FLASH
+from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.selection import compress, gather_positions, gather_slots
 
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.integrations.transformers.masks import FLASH, IMPLEMENTATIONS
+from kvpolicy.integrations.transformers.forward.masks import FLASH, IMPLEMENTATIONS
 from kvpolicy.policy import CachePolicy
 
 # Families that are held against dense attention under a policy's mask, by their model_type.

@@ -1,0 +1,1 @@
+"""One forward of a model under a policy: what comes in, what each layer sees and keeps."""

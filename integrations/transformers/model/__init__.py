@@ -1,0 +1,1 @@
+"""A model taken apart: its layers, how a cache attaches to it, how its queries are seen."""
