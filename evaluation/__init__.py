@@ -4,19 +4,30 @@ Importing it brings in neither Transformers nor the optional packages of the com
 pictures; what needs them imports them when it is called.
 """
 
-from kvpolicy.evaluation.accuracy import Score, measure_accuracy
-from kvpolicy.evaluation.analysis import Overlap, attention_recall, topk_overlap, window_attention
-from kvpolicy.evaluation.analysis_distances import OutputDistances, output_distances
-from kvpolicy.evaluation.calibration import measure_tsp_distances, select_tsp_layer
-from kvpolicy.evaluation.comparison import Comparison, Row, compare
-from kvpolicy.evaluation.estimate import Estimate, ModelShape, estimate
-from kvpolicy.evaluation.latency import Latencies, Phase, Timing, measure_latency
+from kvpolicy.evaluation.analysis.attention import (
+    Overlap,
+    attention_recall,
+    topk_overlap,
+    window_attention,
+)
+from kvpolicy.evaluation.analysis.distances import OutputDistances, output_distances
+from kvpolicy.evaluation.calibration.choice import measure_tsp_distances, select_tsp_layer
+from kvpolicy.evaluation.calibration.distances import Calibration, LayerDistance, TSPDistances
+from kvpolicy.evaluation.comparison.accuracy import Score, measure_accuracy
+from kvpolicy.evaluation.comparison.latency import Latencies, Phase, Timing, measure_latency
+from kvpolicy.evaluation.comparison.rows import Comparison, Row, compare
+from kvpolicy.evaluation.comparison.sweep import (
+    HeldOut,
+    RateSweep,
+    Sweep,
+    sweep_rates,
+    sweep_tsp_layers,
+)
+from kvpolicy.evaluation.comparison.variant import Variant, build_policy, variants
+from kvpolicy.evaluation.cost.estimate import Estimate, ModelShape, estimate
+from kvpolicy.evaluation.cost.shapes import load_shape, shape_of
 from kvpolicy.evaluation.models import Loaded, load
-from kvpolicy.evaluation.presets import load_shape, shape_of
-from kvpolicy.evaluation.prompts import Prompt, needle_prompts, read_prompts
-from kvpolicy.evaluation.sweep import HeldOut, RateSweep, Sweep, sweep_rates, sweep_tsp_layers
-from kvpolicy.evaluation.tsp_distances import Calibration, LayerDistance, TSPDistances
-from kvpolicy.evaluation.variant import Variant, build_policy, variants
+from kvpolicy.evaluation.tasks.prompts import Prompt, needle_prompts, read_prompts
 
 __all__ = [
     "Calibration",

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         require("typer", extra="cli")
         require("rich", extra="cli")
-        from kvpolicy.evaluation.app import run
+        from kvpolicy.evaluation.commands.app import run
 
         return run(sys.argv[1:] if arguments is None else list(arguments))
     except BrokenPipeError:  # the reader of stdout has left, as `| head` does

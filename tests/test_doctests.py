@@ -13,7 +13,7 @@ PACKAGES = [
     "kvpolicy.integrations",
     "kvpolicy.integrations.transformers",
     "kvpolicy.evaluation",
-    "kvpolicy.evaluation.needle",
+    "kvpolicy.evaluation.tasks.needle",
 ]
 
 

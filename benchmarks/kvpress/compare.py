@@ -27,8 +27,8 @@ from sidebyside.summary import LIBRARIES
 from sidebyside.tables import show
 from transformers.utils.logging import disable_progress_bar
 
-from kvpolicy.evaluation.needle.task import MODEL_DIR
 from kvpolicy.evaluation.results import check_folder, environment, write_all
+from kvpolicy.evaluation.tasks.needle.task import MODEL_DIR
 
 SCRIPTS = {"kvpolicy": "run_ours.py", "kvpress": "run_kvpress.py"}
 RESULTS = Path(__file__).resolve().parents[1] / "results"

@@ -5,7 +5,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpolicy.evaluation import Prompt, Score, measure_accuracy
-from kvpolicy.evaluation.accuracy import batches
+from kvpolicy.evaluation.comparison.accuracy import batches
 from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
 from tests.reference import VOCAB_SIZE, random_tokens, tiny_model
 

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from kvpolicy.evaluation import (
     OutputDistances,
     Overlap,
-    analysis_plots,
     attention_recall,
     load,
     needle_prompts,
@@ -25,10 +24,11 @@ from kvpolicy.evaluation import (
     topk_overlap,
     window_attention,
 )
-from kvpolicy.evaluation import analysis_study as study
-from kvpolicy.evaluation.analysis import overlap_of, recall_of, top_tokens
-from kvpolicy.evaluation.analysis_forward import ShowingSelector, WindowAttentionScorer
-from kvpolicy.evaluation.analysis_plots import plot_distances, plot_overlap, plot_recall
+from kvpolicy.evaluation.analysis import plots as analysis_plots
+from kvpolicy.evaluation.analysis import study
+from kvpolicy.evaluation.analysis.attention import overlap_of, recall_of, top_tokens
+from kvpolicy.evaluation.analysis.forward import ShowingSelector, WindowAttentionScorer
+from kvpolicy.evaluation.analysis.plots import plot_distances, plot_overlap, plot_recall
 from kvpolicy.evaluation.cli import main
 from kvpolicy.testing import check_scorer, check_selector
 from tests.reference import random_tokens, tiny_model
@@ -567,7 +567,7 @@ def test_a_picture_that_fails_leaves_no_file(
 def test_a_long_prompt_is_noted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load()
     monkeypatch.setattr(loaded.model.config, "max_position_embeddings", 63)
-    monkeypatch.setattr("kvpolicy.evaluation.command_analyze.load_shown", lambda *each: loaded)
+    monkeypatch.setattr("kvpolicy.evaluation.commands.analyze.load_shown", lambda *each: loaded)
     said = "Prompts of up to 64 tokens exceed the 63 positions that the model is made for."
     assert said in " ".join(run(*SMALL)[1].split())
 

@@ -21,8 +21,8 @@ from kvpolicy.evaluation import (
     needle_prompts,
 )
 from kvpolicy.evaluation.cli import main
-from kvpolicy.evaluation.plots import plot_calibration
-from kvpolicy.evaluation.tables import calibration_legend
+from kvpolicy.evaluation.comparison.plots import plot_calibration
+from kvpolicy.evaluation.comparison.tables import calibration_legend
 
 Run = Callable[..., tuple[int, str, str]]
 SMALL = ("--context", 128, "--count", 3, "--threads", 1)

@@ -13,9 +13,10 @@ from transformers.utils import logging
 from typer.testing import CliRunner
 
 import kvpolicy
-from kvpolicy.evaluation import command_generate, load, needle_prompts
-from kvpolicy.evaluation.app import app
+from kvpolicy.evaluation import load, needle_prompts
 from kvpolicy.evaluation.cli import main
+from kvpolicy.evaluation.commands import generate as command_generate
+from kvpolicy.evaluation.commands.app import app
 from kvpolicy.registry import registered
 
 Run = Callable[..., tuple[int, str, str]]

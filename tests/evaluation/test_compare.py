@@ -27,10 +27,17 @@ from kvpolicy.evaluation import (
     sweep_tsp_layers,
     variants,
 )
-from kvpolicy.evaluation.command_compare import show
-from kvpolicy.evaluation.plots import plot_comparison, plot_sweep
-from kvpolicy.evaluation.study import CALIBRATION_COUNT, Settings, _timing_notes, check, run, write
-from kvpolicy.evaluation.tables import byte_unit, comparison_table, sweep_table
+from kvpolicy.evaluation.commands.compare import show
+from kvpolicy.evaluation.comparison.plots import plot_comparison, plot_sweep
+from kvpolicy.evaluation.comparison.study import (
+    CALIBRATION_COUNT,
+    Settings,
+    _timing_notes,
+    check,
+    run,
+    write,
+)
+from kvpolicy.evaluation.comparison.tables import byte_unit, comparison_table, sweep_table
 from kvpolicy.integrations.transformers import LayerReport
 from kvpolicy.policies import FullContext, SnapKV
 from tests.reference import random_tokens, tiny_model
@@ -154,7 +161,7 @@ def test_sweep_drops_after_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(policy)
         return {"exact match": Score(len(asked), 100)}
 
-    monkeypatch.setattr("kvpolicy.evaluation.sweep.measure_accuracy", measure)
+    monkeypatch.setattr("kvpolicy.evaluation.comparison.sweep.measure_accuracy", measure)
     found = sweep_tsp_layers(tiny_model("llama", seed=3), [Prompt((1,), ((2,),))], [0.1, 0.4])
     built = [
         variant.policy

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.evaluation import Phase, latency, measure_latency
+from kvpolicy.evaluation import Phase, measure_latency
+from kvpolicy.evaluation.comparison.rows import latency
 from kvpolicy.policies import FastKV, FullContext, SnapKV
 from tests.reference import random_tokens, tiny_model
 

@@ -17,8 +17,8 @@ from kvpolicy.evaluation.needle import (
     load_model,
     load_tokenizer,
 )
-from kvpolicy.evaluation.needle.task import MAX_PAIRS
-from kvpolicy.evaluation.needle.vocabulary import BOS, END, KEY, LINK, QUERY, QUERY2, SYMBOLS
+from kvpolicy.evaluation.tasks.needle.task import MAX_PAIRS
+from kvpolicy.evaluation.tasks.needle.vocabulary import BOS, END, KEY, LINK, QUERY, QUERY2, SYMBOLS
 
 tasks = st.builds(
     NeedleTask, context_len=st.integers(240, 400), hops=st.sampled_from([1, 2]),
@@ -137,7 +137,7 @@ def test_exact_match_reads_as_many_tokens_as_the_answer_has(
 
 def test_importing_the_task_imports_no_transformers() -> None:
     code = (
-        "import sys; from kvpolicy.evaluation.needle import task; "
+        "import sys; from kvpolicy.evaluation.tasks.needle import task; "
         "sys.exit('transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from kvpolicy.evaluation.needle.batches import IGNORED, Batch
-from kvpolicy.evaluation.needle.curriculum import STAGES, Stage
-from kvpolicy.evaluation.needle.export import to_llama
-from kvpolicy.evaluation.needle.network import (
+from kvpolicy.evaluation.tasks.needle.batches import IGNORED, Batch
+from kvpolicy.evaluation.tasks.needle.curriculum import STAGES, Stage
+from kvpolicy.evaluation.tasks.needle.export import to_llama
+from kvpolicy.evaluation.tasks.needle.network import (
     HOP_LAYER,
     MAX_POSITION,
     Network,
     causal_attention,
 )
-from kvpolicy.evaluation.needle.vocabulary import END, KEY, LINK, QUERY, QUERY2
+from kvpolicy.evaluation.tasks.needle.vocabulary import END, KEY, LINK, QUERY, QUERY2
 
 NEEDLE_STAGES = [stage for stage in STAGES if stage.pairs is not None]
 

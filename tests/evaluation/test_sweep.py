@@ -20,13 +20,13 @@ from kvpolicy.evaluation import (
     load,
     needle_prompts,
     select_tsp_layer,
-    study,
     sweep_rates,
     sweep_tsp_layers,
 )
-from kvpolicy.evaluation.study import CALIBRATION_COUNT, Settings, check, run
-from kvpolicy.evaluation.sweep import CALIBRATION_SEED_OFFSET, GRID, SEED_OFFSET
-from kvpolicy.evaluation.tables import held_out_legend, held_out_table, rate_sweep_table
+from kvpolicy.evaluation.comparison.rows import study
+from kvpolicy.evaluation.comparison.study import CALIBRATION_COUNT, Settings, check, run
+from kvpolicy.evaluation.comparison.sweep import CALIBRATION_SEED_OFFSET, GRID, SEED_OFFSET
+from kvpolicy.evaluation.comparison.tables import held_out_legend, held_out_table, rate_sweep_table
 from kvpolicy.policies import FastKV, FullContext
 from tests.reference import tiny_model
 
@@ -54,7 +54,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         policies.append(policy)
         return {"exact match": Score(len(policies), 100)}
 
-    monkeypatch.setattr("kvpolicy.evaluation.sweep.measure_accuracy", measure)
+    monkeypatch.setattr("kvpolicy.evaluation.comparison.sweep.measure_accuracy", measure)
     return policies
 
 

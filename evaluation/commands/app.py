@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import typer
 
 import kvpolicy
-from kvpolicy.evaluation.command_analyze import analyze
-from kvpolicy.evaluation.command_calibrate import calibrate
-from kvpolicy.evaluation.command_compare import compare
-from kvpolicy.evaluation.command_estimate import estimate
-from kvpolicy.evaluation.command_generate import generate
-from kvpolicy.evaluation.command_policies import policies
+from kvpolicy.evaluation.commands.analyze import analyze
+from kvpolicy.evaluation.commands.calibrate import calibrate
+from kvpolicy.evaluation.commands.compare import compare
+from kvpolicy.evaluation.commands.estimate import estimate
+from kvpolicy.evaluation.commands.generate import generate
+from kvpolicy.evaluation.commands.policies import policies
 
 COMMANDS: tuple[Callable[..., None], ...] = (
     analyze,

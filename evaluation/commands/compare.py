@@ -9,11 +9,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvpolicy.evaluation.models import NEEDLE
-from kvpolicy.evaluation.prompts import MIN_NEEDLE_CONTEXT
-from kvpolicy.evaluation.results import cpu_count
-from kvpolicy.evaluation.study import Settings, Study, check, run, write
-from kvpolicy.evaluation.tables import (
+from kvpolicy.evaluation.commands.terminal import (
+    DeviceOption,
+    DtypeOption,
+    load_shown,
+    progress_bar,
+)
+from kvpolicy.evaluation.comparison.study import Settings, Study, check, run, write
+from kvpolicy.evaluation.comparison.tables import (
     comparison_legend,
     comparison_table,
     held_out_legend,
@@ -23,8 +26,10 @@ from kvpolicy.evaluation.tables import (
     sweep_legend,
     sweep_table,
 )
-from kvpolicy.evaluation.terminal import DeviceOption, DtypeOption, load_shown, progress_bar
-from kvpolicy.evaluation.variant import RATES
+from kvpolicy.evaluation.comparison.variant import RATES
+from kvpolicy.evaluation.models import NEEDLE
+from kvpolicy.evaluation.results import cpu_count
+from kvpolicy.evaluation.tasks.prompts import MIN_NEEDLE_CONTEXT
 
 
 def compare(

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from kvpolicy.checks import check_count
 from kvpolicy.errors import ShapeError
-from kvpolicy.evaluation.progress import Progress, silent
-from kvpolicy.evaluation.tsp_distances import (
+from kvpolicy.evaluation.calibration.distances import (
     TOLERANCE,
     Calibration,
     Criterion,
@@ -22,7 +21,8 @@ from kvpolicy.evaluation.tsp_distances import (
     TSPDistances,
     check_criterion,
 )
-from kvpolicy.evaluation.tsp_states import FinalStates, decoder_of, final_states
+from kvpolicy.evaluation.calibration.states import FinalStates, decoder_of, final_states
+from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.policies import TokenSelectivePropagation, WindowMaxPoolScorer
 
 if TYPE_CHECKING:

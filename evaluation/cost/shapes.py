@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpolicy.checks import check_kind
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.evaluation.estimate import ModelShape, gated_mlp, plain_mlp
+from kvpolicy.evaluation.cost.estimate import ModelShape, gated_mlp, plain_mlp
 
 # The three models of FastKV's experiments, as their configurations on the Hugging Face Hub have
 # them; every layer is taken to attend to the whole context, as in those experiments.

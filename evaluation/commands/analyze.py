@@ -9,10 +9,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvpolicy.evaluation.analysis_study import Analysis, AnalysisSettings, check, run, write
+from kvpolicy.evaluation.analysis.study import Analysis, AnalysisSettings, check, run, write
+from kvpolicy.evaluation.commands.terminal import (
+    DeviceOption,
+    DtypeOption,
+    load_shown,
+    progress_bar,
+)
 from kvpolicy.evaluation.models import NEEDLE
-from kvpolicy.evaluation.prompts import MIN_NEEDLE_CONTEXT
-from kvpolicy.evaluation.terminal import DeviceOption, DtypeOption, load_shown, progress_bar
+from kvpolicy.evaluation.tasks.prompts import MIN_NEEDLE_CONTEXT
 
 # Beside the layer, so that a table fits 80 columns where a k has up to six digits.
 MAX_COLUMNS = 6

@@ -10,16 +10,24 @@ import torch
 import typer
 from rich.console import Console
 
-from kvpolicy.evaluation.calibration import measure_tsp_distances
+from kvpolicy.evaluation.calibration.choice import measure_tsp_distances
+from kvpolicy.evaluation.calibration.distances import (
+    CRITERIA,
+    TOLERANCE,
+    Calibration,
+    check_criterion,
+)
+from kvpolicy.evaluation.commands.terminal import (
+    DeviceOption,
+    DtypeOption,
+    load_shown,
+    progress_bar,
+)
+from kvpolicy.evaluation.comparison.plots import plot_calibration
+from kvpolicy.evaluation.comparison.sweep import CALIBRATION_SEED_OFFSET
+from kvpolicy.evaluation.comparison.tables import calibration_legend, calibration_table
 from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import NEEDLE, Loaded
-from kvpolicy.evaluation.plots import plot_calibration
-from kvpolicy.evaluation.prompts import (
-    MIN_NEEDLE_CONTEXT,
-    needle_prompts,
-    read_prompts,
-    read_text,
-)
 from kvpolicy.evaluation.results import (
     check_folder,
     check_threads,
@@ -27,10 +35,12 @@ from kvpolicy.evaluation.results import (
     environment,
     write_all,
 )
-from kvpolicy.evaluation.sweep import CALIBRATION_SEED_OFFSET
-from kvpolicy.evaluation.tables import calibration_legend, calibration_table
-from kvpolicy.evaluation.terminal import DeviceOption, DtypeOption, load_shown, progress_bar
-from kvpolicy.evaluation.tsp_distances import CRITERIA, TOLERANCE, Calibration, check_criterion
+from kvpolicy.evaluation.tasks.prompts import (
+    MIN_NEEDLE_CONTEXT,
+    needle_prompts,
+    read_prompts,
+    read_text,
+)
 from kvpolicy.policies import TokenSelectivePropagation
 
 FILES = ("calibrate.json", "calibrate.png")

@@ -2,7 +2,7 @@
 
 The questions behind token-selective propagation (FastKV, arXiv 2502.01068): do layers agree on
 which tokens matter (figure 1a), and how much attention do those tokens hold (figure 1b)? What it
-costs to drop the others is in `kvpolicy.evaluation.analysis_distances`.
+costs to drop the others is in `kvpolicy.evaluation.analysis.distances`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.evaluation.analysis_forward import WindowAttentionScorer, layer_saliencies
-from kvpolicy.evaluation.analysis_inputs import (
+from kvpolicy.evaluation.analysis.forward import WindowAttentionScorer, layer_saliencies
+from kvpolicy.evaluation.analysis.inputs import (
     check_k,
     check_ks,
     check_prompt,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.evaluation.comparison import Comparison, Row
+from kvpolicy.evaluation.calibration.distances import Calibration
+from kvpolicy.evaluation.comparison.rows import Comparison, Row
+from kvpolicy.evaluation.comparison.sweep import Sweep
 from kvpolicy.evaluation.extras import require
-from kvpolicy.evaluation.sweep import Sweep
-from kvpolicy.evaluation.tsp_distances import Calibration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

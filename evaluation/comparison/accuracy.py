@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from kvpolicy.evaluation.progress import Progress, silent
-from kvpolicy.evaluation.prompts import Prompt
+from kvpolicy.evaluation.tasks.prompts import Prompt
 from kvpolicy.policy import CachePolicy
 
 if TYPE_CHECKING:

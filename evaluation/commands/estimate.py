@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 import kvpolicy
-from kvpolicy.evaluation.estimate import Estimate, ModelShape
-from kvpolicy.evaluation.estimate import estimate as count
+from kvpolicy.evaluation.comparison.tables import byte_unit
+from kvpolicy.evaluation.comparison.variant import Variant, build_policy, takes, variants
+from kvpolicy.evaluation.cost.estimate import Estimate, ModelShape
+from kvpolicy.evaluation.cost.estimate import estimate as count
+from kvpolicy.evaluation.cost.shapes import PRESETS, load_shape
 from kvpolicy.evaluation.models import DTYPES
-from kvpolicy.evaluation.presets import PRESETS, load_shape
 from kvpolicy.evaluation.results import write_all
-from kvpolicy.evaluation.tables import byte_unit
-from kvpolicy.evaluation.variant import Variant, build_policy, takes, variants
 
 # The paper's.
 PAPER_RATES = (0.1, 0.2)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvpolicy.checks import check_rate
-from kvpolicy.evaluation.accuracy import Score, measure_accuracy
-from kvpolicy.evaluation.comparison import score_data
+from kvpolicy.evaluation.calibration.distances import Calibration
+from kvpolicy.evaluation.comparison.accuracy import Score, measure_accuracy
+from kvpolicy.evaluation.comparison.rows import score_data
+from kvpolicy.evaluation.comparison.variant import RATES, variants
 from kvpolicy.evaluation.progress import Progress, silent
-from kvpolicy.evaluation.prompts import Prompt
-from kvpolicy.evaluation.tsp_distances import Calibration
-from kvpolicy.evaluation.variant import RATES, variants
+from kvpolicy.evaluation.tasks.prompts import Prompt
 from kvpolicy.policies import FastKV, FullContext
 
 if TYPE_CHECKING:

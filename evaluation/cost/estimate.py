@@ -206,7 +206,7 @@ def estimate(
             the policy lies outside the model.
 
     Example:
-        >>> from kvpolicy.evaluation.presets import PRESETS
+        >>> from kvpolicy.evaluation.cost.shapes import PRESETS
         >>> from kvpolicy.policies import FastKV
         >>> found = estimate(FastKV(), PRESETS["llama-3.1-8b"], 131072)
         >>> round(found.compute_rate, 2), round(found.speedup, 2), round(found.kv_share, 2)

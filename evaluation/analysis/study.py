@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from kvpolicy.checks import check_count, check_rate
-from kvpolicy.evaluation.analysis import Overlap, overlap_of, recall_of, window_attention
-from kvpolicy.evaluation.analysis_distances import OutputDistances, output_distances
-from kvpolicy.evaluation.analysis_inputs import check_k, check_ks, check_layers, check_prompts
-from kvpolicy.evaluation.analysis_plots import plot_distances, plot_overlap, plot_recall
+from kvpolicy.evaluation.analysis.attention import Overlap, overlap_of, recall_of, window_attention
+from kvpolicy.evaluation.analysis.distances import OutputDistances, output_distances
+from kvpolicy.evaluation.analysis.inputs import check_k, check_ks, check_layers, check_prompts
+from kvpolicy.evaluation.analysis.plots import plot_distances, plot_overlap, plot_recall
+from kvpolicy.evaluation.commands.stream import encode_prompt
 from kvpolicy.evaluation.extras import require
-from kvpolicy.evaluation.generation import encode_prompt
 from kvpolicy.evaluation.models import NEEDLE, Loaded
 from kvpolicy.evaluation.progress import Progress, silent
-from kvpolicy.evaluation.prompts import needle_prompts, read_text
 from kvpolicy.evaluation.results import check_folder, environment, write_all
+from kvpolicy.evaluation.tasks.prompts import needle_prompts, read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

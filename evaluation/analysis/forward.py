@@ -94,7 +94,7 @@ def layer_saliencies(
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
-        input_ids: ``[1, context_len]``, from `kvpolicy.evaluation.analysis_inputs.check_prompt`.
+        input_ids: ``[1, context_len]``, from `kvpolicy.evaluation.analysis.inputs.check_prompt`.
         scorer: What to compute at every layer.
 
     Returns:

@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvpolicy.evaluation.generation import encode_prompt, stream
+from kvpolicy.evaluation.commands.stream import encode_prompt, stream
+from kvpolicy.evaluation.commands.terminal import DeviceOption, DtypeOption, load_shown
+from kvpolicy.evaluation.comparison.variant import build_policy, takes
 from kvpolicy.evaluation.models import default_tsp_layer
-from kvpolicy.evaluation.prompts import read_text
-from kvpolicy.evaluation.terminal import DeviceOption, DtypeOption, load_shown
-from kvpolicy.evaluation.variant import build_policy, takes
+from kvpolicy.evaluation.tasks.prompts import read_text
 
 
 def generate(

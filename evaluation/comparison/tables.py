@@ -7,11 +7,11 @@ from statistics import fmean
 
 from rich.table import Table
 
-from kvpolicy.evaluation.accuracy import Score
-from kvpolicy.evaluation.comparison import Comparison
-from kvpolicy.evaluation.latency import Phase
-from kvpolicy.evaluation.sweep import RateSweep, Sweep
-from kvpolicy.evaluation.tsp_distances import TSPDistances
+from kvpolicy.evaluation.calibration.distances import TSPDistances
+from kvpolicy.evaluation.comparison.accuracy import Score
+from kvpolicy.evaluation.comparison.latency import Phase
+from kvpolicy.evaluation.comparison.rows import Comparison
+from kvpolicy.evaluation.comparison.sweep import RateSweep, Sweep
 
 
 def comparison_table(comparison: Comparison) -> Table:

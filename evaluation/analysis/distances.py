@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from torch import Tensor
 
-from kvpolicy.evaluation.analysis import top_tokens
-from kvpolicy.evaluation.analysis_forward import final_state, layer_saliencies
-from kvpolicy.evaluation.analysis_inputs import check_layers, check_prompts
+from kvpolicy.evaluation.analysis.attention import top_tokens
+from kvpolicy.evaluation.analysis.forward import final_state, layer_saliencies
+from kvpolicy.evaluation.analysis.inputs import check_layers, check_prompts
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.policies import (
     KeepAllSelector,

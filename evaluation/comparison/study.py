@@ -11,15 +11,11 @@ import attrs
 import torch
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.evaluation.calibration import select_tsp_layer
-from kvpolicy.evaluation.comparison import Comparison, compare
-from kvpolicy.evaluation.extras import require
-from kvpolicy.evaluation.models import NEEDLE, Loaded, default_tsp_layer
-from kvpolicy.evaluation.plots import plot_comparison, plot_sweep
-from kvpolicy.evaluation.progress import Progress, silent
-from kvpolicy.evaluation.prompts import Prompt, needle_prompts, read_prompts, read_text
-from kvpolicy.evaluation.results import check_folder, check_threads, environment, write_all
-from kvpolicy.evaluation.sweep import (
+from kvpolicy.evaluation.calibration.choice import select_tsp_layer
+from kvpolicy.evaluation.calibration.distances import Calibration
+from kvpolicy.evaluation.comparison.plots import plot_comparison, plot_sweep
+from kvpolicy.evaluation.comparison.rows import Comparison, compare
+from kvpolicy.evaluation.comparison.sweep import (
     CALIBRATION_SEED_OFFSET,
     SEED_OFFSET,
     RateSweep,
@@ -27,8 +23,12 @@ from kvpolicy.evaluation.sweep import (
     sweep_rates,
     sweep_tsp_layers,
 )
-from kvpolicy.evaluation.tsp_distances import Calibration
-from kvpolicy.evaluation.variant import RATES, Variant, takes, variants
+from kvpolicy.evaluation.comparison.variant import RATES, Variant, takes, variants
+from kvpolicy.evaluation.extras import require
+from kvpolicy.evaluation.models import NEEDLE, Loaded, default_tsp_layer
+from kvpolicy.evaluation.progress import Progress, silent
+from kvpolicy.evaluation.results import check_folder, check_threads, environment, write_all
+from kvpolicy.evaluation.tasks.prompts import Prompt, needle_prompts, read_prompts, read_text
 from kvpolicy.policies import FastKV
 
 # Speed-ups that differ more than this from round to round are worth a warning.

@@ -65,7 +65,7 @@ def needle_prompts(context_len: int = 1024, count: int = 200, seed: int = 0) -> 
     Raises:
         ValueError: ``context_len`` or ``count`` is out of its range.
     """
-    from kvpolicy.evaluation.needle import NeedleTask
+    from kvpolicy.evaluation.tasks.needle import NeedleTask
 
     if context_len < MIN_NEEDLE_CONTEXT:
         raise ValueError(f"context must be at least {MIN_NEEDLE_CONTEXT} tokens, got {context_len}")

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.evaluation.analysis import Overlap
-from kvpolicy.evaluation.analysis_distances import OutputDistances
+from kvpolicy.evaluation.analysis.attention import Overlap
+from kvpolicy.evaluation.analysis.distances import OutputDistances
 from kvpolicy.evaluation.extras import require
 
 if TYPE_CHECKING:

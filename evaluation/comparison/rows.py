@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvpolicy.evaluation.accuracy import Score, measure_accuracy
-from kvpolicy.evaluation.latency import Phase, Timing, measure_latency
+from kvpolicy.evaluation.comparison.accuracy import Score, measure_accuracy
+from kvpolicy.evaluation.comparison.latency import Phase, Timing, measure_latency
+from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.progress import Progress, silent
-from kvpolicy.evaluation.prompts import Prompt
-from kvpolicy.evaluation.variant import Variant
+from kvpolicy.evaluation.tasks.prompts import Prompt
 from kvpolicy.policies import FullContext
 
 if TYPE_CHECKING:

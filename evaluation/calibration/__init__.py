@@ -1,0 +1,1 @@
+"""After which layer to drop tokens, by hidden states."""

@@ -1,0 +1,1 @@
+"""Operations and bytes of a policy, counted before anything runs."""
