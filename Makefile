@@ -41,7 +41,7 @@ thorough: $(VENV)/installed
 	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest
 
 fuzz: $(VENV)/installed
-	FUZZ_MINUTES=$(FUZZ_MINUTES) $(BIN)/pytest tests/integrations/test_fuzz.py
+	FUZZ_MINUTES=$(FUZZ_MINUTES) $(BIN)/pytest tests/integrations/fuzz/test_fuzz.py
 
 $(OLDEST)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST)

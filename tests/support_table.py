@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from kvpolicy.integrations.transformers.model.parts import REFUSED
 from tests.families import FAMILIES
-from tests.integrations.test_families import SUPPORTED
+from tests.integrations.model.test_families import SUPPORTED
 
 EVERYTHING = "every policy"
 SLIDING = (

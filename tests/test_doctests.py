@@ -4,17 +4,14 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import tomllib
+from pathlib import Path
 
 import pytest
 
-PACKAGES = [
-    "kvpolicy",
-    "kvpolicy.policies",
-    "kvpolicy.integrations",
-    "kvpolicy.integrations.transformers",
-    "kvpolicy.evaluation",
-    "kvpolicy.evaluation.tasks.needle",
-]
+ROOT = Path(__file__).parents[1]
+CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PACKAGES: list[str] = CONFIG["tool"]["setuptools"]["packages"]
 
 
 def modules() -> list[str]:
@@ -27,6 +24,19 @@ def modules() -> list[str]:
             if not info.ispkg and info.name != "__main__"
         ]
     return found
+
+
+def test_every_package_is_installed() -> None:
+    folders = {
+        str(file.parent.relative_to(ROOT))
+        for top in ("kvpolicy", "policies", "integrations", "evaluation")
+        for file in (ROOT / top).rglob("__init__.py")
+    }
+    places = {(package + "/").replace("kvpolicy.", "", 1).strip("/") for package in PACKAGES}
+    places = {
+        place if place.split(".")[0] != "testing" else f"kvpolicy.{place}" for place in places
+    }
+    assert folders == {place.replace(".", "/") for place in places}
 
 
 @pytest.mark.parametrize("name", modules())

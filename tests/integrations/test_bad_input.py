@@ -26,7 +26,7 @@ from kvpolicy.errors import (
 )
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FastKV, SnapKV
-from tests.integrations.conversation import left_padded
+from tests.integrations.support.conversation import left_padded
 from tests.integrations.test_use import prompt, tokens_of, trace_of
 from tests.reference import random_tokens, tiny_model
 

@@ -21,7 +21,7 @@ from kvpolicy.policies import (
     StreamingLLM,
 )
 from tests import reference
-from tests.integrations.conversation import left_padded
+from tests.integrations.support.conversation import left_padded
 from tests.reference import ReferenceState, random_tokens, tiny_model
 
 EVICTING: dict[str, CachePolicy] = {

@@ -28,7 +28,7 @@ from kvpolicy.policies import (
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
 )
-from tests.integrations.conversation import left_padded
+from tests.integrations.support.conversation import left_padded
 from tests.integrations.test_generation import CHUNKS_GO_ON
 from tests.reference import random_tokens, tiny_model
 

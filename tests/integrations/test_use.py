@@ -17,7 +17,7 @@ from kvpolicy import CachePolicy, LayerContext, PropagationPolicy
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FastKV, FullContext, KeepAllSelector, SnapKV, StreamingLLM
 from kvpolicy.selection import compress
-from tests.integrations.conversation import left_padded
+from tests.integrations.support.conversation import left_padded
 from tests.reference import PAD_TOKEN_ID, random_tokens, tiny_model
 
 FASTKV = FastKV(tsp_rate=0.5, retention_rate=0.3)

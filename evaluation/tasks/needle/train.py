@@ -1,7 +1,7 @@
 """Train the bundled needle model from scratch, on one CPU thread.
 
-Run as ``python -m kvpolicy.evaluation.tasks.needle.train --out DIR``. A run that was stopped goes on
-at its last checkpoint. The stages are in `curriculum`.
+Run as ``python -m kvpolicy.evaluation.tasks.needle.train --out DIR``. A run that was stopped goes
+on at its last checkpoint. The stages are in `curriculum`.
 """
 
 import argparse

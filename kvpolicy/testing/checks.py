@@ -1,0 +1,256 @@
+"""The contract of a scorer, a selector, a propagation policy; see `kvpolicy.testing`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+from kvpolicy.testing.contract import check_choice, check_layers, check_protected, require, snapshot
+from kvpolicy.testing.shares import (
+    check_kept_in_shares,
+    check_passed_in_shares,
+    check_scores_in_shares,
+)
+from kvpolicy.testing.strategies import layer_contexts, row_alone, saliencies
+
+# A difference of summation order over up to 40 keys of magnitude 1 stays far below this.
+TOLERANCE = 1e-5
+
+
+def check_scorer(component: Scorer) -> None:
+    """Run the contract of `Scorer` on a component.
+
+    Args:
+        component: The scorer.
+
+    Raises:
+        TypeError: It is no `Scorer`.
+        AssertionError: It breaks the contract; says how.
+    """
+    _check_kind(component, Scorer)
+
+    @_property
+    @given(context=layer_contexts(component.num_queries))
+    def run(context: LayerContext) -> None:
+        before = snapshot(context)
+        saliency = component.score(context)
+        require(snapshot(context) == before, "score must not modify the context")
+        heads = {context.query_heads, context.kv_heads}
+        require(
+            saliency.ndim == 3
+            and saliency.shape[0] == context.batch
+            and saliency.shape[1] in heads
+            and saliency.shape[2] == context.key_len,
+            "saliency must be [batch, query_heads or kv_heads, key_len] = "
+            f"[{context.batch}, {heads}, {context.key_len}], got {list(saliency.shape)}",
+        )
+        require(saliency.dtype == torch.float32, f"saliency must be float32, not {saliency.dtype}")
+        require(saliency.device == context.keys.device, "saliency must be on the keys' device")
+        for row in range(context.batch):
+            alone = row_alone(context, row)
+            tokens = alone.valid[0].repeat_interleave(saliency.shape[1] // context.kv_heads, dim=0)
+            here = saliency[row, :, context.key_len - alone.key_len :][tokens]
+            require(bool(here.isfinite().all()), "saliency of tokens must be finite")
+            again = component.score(context)[row, :, context.key_len - alone.key_len :][tokens]
+            require(torch.equal(here, again), "score must be deterministic")
+            difference = float((here - component.score(alone)[0][tokens]).abs().max())
+            scale = max(float(here.abs().max()), 1.0)
+            require(
+                difference <= TOLERANCE * scale,
+                f"a padded row must score as it does alone, row {row} differs by {difference}",
+            )
+        check_scores_in_shares(component, context, saliency, TOLERANCE)
+
+    run()
+
+
+def check_selector(component: KVSelector, larger: KVSelector | None = None) -> None:
+    """Run the contract of `KVSelector` on a component.
+
+    Args:
+        component: The selector.
+        larger: The same under a larger budget, to be checked for only adding tokens. None where
+            `KVSelector.budget` says enough: then a longer context serves.
+
+    Raises:
+        TypeError: One of them is no `KVSelector`.
+        AssertionError: It breaks the contract; says how.
+    """
+    _check_kind(component, KVSelector)
+    if larger is not None:
+        _check_kind(larger, KVSelector)
+    for num_layers in (1, 8, 32, 33):
+        rates = component.kept_rates(num_layers, context_len=1000)
+        require(
+            len(rates) == num_layers and all(0 < rate <= 1 for rate in rates),
+            f"kept_rates must be {num_layers} fractions in (0, 1], got {rates}",
+        )
+
+    @_property
+    @given(data=st.data(), context=layer_contexts(0), more=st.integers(0, 60))
+    def run(data: st.DataObject, context: LayerContext, more: int) -> None:
+        saliency = data.draw(saliencies(context))
+        before = snapshot(context, saliency)
+        kept = component.select(saliency, context)
+        require(snapshot(context, saliency) == before, "select must not modify its arguments")
+        require(
+            kept.ndim == 3 and kept.shape[:2] == context.keys.shape[:2],
+            f"kept must be [batch, kv_heads, kept_len], got {list(kept.shape)} for keys "
+            f"{list(context.keys.shape)}",
+        )
+        longer = attrs.evolve(context, seen_len=tuple(n + more for n in context.seen_len))
+        kept_of_more = (larger or component).select(
+            saliency, longer if component.budget else context
+        )
+        protected = component.protected(context)
+        for row in range(context.batch):
+            for head in range(context.kv_heads):
+                check_protected(component, protected[row, head], context.positions[row, head])
+                check_choice(
+                    kept[row, head],
+                    valid=context.valid[row, head],
+                    protected=protected[row, head],
+                    saliency=saliency[row, head] if component.needs_saliency else None,
+                    budget=component.budget,
+                    seen_len=context.seen_len[row],
+                )
+                added = set(kept_of_more[row, head].tolist()) - {-1}
+                lost = set(kept[row, head].tolist()) - {-1} - added
+                require(not lost, f"a larger budget must only add tokens, but drops {lost}")
+            alone = row_alone(context, row)
+            start = context.key_len - alone.key_len
+            own = component.select(saliency[row : row + 1, :, start:].clone(), alone)[0]
+            own = torch.where(own < 0, own, own + start)
+            here = kept[row, :, kept.shape[2] - own.shape[1] :]
+            require(
+                torch.equal(here, own) and bool((kept[row, :, : -own.shape[1]] == -1).all()),
+                f"a padded row must keep what it keeps alone, row {row} keeps {here.tolist()} "
+                f"instead of {own.tolist()}",
+            )
+        check_kept_in_shares(component, context, saliency, kept)
+
+    run()
+
+
+def check_propagation(component: PropagationPolicy) -> None:
+    """Run the contract of `PropagationPolicy` on a component.
+
+    Args:
+        component: The propagation policy.
+
+    Raises:
+        TypeError: It is no `PropagationPolicy`.
+        AssertionError: It breaks the contract; says how.
+    """
+    _check_kind(component, PropagationPolicy)
+    for num_layers in (8, 32, 36):
+        check_layers(component, num_layers)
+
+    @_property
+    @given(data=st.data(), context=layer_contexts(0))
+    def run(data: st.DataObject, context: LayerContext) -> None:
+        # Whole numbers: their mean over heads is the same in any order of summation.
+        saliency = (data.draw(saliencies(context)) * (1 << 20)).round()
+        context = _at_acting_layer(component, context, data)
+        before = snapshot(context, saliency)
+        passed = component.propagate(saliency, context)
+        require(snapshot(context, saliency) == before, "propagate must not modify its arguments")
+        check_passed_in_shares(component, context, saliency, passed)
+        if passed is None:
+            _require_all_fit(component, context)
+            return
+        require(
+            any(component.acting_layers(count) for count in (8, 32, 36)),
+            "acting_layers must name the layers after which tokens are dropped, got none",
+        )
+        require(
+            passed.ndim == 2 and passed.shape[0] == context.batch,
+            f"passed_on must be [batch, passed_len] with batch={context.batch}, got "
+            f"{list(passed.shape)}",
+        )
+        means = saliency.double().mean(dim=1)[:, context.key_len - context.new_len :]
+        positions = context.positions[:, 0, context.key_len - context.new_len :]
+        positions = positions.masked_fill(~context.new_valid, -1)
+        protected = component.protected(context)
+        for row in range(context.batch):
+            check_protected(component, protected[row], positions[row])
+            check_choice(
+                passed[row],
+                valid=context.new_valid[row],
+                protected=protected[row],
+                saliency=means[row] if component.needs_saliency else None,
+                budget=component.budget,
+                seen_len=context.seen_len[row],
+                exact=not _acts_often(component, context),
+            )
+            require(
+                int(passed[row, -1]) == context.new_len - 1,
+                f"the last token must go on, {context.new_len - 1}, got {passed[row].tolist()}",
+            )
+            _check_passed_alone(component, context, saliency, passed, row)
+
+    run()
+
+
+def _at_acting_layer(
+    component: PropagationPolicy, context: LayerContext, data: st.DataObject
+) -> LayerContext:
+    """The same tokens at a layer where the component acts, if it names one."""
+    num_layers = data.draw(st.sampled_from([8, 32, 36]))
+    acting = sorted(component.acting_layers(num_layers))
+    if not acting:
+        return context
+    return attrs.evolve(
+        context, layer_idx=data.draw(st.sampled_from(acting)), num_layers=num_layers
+    )
+
+
+def _acts_often(component: PropagationPolicy, context: LayerContext) -> bool:
+    """Whether several layers act, with budgets of which the declared one is the smallest."""
+    return len(component.acting_layers(context.num_layers)) > 1
+
+
+def _check_passed_alone(
+    component: PropagationPolicy, context: LayerContext, saliency: Tensor, passed: Tensor, row: int
+) -> None:
+    alone = row_alone(context, row)
+    first = context.new_len - alone.new_len
+    own_saliency = saliency[row : row + 1, :, context.key_len - alone.key_len :].clone()
+    own = component.propagate(own_saliency, alone)
+    expected = torch.arange(alone.new_len) if own is None else own[0]
+    here = passed[row][passed[row] >= 0]
+    require(
+        torch.equal(here, expected + first),
+        f"a padded row must pass on what it passes on alone, row {row} passes {here.tolist()} "
+        f"instead of {(expected + first).tolist()}",
+    )
+
+
+def _require_all_fit(component: PropagationPolicy, context: LayerContext) -> None:
+    """Check that passing everything on is what the budget asks for."""
+    if component.budget is None or _acts_often(component, context):
+        return
+    new_lens = context.new_valid.sum(dim=1).tolist()
+    fixed = component.protected(context).sum(dim=1).tolist()
+    for new, protected, seen in zip(new_lens, fixed, context.seen_len, strict=True):
+        passed = component.budget.count(seen_len=seen, available=new, protected=protected)
+        require(passed == new, f"only {passed} of {new} tokens may go on, but None was returned")
+
+
+def _property(test: Any) -> Any:
+    # The components decide how slow an example is; the profile decides how many there are.
+    return settings(
+        deadline=None, report_multiple_bugs=False, suppress_health_check=[HealthCheck.too_slow]
+    )(test)
+
+
+def _check_kind(component: object, kind: type) -> None:
+    if not isinstance(component, kind):
+        raise TypeError(f"component must be a {kind.__name__}, got {component!r}")

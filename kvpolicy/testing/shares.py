@@ -1,0 +1,163 @@
+"""A part on shares of a layer's heads, as under tensor parallelism, against the whole layer.
+
+Part of `kvpolicy.testing`. Every KV head gets a thread, with the slots that a process of its own
+would hold.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.context import LayerContext
+from kvpolicy.heads import HeadShare
+from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+from kvpolicy.testing.contract import require
+
+Result = TypeVar("Result")
+
+
+class _Meeting:
+    """Where threads, one a share, leave a tensor each and take all of them."""
+
+    def __init__(self, shares: int) -> None:
+        self.tensors = [torch.empty(0)] * shares
+        self.barrier = threading.Barrier(shares)
+
+    def exchange(self, index: int, tensor: Tensor) -> list[Tensor]:
+        self.tensors[index] = tensor
+        self.barrier.wait()
+        found = list(self.tensors)
+        self.barrier.wait()
+        return found
+
+
+@attrs.frozen(eq=False)
+class _ThreadHeads(HeadShare):
+    meeting: _Meeting
+
+    def exchange(self, tensor: Tensor) -> list[Tensor]:
+        return self.meeting.exchange(self.share, tensor)
+
+
+def _shares_of(context: LayerContext) -> list[LayerContext]:
+    """Every KV head of a layer, with as many slots as it needs by itself."""
+    group = context.query_heads // context.kv_heads
+    meeting = _Meeting(context.kv_heads)
+    shares = []
+    for index in range(context.kv_heads):
+        used = int(context.valid[:, index].sum(dim=-1).max())
+        slots = slice(context.key_len - max(used, context.new_len), None)
+        head = slice(index, index + 1)
+        share = attrs.evolve(
+            context,
+            queries=context.queries[:, index * group : (index + 1) * group],
+            keys=context.keys[:, head, slots],
+            values=context.values[:, head, slots],
+            positions=context.positions[:, head, slots],
+            heads=_ThreadHeads(index, context.kv_heads, meeting),
+        )
+        shares.append(share)
+    return shares
+
+
+def _run(shares: list[LayerContext], function: Callable[[LayerContext], Result]) -> list[Result]:
+    """Call a function with all shares at once, each in a thread of its own."""
+
+    def run(share: LayerContext) -> Result:
+        try:
+            return function(share)
+        except BaseException:
+            assert isinstance(share.heads, _ThreadHeads)
+            share.heads.meeting.barrier.abort()  # or the others would wait for ever
+            raise
+
+    with ThreadPoolExecutor(len(shares)) as pool:
+        futures = [pool.submit(run, share) for share in shares]
+    errors = [error for each in futures if (error := each.exception()) is not None]
+    for error in sorted(errors, key=lambda each: isinstance(each, threading.BrokenBarrierError)):
+        raise error  # the one that broke the barrier, not those that found it broken
+    return [each.result() for each in futures]
+
+
+def _own(saliency: Tensor, share: LayerContext) -> Tensor:
+    """What a share has of the whole layer's saliency."""
+    heads = saliency.shape[1] // share.heads.shares
+    first = share.heads.share * heads
+    return saliency[:, first : first + heads, saliency.shape[2] - share.key_len :].clone()
+
+
+def check_scores_in_shares(
+    scorer: Scorer, context: LayerContext, saliency: Tensor, tolerance: float
+) -> None:
+    """Check that every KV head scores by itself as it does in the whole layer.
+
+    Args:
+        scorer: The scorer.
+        context: The whole layer.
+        saliency: What the scorer gives for it.
+        tolerance: Difference allowed, relative to the largest saliency or 1.
+    """
+    shares = _shares_of(context)
+    for share, found in zip(shares, _run(shares, scorer.score), strict=True):
+        whole = _own(saliency, share)
+        tokens = share.valid.expand_as(whole)
+        difference = float((found - whole)[tokens].abs().max())
+        require(
+            difference <= tolerance * max(float(whole[tokens].abs().max()), 1.0),
+            "a KV head in a process of its own must score as in the whole layer, head "
+            f"{share.heads.share} differs by {difference}; see context.heads",
+        )
+
+
+def check_kept_in_shares(
+    selector: KVSelector, context: LayerContext, saliency: Tensor, kept: Tensor
+) -> None:
+    """Check that every KV head keeps by itself what it keeps in the whole layer.
+
+    Args:
+        selector: The selector.
+        context: The whole layer.
+        saliency: ``[batch, kv_heads, key_len]`` of the whole layer.
+        kept: What the selector keeps of it.
+    """
+    shares = _shares_of(context)
+    found = _run(shares, lambda share: selector.select(_own(saliency, share), share))
+    for index, (share, of_head) in enumerate(zip(shares, found, strict=True)):
+        for row in range(context.batch):
+            first = context.key_len - share.key_len
+            here = [slot + first for slot in of_head[row, 0].tolist() if slot >= 0]
+            whole = [slot for slot in kept[row, index].tolist() if slot >= 0]
+            require(
+                here == whole,
+                f"a KV head in a process of its own must keep what it keeps in the whole layer, "
+                f"head {index} keeps {here} instead of {whole}; see context.heads",
+            )
+
+
+def check_passed_in_shares(
+    propagation: PropagationPolicy, context: LayerContext, saliency: Tensor, passed: Tensor | None
+) -> None:
+    """Check that every KV head passes on by itself what the whole layer does.
+
+    Args:
+        propagation: The propagation policy.
+        context: The whole layer.
+        saliency: ``[batch, kv_heads, key_len]`` of the whole layer.
+        passed: What the policy passes on of it.
+    """
+    shares = _shares_of(context)
+    found = _run(shares, lambda share: propagation.propagate(_own(saliency, share), share))
+    for index, each in enumerate(found):
+        require(
+            each is passed if each is None or passed is None else torch.equal(each, passed),
+            "all processes of a tensor-parallel model must pass on the same tokens, but that of "
+            f"head {index} passes on {each} instead of {passed}; take means over heads by "
+            "context.heads.mean",
+        )

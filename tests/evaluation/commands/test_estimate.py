@@ -1,0 +1,143 @@
+"""`kvpolicy estimate`: what it prints and writes, and one line for what it refuses."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvpolicy.evaluation.cli import main
+from kvpolicy.registry import registered
+
+LLAMA, MINISTRAL, NEMO = "llama-3.1-8b", "ministral-8b", "mistral-nemo-12b"
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run_main(*arguments: object) -> tuple[int, str, str]:
+        status = main(["estimate", *(str(each) for each in arguments)])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run_main
+
+
+def rows_of(shown: str) -> list[list[str]]:
+    """The table's rows, which stand after the first empty line and its two header lines."""
+    lines = [line.rstrip() for line in shown.splitlines()]
+    table = lines[lines.index("") + 1 :]
+    return [line.split() for line in table[2 : table.index("")]]
+
+
+def test_the_command_shows_and_writes_the_same_numbers(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "new" / "costs.json"
+    status, shown, err = run("--config", LLAMA.upper(), "--context", 131072, "--json", file)
+    assert (status, err) == (0, "")
+    assert max(map(len, shown.split("\nwritten")[0].splitlines())) <= 80
+    assert list(file.parent.iterdir()) == [file]
+    data = json.loads(file.read_text())
+    assert data["settings"] == {"config": LLAMA.upper(), "context": 131072, "dtype": "bfloat16"}
+    assert data["model"]["mlp_weights"] == [3 * 4096 * 14336] * 32
+    rows = rows_of(shown)
+    assert [row["policy"] for row in data["rows"]] == [row[0] for row in rows]
+    assert {row[0] for row in rows} == set(registered("policy"))
+    for cells, row in zip(rows, data["rows"], strict=True):
+        assert cells[2] == f"{100 * row['prefill_compute_rate']:.1f}"
+        flops = row["prefill_flops"]
+        assert flops["total"] == pytest.approx(sum(v for k, v in flops.items() if k != "total"))
+        assert cells[3] == f"{flops['total'] / 1e15:.2f}"
+        assert cells[4] == f"x{row['prefill_speedup_allowed']:.2f}"
+        assert cells[5] == f"{sum(row['kept_tokens']) / 32:,.0f}"
+        assert cells[6] == f"{row['kv_bytes'] / 1e9:.2f}"
+        assert cells[7] == f"{100 * row['kv_share']:.1f}"
+    (fast,) = (row for row in rows if row[:2] == ["fastkv", "0.1"])
+    assert fast[2:5] == ["60.0", "3.44", "x1.84"]
+    (full,) = (row for row in rows if row[0] == "full_context")
+    assert full[5:] == ["131,072", "17.18", "100.0"]  # 32 layers x 2 x 8 x 128 x 2 bytes a token
+    assert "fastkv drops tokens after layer 15 of 0 to 31." in shown
+    assert "positions that the model is made for" not in shown
+
+
+def test_the_command_takes_policies_rates_and_parameters(run: Run) -> None:
+    shape = ("--config", LLAMA, "--context", 8192)
+    chosen = ("--policies", "gem-filter,fastkv", "-p", "snapkv", "-r", 0.3)
+    status, shown, _ = run(*shape, *chosen, "--set", "filter_layer=13", "--dtype", "float32")
+    assert status == 0
+    gem, fast, snap = rows_of(shown)
+    assert gem[:3] == ["gem_filter", "0.3", "70.6"]
+    assert fast[:3] == ["fastkv", "0.3", "65.0"]
+    assert (snap[5], snap[6]) == ("2,458", "0.64")
+    assert "gem_filter chooses tokens and restarts at layer 13 of 0 to 31." in shown
+    assert "fastkv 0.3: tsp_rate is 0.3" in shown
+    assert shown.endswith("Scoring is not counted.\n")
+
+
+def test_notes_on_long_prompts_and_on_scoring(run: Run) -> None:
+    shown = run("--config", NEMO, "--context", 131073, "-p", "h2o,full_context", "-r", 0.1)[1]
+    said = " ".join(shown.split())
+    assert "The prompt exceeds the 131,072 positions that the model is made for." in said
+    assert "it costs most where all queries are asked for: h2o." in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--context", "8"], 2, "Missing option '--config'"),
+        (["--config", LLAMA], 2, "Missing option '--context'"),
+        (["--config", LLAMA, "--context", "0"], 2, "Invalid value for '--context'"),
+        (["--config", LLAMA, "--rate", "much"], 2, "Invalid value for '--rate'"),
+        (["--config", "gpt-17"], 1, f"preset ({LLAMA}, {MINISTRAL}, {NEMO}), a folder with"),
+        (["--config", "."], 1, "config folder . must hold a config.json, got none"),
+        (["--config", LLAMA, "--policies", "nope"], 1, "no policy is named 'nope'; known: "),
+        (["--config", LLAMA, "--rate", "0"], 1, "retention_rate must be in (0, 1], got 0.0"),
+        (["--config", LLAMA, "--rate", "1.5"], 1, "retention_rate must be in (0, 1], got 1.5"),
+        (["--config", LLAMA, "--rate", "nan"], 1, "retention_rate must be in (0, 1], got nan"),
+        (["--config", LLAMA, "--dtype", "int7"], 1, "dtype must be one of float32, bfloat16"),
+        (["--config", LLAMA, "--set", "tsp_layer"], 1, "--set must be NAME=NUMBER, got"),
+        (["--config", LLAMA, "--set", "tsp_layer=inf"], 1, "--set must be NAME=NUMBER, got"),
+        (["--config", LLAMA, "--set", "tsp_layer=32"], 1, "tsp_layer must be in [0, 31]"),
+        (["--config", LLAMA, "--set", "tsp_layer=1.5"], 1, "tsp_layer must be an int, got 1.5"),
+        (["--config", LLAMA, "--set", "nope=1"], 1, "--set nope must name a parameter"),
+        (["--config", LLAMA, "--set", "retention_rate=1"], 1, "must be given by --rate"),
+        (["--config", LLAMA, "--set", "tsp_rate=0.05"], 1, "must not exceed tsp_rate"),
+    ],
+)
+def test_the_command_refuses(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    status: int,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [] if "Missing" in said or "--context" in arguments else ["--context", "64"]
+    found, out, err = run(*arguments, *given, "--json", "costs.json")
+    assert (found, out) == (status, "")
+    assert re.fullmatch(r"error: .+\n", err)
+    assert said in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_refuses_files_it_cannot_write(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for where, said in ((tmp_path, "must be a file, got the folder"), (file / "x", "is none")):
+        status, out, err = run("--config", LLAMA, "--context", 64, "--json", where)
+        assert (status, out) == (1, "")
+        assert said in err
+    assert file.read_text() == "mine"
+
+
+def test_the_documented_output_is_the_commands(run: Run) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "estimate.md").read_text(encoding="utf-8")
+    shown = re.search(r"^```\n\$ kvpolicy estimate (.+?[^\\])\n(.+?)\n```$", page, re.DOTALL | re.M)
+    assert shown is not None
+    status, out, _ = run(*shown[1].replace("\\\n", " ").split())
+    assert status == 0
+    assert [line.rstrip() for line in out.splitlines()] == shown[2].splitlines()

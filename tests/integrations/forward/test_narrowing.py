@@ -1,0 +1,250 @@
+"""Layers that run for the tokens that go on: same results, less computed."""
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvpolicy import CachePolicy
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.forward.append import narrowing
+from kvpolicy.integrations.transformers.forward.append import prefill as acting
+from kvpolicy.integrations.transformers.forward.masks import Visibility
+from kvpolicy.policies import (
+    AdaKV,
+    FastKV,
+    FullContext,
+    GemFilter,
+    GQAGroupSelector,
+    PyramidInfer,
+    SnapKV,
+    StagedPropagation,
+    TokenSelectivePropagation,
+    WindowMaxPoolScorer,
+)
+from tests.integrations.support.conversation import left_padded
+from tests.reference import random_tokens, tiny_model
+
+POLICIES: dict[str, CachePolicy] = {
+    "full_context": FullContext(),
+    "snapkv": SnapKV(0.4),
+    "ada_kv": AdaKV(0.4),
+    "fastkv": FastKV(tsp_rate=0.5, retention_rate=0.3),
+    "fastkv_last_layer": FastKV(tsp_layer=3, tsp_rate=0.5, retention_rate=0.3),
+    "gem_filter": GemFilter(retention_rate=0.4),
+    "pyramid_infer": PyramidInfer(0.1, 0.3, min_context=3),
+    "staged": CachePolicy(
+        WindowMaxPoolScorer(),
+        GQAGroupSelector(0.2),
+        StagedPropagation(
+            [TokenSelectivePropagation(0, 0.6), TokenSelectivePropagation(2, 0.3)],
+        ),
+    ),
+}
+
+
+class Counts:
+    """How many tokens each kind of module of each layer has computed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.tokens: Counter[tuple[str, int]] = Counter()
+        for index, layer in enumerate(model.model.layers):
+            for name in ("q_proj", "o_proj"):
+                self._count(layer.self_attn.get_submodule(name), name, index)
+            self._count(layer.mlp, "mlp", index)
+
+    def _count(self, module: nn.Module, name: str, index: int) -> None:
+        def add(module: nn.Module, args: tuple[Tensor]) -> None:
+            self.tokens[name, index] += args[0].shape[1]
+
+        module.register_forward_pre_hook(add)
+
+    def of(self, name: str) -> list[int]:
+        return [self.tokens[name, index] for index in range(4)]
+
+
+def prompt(length: int = 60, seed: int = 0) -> Tensor:
+    return torch.tensor([random_tokens(seed, length)])
+
+
+@torch.no_grad()
+def test_the_dropping_layer_is_computed_for_what_goes_on() -> None:
+    model = tiny_model("llama", seed=1)
+    counts = Counts(model)
+    cache = PolicyCache(FastKV(tsp_layer=1, tsp_rate=0.5, retention_rate=0.3))
+    with cache.attached(model):
+        model(prompt(), past_key_values=cache)
+    assert counts.of("mlp") == counts.of("o_proj") == [60, 30, 30, 30]
+    assert counts.of("q_proj") == [60, 90, 30, 30]
+
+
+@torch.no_grad()
+def test_the_last_layer_is_computed_for_the_logits_asked_for() -> None:
+    for policy, mlp in ((FullContext(), [60, 60, 60, 3]), (GemFilter(2), [66, 66, 6, 3])):
+        model = tiny_model("llama", seed=1)
+        counts = Counts(model)
+        cache = PolicyCache(policy)
+        with cache.attached(model):
+            logits = model(prompt(), past_key_values=cache, logits_to_keep=3).logits
+        assert logits.shape[1] == 3
+        assert counts.of("mlp") == mlp
+
+
+@torch.no_grad()
+def test_little_is_not_narrowed() -> None:
+    """Where most tokens go on, running projections twice would cost more than it saves."""
+    model = tiny_model("llama", seed=1)
+    counts = Counts(model)
+    cache = PolicyCache(FastKV(tsp_layer=1, tsp_rate=0.8, retention_rate=0.3))
+    with cache.attached(model):
+        model(prompt(), past_key_values=cache)
+    assert counts.of("q_proj") == [60, 60, 48, 48]
+
+
+@torch.no_grad()
+def test_hidden_states_and_attentions_are_whole_where_asked_for() -> None:
+    model = tiny_model("llama", seed=1, attn_implementation="eager")
+    cache = PolicyCache(FastKV(tsp_layer=1, tsp_rate=0.5, retention_rate=0.3))
+    with cache.attached(model):
+        output = model(
+            prompt(),
+            past_key_values=cache,
+            logits_to_keep=1,
+            output_hidden_states=True,
+            output_attentions=True,
+        )
+    assert [state.shape[1] for state in output.hidden_states] == [60, 60, 30, 30, 30]
+    assert [each.shape[2:] for each in output.attentions] == [
+        (60, 60),
+        (60, 60),
+        (30, 30),
+        (30, 30),
+    ]
+
+
+@torch.no_grad()
+def test_a_failed_call_asks_nothing_of_the_next() -> None:
+    model = tiny_model("llama", seed=1)
+    cache = PolicyCache(FullContext())
+    with cache.attached(model):
+        with pytest.raises(ValueError, match="attention_mask must be"):
+            model(
+                prompt(),
+                attention_mask=torch.ones(1, 3),
+                past_key_values=cache,
+                logits_to_keep=1,
+            )
+        assert model.model(prompt(), past_key_values=cache).last_hidden_state.shape[1] == 60
+
+
+@torch.no_grad()
+def run(model: PreTrainedModel, policy: CachePolicy, padded: bool) -> tuple[list[Tensor], Any]:
+    """Two turns and three decoded tokens in each; in the second, padding stands in the middle."""
+    rows = [random_tokens(0, 60), random_tokens(1, 43)][: 1 + padded]
+    ids, mask = left_padded(rows)
+    cache = PolicyCache(policy)
+    logits, kept = [], []
+    with cache.attached(model):
+        for turn in range(2):
+            if turn:
+                cache.start_turn()
+                added = [random_tokens(5, 40), random_tokens(6, 22)][: 1 + padded]
+                ids, new_mask = left_padded([[7, *row] for row in added])
+                mask = torch.cat([mask, new_mask], dim=1)
+            for _ in range(4):
+                output = model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
+                logits.append(output.logits[:, -1])
+                ids = torch.full((len(rows), 1), 3)
+                mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+            mask = mask[:, :-1]
+            kept.append([layer.positions for layer in cache.layers])
+    return logits, kept
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("block", [1 << 25, 200])
+def test_narrowing_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, name: str, padded: bool, implementation: str, block: int
+) -> None:
+    """Also in blocks of few queries; against the same run with every layer run whole."""
+    model = tiny_model("llama", seed=1, attn_implementation=implementation)
+    monkeypatch.setitem(narrowing.BLOCK_BYTES, "cpu", block)
+    logits, kept = run(model, POLICIES[name], padded)
+    monkeypatch.setattr(acting.ActingForward, "_few_go_on", lambda self, index: False)
+    expected, whole = run(model, POLICIES[name], padded)
+    for one, other in zip(logits, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+    for turn, turn_whole in zip(kept, whole, strict=True):
+        for one, other in zip(turn, turn_whole, strict=True):
+            assert torch.equal(one, other)
+
+
+@torch.no_grad()
+def test_no_mask_is_larger_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def record(seen: Visibility, *args: Any) -> Tensor:
+        mask = whole(seen, *args)
+        sizes.append(mask.numel())
+        return mask
+
+    whole = Visibility.mask
+    monkeypatch.setattr(Visibility, "mask", record)
+    monkeypatch.setitem(narrowing.BLOCK_BYTES, "cpu", 4096)
+    model = tiny_model("llama", seed=1)
+    cache = PolicyCache(FastKV(tsp_rate=0.5, retention_rate=0.3))
+    with cache.attached(model):
+        model(prompt(1024), past_key_values=cache)
+    assert len(sizes) == 128  # 512 tokens, four at a time
+    assert max(sizes) == 4096
+    assert sum(sizes) < 0.6 * 512 * 1024  # later keys are not looked at
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(("first", "second"), [(15, 6), (20, 7), (9, 3), (40, 6)])
+def test_a_short_second_turn_goes_on_whole(first: int, second: int, implementation: str) -> None:
+    """More is promised to be dropped there than is, since the window is protected."""
+    model = tiny_model("llama", seed=1, attn_implementation=implementation)
+    cache = PolicyCache(FastKV())
+    said = model.generate(prompt(first), past_key_values=cache, max_new_tokens=5, do_sample=False)
+    whole = torch.cat([said, prompt(second, seed=1)], dim=1)
+    model.generate(
+        whole,
+        attention_mask=torch.ones_like(whole),
+        past_key_values=cache,
+        max_new_tokens=5,
+        do_sample=False,
+    )
+    assert cache.get_seq_length() == first + 5 + second + 4
+
+
+@torch.no_grad()
+def test_a_copy_knows_the_heads_of_the_layers() -> None:
+    model = tiny_model("llama", seed=1)
+    cache = PolicyCache(AdaKV(0.4))
+    with cache.attached(model):
+        model(prompt(), past_key_values=cache)
+    copied = copy.deepcopy(cache)
+    logits = []
+    for each in (cache, copied):
+        with each.attached(model):
+            logits.append(model(prompt(3, seed=2), past_key_values=each).logits)
+    assert torch.equal(*logits)
+
+
+@torch.no_grad()
+def test_rows_without_padding_need_no_mask() -> None:
+    model = tiny_model("llama", seed=1)
+    ids, mask = left_padded([random_tokens(0, 50), random_tokens(1, 31)])
+    cache = PolicyCache(SnapKV(0.4))
+    with cache.attached(model):
+        model(ids, attention_mask=mask, past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([0]))
+        model(ids[:1, :1], past_key_values=cache)
+    assert cache.get_seq_length() == 51

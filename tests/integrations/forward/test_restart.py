@@ -1,0 +1,323 @@
+"""Policies that restart the prefill: what is computed, and the cache in use."""
+
+from collections import Counter
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvpolicy import CachePolicy, LayerContext, PropagationPolicy
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import (
+    GemFilter,
+    GQAGroupSelector,
+    KeepAllSelector,
+    LastQueryProductScorer,
+    RestartPropagation,
+    SnapKV,
+    WindowMaxPoolScorer,
+)
+from kvpolicy.selection import compress
+from tests.integrations.support.conversation import left_padded
+from tests.reference import random_tokens, tiny_model
+
+GEM = GemFilter(filter_layer=2, retention_rate=0.3)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama", seed=1)
+
+
+def prompt(length: int, seed: int = 0) -> Tensor:
+    return torch.tensor([random_tokens(seed, length)])
+
+
+def tokens_of(model: PreTrainedModel, ids: Tensor, cache: Any, **kwargs: Any) -> list[int]:
+    kwargs.setdefault("attention_mask", torch.ones_like(ids))
+    output = model.generate(ids, past_key_values=cache, max_new_tokens=7, do_sample=False, **kwargs)
+    return output[0, ids.shape[1] :].tolist()
+
+
+class Counts:
+    """How many tokens each kind of module of each layer has computed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.tokens: Counter[tuple[str, int]] = Counter()
+        for index, layer in enumerate(model.model.layers):
+            for name in ("q_proj", "k_proj", "o_proj"):
+                self._count(layer.self_attn.get_submodule(name), name, index)
+            self._count(layer.mlp, "mlp", index)
+
+    def _count(self, module: nn.Module, name: str, index: int) -> None:
+        def add(module: nn.Module, args: tuple[Tensor]) -> None:
+            self.tokens[name, index] += args[0].shape[1]
+
+        module.register_forward_pre_hook(add)
+
+
+def test_the_first_pass_computes_nothing_that_it_does_not_need() -> None:
+    model = tiny_model("llama", seed=1)
+    counts = Counts(model)
+    cache = PolicyCache(GEM)
+    with torch.no_grad(), cache.attached(model):
+        model(prompt(60), past_key_values=cache)
+    for layer in range(len(model.model.layers)):
+        projected = 60 * (layer <= 2) + 18
+        completed = 60 * (layer < 2) + 18
+        assert counts.tokens["q_proj", layer] == counts.tokens["k_proj", layer] == projected
+        assert counts.tokens["o_proj", layer] == counts.tokens["mlp", layer] == completed
+
+
+def test_positions_that_do_not_start_at_0_are_refused() -> None:
+    model = tiny_model("llama", seed=1)
+    counts = Counts(model)
+    cache, ids, at = PolicyCache(GEM), prompt(20), torch.arange(20)[None]
+    message = "position_ids must count each row's own tokens from 0 where RestartPropagation.*"
+    with torch.no_grad(), cache.attached(model):
+        with pytest.raises(ValueError, match=message + "0 for a token of row 0, got 7"):
+            model(ids, past_key_values=cache, position_ids=at + 7)
+        assert not counts.tokens
+        assert cache.get_seq_length() == 0
+        model(ids, past_key_values=cache, position_ids=at)
+        before = counts.tokens.copy()
+        cache.start_turn()
+        with pytest.raises(ValueError, match=message + "20 for a token of row 0, got 21"):
+            model(ids, past_key_values=cache, position_ids=at + 21)
+        assert counts.tokens == before
+        assert cache.get_seq_length() == 20
+        model(ids, past_key_values=cache, position_ids=at + 20)
+        assert cache.get_seq_length() == 40
+
+
+def test_generation_is_that_of_the_chosen_tokens_alone(model: PreTrainedModel) -> None:
+    cache = PolicyCache(GEM)
+    ids = prompt(60)
+    tokens = tokens_of(model, ids, cache)
+    chosen = cache.propagated[2][0]
+    assert len(chosen) == 18
+    assert chosen[-1] == 59
+    alone = ids[:, chosen]
+    assert tokens == model.generate(alone, max_new_tokens=7, do_sample=False)[0, 18:].tolist()
+    assert cache.get_seq_length() == 66
+    for layer in cache.layers:
+        assert layer.positions[0, 0].tolist() == [*chosen.tolist(), *range(60, 66)]
+
+
+@torch.no_grad()
+def test_a_loop_by_hand_gives_what_generate_gives_over_two_turns(model: PreTrainedModel) -> None:
+    automatic, manual = PolicyCache(GEM), PolicyCache(GEM)
+    ids = prompt(60)
+    first = tokens_of(model, ids, automatic)
+    whole = torch.cat([ids, torch.tensor([first]), prompt(70, seed=2)], dim=1)
+    second = tokens_of(model, whole, automatic)
+    for given in (False, True):  # whether the caller gives position_ids, as generate does
+        manual.reset()
+        with manual.attached(model):
+            for new, expected in ((ids, first), (whole[:, 66:], second)):
+                manual.start_turn()
+                for step in range(7):
+                    seen = manual.get_seq_length()
+                    at = torch.arange(seen, seen + new.shape[1])[None] if given else None
+                    output = model(new, past_key_values=manual, position_ids=at)
+                    new = output.logits[:, -1:].argmax(-1)
+                    assert int(new) == expected[step]
+    for one, other in zip(automatic.layers, manual.layers, strict=True):
+        assert torch.equal(one.positions, other.positions)
+
+
+def test_inputs_embeds_give_what_input_ids_give(model: PreTrainedModel) -> None:
+    ids = prompt(60)
+    expected = tokens_of(model, ids, PolicyCache(GEM))
+    embeds = model.get_input_embeddings()(ids)
+    output = model.generate(
+        inputs_embeds=embeds, past_key_values=PolicyCache(GEM), max_new_tokens=7, do_sample=False
+    )
+    assert output[0].tolist() == expected
+
+
+@pytest.mark.parametrize("place", ["first pass", "second pass"])
+@pytest.mark.parametrize("turn", [1, 2])
+def test_a_failure_in_either_pass_takes_nothing_with_it(
+    model: PreTrainedModel, turn: int, place: str
+) -> None:
+    cache, other = PolicyCache(GEM), PolicyCache(GEM)
+    ids = prompt(60)
+    if turn == 2:
+        said = tokens_of(model, ids, cache)
+        tokens_of(model, ids, other)
+        ids = torch.cat([ids, torch.tensor([said]), prompt(70, seed=4)], dim=1)
+    before = [layer.positions for layer in cache.layers] or [None] * 4
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    # Layer 3 lies above the filter layer: only the second pass gets there.
+    layer = 1 if place == "first pass" else 3
+    handle = model.model.layers[layer].mlp.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        tokens_of(model, ids, cache)
+    handle.remove()
+    for held, kept in zip(cache.layers, before, strict=True):
+        assert (held.positions is None) if kept is None else torch.equal(held.positions, kept)
+    assert tokens_of(model, ids, cache) == tokens_of(model, ids, other)
+
+
+def test_crop_takes_back_what_was_appended(model: PreTrainedModel) -> None:
+    cache = PolicyCache(GEM)
+    with torch.no_grad(), cache.attached(model):
+        model(prompt(60), past_key_values=cache)
+        logits = model(prompt(3, seed=5), past_key_values=cache).logits
+        cache.crop(-3)
+        assert torch.equal(model(prompt(3, seed=5), past_key_values=cache).logits, logits)
+
+
+def test_hidden_states_are_those_of_the_second_pass(model: PreTrainedModel) -> None:
+    ids, mask = left_padded([random_tokens(0, 60), random_tokens(1, 40)])
+    cache = PolicyCache(GEM)
+    with torch.no_grad(), cache.attached(model):
+        output = model(ids, attention_mask=mask, past_key_values=cache, output_hidden_states=True)
+    assert [state.shape[1] for state in output.hidden_states] == [18] * 5
+    chosen = cache.propagated[2]
+    assert (chosen[1] < 0).tolist() == [True] * 6 + [False] * 12
+    embedded = model.get_input_embeddings()(ids[0, chosen[0]])
+    assert torch.equal(output.hidden_states[0][0], embedded)
+
+
+def test_a_short_prompt_goes_on_whole(model: PreTrainedModel) -> None:
+    cache = PolicyCache(GemFilter(retention_tokens=100))
+    full = model.generate(prompt(40), max_new_tokens=7, do_sample=False)[0, 40:].tolist()
+    assert tokens_of(model, prompt(40), cache) == full
+    assert cache.propagated == {}
+
+
+def test_the_first_tokens_can_be_protected(model: PreTrainedModel) -> None:
+    cache = PolicyCache(GemFilter(retention_tokens=9, protect=6))
+    tokens_of(model, prompt(60), cache)
+    (chosen,) = cache.propagated.values()
+    assert chosen[0, :6].tolist() == list(range(6))
+    assert chosen.shape[1] == 9
+
+
+def test_a_restart_under_a_selector_that_evicts(model: PreTrainedModel) -> None:
+    """The second pass is an ordinary prefill of the chosen tokens."""
+    policy = CachePolicy(
+        WindowMaxPoolScorer(4, 3),
+        GQAGroupSelector(retention_tokens=10, window_size=4),
+        RestartPropagation(filter_layer=1, retention_tokens=30, window_size=4),
+    )
+    cache = PolicyCache(policy)
+    ids = prompt(60)
+    tokens = tokens_of(model, ids, cache)
+    chosen = cache.propagated[1][0]
+    plain = PolicyCache(SnapKV(retention_tokens=10, window_size=4, kernel_size=3))
+    assert tokens_of(model, ids[:, chosen], plain) == tokens
+    for layer, alone in zip(cache.layers, plain.layers, strict=True):
+        held = alone.positions[0, :, :10]
+        assert torch.equal(layer.positions[0, :, :10], chosen[held])
+
+
+@attrs.frozen
+class Uneven(PropagationPolicy):
+    """Passes on the last ``5 + 3 * row`` tokens of each row, after layer 1."""
+
+    restart: bool = False
+
+    @property
+    def restarts(self) -> bool:
+        return self.restart
+
+    @property
+    def needs_saliency(self) -> bool:
+        return False
+
+    def acting_layers(self, num_layers: int) -> frozenset[int]:
+        return frozenset({1})
+
+    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        lens = 5 + 3 * torch.arange(context.batch)
+        slots = torch.arange(context.new_len)
+        return compress(slots >= context.new_len - lens[:, None], int(lens.max()))
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_rows_without_padding_may_pass_on_different_numbers(
+    model: PreTrainedModel, restart: bool
+) -> None:
+    """Together each row gives what it gives as the same row of a batch of its own copies."""
+    policy = CachePolicy(None, KeepAllSelector(), Uneven(restart))
+    ids = torch.cat([prompt(40, seed=row) for row in range(3)])
+    more = torch.cat([ids, prompt(9, seed=7).expand(3, -1)], dim=1)
+
+    @torch.no_grad()
+    def run(ids: Tensor, more: Tensor) -> list[Tensor]:
+        cache = PolicyCache(policy)
+        with cache.attached(model):
+            first = model(ids, past_key_values=cache).logits[:, -1]
+            second = model(more[:, 40:43], past_key_values=cache).logits
+            cache.start_turn()
+            return [first, second, model(more[:, 43:], past_key_values=cache).logits[:, -1]]
+
+    together = run(ids, more)
+    for row in range(3):
+        # A batch of copies: the number passed on depends on the row's place.
+        copies = run(ids[[row] * 3], more[[row] * 3])
+        for one, other in zip(together, copies, strict=True):
+            assert torch.allclose(one[row], other[row], atol=1e-5)
+    # The row that passes on most is padded nowhere.
+    alone = run_last_alone(model, ids[2:], 11, restart)
+    assert torch.allclose(together[0][2:], alone, atol=1e-5)
+
+
+@torch.no_grad()
+def run_last_alone(model: PreTrainedModel, ids: Tensor, count: int, restart: bool) -> Tensor:
+    """Logits after one row whose last ``count`` tokens go on, by a plain mask or a plain prompt."""
+    if restart:
+        return model(ids[:, -count:]).logits[:, -1]
+
+    @attrs.frozen
+    class Last(Uneven):
+        def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+            return torch.arange(context.new_len - count, context.new_len)[None]
+
+    cache = PolicyCache(CachePolicy(None, KeepAllSelector(), Last()))
+    with cache.attached(model):
+        return model(ids, past_key_values=cache).logits[:, -1]
+
+
+@pytest.mark.parametrize("layer", [4, 99])
+def test_a_filter_layer_outside_the_model(model: PreTrainedModel, layer: int) -> None:
+    cache = PolicyCache(GemFilter(filter_layer=layer))
+    with pytest.raises(ValueError, match=rf"filter_layer must be in \[0, 3\].*got {layer}"):
+        tokens_of(model, prompt(40), cache)
+
+
+def test_the_scorer_by_hand() -> None:
+    """Keys 1, 2, 3 and 4 under a query of 1, pooled by 3 with zeros beyond the edges."""
+    context = LayerContext(
+        layer_idx=0,
+        num_layers=1,
+        queries=torch.ones(1, 1, 1, 1),
+        keys=torch.tensor([[[[9.0], [1.0], [2.0], [3.0], [4.0]]]]),
+        values=torch.zeros(1, 1, 5, 1),
+        positions=torch.tensor([[[-1, 0, 1, 2, 3]]]),
+        new_valid=torch.tensor([[False, True, True, True, True]]),
+        seen_len=(4,),
+        scaling=0.01,
+    )
+    saliency = LastQueryProductScorer(kernel_size=3).score(context)[0, 0, 1:]
+    assert torch.allclose(saliency, torch.tensor([3.0, 6.0, 9.0, 7.0]) / 3)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "filter_layer", "rate", "computed"),
+    [(32, 13, 0.1, 0.51), (32, 13, 0.2, 0.61), (36, 17, 0.1, 0.57), (36, 17, 0.2, 0.67)],
+)
+def test_prefill_compute_rate(
+    num_layers: int, filter_layer: int, rate: float, computed: float
+) -> None:
+    policy = GemFilter(filter_layer, rate)
+    assert round(policy.prefill_compute_rate(num_layers), 2) == computed

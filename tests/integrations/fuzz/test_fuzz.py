@@ -1,0 +1,105 @@
+"""Drawn conversations: models, policies, batches and what happens to a cache, in any order.
+
+`make fuzz` goes on for FUZZ_MINUTES, with other conversations every time, and shrinks those that
+fail, which takes minutes; without it they are the same every time, and are shown as they are.
+"""
+
+import os
+import time
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from torch import Tensor
+
+from kvpolicy import CachePolicy
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.forward.prefill import ActingForward
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.policies import GemFilter
+from tests import reference
+from tests.integrations.fuzz.drawing import Drawn, built
+from tests.integrations.fuzz.drawn_policies import KINDS
+from tests.integrations.fuzz.machine import Conversation
+from tests.integrations.fuzz.side_by_side import SideBySide
+from tests.integrations.support.reading_both import Call
+from tests.integrations.test_generation import CHUNKS_GO_ON
+from tests.reference import Method
+
+pytestmark = pytest.mark.skipif(
+    not CHUNKS_GO_ON, reason="this Transformers cuts the masks of later turns in chunks wrongly"
+)
+
+MINUTES = float(os.environ.get("FUZZ_MINUTES", "0"))
+
+
+def run(kind: str, **profile: Any) -> None:
+    """Conversations of policies of one kind."""
+    common = {"deadline": None, "database": None, "report_multiple_bugs": False}
+    profile |= {"suppress_health_check": list(HealthCheck)}
+    run_state_machine_as_test(lambda: Conversation(kind), settings=settings(**common, **profile))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversations(kind: str) -> None:
+    if not MINUTES:
+        quick = {"derandomize": True, "phases": [Phase.generate]}
+        run(kind, max_examples=16, stateful_step_count=12, **quick)
+    end = time.monotonic() + 60 * MINUTES / len(KINDS)
+    while time.monotonic() < end:
+        run(kind, max_examples=50, stateful_step_count=20)
+
+
+# The comparison itself.
+
+
+def padding_counts_when_cropped(tokens: SeenTokens, count: int) -> SeenTokens:
+    shorter = original_crop(tokens, count)
+    return attrs.evolve(shorter, lengths=tokens.lengths - count)
+
+
+def restarts_leave_no_gap(tokens: SeenTokens, new_valid: Tensor) -> Tensor:
+    return tokens.positions_of(new_valid).clamp(min=0)
+
+
+def budgets_of_new_tokens(forward: ActingForward, *args: Any, **kwargs: Any) -> None:
+    original_start(forward, *args, **kwargs)
+    forward._seen_len = tuple(forward.new_valid.sum(dim=1).tolist())
+
+
+original_crop, original_start = SeenTokens.without_last, ActingForward.__init__
+
+
+def converse(policy: CachePolicy, method: Method) -> None:
+    """A conversation in which every one of the faults below shows."""
+    shape = ("llama", 3, (4, 2), "sdpa", 0)
+    cache, model = PolicyCache(policy), built(*shape)
+    side = SideBySide(model, model, (None,) * 3, policy, method, cache)
+    side.prompt(Drawn(((40, 1, 40, 0), (23, 2, 23, 0))).columns, [0, 0], Call())
+    side.append([[3, 4, 5], [6, None, 7]], Call())
+    side.crop(2)
+    side.check()
+    side.generate(Drawn(((12, 3, 12, 0), (9, 4, 9, 5))).columns, [1, 0], count=3)
+    side.check()
+
+
+def test_a_conversation_is_followed() -> None:
+    converse(GemFilter(retention_rate=0.4), reference.GemFilter(retention_rate=0.4))
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fault"),
+    [
+        (SeenTokens, "without_last", padding_counts_when_cropped),
+        (SeenTokens, "rotary_positions_of", restarts_leave_no_gap),
+        (ActingForward, "__init__", budgets_of_new_tokens),
+    ],
+)
+def test_a_planted_fault_is_found(
+    monkeypatch: pytest.MonkeyPatch, place: Any, name: str, fault: Any
+) -> None:
+    monkeypatch.setattr(place, name, fault)
+    with pytest.raises(AssertionError):
+        test_a_conversation_is_followed()

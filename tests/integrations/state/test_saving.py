@@ -1,0 +1,533 @@
+"""A cache as a file: saved, loaded, refused."""
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvpolicy import CachePolicy, LayerContext, Scorer, registered
+from kvpolicy.description import describe, from_description
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import (
+    AdaptiveHeadSelector,
+    FastKV,
+    GemFilter,
+    GQAGroupSelector,
+    LastQueryScorer,
+    PassAllPropagation,
+    PyramidInfer,
+    SnapKV,
+    SumScorer,
+    WindowMaxPoolScorer,
+)
+from tests.integrations.fuzz.drawing import windowed
+from tests.integrations.support.conversation import left_padded
+from tests.reference import random_tokens, tiny_model
+
+POLICIES: dict[str, CachePolicy] = {
+    "snapkv": SnapKV(0.4),
+    "fastkv": FastKV(tsp_rate=0.5, retention_rate=0.3),
+    "gem_filter": GemFilter(retention_tokens=17),
+    "pyramid_infer": PyramidInfer(min_context=8),
+    "composed": CachePolicy(
+        SumScorer([WindowMaxPoolScorer(), LastQueryScorer()], [1.0, 8.0]),
+        GQAGroupSelector(0.4),
+        PassAllPropagation(),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama", seed=1)
+
+
+def generate(model: PreTrainedModel, cache: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    return model.generate(
+        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=7, do_sample=False
+    )
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_loaded_cache_goes_on_as_the_saved_one(
+    model: PreTrainedModel, tmp_path: Path, name: str, padded: bool
+) -> None:
+    rows = [random_tokens(0, 60), random_tokens(1, 43)][: 1 + padded]
+    ids, mask = left_padded(rows)
+    cache = PolicyCache(POLICIES[name])
+    said = generate(model, cache, ids, mask)
+    cache.save(tmp_path / "document.safetensors")
+    for question in range(2):  # many questions about one document
+        added = torch.tensor([random_tokens(7 + question, 20)]).expand(len(rows), -1)
+        whole = torch.cat([said, added], dim=1)
+        longer = torch.cat([mask, torch.ones(len(rows), 27, dtype=mask.dtype)], dim=1)
+        loaded = PolicyCache.load(tmp_path / "document.safetensors")
+        assert loaded.policy == cache.policy
+        assert str(loaded.report()) == str(cache.report())
+        kept = copy.deepcopy(cache)
+        assert torch.equal(
+            generate(model, loaded, whole, longer), generate(model, kept, whole, longer)
+        )
+        for one, other in zip(loaded.layers, kept.layers, strict=True):
+            assert torch.equal(one.positions, other.positions)
+        assert loaded.propagated.keys() == kept.propagated.keys()
+    loaded.save(tmp_path / "again.safetensors")  # from the model that it has met since
+    assert (
+        PolicyCache.load(tmp_path / "again.safetensors").get_seq_length() == loaded.get_seq_length()
+    )
+
+
+def saved(model: PreTrainedModel, path: Path, policy: CachePolicy | None = None) -> Path:
+    cache = PolicyCache(policy or SnapKV(0.4))
+    ids = torch.tensor([random_tokens(0, 60)])
+    generate(model, cache, ids, torch.ones_like(ids))
+    cache.save(path / "cache.safetensors")
+    return path / "cache.safetensors"
+
+
+def test_another_model_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    cache = PolicyCache.load(saved(model, tmp_path))
+    ids = torch.tensor([random_tokens(0, 80)])
+    with pytest.raises(ValueError, match="model must be the one that filled the saved cache"):
+        generate(tiny_model("llama", seed=2), cache, ids, torch.ones_like(ids))
+    generate(tiny_model("llama", seed=1), cache, ids, torch.ones_like(ids))  # the same, loaded anew
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_the_same_model_in_another_precision(
+    tmp_path: Path, before: torch.dtype, after: torch.dtype
+) -> None:
+    path = saved(tiny_model("llama", seed=1).to(torch.bfloat16).to(before), tmp_path)
+    model = tiny_model("llama", seed=1).to(torch.bfloat16).to(after)
+    cache = PolicyCache.load(path)
+    stored = [(layer.keys, layer.values) for layer in cache.layers]
+    with cache.attached(model):
+        for layer, of_layer in zip(cache.layers, stored, strict=True):
+            for tensor, was in zip((layer.keys, layer.values), of_layer, strict=True):
+                assert torch.equal(tensor, was.to(after))
+    ids = torch.tensor([random_tokens(0, 80)])
+    generate(model, cache, ids, torch.ones_like(ids))
+    assert all(layer.keys.dtype == layer.values.dtype == after for layer in cache.layers)
+    assert all(layer.dtype == after for layer in cache.layers)
+
+
+def test_another_policy_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    path = saved(model, tmp_path)
+    with pytest.raises(ValueError, match="policy must be the one that filled the cache"):
+        PolicyCache.load(path, SnapKV(0.2))
+    PolicyCache.load(path, SnapKV(0.4))
+
+
+@attrs.frozen
+class Mine(Scorer):
+    """The norm of values."""
+
+    power: float = 1.0
+
+    def score(self, context: LayerContext) -> Tensor:
+        return context.values.float().norm(dim=-1) ** self.power
+
+
+def test_a_policy_of_the_users_own_is_to_be_given(model: PreTrainedModel, tmp_path: Path) -> None:
+    policy = CachePolicy(Mine(2.0), GQAGroupSelector(0.4), PassAllPropagation())
+    path = saved(model, tmp_path, policy)
+    with pytest.raises(ValueError, match="policy must be given to load .*Mine"):
+        PolicyCache.load(path)
+    assert PolicyCache.load(path, policy).policy is policy
+    other = CachePolicy(Mine(3.0), GQAGroupSelector(0.4), PassAllPropagation())
+    with pytest.raises(ValueError, match="policy must be the one"):
+        PolicyCache.load(path, other)
+
+
+def test_what_is_no_saved_cache(model: PreTrainedModel, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        PolicyCache.load(tmp_path / "nothing")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(ValueError, match="path must be a file of PolicyCache.save"):
+        PolicyCache.load(tmp_path / "text")
+    save_file({"weights": torch.zeros(2)}, tmp_path / "weights.safetensors")
+    with pytest.raises(ValueError, match="path must be a file of PolicyCache.save.*format None"):
+        PolicyCache.load(tmp_path / "weights.safetensors")
+    metadata = {"format": "kvpolicy-cache", "version": "1"}
+    save_file({"weights": torch.zeros(2)}, tmp_path / "part.safetensors", metadata)
+    with pytest.raises(ValueError, match="path must be a whole file"):
+        PolicyCache.load(tmp_path / "part.safetensors")
+
+
+def test_what_cannot_be_saved(model: PreTrainedModel, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cache must have read a prompt"):
+        PolicyCache(SnapKV()).save(tmp_path / "cache")
+    cache = PolicyCache(SnapKV())
+    ids = torch.tensor([random_tokens(0, 60)])
+    generate(model, cache, ids, torch.ones_like(ids))
+    with pytest.raises(ValueError, match="while the model that filled it exists"):
+        copy.deepcopy(cache).save(tmp_path / "cache")
+    with pytest.raises(FileNotFoundError):
+        cache.save(tmp_path / "no folder" / "cache")
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError, match="taken"):
+        cache.save(tmp_path / "taken")
+    assert [each.name for each in tmp_path.iterdir()] == ["taken"]  # nothing half-written
+
+
+def held(model: PreTrainedModel) -> PolicyCache:
+    cache = PolicyCache(SnapKV(0.4))
+    ids = torch.tensor([random_tokens(0, 60)])
+    generate(model, cache, ids, torch.ones_like(ids))
+    return cache
+
+
+def test_a_link_leads_to_the_file_that_is_written(model: PreTrainedModel, tmp_path: Path) -> None:
+    cache, elsewhere = held(model), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("there", "not yet"):
+        (tmp_path / name).symlink_to(elsewhere / name)
+    (elsewhere / "there").write_text("old")
+    (elsewhere / "there").chmod(0o600)
+    for name in ("there", "not yet"):
+        cache.save(tmp_path / name)
+        assert (tmp_path / name).is_symlink()
+        assert PolicyCache.load(elsewhere / name).get_seq_length() == cache.get_seq_length()
+    assert (elsewhere / "there").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    with pytest.raises(OSError, match="round"):
+        cache.save(tmp_path / "round")
+    assert sorted(each.name for each in elsewhere.iterdir()) == ["not yet", "there"]
+
+
+def test_what_is_no_regular_file(model: PreTrainedModel, tmp_path: Path) -> None:
+    cache, pipe = held(model), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "folder").mkdir()
+    for path in (pipe, tmp_path / "folder"):
+        with pytest.raises(OSError, match=f"path must be a regular file or a new one, got {path}"):
+            cache.save(path)
+        with pytest.raises(OSError, match=f"path must be a regular file, got {path}"):
+            PolicyCache.load(path)
+    assert pipe.is_fifo()
+    with pytest.raises(ValueError, match="path must name a file, got ''"):
+        cache.save("")
+    with pytest.raises(OSError, match="too long"):
+        cache.save(tmp_path / ("x" * 256))
+    cache.save(tmp_path / ("x" * 255))
+    assert sorted(each.name[:6] for each in tmp_path.iterdir()) == ["folder", "pipe", "x" * 6]
+
+
+BROKEN: dict[str, tuple[str, Any]] = {
+    "padded must be JSON": ("padded", "{"),
+    "padded must be true or false": ("padded", "3"),
+    "starts_turn must be true or false": ("starts_turn", "null"),
+    "policy must be JSON": ("policy", "hello"),
+    "policy must be the description of one": ("policy", "[]"),
+    "query_heads must be a list with an entry a layer": ("query_heads", "[]"),
+    "query_heads must be a multiple of the 2 KV heads of layer 0": ("query_heads", "[3, 4, 4, 4]"),
+    "lacks 'layers.4.keys'": ("query_heads", "[4, 4, 4, 4, 4]"),
+    "layers.1.keys must be of floats": ("layers.1.keys", torch.zeros(1, 2, 3, 4).long()),
+    r"layers.1.keys must be torch.float32 of shape \[1, any, any": (
+        "layers.1.keys",
+        torch.zeros(2, 2, 30, 16),
+    ),
+    r"layers.2.values must be torch.float32 of shape \[1, 2, 30": (
+        "layers.2.values",
+        torch.zeros(1, 2, 29, 16),
+    ),
+    r"layers.2.positions must be torch.int64 of shape \[1, 2, 24\]": (
+        "layers.2.positions",
+        torch.zeros(1, 2, 30).long(),
+    ),
+    "layers.3.positions must be positions below": (
+        "layers.3.positions",
+        torch.full((1, 2, 24), 66),
+    ),
+    "tokens.lengths must be the numbers of valid tokens": (
+        "tokens.lengths",
+        torch.tensor([65]),
+    ),
+    "tokens.valid must be torch.bool of shape": ("tokens.valid", torch.zeros(66).bool()),
+    "tokens.appended must be torch.int64": ("tokens.appended", torch.zeros(2, 6).long()),
+    r"tokens.skipped must be torch.int64 of shape \[1\]": ("tokens.skipped", torch.zeros(2).long()),
+    "propagated must be of layers 0 to 3": ("propagated.x", torch.zeros(1, 6).long()),
+    "propagated.2 must be torch.int64": ("propagated.2", torch.zeros(1).long()),
+    "policy must be JSON, got '.{80}...': maximum recursion depth": ("policy", "[" * 100_000),
+    "query_heads must be a multiple of the 2 KV heads of layer 1, at least 1, got 0": (
+        "query_heads",
+        "[6, 0, 6, 6]",
+    ),
+    "query_heads must be a multiple of the 2 KV heads of layer 0, at least 1, got True": (
+        "query_heads",
+        "[true, 6, 6, 6]",
+    ),
+    "query_heads must have an entry for each layer, got 3 of them and layers.3.": (
+        "query_heads",
+        "[6, 6, 6]",
+    ),
+    r"must be the same in every layer, \(6, 2, 8, 8\) in layer 0, got \(8, 2, 8, 8\) in layer 3": (
+        "query_heads",
+        "[6, 6, 6, 8]",
+    ),
+}
+
+
+def contents(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """A file's strings and tensors by name."""
+    with safe_open(path, framework="pt") as file:
+        return file.metadata(), {each: file.get_tensor(each) for each in file.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_a_file_that_does_not_fit_together(
+    model: PreTrainedModel, tmp_path: Path, message: str
+) -> None:
+    path, (name, value) = saved(model, tmp_path), BROKEN[message]
+    metadata, tensors = contents(path)
+    (metadata if isinstance(value, str) else tensors)[name] = value
+    save_file(tensors, path, metadata)
+    with pytest.raises(ValueError, match=message) as raised:
+        PolicyCache.load(path)
+    assert str(path) in str(raised.value)
+
+
+Change = Callable[[dict[str, str], dict[str, Tensor]], object]
+
+
+def of_tensors(change: Callable[[Tensor], Tensor], *names: str) -> Change:
+    """Changes the tensors whose names end like one of ``names``."""
+
+    def changed(metadata: dict[str, str], tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith(names):
+                tensors[name] = change(tensor).contiguous()
+
+    return changed
+
+
+def without_padding(metadata: dict[str, str], tensors: dict[str, Tensor]) -> None:
+    assert metadata["padded"] == "true"
+    metadata["padded"] = "false"
+
+
+def all_appended(metadata: dict[str, str], tensors: dict[str, Tensor]) -> None:
+    """As if a prompt of no column had been read before what was appended."""
+    valid = tensors["tokens.valid"][:, -8:].clone()
+    tensors["tokens.valid"], tensors["tokens.lengths"] = valid, valid.sum(dim=1)
+    tensors["tokens.appended"] = (valid.cumsum(dim=1) - 1).masked_fill(~valid, -1)
+
+
+def in_one(*place: int, last: int) -> Callable[[Tensor], Tensor]:
+    """The last of the positions at a place become another one."""
+
+    def changed(positions: Tensor) -> Tensor:
+        positions = positions.clone()
+        positions[place][..., -1] = last
+        return positions
+
+    return changed
+
+
+OF_LAYER_2 = ("layers.2.keys", "layers.2.values")
+EACH_OF_LAYER_2 = (*OF_LAYER_2, "layers.2.positions")
+# What a file of two rows with 40 and 29 tokens of prompt, and 8 and 7 appended, is refused for.
+UNFIT: dict[str, tuple[str, Change]] = {
+    "no KV heads": (
+        "layers.2.keys must have at least one KV head",
+        of_tensors(lambda tensor: tensor[:, :0], *EACH_OF_LAYER_2),
+    ),
+    "one KV head fewer": (
+        r"the same in every layer, \(6, 2, 8, 8\) in layer 0, got \(6, 1, 8, 8\) in layer 2",
+        of_tensors(lambda tensor: tensor[:, :1], *EACH_OF_LAYER_2),
+    ),
+    "other head_dim": (
+        r"the same in every layer, \(6, 2, 8, 8\) in layer 0, got \(6, 2, 5, 5\) in layer 2",
+        of_tensors(lambda tensor: tensor[..., :5], *OF_LAYER_2),
+    ),
+    "head_dim 0 of values": (
+        "layers.0.values must have .* a head_dim of at least 1",
+        of_tensors(lambda tensor: tensor[..., :0], ".values"),
+    ),
+    "other batch": (
+        r"layers.2.keys must be torch.float32 of shape \[2, any, any",
+        of_tensors(lambda tensor: tensor[:1], *EACH_OF_LAYER_2),
+    ),
+    "no rows": (
+        "tokens.valid must have a row and a column at least",
+        of_tensors(lambda tensor: tensor[:0], ""),
+    ),
+    "reversed": (
+        "layers.2.positions must ascend in every row and head",
+        of_tensors(lambda tensor: tensor.flip(2), "layers.2.positions"),
+    ),
+    "twice the same": (
+        "layers.2.positions must ascend .* got 0 after 0 in row 0",
+        of_tensors(torch.zeros_like, "layers.2.positions"),
+    ),
+    "-1 on the right": (
+        "layers.2.positions must ascend .* got -1 after 28 in row 1",
+        of_tensors(
+            lambda tensor: torch.cat([tensor[:1], tensor[1:].roll(-1, 2)]), "layers.2.positions"
+        ),
+    ),
+    "a token that was appended": (
+        r"layers.2.positions must be positions below .* \[40, 29\], or -1",
+        of_tensors(in_one(1, 1, last=29), "layers.2.positions"),
+    ),
+    "passed on twice": (
+        "propagated.1 must ascend .* got 39 after 39 in row 0",
+        of_tensors(lambda tensor: tensor[:, -1:].expand(-1, 2), "propagated.1"),
+    ),
+    "appended at 0": (
+        "tokens.appended must be .*: 40 in row 0, column 0, got 0",
+        of_tensors(torch.zeros_like, "tokens.appended"),
+    ),
+    "appended nothing": (
+        "tokens.appended must be .*: 40 in row 0, column 0, got -1",
+        of_tensors(lambda tensor: tensor * 0 - 1, "tokens.appended"),
+    ),
+    "appended earlier": (
+        "tokens.appended must be .*: 40 in row 0, column 0, got 39",
+        of_tensors(lambda tensor: tensor - (tensor >= 0).long(), "tokens.appended"),
+    ),
+    "appended padding": (
+        "tokens.appended must be .*: -1 in row 1, column 1, got 30",
+        of_tensors(lambda tensor: tensor[:, :1] + torch.arange(tensor.shape[1]), "tokens.appended"),
+    ),
+    "no prompt": ("tokens.appended must be fewer columns than the 8", all_appended),
+    "skipped below 0": (
+        r"tokens.skipped must be at least 0 and at most .* \[40, 29\], got \[-1, -1\]",
+        lambda metadata, tensors: tensors.update({"tokens.skipped": torch.full((2,), -1)}),
+    ),
+    "skipped more than a row has": (
+        r"tokens.skipped must be at least 0 and at most .* \[40, 29\], got \[30, 30\]",
+        lambda metadata, tensors: tensors.update({"tokens.skipped": torch.full((2,), 30)}),
+    ),
+    "skipped of one row": (
+        r"tokens.skipped must be torch.int64 of shape \[2\]",
+        lambda metadata, tensors: tensors.update({"tokens.skipped": torch.zeros(1).long()}),
+    ),
+    "padding denied": ("padded must be true where tokens.valid is False", without_padding),
+}
+
+
+def read(model: PreTrainedModel, cache: PolicyCache, ids: Tensor, mask: Tensor) -> None:
+    with torch.no_grad(), cache.attached(model):
+        model(ids, attention_mask=mask, past_key_values=cache)
+
+
+def two_rows(model: PreTrainedModel, path: Path) -> Path:
+    """A file of two rows: a prompt, then a forward in which one of them has padding inside."""
+    ids, mask = left_padded([random_tokens(0, 40), random_tokens(1, 29)])
+    cache = PolicyCache(FastKV(tsp_rate=0.5, retention_rate=0.3, tsp_layer=1))
+    read(model, cache, ids, mask)
+    more = torch.ones(2, 8, dtype=mask.dtype)
+    more[1, 1] = 0
+    new = torch.tensor([random_tokens(2, 8), random_tokens(3, 8)])
+    read(model, cache, new, torch.cat([mask, more], dim=1))
+    cache.save(path / "cache.safetensors")
+    return path / "cache.safetensors"
+
+
+@pytest.mark.parametrize("fault", UNFIT)
+def test_what_no_cache_can_hold(model: PreTrainedModel, tmp_path: Path, fault: str) -> None:
+    path, (message, change) = two_rows(model, tmp_path), UNFIT[fault]
+    PolicyCache.load(path)
+    metadata, tensors = contents(path)
+    change(metadata, tensors)
+    save_file(tensors, path, metadata)
+    with pytest.raises(ValueError, match=message) as raised:
+        PolicyCache.load(path)
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("depth", [50, 300, *range(940, 1000, 6)])
+def test_a_description_that_is_nested_too_deeply(
+    model: PreTrainedModel, tmp_path: Path, depth: int, given: bool
+) -> None:
+    path = saved(model, tmp_path)
+    metadata, tensors = contents(path)
+    inner = '{"type": "sum", "fields": {"scorer": ' * (depth // 2)
+    metadata["policy"] = inner + "null" + "}}" * (depth // 2)
+    save_file(tensors, path, metadata)
+    with pytest.raises(ValueError, match="policy") as raised:
+        PolicyCache.load(path, SnapKV(0.4) if given else None)
+    assert str(path) in str(raised.value)
+
+
+def loaded_from(cache: PolicyCache, path: Path) -> PolicyCache:
+    cache.save(path / "cache.safetensors")
+    loaded = PolicyCache.load(path / "cache.safetensors")
+    for one, other in zip(loaded.layers, cache.layers, strict=True):
+        assert torch.equal(one.positions, other.positions)
+    return loaded
+
+
+def test_rows_without_a_token(model: PreTrainedModel, tmp_path: Path) -> None:
+    cache = PolicyCache(FastKV(tsp_rate=0.5, retention_rate=0.3, tsp_layer=1))
+    mask = torch.tensor([[1], [0]])
+    read(model, cache, torch.tensor([[5], [6]]), mask)
+    assert loaded_from(cache, tmp_path).seen_lengths == (1, 0)
+    mask = torch.tensor([[1, 1, 0, 1], [0, 1, 0, 1]])
+    read(model, cache, torch.tensor([[5, 6, 7]] * 2), mask)
+    assert loaded_from(cache, tmp_path).seen_lengths == (3, 2)
+    cache.start_turn()
+    read(model, cache, torch.tensor([[5]] * 2), torch.cat([mask, mask[:, 1:2] * 0], dim=1))
+    assert loaded_from(cache, tmp_path).seen_lengths == (3, 2)
+
+
+def test_heads_that_get_nothing_of_their_layers_budget(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    selector = AdaptiveHeadSelector(retention_tokens=1, window_size=0, floor=0.0)
+    cache = PolicyCache(CachePolicy(LastQueryScorer(), selector, PassAllPropagation()))
+    read(model, cache, torch.tensor([random_tokens(0, 40)]), torch.ones(1, 40).long())
+    assert any(bool((layer.positions < 0).all(dim=2).any()) for layer in cache.layers)
+    loaded_from(cache, tmp_path)
+
+
+def test_a_sliding_window_that_leaves_nothing(tmp_path: Path) -> None:
+    model = windowed(("qwen3", 2, (2, 2), "sdpa", 0), (1, None))
+    ids, mask = left_padded([random_tokens(0, 12), random_tokens(1, 1)])
+    cache = PolicyCache(SnapKV(0.5))
+    read(model, cache, ids, mask)
+    assert cache.layers[0].positions.tolist() == [[[-1], [-1]], [[0], [0]]]
+    loaded_from(cache, tmp_path)
+    cache.batch_select_indices(torch.tensor([0]))
+    loaded_from(cache, tmp_path)
+
+
+@pytest.mark.parametrize("path", [None, 3, True, b"cache"])
+def test_what_is_no_path(model: PreTrainedModel, path: Any) -> None:
+    cache = held(model)
+    for use in (PolicyCache.load, cache.save):
+        with pytest.raises(TypeError, match=f"path must be a str or os.PathLike, got {path!r}"):
+            use(path)
+
+
+@pytest.mark.parametrize("name", list(registered("policy")))
+def test_every_policy_can_be_described_and_built_again(name: str) -> None:
+    policy: Any = registered("policy")[name]()
+    again = from_description(describe(policy))
+    assert again == policy
+    assert type(again) is type(policy)
+
+
+def test_a_description_that_fits_nothing() -> None:
+    with pytest.raises(ValueError, match="must be registered under kvpolicy.policies, got 'os:"):
+        from_description({"type": "os:system", "fields": {}})
+    with pytest.raises(ValueError, match="description must be that of a CachePolicy"):
+        from_description(describe(GQAGroupSelector()))
+    wrong = describe(SnapKV())
+    wrong["fields"]["selector"]["fields"]["colour"] = 3
+    with pytest.raises(ValueError, match="gqa_group must fit its fields"):
+        from_description(wrong)
