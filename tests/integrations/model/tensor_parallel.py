@@ -1,6 +1,7 @@
 """One process of a tensor-parallel model: the conversations of `test_tensor_parallel`.
 
-Run as ``python -m torch.distributed.run --nproc-per-node 2 -m tests.integrations.model.tensor_parallel
+Run as ``python -m torch.distributed.run --nproc-per-node 2 -m
+tests.integrations.model.tensor_parallel
 FOLDER``; every process writes what it saw to a file of its rank.
 """
 
