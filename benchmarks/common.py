@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from kvpolicy import CachePolicy, build
-from kvpolicy.evaluation import ModelShape
-from kvpolicy.evaluation.cost import estimate
+from kvpolicy.evaluation import ModelShape, estimate
 from kvpolicy.evaluation.results import check_folder, environment, write_all
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -19,8 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvpolicy import CachePolicy
-from kvpolicy.evaluation import Latencies, measure_latency, shape_of
-from kvpolicy.evaluation.cost import estimate
+from kvpolicy.evaluation import Latencies, estimate, measure_latency, shape_of
 from kvpolicy.evaluation.results import environment, write_all
 from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
 

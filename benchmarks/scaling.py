@@ -40,8 +40,7 @@ from benchmarks.fits import fits_of, table
 from benchmarks.memory import try_peak
 from benchmarks.pictures import draw, scaling_picture
 from benchmarks.turns import Turn, take_turn
-from kvpolicy.evaluation import shape_of
-from kvpolicy.evaluation.cost import estimate
+from kvpolicy.evaluation import estimate, shape_of
 from kvpolicy.policies import FullContext
 
 METHODS = (BASELINE, "snapkv", "fastkv", "gem_filter", "pyramid_infer")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvpolicy.evaluation import Phase, measure_latency
-from kvpolicy.evaluation.comparison.rows import latency
+from kvpolicy.evaluation.comparison import latency
 from kvpolicy.policies import FastKV, FullContext, SnapKV
 from tests.reference import random_tokens, tiny_model
 

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from kvpolicy import CachePolicy, KVSelector, LayerContext, build
-from kvpolicy.evaluation import ModelShape, shape_of
-from kvpolicy.evaluation.cost import estimate
+from kvpolicy.evaluation import ModelShape, estimate, shape_of
 from kvpolicy.evaluation.cost.shapes import PRESETS
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.evaluation import load_shape, shape_of
-from kvpolicy.evaluation.cost import estimate
+from kvpolicy.evaluation import estimate, load_shape, shape_of
 from kvpolicy.evaluation.cost.shapes import FAMILIES, PRESETS
 from kvpolicy.policies import FullContext
 

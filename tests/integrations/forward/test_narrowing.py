@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.forward.append import narrowing
-from kvpolicy.integrations.transformers.forward.append import prefill as acting
+from kvpolicy.integrations.transformers.forward import narrowing
+from kvpolicy.integrations.transformers.forward import prefill as acting
 from kvpolicy.integrations.transformers.forward.masks import Visibility
 from kvpolicy.policies import (
     AdaKV,
