@@ -1,12 +1,15 @@
 """Concrete scorers, selectors and propagation policies, and the named methods made of them."""
 
+from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.ada_kv import AdaKV
+from kvpolicy.policies.methods.eviction import EvictionMethod
 from kvpolicy.policies.methods.fastkv import FastKV
 from kvpolicy.policies.methods.full_context import FullContext
 from kvpolicy.policies.methods.gem_filter import GemFilter
 from kvpolicy.policies.methods.h2o import H2O
 from kvpolicy.policies.methods.key_diff import KeyDiff
 from kvpolicy.policies.methods.key_norm import KeyNorm
+from kvpolicy.policies.methods.method import Method
 from kvpolicy.policies.methods.pyramid_infer import PyramidInfer
 from kvpolicy.policies.methods.pyramid_kv import PyramidKV
 from kvpolicy.policies.methods.random import Random
@@ -37,6 +40,7 @@ __all__ = [
     "AccumulatedAttentionScorer",
     "AdaKV",
     "AdaptiveHeadSelector",
+    "EvictionMethod",
     "FastKV",
     "FullContext",
     "GQAGroupSelector",
@@ -49,6 +53,7 @@ __all__ = [
     "LastQueryProductScorer",
     "LastQueryScorer",
     "MaxScorer",
+    "Method",
     "PassAllPropagation",
     "PyramidInfer",
     "PyramidKV",
@@ -66,4 +71,5 @@ __all__ = [
     "ValueAwareScorer",
     "WeightedTailScorer",
     "WindowMaxPoolScorer",
+    "documented",
 ]
