@@ -23,7 +23,7 @@ class Method(CachePolicy):
     Example:
         >>> from kvpolicy.policies import SnapKV
         >>> SnapKV(window_size=4)
-        SnapKV(retention_rate=0.1, window_size=4, kernel_size=7, retention_tokens=None, protect=0)
+        SnapKV(retention_rate=0.1, window_size=4, retention_tokens=None, protect=0, kernel_size=7)
         >>> SnapKV(window_size=4).scorer
         WindowMaxPoolScorer(window_size=4, kernel_size=7)
     """
