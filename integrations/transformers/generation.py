@@ -142,7 +142,8 @@ def check_generation(
             f"PolicyCache, got {mode.value}, which Transformers no longer has itself"
         )
     chunked = config.prefill_chunk_size is not None
-    drops = bool(cache.policy.propagation.acting_layers(model.config.num_hidden_layers))
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    drops = bool(cache.policy.propagation.acting_layers(num_layers))
     if chunked and drops:
         raise UnsupportedGenerationError(
             f"prefill_chunk_size must be None where {cache.policy} drops tokens, got "
