@@ -123,9 +123,11 @@ class PolicyCache(Cache):  # type: ignore[misc]
             finally:
                 self._reader.abandon_forward()
             return
-        self.policy.check_model(parts.num_layers)
+        placed = self.policy.placed(parts.num_layers, parts.eligible)
+        placed.check_model(parts.num_layers)
         self._check_filled_by(parts)
         self._find_heads(parts)
+        self._reader.placed = placed
         self._reader.attachment = Attachment(self, self._reader, parts)
         self._thread = threading.current_thread()
         try:
