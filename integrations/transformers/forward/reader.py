@@ -42,6 +42,7 @@ from kvpolicy.integrations.transformers.forward.static_decoding import (
 )
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.attachment import Attachment
+from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
@@ -85,6 +86,7 @@ class Reader:
         layers: list[PolicyLayer],
     ) -> None:
         self.policy = policy
+        self.care = Care()
         self.placed = policy  # with the layers that it leaves open chosen for the model
         self.storage = storage
         self.max_new_tokens = max_new_tokens
@@ -283,6 +285,7 @@ class Reader:
             "implementation": implementation,
             "windows": parts.windows,
             "own_masks": made is not None,
+            "spares_masks": self.care.spares_masks,
         }
         if not acts:
             if ends:
@@ -328,7 +331,7 @@ class Reader:
         states = asked("output_hidden_states")
         keep_last = None if states else self._keep_last
         narrows = not (asked("output_attentions") or states or replaced)
-        return {"narrows": narrows, "keep_last": keep_last}
+        return {"narrows": narrows and self.care.narrows, "keep_last": keep_last}
 
     def _without_seen(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """A forward over the whole conversation as one over its new columns."""
