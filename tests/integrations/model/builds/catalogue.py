@@ -12,7 +12,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from tests.integrations.model.builds.shrink import WINDOW, shrunk
+from tests.integrations.model.builds.shrink import shrunk
+from tests.integrations.model.builds.sizes import WINDOW
 from tests.integrations.model.builds.weights import SCALE, fill
 
 # Types of which more than one kind of decoder is of interest: name -> (type, fields).

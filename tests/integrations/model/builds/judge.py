@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
+from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM, TokenSelectivePropagation
 from tests.integrations.model.builds.dense import UnjudgedError, dense_logits
-from tests.integrations.model.builds.shrink import FIRST_SPECIAL_ID, WINDOW
+from tests.integrations.model.builds.sizes import FIRST_SPECIAL_ID, WINDOW
 
 LENS = (47, 31)
 DECODED = 6
@@ -165,7 +165,7 @@ class Judge:
     def _like_own(self, rows: list[list[int]]) -> float | str:
         try:
             own = torch.stack(generate(self.model, rows).logits, dim=1)
-            store = PolicyCache(POLICIES["full_context"])
+            store = PolicyCache(FullContext())
             return apart(torch.stack(generate(self.model, rows, store).logits, dim=1), own)
         except Exception as error:
             return _shown(error)
@@ -198,7 +198,7 @@ class Judge:
             whole = ids + said
             want = dense_logits(self.model, whole, visible, tiled=self.tiled)[len(ids) - 1 :]
             worst = max(worst, apart(found[row], want))
-            if policy != POLICIES["full_context"]:
+            if policy != FullContext():
                 everything = dense_logits(self.model, whole)[len(ids) - 1 :]
                 effect = max(effect, apart(everything, want))
         self.verdict.effect = max(self.verdict.effect, effect)
@@ -210,8 +210,8 @@ class Judge:
     def _off_itself(self) -> str:
         """Where the model's own cache gives something else than its dense attention."""
         return "".join(
-            f"; {batch}: its own cache is off its dense attention by {self.verdict.own[batch]:.1e}, "
-            f"the library off its own cache by {_number(found)}"
+            f"; {batch}: its own cache is off its dense attention by "
+            f"{_number(self.verdict.own[batch])}, the library off its own cache by {_number(found)}"
             for batch, found in self.verdict.like_own.items()
         )
 
@@ -276,7 +276,7 @@ def _unspent(store: PolicyCache, effect: float) -> str:
 
 def _variants(policy: CachePolicy) -> Iterator[CachePolicy]:
     yield policy
-    if policy is POLICIES["fastkv"]:
+    if isinstance(policy.propagation, TokenSelectivePropagation):
         for layer in (0, 2, 1):
             yield FastKV(tsp_layer=layer, tsp_rate=0.5, retention_rate=0.3, window_size=4)
 
