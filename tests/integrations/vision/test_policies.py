@@ -97,9 +97,7 @@ def test_under_its_own_choices_it_is_dense_attention(
             [turn.kept[index] for turn in talk.turns if turn.kept is not None],
             [turn.passed[index] for turn in talk.turns if turn.passed is not None],
         )
-        _, logits = by_reference(
-            FAMILIES[name], model_of(name, "eager"), talk.rows[index], chosen
-        )
+        _, logits = by_reference(FAMILIES[name], model_of(name, "eager"), talk.rows[index], chosen)
         for turn, expected in zip(talk.turns, logits, strict=True):
             difference = (turn.logits[index] - expected).abs().max()
             assert difference <= TOLERANCE, f"logits differ by {difference}"
