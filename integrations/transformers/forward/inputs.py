@@ -126,9 +126,12 @@ def span_of(arguments: dict[str, Any], seen: int, start: int, stop: int) -> dict
         stop: The column after the last.
     """
     arguments = dict(arguments)
+    own_rows = (slice(None), slice(start, stop))
     for name in {"input_ids", "inputs_embeds", "position_ids"} & arguments.keys():
         if arguments[name] is not None:
-            arguments[name] = arguments[name][:, start:stop]
+            # Position ids may have axes before that of the rows.
+            own = (..., slice(start, stop))
+            arguments[name] = arguments[name][own if name == "position_ids" else own_rows]
     if isinstance(arguments.get("attention_mask"), Tensor):
         arguments["attention_mask"] = arguments["attention_mask"][:, : seen + stop]
     return arguments
@@ -219,16 +222,24 @@ def _reordered(arguments: dict[str, Any], order: Tensor, seen: int) -> dict[str,
     arguments = dict(arguments)
     for name in {"input_ids", "inputs_embeds", "position_ids"} & arguments.keys():
         if arguments[name] is not None:
-            arguments[name] = take_columns(arguments[name], order)
+            axis = arguments[name].ndim - 1 if name == "position_ids" else 1
+            arguments[name] = take_columns(arguments[name], order, axis)
     mask = arguments["attention_mask"]
     new = mask[:, seen:].gather(1, order.to(mask.device))
     arguments["attention_mask"] = torch.cat([mask[:, :seen], new], dim=1)
     return arguments
 
 
-def take_columns(value: Tensor, columns: Tensor) -> Tensor:
-    """Take columns ``[batch, count]`` of a tensor ``[batch or 1, len, ...]``; -1 counts as 0."""
+def take_columns(value: Tensor, columns: Tensor, axis: int = 1) -> Tensor:
+    """Take some of what a tensor holds for each token of each row.
+
+    Args:
+        value: ``[..., batch or 1, len, ...]``.
+        columns: ``[batch, count]`` int64; -1 counts as 0.
+        axis: That of the tokens, behind that of the rows.
+    """
     index = columns.clamp(min=0).to(value.device)
-    value = value.expand(index.shape[0], *value.shape[1:])
-    index = index.view(*index.shape, *[1] * (value.ndim - 2))
-    return value.gather(1, index.expand(-1, -1, *value.shape[2:]))
+    before, after = value.shape[: axis - 1], value.shape[axis + 1 :]
+    value = value.expand(*before, index.shape[0], -1, *after)
+    index = index.view(*[1] * len(before), *index.shape, *[1] * len(after))
+    return value.gather(axis, index.expand(*before, -1, -1, *after))

@@ -14,18 +14,48 @@ import inspect
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
+import attrs
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.integrations.transformers.forward.append import Forward, Scores
 
 ROUTED = "kvpolicy_routed"
 
+Attend = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@attrs.frozen
+class Scores:
+    """How an attention function makes scores of products; see `LayerContext`."""
+
+    scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class Observer(Protocol):
+    """A forward that wants to see the queries of a layer whose keys it has handed out."""
+
+    def waits_for_queries(self, keys: Tensor | None = None) -> bool:
+        """Whether an attention function is still to come; if given, the one for ``keys``."""
+
+    def before_attention(self, index: int, queries: Tensor, scores: Scores) -> None:
+        """The layer's queries are known, its attention is not computed yet."""
+
+    def attend(
+        self, attend: Attend, module: nn.Module, query: Tensor, *others: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call the module's attention function."""
+
+    def observe(self, index: int, queries: Tensor, scores: Scores) -> None:
+        """The layer has attended."""
+
+
 # The forward whose keys went to an attention module of this thread, and the layer's index.
-waiting: ContextVar[tuple[Forward, int] | None] = ContextVar("kvpolicy_waiting", default=None)
+waiting: ContextVar[tuple[Observer, int] | None] = ContextVar("kvpolicy_waiting", default=None)
 
 # Whether this thread is inside of an attention function.
 _inside: ContextVar[bool] = ContextVar("kvpolicy_inside", default=False)
@@ -131,12 +161,12 @@ def _attention(
     return output
 
 
-def _own_function(attention: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _own_function(attention: Any) -> Attend:
     """The function the module would call, found the way its own code finds it."""
     interface, default = _functions(type(attention).forward)
     config = attention.config
     name = (config.original if isinstance(config, RoutedConfig) else config)._attn_implementation
-    function: Callable[..., tuple[Tensor, Tensor | None]] = interface.get_interface(name, default)
+    function: Attend = interface.get_interface(name, default)
     return function
 
 
