@@ -13,7 +13,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .selection import budget, head_mean, margin, max_pool, sinks_and_recent, window_and_highest
+from .selection import (
+    budget,
+    head_mean,
+    highest,
+    margin,
+    max_pool,
+    sinks_and_recent,
+    window_and_highest,
+)
 
 
 @dataclass(frozen=True)
@@ -185,6 +193,8 @@ class SnapKV:
         count = budget(
             self.tsp_rate, self.tsp_tokens, seen=layer.end, available=new, protected=new - before
         )
+        if count == new:
+            return VisionChoice(kept, None, min(gaps))
         chosen = window_and_highest(scores, new, count)
         gaps.append(margin(scores, chosen))
         return VisionChoice(kept, [layer.new[i] for i in chosen], min(gaps))
@@ -194,6 +204,34 @@ class SnapKV:
         observed = layer.attention[head, -self.window :, list(held)].to(torch.float64)
         sums = observed.sum(dim=0)[: max(0, len(held) - self.window)]
         return max_pool(sums.tolist(), self.kernel)
+
+
+@dataclass(frozen=True)
+class VisualTokens:
+    """Everything is kept; after some layers part of the images' tokens go on, with all others.
+
+    Attributes:
+        images: positions of the tokens of images.
+        stages: by layer the fraction that goes on of those that are new there.
+        observers: last queries whose attention is summed; None for all of the prompt's.
+    """
+
+    images: frozenset[int]
+    stages: Mapping[int, float]
+    observers: int | None = None
+
+    def choose(self, prompt: int, layer: LayerSeen) -> VisionChoice:
+        kept = layer.in_window() or layer.held
+        competing = [at for at in layer.new if at in self.images and at != layer.new[-1]]
+        if layer.layer_idx not in self.stages or not competing:
+            return VisionChoice(kept)
+        first = 0 if self.observers is None else len(layer.new) - self.observers
+        observed = layer.attention[:, first:].to(torch.float64).sum(dim=1)
+        scores = head_mean(observed[:, competing].tolist())
+        chosen = highest(scores, int(len(competing) * self.stages[layer.layer_idx]))
+        going = {competing[i] for i in chosen}
+        passed = [at for at in layer.new if at in going or at not in competing]
+        return VisionChoice(kept, passed, margin(scores, chosen))
 
 
 @dataclass

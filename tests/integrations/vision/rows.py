@@ -7,11 +7,14 @@ from transformers import PreTrainedModel
 from .models import FAMILIES
 from .prompts import Part, Picture, words
 
+# Where 1 gives a choice that is a near tie.
+SEEDS = {"gemma3": 2, "internvl": 2}
+
 
 @cache
 def model_of(name: str, implementation: str = "sdpa") -> PreTrainedModel:
     """The family's model, always with the same weights."""
-    return FAMILIES[name].build(seed=1, attn_implementation=implementation)
+    return FAMILIES[name].build(SEEDS.get(name, 1), attn_implementation=implementation)
 
 
 def first_parts(name: str) -> list[Part]:

@@ -8,13 +8,22 @@ from transformers import DynamicCache
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import FastKV, FullContext, StreamingLLM
+from kvpolicy.policies import (
+    FastKV,
+    FastV,
+    FullContext,
+    KeepAllSelector,
+    LastQueryScorer,
+    StagedPropagation,
+    StreamingLLM,
+    VisualTokenPropagation,
+)
 from kvpolicy.policies import SnapKV as SnapKVPolicy
-from tests.reference.vision import Observed, SnapKV, VisionMethod
+from tests.reference.vision import Observed, SnapKV, VisionMethod, VisualTokens
 from tests.reference.vision import StreamingLLM as SlowStreamingLLM
 
 from .conversation import Talk, by_reference, converse
-from .models import FAMILIES
+from .models import FAMILIES, IMAGE
 from .prompts import model_inputs, tokens_of
 from .rows import model_of, prompts_of
 
@@ -117,6 +126,30 @@ def test_it_chooses_as_the_slow_reference(name: str, rows: tuple[int, ...], meth
     talk = talk_of(name, rows, method)
     for index in range(len(rows)):
         assert_same(name, talk, index, both(name, method)[1])
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=ROW_NAMES)
+@pytest.mark.parametrize(
+    "name", [each for each, family in FAMILIES.items() if family.both_ways == "nothing"]
+)
+@pytest.mark.parametrize("method", ["fastv", "pyramid_drop"])
+def test_only_tokens_of_images_are_dropped(method: str, name: str, rows: tuple[int, ...]) -> None:
+    """By the kinds of tokens that the policy is shown, in both turns."""
+    family = FAMILIES[name]
+    stages = {1: 0.5} if method == "fastv" else {0: 0.5, 2: 0.5}
+    policy: CachePolicy = FastV(visual_rate=0.5)
+    if method == "pyramid_drop":
+        parts = [VisualTokenPropagation(layer, rate) for layer, rate in stages.items()]
+        policy = CachePolicy(LastQueryScorer(), KeepAllSelector(), StagedPropagation(parts))
+    prompts = prompts_of(name, rows, turns=2)
+    talk = converse(family, model_of(name), PolicyCache(policy), prompts)
+    for index in range(len(rows)):
+        tokens = [token for part in talk.rows[index] for token in tokens_of(family, part)]
+        images = frozenset(at for at, token in enumerate(tokens) if token == IMAGE)
+        observers = None if method == "fastv" else 1
+        assert_same(name, talk, index, VisualTokens(images, stages, observers))
+        assert talk.turns[0].passed is not None
+        assert set(talk.turns[0].passed[index]) == set(stages)
 
 
 @pytest.mark.parametrize("method", METHODS)
