@@ -107,17 +107,17 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
     def run(data: st.DataObject, context: LayerContext, more: int) -> None:
         saliency = data.draw(saliencies(context))
         before = snapshot(context, saliency)
+        rows = [context.batch, context.kv_heads]
+        protected = component.protected(context)
+        name = "protected [batch, kv_heads, key_len]"
+        check_tensor(name, protected, torch.bool, [*rows, context.key_len])
         kept = component.select(saliency, context)
         require(snapshot(context, saliency) == before, "select must not modify its arguments")
-        rows = [context.batch, context.kv_heads]
         check_tensor("kept [batch, kv_heads, kept_len]", kept, torch.int64, [*rows, None])
         longer = attrs.evolve(context, seen_len=tuple(n + more for n in context.seen_len))
         kept_of_more = (larger or component).select(
             saliency, longer if component.budget else context
         )
-        protected = component.protected(context)
-        name = "protected [batch, kv_heads, key_len]"
-        check_tensor(name, protected, torch.bool, [*rows, context.key_len])
         for row in range(context.batch):
             for head in range(context.kv_heads):
                 check_protected(component, protected[row, head], context.positions[row, head])
@@ -169,15 +169,15 @@ def check_propagation(component: PropagationPolicy) -> None:
         saliency = (data.draw(saliencies(context)) * (1 << 20)).round()
         context = _at_acting_layer(component, context, data)
         before = snapshot(context, saliency)
+        protected = component.protected(context)
+        name = "protected [batch, new_len]"
+        check_tensor(name, protected, torch.bool, [context.batch, context.new_len])
         passed = component.propagate(saliency, context)
         require(snapshot(context, saliency) == before, "propagate must not modify its arguments")
         if passed is not None:
             rows = [context.batch, None]
             check_tensor("passed_on [batch, passed_len]", passed, torch.int64, rows)
         check_passed_in_shares(component, context, saliency, passed)
-        protected = component.protected(context)
-        name = "protected [batch, new_len]"
-        check_tensor(name, protected, torch.bool, [context.batch, context.new_len])
         if passed is None:
             _require_all_fit(component, context)
             return
