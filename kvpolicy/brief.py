@@ -89,7 +89,8 @@ def arguments_of(factory: type, parts: Iterable[object]) -> dict[str, Any] | Non
 
 
 def _field_names(part: object) -> set[str]:
-    return {each.name for each in attrs.fields(type(part))} if attrs.has(type(part)) else set()
+    kind = type(part)
+    return {each.name for each in attrs.fields(kind)} if attrs.has(kind) else set()
 
 
 def _same(value: object, default: object) -> bool:

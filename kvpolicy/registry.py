@@ -74,7 +74,8 @@ def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
 @functools.cache
 def _warn_of(entry: EntryPoint, reason: str) -> None:
     """Warn of a broken entry, the first time that it is met."""
-    package = f" of {entry.dist.name}" if getattr(entry, "dist", None) else ""
+    dist = getattr(entry, "dist", None)
+    package = f" of {dist.name}" if dist else ""
     warnings.warn(
         f"entry {entry.name} = {getattr(entry, 'value', '?')!r}{package} in {GROUP} is left out, "
         f"since it does not build a policy or part: {reason}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -90,7 +91,7 @@ def _methods(
             merged = {**_retention(rate, tokens, known), **further}
             if "tsp_tokens" in further and "tsp_rate" not in further:
                 merged.pop("tsp_rate", None)
-            policy = _built(lambda name=name, merged=merged: build_policy(name, **merged))
+            policy = _built(functools.partial(build_policy, name, **merged))
             found.append(Variant(name, policy, rate, merged, tokens))
     return found
 
@@ -116,7 +117,7 @@ def _compositions(options: PolicyOptions, rates: Sequence[float | None]) -> list
     found = []
     for rate, tokens in _retentions(options, rates, known):
         shared = {**_retention(rate, tokens, known), **options.parameters}
-        policy = _built(lambda shared=shared: _compose(parts, told, shared, options))
+        policy = _built(functools.partial(_compose, parts, told, shared, options))
         described = {kind: str(getattr(policy, kind)) for kind in PARTS}
         found.append(Variant(COMPOSITION, policy, rate, described, tokens))
     return found
