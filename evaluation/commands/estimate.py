@@ -94,7 +94,7 @@ def estimate(
     chosen = chosen_variants(options, PAPER_RATES)
     shape = load_shape(config)
     found = [count(each.policy, shape, context, dtype=DTYPES[dtype]) for each in chosen]
-    notes = notes_of(shape, context, chosen)
+    notes = notes_of(shape, context, [_placed(each, shape) for each in chosen])
     console = Console(highlight=False, markup=False)
     console.print(headline(shape, context, dtype), style="dim", soft_wrap=True)
     console.print()
@@ -181,6 +181,11 @@ def notes_of(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list
     most = f"; it costs most where all queries are asked for: {', '.join(readers)}"
     notes.append(f"Scoring is not counted{most if readers else ''}.")
     return notes
+
+
+def _placed(variant: Variant, shape: ModelShape) -> Variant:
+    """The same, with the layers that the policy leaves open chosen for the model."""
+    return attrs.evolve(variant, policy=variant.policy.placed(shape.num_layers, shape.eligible))
 
 
 def _window_notes(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list[str]:

@@ -140,6 +140,7 @@ def estimate(
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
     check_count("context_len", context_len, minimum=1)
+    policy = policy.placed(shape.num_layers, shape.eligible)
     policy.check_model(shape.num_layers)
     reached = policy.propagation.layer_rates(shape.num_layers, context_len)
     kept = policy.selector.kept_rates(shape.num_layers, context_len)

@@ -80,6 +80,12 @@ class ModelShape:
         return self.windows[layer_idx] if self.windows else None
 
     @property
+    def eligible(self) -> list[int]:
+        """Layers after which tokens may be dropped whatever the context; all if none sees all."""
+        seeing = [index for index in range(self.num_layers) if self.window_of(index) is None]
+        return seeing or list(range(self.num_layers))
+
+    @property
     def projection_weights(self) -> int:
         """Weights that make a layer's queries, keys and values."""
         return self.hidden_size * self.head_dim * (self.query_heads + 2 * self.kv_heads)

@@ -12,7 +12,13 @@ from torch import Tensor
 from kvpolicy.budgets import Budget
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, PropagationPolicy
-from kvpolicy.testing.declared import check_acting_layers, check_passes, check_rates, require
+from kvpolicy.testing.declared import (
+    check_acting_layers,
+    check_passes,
+    check_placed,
+    check_rates,
+    require,
+)
 
 
 def snapshot(context: LayerContext, *more: Tensor) -> list[object]:
@@ -112,6 +118,7 @@ def check_layers(component: PropagationPolicy, num_layers: int) -> None:
     rates = component.layer_rates(num_layers, context_len=1000)
     check_rates("layer_rates", rates, num_layers)
     check_passes(component, num_layers)
+    check_placed(component, num_layers)
     if component.budget is None:
         return
     passed = component.budget.count(seen_len=1000, available=1000, protected=0)

@@ -77,6 +77,24 @@ def check_acting_layers(acting: object, num_layers: int) -> None:
     )
 
 
+def check_placed(propagation: PropagationPolicy, num_layers: int) -> None:
+    """Check that ``placed`` returns a propagation policy: itself, where every layer is eligible.
+
+    Raises:
+        AssertionError: It does not.
+    """
+    for eligible in (list(range(num_layers)), list(range(1, num_layers, 2))):
+        placed: object = propagation.placed(num_layers, eligible)
+        require(
+            isinstance(placed, PropagationPolicy),
+            f"placed must return a PropagationPolicy, got {placed!r}",
+        )
+        require(
+            placed == propagation or len(eligible) < num_layers,
+            f"placed must change nothing where every layer is eligible, got {placed!r}",
+        )
+
+
 def check_rates(name: str, rates: object, num_layers: int, *, zero: bool = False) -> None:
     """Check that a list of fractions is returned, one for each layer.
 

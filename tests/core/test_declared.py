@@ -120,6 +120,8 @@ def test_methods_of_a_selector(name: str, returns: Any, message: str) -> None:
         ("prefill_passes", lambda found: found * 2, "prefill_passes must hold 1 pass"),
         ("prefill_passes", lambda found: (tuple(found[0]),), "prefill_passes must return a list"),
         ("prefill_passes", lambda found: ([0.5] * 8,), "prefill_passes must end with layer_rates"),
+        ("placed", lambda found: None, "placed must return a PropagationPolicy, got None"),
+        ("placed", lambda found: TokenSelectivePropagation(1), "placed must change nothing where"),
         ("propagate", lambda found: [[0]], "passed_on .* must be a tensor"),
         ("propagate", lambda found: torch.ones(1, 1), "passed_on .* must be torch.int64"),
         ("propagate", lambda found: torch.ones(7).long(), "passed_on .* must be of shape"),

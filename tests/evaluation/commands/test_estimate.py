@@ -142,3 +142,20 @@ def test_the_documented_output_is_the_commands(run: Run) -> None:
     status, out, _ = run(*shown[1].replace("\\\n", " ").split())
     assert status == 0
     assert [line.rstrip() for line in out.splitlines()] == shown[2].splitlines()
+
+
+def test_notes_on_sliding_windows(run: Run) -> None:
+    """The default layer is the nearest that sees all; what cannot be is said."""
+    shape = ("--config", "google/gemma-3-27b-it", "-r", 0.1)
+    told = ("-p", "fastkv,gem_filter,pyramid_infer")
+    said = " ".join(run(*shape, "--context", 32768, *told)[1].split())
+    assert "52 of 62 layers have a sliding window of 1,024 tokens and keep that" in said
+    assert "fastkv drops tokens after layer 29 of 0 to 61." in said
+    assert "gem_filter restarts, which PolicyCache refuses beyond a sliding window." in said
+    assert "pyramid_infer drops tokens after layers with a sliding window, which" in said
+    assert "fastkv drops tokens after layers" not in said
+    told = ("-p", "fastkv", "--set", "tsp_layer=30")
+    said = " ".join(run(*shape, "--context", 32768, *told)[1].split())
+    assert "fastkv drops tokens after layers with a sliding window" in said
+    assert "layers that see all: 5, 11, 17, 23, 29, 35, 41, 47, 53, 59." in said
+    assert "sliding window" not in run(*shape, "--context", 1024, *told)[1]
