@@ -28,7 +28,8 @@ def describe(part: Part) -> Description:
         >>> describe(GQAGroupSelector(retention_tokens=64, window_size=4))["type"]
         'gqa_group'
     """
-    names = {factory: name for name, factory in registered().items()}
+    # Only classes are looked up, and another callable need not have a hash.
+    names = {each: name for name, each in registered().items() if isinstance(each, type)}
     described: Description = _described(part, names)
     return described
 
