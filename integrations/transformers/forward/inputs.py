@@ -27,6 +27,7 @@ class Incoming:
             keep their places.
         positions: ``[batch, new_len]`` int64, -1 on padding; None where they follow those seen.
         skipped: See `SeenTokens.extended`.
+        kinds: ``[batch, new_len]`` int8, the `TokenKind` of each column; None where all are text.
     """
 
     arguments: dict[str, Any]
@@ -38,6 +39,7 @@ class Incoming:
     order: Tensor | None = None
     positions: Tensor | None = None
     skipped: Tensor | None = None
+    kinds: Tensor | None = None
 
 
 def read_inputs(

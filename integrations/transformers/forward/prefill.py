@@ -210,13 +210,15 @@ class ActingForward(Forward):
         assert self._pending is not None
         keys, values = self._pending
         shown, new_valid = self._observed(index, queries)
+        positions = self._positions(self.layers[index], keys.shape[1], keys.device)
         return LayerContext(
             layer_idx=index,
             num_layers=len(self.layers),
             queries=shown,
             keys=keys,
             values=values,
-            positions=self._positions(self.layers[index], keys.shape[1], keys.device),
+            positions=positions,
+            kinds=self.tokens.kinds_at(positions),
             new_valid=new_valid.to(keys.device),
             seen_len=self._seen_len,
             scaling=scores.scaling,

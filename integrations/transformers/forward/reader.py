@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,6 +111,7 @@ class Reader:
         # The mask that the outer model was called with, where the decoder gets another.
         self._outer_mask: Any = None
         self._outer_called = False
+        self._new_kinds: Tensor | None = None
 
     def start_turn(self, prompt_len: int | None = None) -> None:
         """Let the policy act on the next forward: a new turn begins in a hand-written loop.
@@ -170,11 +171,19 @@ class Reader:
         """
         self._take_thread()
         self.abandon_forward()  # torch tells hooks of no failure by Ctrl-C
-        self._outer_called, self._outer_mask = False, None
+        self._outer_called, self._outer_mask, self._new_kinds = False, None, None
         self._keep_last, self._before_call = keep_last, self._snapshot()
 
-    def note_mask(self, mask: Any) -> None:
-        """Take note of the mask with which a module around the decoder was called."""
+    def note_call(self, arguments: Mapping[str, Any], kinds: Tensor | None) -> None:
+        """Take note of a call of a module around the decoder.
+
+        Args:
+            arguments: By name.
+            kinds: ``[batch, new_len]`` int8, the `TokenKind` of its tokens; None where it is not
+                known.
+        """
+        mask = arguments.get("attention_mask")
+        self._new_kinds = self._new_kinds if kinds is None else kinds
         if not self._outer_called or (isinstance(mask, Tensor) and mask.ndim == 2):
             self._outer_called, self._outer_mask = True, mask
 
@@ -264,7 +273,8 @@ class Reader:
                 f"a prompt must come in one forward where {self.placed} drops tokens, got a chunk "
                 "of it; leave prefill_chunk_size at None"
             )
-        made, arguments = self._masks_made_outside(arguments)
+        made = arguments.get("attention_mask")
+        outside, arguments = self._masks_made_outside(arguments)
         features = AddedFeatures.of(arguments) if acts else None
         incoming = read_inputs(
             arguments if features is None else features.without(arguments),
@@ -273,18 +283,23 @@ class Reader:
             starts=starts and self.chunks is None,
             ends=ends,
         )
+        if incoming.tokens.padded or incoming.padded:
+            parts.check_padding(self.care)
+        kinds, self._new_kinds = self._new_kinds, None
+        if kinds is not None and kinds.shape == incoming.columns.shape:
+            incoming = attrs.evolve(incoming, kinds=kinds)
         if features is not None and incoming.order is not None:
             features = features.taken(incoming.order)
         if starts:
             lengths = incoming.tokens.lengths + incoming.new_valid.sum(dim=1)
             parts.check_policy(self.placed, int(lengths.max()))
-        if made is not None:
+        if outside:
             taken = {**incoming.arguments, "attention_mask": made}
             incoming = attrs.evolve(incoming, arguments=taken)
         kind: dict[str, Any] = {
             "implementation": implementation,
             "windows": parts.windows,
-            "own_masks": made is not None,
+            "own_masks": outside,
             "spares_masks": self.care.spares_masks,
         }
         if not acts:
@@ -309,15 +324,18 @@ class Reader:
         forward.propagated.update(propagated)
         return forward, incoming.arguments
 
-    def _masks_made_outside(self, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Masks that a model around the decoder has made; the arguments with its own mask."""
+    def _masks_made_outside(self, arguments: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+        """Whether a model around the decoder makes the masks; the arguments with its own mask."""
         made, outer = arguments.get("attention_mask"), self._outer_mask
-        called, self._outer_called, self._outer_mask = self._outer_called, False, None
-        plain = made is None or (isinstance(made, Tensor) and made.ndim == 2)
-        other = outer is None or (isinstance(outer, Tensor) and outer.ndim == 2)
-        if plain or not called or not other:
-            return None, arguments
-        return made, {**arguments, "attention_mask": outer}
+        self._outer_mask = None
+        if not isinstance(outer, Tensor) or outer.ndim != 2:
+            # Without padding a call may have no mask.
+            outside = self._outer_called and outer is None and not _is_plain(made)
+        else:
+            # What is left of padding may be such that a mask made of it would be none.
+            outside = made is None or not _is_plain(made)
+        self._outer_called = False
+        return outside, {**arguments, "attention_mask": outer} if outside else arguments
 
     def _narrowing(self, arguments: dict[str, Any], parts: ModelParts) -> dict[str, Any]:
         """Whether layers may be run for some tokens only, and whether the last one for the last."""
@@ -526,6 +544,7 @@ class Reader:
             "_before_call": None,
             "_thread": None,
             "_outer_mask": None,
+            "_new_kinds": None,
         }
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -544,3 +563,8 @@ class Reader:
         if self._forward.waits_for_queries():
             routing.waiting.set((self._forward, index))
         return keys, values
+
+
+def _is_plain(mask: Any) -> bool:
+    """Whether a mask is none, or one ``[batch, columns]`` of tokens and padding."""
+    return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)

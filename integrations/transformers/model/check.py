@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.dense import dense_outputs, visible_to
 from kvpolicy.integrations.transformers.model.parts import ModelParts
@@ -60,7 +60,13 @@ class Finding:
 
 
 # What is tried, in this order.
-CARES = (Care(), Care(narrows=False), Care(narrows=False, spares_masks=False))
+CARES = (
+    Care(),
+    Care(narrows=False),
+    Care(narrows=False, spares_masks=False),
+    Care(pads=False),
+    Care(narrows=False, pads=False),
+)
 
 
 @attrs.frozen
@@ -169,8 +175,19 @@ def _found(model: nn.Module, parts: ModelParts, cache: Any) -> Finding:
 
 
 def _compared(model: nn.Module, parts: ModelParts, cache: Any) -> Finding:
-    rows = _rows(parts)
-    found, said = _read(model, parts, cache, rows)
+    care = _checking.get()
+    rows = _rows(parts) if care is None or care.pads else _rows(parts)[:1]
+    try:
+        found, said = _read(model, cache, rows)
+    except (UnsupportedModelError, UnsupportedGenerationError):
+        raise
+    except Exception:
+        # Some models generate from images only; their decoder reads text.
+        if model is parts.decoder or _reads_text(model, rows[0]):
+            raise
+        model = parts.decoder
+        cache.reset()
+        found, said = _read(model, cache, rows)
     worst = Finding()
     for row, ids in enumerate(rows):
         whole = torch.cat([ids, said[row, :-1]])
@@ -214,9 +231,15 @@ def _rows(parts: ModelParts) -> list[Tensor]:
     return [plain[each].to(device) for each in drawn]
 
 
-def _read(
-    model: nn.Module, parts: ModelParts, cache: Any, rows: list[Tensor]
-) -> tuple[Tensor, Tensor]:
+def _reads_text(model: Any, row: Tensor) -> bool:
+    try:
+        model.generate(row[None], max_new_tokens=1, do_sample=False)
+    except Exception:  # whatever it may be
+        return False
+    return True
+
+
+def _read(model: nn.Module, cache: Any, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Logits ``[batch, 1 + DECODED, vocab]`` and tokens decoded ``[batch, 1 + DECODED]``."""
     longest = max(map(len, rows))
     ids = torch.stack([torch.cat([row.new_zeros(longest - len(row)), row]) for row in rows])

@@ -75,6 +75,8 @@ def _check_tokens(tensors: Mapping[str, Tensor], *, padded: bool) -> Tensor:
             f"tokens.lengths must be the numbers of valid tokens, {valid.sum(dim=1).tolist()}, "
             f"got {lengths.tolist()}"
         )
+    if "tokens.kinds" in tensors:
+        _check_tensor("tokens.kinds", tensors["tokens.kinds"], torch.int8, *valid.shape)
     appended = tensors["tokens.appended"]
     _check_appended(appended, valid)
     acted = _acted(lengths, appended)

@@ -85,7 +85,7 @@ class SavedCache:
             assert positions is not None
             found[f"layers.{index}.keys"], found[f"layers.{index}.values"] = held.read()
             found[f"layers.{index}.positions"] = positions
-        for name in ("valid", "lengths", "appended", "skipped"):
+        for name in ("valid", "lengths", "appended", "skipped", "kinds"):
             if getattr(self.tokens, name) is not None:
                 found[f"tokens.{name}"] = getattr(self.tokens, name)
         for index, positions in self.propagated.items():
@@ -206,6 +206,7 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
         appended=tensors["tokens.appended"],
         padded=json.loads(metadata["padded"]),
         skipped=tensors.get("tokens.skipped"),
+        kinds=tensors.get("tokens.kinds"),
     )
     layers = []
     for index, query_heads in enumerate(json.loads(metadata["query_heads"])):
