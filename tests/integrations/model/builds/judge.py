@@ -171,21 +171,26 @@ class Judge:
             return _shown(error)
 
     def _outcome(self, policy: CachePolicy, rows: list[list[int]]) -> str:
-        refusals: dict[str, str] = {}
+        outcome = ""
         for candidate in _variants(policy):
-            with _counting(self.model) as calls:
-                try:
-                    return self._held_against_dense(candidate, rows)
-                except UnsupportedModelError as error:
-                    late = "late: " if calls else "refused: "
-                    refusals[late + str(error)] = str(error)
-                    if "must see the whole context" not in str(error):
-                        break
-                except UnjudgedError as error:
-                    return f"unjudged: {error}"
-                except Exception as error:
-                    return f"error: {_shown(error)}"
-        return next(iter(refusals))
+            tried = self._tried(candidate, rows)
+            if tried.startswith("late"):  # unless it is known by now what a self-check has found
+                tried = self._tried(candidate, rows)
+            outcome = outcome or tried
+            if "must see the whole context" not in tried:
+                return tried
+        return outcome
+
+    def _tried(self, policy: CachePolicy, rows: list[list[int]]) -> str:
+        with _counting(self.model) as calls:
+            try:
+                return self._held_against_dense(policy, rows)
+            except UnsupportedModelError as error:
+                return f"{'late' if calls else 'refused'}: {error}"
+            except UnjudgedError as error:
+                return f"unjudged: {error}"
+            except Exception as error:
+                return f"error: {_shown(error)}"
 
     def _held_against_dense(self, policy: CachePolicy, rows: list[list[int]]) -> str:
         store = PolicyCache(policy)

@@ -3,7 +3,6 @@
 `make families` judges every decoder of the installed Transformers.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from tests.integrations.model.builds import judge
 from tests.integrations.model.builds.catalogue import NOT_BUILT, builds
 from tests.integrations.model.builds.dense import Seen
 from tests.integrations.model.builds.judge import Judge
-from tests.integrations.model.builds.run import beyond_lists
 from tests.integrations.model.builds.sizes import LAYERS
 
 BUILDS = builds()
@@ -32,12 +30,6 @@ RIGHT = (
 )
 # Not to be applied to, or right: never wrong, and never an exception of another kind.
 SAFE = ("deepseek_v3", "falcon_alibi", "gpt2", "jamba", "llama4_text", "mamba")
-
-
-@pytest.fixture(autouse=True)
-def _whatever_the_lists_say() -> Iterator[None]:
-    with beyond_lists(accepted=True, refused=False):
-        yield
 
 
 @pytest.mark.parametrize("name", RIGHT)
