@@ -9,11 +9,15 @@ KVPRESS := .venv-kvpress
 ARGS ?=
 FUZZ_MINUTES ?= 10
 
-.PHONY: compare test lint typecheck check thorough fuzz oldest bench bench-scaling bench-decode bench-gpu \
-	bench-prefill bench-kvpress format clean
+.PHONY: compare compare-thorough test lint typecheck check thorough fuzz oldest bench pictures bench-scaling \
+	bench-decode bench-gpu bench-prefill bench-kvpress format clean
 
 compare: $(VENV)/installed
 	$(BIN)/kvpolicy compare --out results/compare $(ARGS)
+
+# What docs/results.md reports, with ARGS='--sweep --sweep-rates'.
+compare-thorough: $(VENV)/installed
+	$(BIN)/kvpolicy compare --thorough --out results/compare-thorough $(ARGS)
 
 test: lint typecheck check oldest
 
@@ -56,6 +60,11 @@ oldest: $(OLDEST)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/methods.py $(ARGS)
+
+# The pictures again, from the numbers that are there.
+pictures: $(VENV)/installed
+	$(BIN)/python benchmarks/needle.py
+	$(BIN)/python benchmarks/methods.py --show benchmarks/results/methods.json
 
 bench-scaling: $(VENV)/installed
 	$(BIN)/python benchmarks/scaling.py $(ARGS)
