@@ -26,7 +26,7 @@ ThreadsOption = Annotated[
     typer.Option(
         min=1,
         metavar="N",
-        help="CPU threads; default: OMP_NUM_THREADS, or all processors, at most 4.",
+        help="CPU threads; default: OMP_NUM_THREADS, or idle processors, at most 4.",
     ),
 ]
 
