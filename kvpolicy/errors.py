@@ -3,6 +3,10 @@
 Every message names the argument, what it must be, what came and, where there is one, the remedy.
 """
 
+from __future__ import annotations
+
+import threading
+
 
 class KVPolicyError(ValueError):
     """Base of the package's own errors: catch it to catch them all."""
@@ -18,6 +22,18 @@ class UnknownPolicyError(KVPolicyError):
 
 class NotAttachedError(KVPolicyError):
     """A cache whose policy has to reach the model was used without being attached to it."""
+
+
+class CacheInUseError(KVPolicyError):
+    """A cache is used from two threads at once."""
+
+    @classmethod
+    def by(cls, thread: threading.Thread) -> CacheInUseError:
+        """The error that names the thread that has the cache."""
+        return cls(
+            f"cache must be used by one thread at a time, but thread {thread.name!r} is using it; "
+            "give every thread a copy of its own (copy.deepcopy(cache)) or a new cache"
+        )
 
 
 class UnsupportedModelError(KVPolicyError):

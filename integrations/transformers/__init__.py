@@ -1,6 +1,7 @@
 """Policies inside Hugging Face Transformers."""
 
 from kvpolicy.integrations.transformers.cache import PolicyCache
+from kvpolicy.integrations.transformers.generation import wrap_generate
 from kvpolicy.integrations.transformers.state.report import CacheReport, LayerReport
 from kvpolicy.integrations.transformers.state.storage import (
     OffloadedStorage,
@@ -18,3 +19,7 @@ __all__ = [
     "QuantizedStorage",
     "Storage",
 ]
+
+# On import, not when the first cache is built: Python looks `generate` up before it builds the
+# cache in `model.generate(past_key_values=PolicyCache(...))`.
+wrap_generate()

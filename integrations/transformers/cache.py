@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from kvpolicy.checks import check_count
 from kvpolicy.description import describe
-from kvpolicy.integrations.transformers.generation import wrap_generate
+from kvpolicy.errors import CacheInUseError
+from kvpolicy.integrations.transformers.forward.reader import Reader
+from kvpolicy.integrations.transformers.forward.static_decoding import StaticDecoding
 from kvpolicy.integrations.transformers.model.attachment import Attachment
+from kvpolicy.integrations.transformers.model.check import verdict_of
 from kvpolicy.integrations.transformers.model.parallel import Spread
 from kvpolicy.integrations.transformers.model.parts import ModelParts
-from kvpolicy.integrations.transformers.reading import ReadingCache
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.report import CacheReport
 from kvpolicy.integrations.transformers.state.saving import SavedCache, fingerprint
@@ -23,7 +29,7 @@ from kvpolicy.integrations.transformers.state.storage import PlainStorage, Stora
 from kvpolicy.policy import CachePolicy
 
 
-class PolicyCache(ReadingCache):
+class PolicyCache(Cache):  # type: ignore[misc]
     """A Transformers cache that applies a policy while the model reads a prompt.
 
     Give it to ``model.generate(..., past_key_values=cache)``; in a hand-written loop, call the
@@ -87,7 +93,10 @@ class PolicyCache(ReadingCache):
         if max_new_tokens is not None:
             check_count("max_new_tokens", max_new_tokens, minimum=1)
         storage = PlainStorage() if storage is None else storage
-        super().__init__(policy, storage, max_new_tokens)
+        super().__init__(layers=[])
+        self.layers: list[PolicyLayer]
+        self._reader = Reader(policy, storage, max_new_tokens, self.layers)
+        self._thread = threading.current_thread()  # that has attached it
         self._loaded_for: str | None = None  # fingerprint of the model that filled a saved cache
 
     @contextmanager
@@ -99,34 +108,55 @@ class PolicyCache(ReadingCache):
                 the block does nothing.
 
         Raises:
+            CacheInUseError: Another thread has attached it.
             UnsupportedModelError: The policy cannot be applied to the model; says why.
             ValueError: A layer of the policy lies outside the model, or the cache belongs to
                 another model.
         """
         parts = ModelParts(model)
-        if self._attachment is not None:
-            if self._attachment.parts.decoder is not parts.decoder:
+        self.check_thread()
+        if self._reader.attachment is not None:
+            if self._reader.attachment.parts.decoder is not parts.decoder:
                 raise ValueError("model must be the one the cache is attached to, got another one")
             try:
-                with self._attachment.watching(model):
+                with self._reader.attachment.watching(model):
                     yield self
             finally:
-                self.abandon_forward()
+                self._reader.abandon_forward()
             return
-        self.policy.check_model(parts.num_layers)
+        placed = self.policy.placed(parts.num_layers, parts.eligible)
+        placed.check_model(parts.num_layers)
+        verdict = verdict_of(model, parts, PolicyCache)
+        verdict.check(self.policy, parts.num_layers)
         self._check_filled_by(parts)
         self._find_heads(parts)
-        self._attachment = Attachment(self, parts)
+        self._reader.placed, self._reader.care = placed, verdict.care
+        self._reader.attachment = Attachment(self, self._reader, parts)
+        self._thread = threading.current_thread()
         try:
-            self._attachment.attach()
+            self._reader.attachment.attach()
             yield self
         finally:
-            self._attachment.detach()
-            self._attachment = None
-            self.abandon_forward()
+            self._reader.attachment.detach()
+            self._reader.attachment = None
+            self._reader.abandon_forward()
+
+    def check_thread(self) -> None:
+        """Check that no other thread has attached the cache.
+
+        Raises:
+            CacheInUseError: One has.
+        """
+        if self.is_attached and self._thread is not threading.current_thread():
+            raise CacheInUseError.by(self._thread)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether this happens inside of `attached`."""
+        return self._reader.attachment is not None
 
     def _check_filled_by(self, parts: ModelParts) -> None:
-        if self._tokens is None:
+        if self._reader.tokens is None:
             self.layers[:] = [
                 PolicyLayer(self.storage, self.max_new_tokens or 0) for _ in range(parts.num_layers)
             ]
@@ -135,12 +165,12 @@ class PolicyCache(ReadingCache):
                 f"model must have the {len(self.layers)} layers of the model that filled the "
                 f"cache, got one with {parts.num_layers}; use a new PolicyCache"
             )
-        elif self._filled_by is not None and self._filled_by() is not parts.decoder:
+        elif self._reader.filled_by is not None and self._reader.filled_by() is not parts.decoder:
             raise ValueError(
                 "model must be the one that filled the cache, got another one; use a new "
                 "PolicyCache or reset() this one"
             )
-        elif self._filled_by is None and self._loaded_for is not None:
+        elif self._reader.filled_by is None and self._loaded_for is not None:
             if fingerprint(parts.decoder) != self._loaded_for:
                 raise ValueError(
                     "model must be the one that filled the saved cache, got another one, by its "
@@ -154,8 +184,8 @@ class PolicyCache(ReadingCache):
             layer.spread = Spread.of(attention, parts.config, tp_size)
 
     def _move_to(self, parts: ModelParts) -> None:
-        assert self._tokens is not None
-        self._tokens = self._tokens.to(parts.device_of(0))
+        assert self._reader.tokens is not None
+        self._reader.tokens = self._reader.tokens.to(parts.device_of(0))
         # That of the embeddings: weights of layers may be quantised.
         dtype = next(each.dtype for each in parts.decoder.parameters() if each.is_floating_point())
         for index, layer in enumerate(self.layers):
@@ -164,7 +194,7 @@ class PolicyCache(ReadingCache):
             if keys.dtype != dtype:
                 # The same model, loaded in another precision. Not yet into the cache's storage.
                 layer.held = PlainStorage().hold(keys.to(dtype), values.to(dtype))
-            layer.move_to(parts.device_of(index), self._tokens.to(parts.device_of(index)))
+            layer.move_to(parts.device_of(index), self._reader.tokens.to(parts.device_of(index)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what the cache holds to a file, to go on from it later or elsewhere.
@@ -180,22 +210,22 @@ class PolicyCache(ReadingCache):
             OSError: The file cannot be written, or is no regular file; what was there stays as it
                 was.
         """
-        self.abandon_forward()
-        if self._tokens is None or self._chunks is not None:
+        self._reader.abandon_forward()
+        if self._reader.tokens is None or self._reader.chunks is not None:
             raise ValueError("cache must have read a prompt to be saved, got one that has not")
         SavedCache(
             policy=describe(self.policy),
             model=self._fingerprint(),
-            tokens=self._tokens,
+            tokens=self._reader.tokens,
             layers=self.layers,
             propagated=self.propagated,
-            starts_turn=self._starts_turn,
+            starts_turn=self._reader.starts_turn,
         ).write(path)
 
     def _fingerprint(self) -> str:
         if self._loaded_for is not None:
             return self._loaded_for
-        decoder = None if self._filled_by is None else self._filled_by()
+        decoder = None if self._reader.filled_by is None else self._reader.filled_by()
         if decoder is None:
             raise ValueError(
                 "cache must be saved while the model that filled it exists, since the file says "
@@ -236,26 +266,103 @@ class PolicyCache(ReadingCache):
         for layer in saved.layers:
             layer.storage, layer.room = cache.storage, max_new_tokens or 0
         cache.layers[:] = saved.layers
-        cache.propagated = saved.propagated
-        cache._tokens, cache._starts_turn = saved.tokens, saved.starts_turn
+        cache._reader.propagated = saved.propagated
+        cache._reader.tokens, cache._reader.starts_turn = saved.tokens, saved.starts_turn
         cache._loaded_for = saved.model
         return cache
 
     def report(self) -> CacheReport:
         """Tokens and bytes held against what a full cache would hold; prints as a table."""
-        return CacheReport.of(self)
+        return CacheReport.of(self.layers, sum(self.seen_lengths), self.get_seq_length())
+
+    @property
+    def policy(self) -> CachePolicy:
+        """The policy."""
+        return self._reader.policy
+
+    @property
+    def storage(self) -> Storage:
+        """How keys and values are held."""
+        return self._reader.storage
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Tokens of an answer there is memory for in advance; None where memory grows."""
+        return self._reader.max_new_tokens
+
+    @property
+    def propagated(self) -> dict[int, Tensor]:
+        """By layer, the positions passed on; see the class."""
+        return self._reader.propagated
+
+    def start_turn(self, prompt_len: int | None = None) -> None:
+        """Let the policy act on the next forward: a new turn begins in a hand-written loop.
+
+        Args:
+            prompt_len: Columns of the turn's prompt, where it comes in several forwards: the
+                policy then acts once, when they have all come. None: it comes in one.
+
+        Raises:
+            TypeError: ``prompt_len`` is not an int.
+            ValueError: ``prompt_len`` is below 1.
+        """
+        self._reader.start_turn(prompt_len)
+
+    @property
+    def reader(self) -> Reader:
+        """What takes up the model's forwards; for `generate`'s sake, not for users."""
+        return self._reader
 
     @property
     def seen_lengths(self) -> tuple[int, ...]:
         """For each row, the tokens seen, padding not counted."""
-        return () if self._tokens is None else tuple(self._tokens.lengths.tolist())
+        return () if self._reader.tokens is None else tuple(self._reader.tokens.lengths.tolist())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what binds the cache to a model: a copy is attached to nothing."""
+        reader = copy.copy(self._reader)
+        state = {**self.__dict__, "_reader": reader, "layers": reader.layers}
+        del state["_thread"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Belong to whoever makes the copy."""
+        self.__dict__.update(state)
+        self._thread = threading.current_thread()
 
     # What Transformers asks of a cache.
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take a layer's new keys and values; return all that its attention is to see.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        static = self._reader.static
+        if static is not None:
+            return static.layers[layer_idx].write(key_states, value_states)
+        return self._reader.update(layer_idx, key_states, value_states)
+
+    @property
+    def static(self) -> StaticDecoding | None:
+        """The decoding under way into buffers of a fixed size, which compiled hooks look for."""
+        return self._reader.static
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile the decoding of an answer."""
+        return self._reader.is_compileable
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns seen, padding included; what is stored is ``layers[i].kept_len``."""
+        return self._reader.seen
 
     @property
     def batch_size(self) -> int:
         """Rows, -1 before the first forward."""
-        return -1 if self._tokens is None else self._tokens.batch
+        return -1 if self._reader.tokens is None else self._reader.tokens.batch
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: there is no maximum."""
@@ -278,34 +385,34 @@ class PolicyCache(ReadingCache):
             raise TypeError(f"tokens_to_remove must be an int, got {tokens_to_remove!r}")
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove must be 0 or negative, got {tokens_to_remove}")
-        self.abandon_forward()
+        self._reader.abandon_forward()
         if tokens_to_remove:
-            self._end_static()
-        if tokens_to_remove and self._chunks is not None:
+            self._reader.end_static()
+        if tokens_to_remove and self._reader.chunks is not None:
             raise ValueError("tokens_to_remove must be 0 while a prompt is read in chunks")
         count = -tokens_to_remove
-        appended = 0 if self._tokens is None else self._tokens.appended.shape[1]
+        appended = 0 if self._reader.tokens is None else self._reader.tokens.appended.shape[1]
         if count > appended:
             raise ValueError(
                 f"tokens_to_remove must be at least {-appended}: only {appended} tokens were "
                 f"appended since the policy acted, got {tokens_to_remove}"
             )
-        if count and self._tokens is not None:
-            self._tokens = self._tokens.without_last(count)
+        if count and self._reader.tokens is not None:
+            self._reader.tokens = self._reader.tokens.without_last(count)
             for layer in self.layers:
                 layer.drop_last(count)
-                layer.follow(self._tokens)
+                layer.follow(self._reader.tokens)
 
     def reset(self) -> None:
         """Forget everything: the next forward reads a first prompt."""
-        self.abandon_forward()
-        self._end_static()
+        self._reader.abandon_forward()
+        self._reader.end_static()
         for layer in self.layers:
             layer.reset()
-        self.propagated = {}
+        self._reader.propagated = {}
         self._loaded_for = None
-        self._tokens, self._chunks, self._prompt_end = None, None, None
-        self._starts_turn = False
+        self._reader.tokens, self._reader.chunks, self._reader.prompt_end = None, None, None
+        self._reader.starts_turn = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Continue with the rows ``beam_idx`` ``[batch]``, as beam search chooses them."""
@@ -318,8 +425,10 @@ class PolicyCache(ReadingCache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Continue with every row ``repeats`` times, one after the other."""
         check_count("repeats", repeats, minimum=1)
-        if self._tokens is not None:
-            rows = torch.arange(self._tokens.batch, device=self._tokens.lengths.device)
+        if self._reader.tokens is not None:
+            rows = torch.arange(
+                self._reader.tokens.batch, device=self._reader.tokens.lengths.device
+            )
             self._take_rows(rows.repeat_interleave(repeats))
 
     def _take_rows(self, rows: Tensor) -> None:
@@ -327,26 +436,21 @@ class PolicyCache(ReadingCache):
             raise TypeError(f"rows must be a tensor of indices [count], got {rows!r}")
         if rows.dtype == torch.bool or not rows.numel():
             raise ValueError(f"rows must be indices of at least one row, got {rows}")
-        self.abandon_forward()
-        if self._tokens is None:
+        self._reader.abandon_forward()
+        if self._reader.tokens is None:
             return
-        if self._chunks is not None:
+        if self._reader.chunks is not None:
             raise ValueError("rows must not change while a prompt is read in chunks")
-        if bool(((rows < 0) | (rows >= self._tokens.batch)).any()):
+        if bool(((rows < 0) | (rows >= self._reader.tokens.batch)).any()):
             raise ValueError(
-                f"rows must be indices of the cache's {self._tokens.batch} rows, in "
-                f"[0, {self._tokens.batch - 1}], got {rows.tolist()}"
+                f"rows must be indices of the cache's {self._reader.tokens.batch} rows, in "
+                f"[0, {self._reader.tokens.batch - 1}], got {rows.tolist()}"
             )
-        self._end_static()
-        self._tokens = self._tokens.take_rows(rows)
+        self._reader.end_static()
+        self._reader.tokens = self._reader.tokens.take_rows(rows)
         for layer in self.layers:
-            layer.take_rows(rows, self._tokens)
-        self.propagated = {
+            layer.take_rows(rows, self._reader.tokens)
+        self._reader.propagated = {
             index: positions.index_select(0, rows.to(positions.device))
             for index, positions in self.propagated.items()
         }
-
-
-# On import, not when the first cache is built: Python looks `generate` up before it builds the
-# cache in `model.generate(past_key_values=PolicyCache(...))`.
-wrap_generate()

@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 from torch import Tensor
@@ -16,10 +16,8 @@ from transformers.generation import GenerationMode
 from transformers.masking_utils import create_masks_for_generate
 
 from kvpolicy.errors import UnsupportedGenerationError
+from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.forward.static_decoding import IMPLEMENTATIONS
-
-if TYPE_CHECKING:
-    from kvpolicy.integrations.transformers.cache import PolicyCache
 
 _lock = threading.Lock()
 
@@ -50,11 +48,10 @@ def wrap_generate() -> None:
 
         @functools.wraps(original)
         def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            from kvpolicy.integrations.transformers.cache import PolicyCache
-
             cache = kwargs.get("past_key_values")
             if not isinstance(cache, PolicyCache):
                 return original(self, *args, **kwargs)
+            cache.check_thread()
             turn = check_generation(self, cache, args, kwargs)
             with cache.attached(self), _masks_of_steps(self), turn.of(cache):
                 return original(self, *args, **kwargs)
@@ -65,14 +62,14 @@ def wrap_generate() -> None:
 
 @attrs.frozen
 class Turn:
-    """What a call of `generate` says of the turn it starts; see `ReadingCache.new_turn`."""
+    """What a call of `generate` says of the turn it starts; see `Reader.new_turn`."""
 
     prompt_end: int | None
     may_be_static: bool
 
     def of(self, cache: PolicyCache) -> AbstractContextManager[None]:
         """The turn of a cache."""
-        return cache.new_turn(self.prompt_end, may_be_static=self.may_be_static)
+        return cache.reader.new_turn(self.prompt_end, may_be_static=self.may_be_static)
 
 
 class _StepMasks:
@@ -90,11 +87,9 @@ class _StepMasks:
         self.users = 0
 
     def __call__(self, **kwargs: Any) -> Any:
-        from kvpolicy.integrations.transformers.cache import PolicyCache
-
         cache = kwargs.get("past_key_values")
         if isinstance(cache, PolicyCache):
-            return cache.mask_of_step(kwargs.get("attention_mask"))
+            return cache.reader.mask_of_step(kwargs.get("attention_mask"))
         return self.original(**kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -129,10 +124,10 @@ def check_generation(
         UnsupportedGenerationError: A mode that would be wrong with a policy.
         ValueError: The inputs do not go on from what the cache has seen.
     """
-    if kwargs.get("custom_generate") is not None:
+    if kwargs.get("custom_generate") is not None and not cache.is_attached:
         raise UnsupportedGenerationError(
-            "custom_generate must be None with a PolicyCache; attach the cache yourself: "
-            "`with cache.attached(model):`"
+            "custom_generate may be anything, and must know what it does to a PolicyCache; attach "
+            "the cache yourself, and call generate inside of `with cache.attached(model):`"
         )
     config = _effective_config(model, args, kwargs)
     mode = config.get_generation_mode(kwargs.get("assistant_model"))
@@ -142,7 +137,8 @@ def check_generation(
             f"PolicyCache, got {mode.value}, which Transformers no longer has itself"
         )
     chunked = config.prefill_chunk_size is not None
-    drops = bool(cache.policy.propagation.acting_layers(model.config.num_hidden_layers))
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    drops = bool(cache.policy.propagation.acting_layers(num_layers))
     if chunked and drops:
         raise UnsupportedGenerationError(
             f"prefill_chunk_size must be None where {cache.policy} drops tokens, got "
@@ -175,7 +171,7 @@ def _check_model_keeps_cache(
     model: Any, cache: PolicyCache, config: GenerationConfig, prompt_end: int | None
 ) -> None:
     """Refuse a length at which the model's `generate` would give up its cache and go on without."""
-    text_config = model.config.get_text_config()
+    text_config = model.config.get_text_config(decoder=True)
     limit = getattr(text_config, "original_max_position_embeddings", None)
     if text_config.model_type not in GIVE_UP_CACHE or limit is None or prompt_end is None:
         return

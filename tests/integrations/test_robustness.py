@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StoppingCriteria
 
 from kvpolicy import CachePolicy
+from kvpolicy.errors import CacheInUseError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import (
     H2O,
@@ -207,6 +208,93 @@ def test_two_threads_generate_at_once(model: PreTrainedModel, pair: tuple[str, s
             thread.join()
     assert failures == []
     assert marks_on(model) == before
+
+
+class Held(StoppingCriteria):
+    """Holds a generate at its first token until somebody lets it go on."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        self.reached.set()
+        assert self.go_on.wait(30)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+def test_a_second_thread_with_the_same_cache(model: PreTrainedModel) -> None:
+    """It is told so, at `generate` and at a call of its own; the first one's answer is right."""
+    ids = torch.tensor([random_tokens(2, 40)])
+    expected = model.generate(ids, past_key_values=PolicyCache(GEM), max_new_tokens=4)
+    cache, held, found = PolicyCache(GEM), Held(), []
+    arguments: dict[str, Any] = {"past_key_values": cache, "max_new_tokens": 4}
+
+    def run() -> None:
+        found.append(model.generate(ids, stopping_criteria=[held], **arguments))
+
+    thread = threading.Thread(target=run, name="the first")
+    thread.start()
+    assert held.reached.wait(30)
+    for use in (lambda: model.generate(ids, **arguments), cache.attached(model).__enter__):
+        with pytest.raises(CacheInUseError, match="but thread 'the first' is using it; give every"):
+            use()
+    held.go_on.set()
+    thread.join()
+    assert found[0].tolist() == expected.tolist()
+
+
+def test_a_second_thread_inside_a_forward(model: PreTrainedModel) -> None:
+    ids = torch.tensor([random_tokens(2, 40)])
+    cache, again = PolicyCache(GEM), PolicyCache(GEM)
+    inside, go_on = threading.Event(), threading.Event()
+    found: list[Tensor] = []
+
+    def hold(module: nn.Module, args: Any) -> None:
+        if threading.current_thread().name == "the first":
+            inside.set()
+            assert go_on.wait(30)
+
+    def run() -> None:
+        found.append(model(ids, past_key_values=cache).logits)
+
+    handle = model.model.layers[3].register_forward_pre_hook(hold)
+    try:
+        with torch.no_grad(), again.attached(model):
+            expected = model(ids, past_key_values=again).logits
+        with torch.no_grad(), cache.attached(model):
+            thread = threading.Thread(target=torch.no_grad()(run), name="the first")
+            thread.start()
+            assert inside.wait(30)
+            with pytest.raises(CacheInUseError, match="but thread 'the first' is using it"):
+                model(ids, past_key_values=cache)
+            go_on.set()
+            thread.join()
+            assert cache.get_seq_length() == 40
+    finally:
+        handle.remove()
+    torch.testing.assert_close(found[0], expected)
+
+
+def test_a_custom_generate_inside_of_attached(model: PreTrainedModel) -> None:
+    """The remedy that the refusal of `custom_generate` names."""
+
+    def greedy(model: Any, input_ids: Tensor, generation_config: Any, **kwargs: Any) -> Tensor:
+        new = input_ids
+        for _ in range(4):
+            output = model(new, past_key_values=kwargs["past_key_values"], logits_to_keep=1)
+            new = output.logits[:, -1:].argmax(dim=-1)
+            input_ids = torch.cat([input_ids, new], dim=1)
+        return input_ids
+
+    ids = torch.tensor([random_tokens(2, 40)])
+    for policy in POLICIES.values():
+        expected = model.generate(ids, past_key_values=PolicyCache(policy), max_new_tokens=4)
+        cache = PolicyCache(policy)
+        with cache.attached(model):
+            found = model.generate(
+                ids, past_key_values=cache, custom_generate=greedy, max_new_tokens=4
+            )
+        assert found.tolist() == expected.tolist()
 
 
 @contextmanager

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
-from kvpolicy.integrations.transformers.forward.masks import FLASH, Mask, Visibility, causal_mask
+from kvpolicy.integrations.transformers.model.masks import (
+    FLASH,
+    Mask,
+    OwnVisibility,
+    Visibility,
+    causal_mask,
+)
+from kvpolicy.integrations.transformers.model.routing import Attend, Scores
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
-
-Attend = Callable[..., tuple[Tensor, Tensor | None]]
-
-
-@attrs.frozen
-class Scores:
-    """How an attention function makes scores of products; see `LayerContext`."""
-
-    scaling: float
-    softcap: float | None = None
-    sinks: Tensor | None = None
 
 
 class Forward:
@@ -42,6 +36,10 @@ class Forward:
         incoming: The forward's tokens and those seen before.
         implementation: The model's attention implementation.
         windows: Each layer's sliding window; None where it sees all.
+        own_masks: Whether the model makes its masks outside of the decoder, where it may know more
+            than the order of tokens.
+        spares_masks: Whether a layer may get no mask where its attention function would do right
+            without.
     """
 
     acts = False  # whether the policy does, on this forward
@@ -54,6 +52,8 @@ class Forward:
         *,
         implementation: str,
         windows: list[int | None],
+        own_masks: bool = False,
+        spares_masks: bool = True,
     ) -> None:
         self.policy = policy
         self.layers = layers
@@ -74,6 +74,7 @@ class Forward:
             skipped=incoming.skipped,
         )
         self._new_len = incoming.new_valid.shape[1]
+        self._columns = incoming.columns
         self._windows = windows
         self.propagated: dict[int, Tensor] = {}
         self._updated: set[int] = set()
@@ -88,6 +89,9 @@ class Forward:
         self._order: Tensor | None = None  # that brings padding in the middle to the left
         self._pending: tuple[Tensor, Tensor] | None = None
         self._causal: dict[int, Mask] = {}
+        self._own_masks = own_masks
+        self._spares_masks = spares_masks
+        self._own_blocks: dict[int, tuple[Any, Tensor | None]] = {}  # by the id of the mask
 
     # Before a layer.
 
@@ -112,11 +116,44 @@ class Forward:
         return cut_arguments(kwargs, self._slots, self._new_len)
 
     def _with_mask(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        if self.first and self._slots is None and not (self._padded and self._window(index)):
+        spares = self._spares_masks or kwargs.get("attention_mask") is not None
+        if (
+            self.first
+            and spares
+            and self._slots is None
+            and not (self._padded and self._window(index))
+        ):
             # Nothing held and nothing dropped: the model's own mask is right, but for windows,
             # which it measures in columns.
             return kwargs
-        return {**kwargs, "attention_mask": self._mask(index, hidden)}
+        own = self._own_block(kwargs)
+        return {**kwargs, "attention_mask": self._mask(index, hidden, own)}
+
+    def _own_block(self, kwargs: dict[str, Any]) -> Tensor | None:
+        """What a layer's own mask says of the forward's tokens, where it is not order alone."""
+        if not self._own_masks or self._new_len == 1:
+            return None
+        mask = kwargs.get("attention_mask")
+        if id(mask) not in self._own_blocks:
+            block = OwnVisibility.block_of(mask, self._columns, self._order_of_columns)
+            self._own_blocks[id(mask)] = mask, block  # the mask too: its id shall not come again
+        return self._own_blocks[id(mask)][1]
+
+    def _own_visibility(self, block: Tensor | None, positions: Tensor) -> OwnVisibility | None:
+        """For a layer's keys, whose ``positions`` are ``[batch, 1 or kv_heads, key_len]``."""
+        if block is None:
+            return None
+        batch, heads, key_len = positions.shape
+        slots = self._slots
+        if slots is None:
+            slots = torch.arange(self._new_len, device=block.device).expand(batch, -1)
+        slots = slots.to(block.device)
+        queries = torch.where(self.new_valid.to(block.device), slots, -1)
+        held = queries.new_full((batch, key_len - queries.shape[1]), -1)
+        columns = torch.cat([held, queries], dim=1)[:, None].expand(-1, heads, -1)
+        if self._order is not None:
+            columns = columns.gather(2, self._order[:, :heads].to(columns.device))
+        return OwnVisibility(block, queries, columns)
 
     def _window(self, index: int) -> int | None:
         """The layer's sliding window, if it is shorter than the context.
@@ -146,11 +183,11 @@ class Forward:
             combined = combined.gather(2, self._order)
         self._combined = combined
 
-    def _mask(self, index: int, hidden: Tensor) -> Mask:
+    def _mask(self, index: int, hidden: Tensor, own: Tensor | None = None) -> Mask:
         layer, window = self.layers[index], self._window(index)
         query_len = self.new_valid.shape[1]
         key_len = layer.kept_len + query_len
-        if self._combined is not None or window is not None:
+        if self._combined is not None or window is not None or own is not None:
             kv_heads = 1 if layer.held is None else layer.held.shape[1]
             positions = self._positions(layer, kv_heads, hidden.device)
             # Heads may hold different tokens, which shows where some are padding, or too far
@@ -158,8 +195,9 @@ class Forward:
             if not (layer.ragged or self._moved is not None or window is not None):
                 positions = positions[:, :1]
             heads = layer.query_heads if positions.shape[1] > 1 else 1
-            own = self.new_positions.to(hidden.device)
-            seen = Visibility(positions, own, heads, window)
+            places = self.new_positions.to(hidden.device)
+            among = self._own_visibility(own, positions)
+            seen = Visibility(positions, places, heads, window, among)
             return seen.mask(self.implementation, hidden.dtype)
         if key_len not in self._causal:
             self._causal[key_len] = causal_mask(
@@ -168,6 +206,7 @@ class Forward:
                 implementation=self.implementation,
                 dtype=hidden.dtype,
                 device=hidden.device,
+                spare=self._spares_masks,
             )
         return self._causal[key_len]
 
@@ -286,11 +325,19 @@ def cut_arguments(kwargs: dict[str, Any], slots: Tensor, length: int) -> dict[st
 def _cut(value: Any, slots: Tensor, length: int) -> Any:
     if isinstance(value, tuple):
         return tuple(_cut(part, slots, length) for part in value)
-    if (
-        isinstance(value, Tensor)
-        and value.ndim >= 2
-        and value.shape[0] in (1, slots.shape[0])
-        and value.shape[1] == length
-    ):
-        return take_columns(value, slots)
-    return value
+    if not isinstance(value, Tensor):
+        return value
+    axes = _row_and_token_axes(value, slots.shape[0], length)
+    return value if axes is None else take_columns(value, slots, *axes)
+
+
+def _row_and_token_axes(value: Tensor, batch: int, length: int) -> tuple[int, int] | None:
+    """The axes along which a tensor holds something for each row and each of its tokens."""
+    for tokens in range(1, value.ndim):
+        before = value.shape[:tokens]
+        if value.shape[tokens] != length or not {1, batch} & set(before):
+            continue
+        # One entry may serve all rows.
+        size = batch if batch in before else 1
+        return tokens - 1 - before[::-1].index(size), tokens
+    return None

@@ -8,8 +8,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.integrations.transformers.forward.append import Forward, Scores
+from kvpolicy.integrations.transformers.forward.append import Forward
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
+from kvpolicy.integrations.transformers.model.routing import Scores
 
 
 @attrs.frozen(eq=False)

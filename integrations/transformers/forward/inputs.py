@@ -126,9 +126,12 @@ def span_of(arguments: dict[str, Any], seen: int, start: int, stop: int) -> dict
         stop: The column after the last.
     """
     arguments = dict(arguments)
+    own_rows = (slice(None), slice(start, stop))
     for name in {"input_ids", "inputs_embeds", "position_ids"} & arguments.keys():
         if arguments[name] is not None:
-            arguments[name] = arguments[name][:, start:stop]
+            # Position ids may have axes before that of the rows.
+            own = (..., slice(start, stop))
+            arguments[name] = arguments[name][own if name == "position_ids" else own_rows]
     if isinstance(arguments.get("attention_mask"), Tensor):
         arguments["attention_mask"] = arguments["attention_mask"][:, : seen + stop]
     return arguments
@@ -219,16 +222,28 @@ def _reordered(arguments: dict[str, Any], order: Tensor, seen: int) -> dict[str,
     arguments = dict(arguments)
     for name in {"input_ids", "inputs_embeds", "position_ids"} & arguments.keys():
         if arguments[name] is not None:
-            arguments[name] = take_columns(arguments[name], order)
+            first = arguments[name].ndim - 2 if name == "position_ids" else 0
+            arguments[name] = take_columns(arguments[name], order, first, first + 1)
     mask = arguments["attention_mask"]
     new = mask[:, seen:].gather(1, order.to(mask.device))
     arguments["attention_mask"] = torch.cat([mask[:, :seen], new], dim=1)
     return arguments
 
 
-def take_columns(value: Tensor, columns: Tensor) -> Tensor:
-    """Take columns ``[batch, count]`` of a tensor ``[batch or 1, len, ...]``; -1 counts as 0."""
+def take_columns(value: Tensor, columns: Tensor, row_axis: int = 0, token_axis: int = 1) -> Tensor:
+    """Take some of what a tensor holds for each token of each row.
+
+    Args:
+        value: Whose ``row_axis`` is ``batch`` or 1 long, and ``token_axis`` the tokens.
+        columns: ``[batch, count]`` int64; -1 counts as 0.
+        row_axis: Before that of the tokens.
+        token_axis: That of the tokens.
+    """
     index = columns.clamp(min=0).to(value.device)
-    value = value.expand(index.shape[0], *value.shape[1:])
-    index = index.view(*index.shape, *[1] * (value.ndim - 2))
-    return value.gather(1, index.expand(-1, -1, *value.shape[2:]))
+    shape = [1] * value.ndim
+    shape[row_axis], shape[token_axis] = index.shape
+    sizes = list(value.shape)
+    sizes[row_axis] = index.shape[0]
+    value = value.expand(sizes)
+    sizes[token_axis] = index.shape[1]
+    return value.gather(token_axis, index.view(shape).expand(sizes))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from kvpolicy.integrations.transformers.forward.append import Attend
-from kvpolicy.integrations.transformers.forward.masks import FLASH, Mask, Visibility
+from kvpolicy.integrations.transformers.model.masks import FLASH, Mask, Visibility
+from kvpolicy.integrations.transformers.model.routing import Attend
 
 # A layer is narrowed where no more than this share of its tokens goes on: its projections run a
 # second time for these.

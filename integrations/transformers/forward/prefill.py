@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kvpolicy.context import LayerContext
-from kvpolicy.integrations.transformers.forward.append import Attend, Forward, Scores, cut_arguments
+from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
+from kvpolicy.integrations.transformers.forward.append import Forward, cut_arguments
 from kvpolicy.integrations.transformers.forward.inputs import take_columns
-from kvpolicy.integrations.transformers.forward.masks import FLASH
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
+from kvpolicy.integrations.transformers.model.masks import FLASH
+from kvpolicy.integrations.transformers.model.routing import Attend, Scores
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.selection import compress, gather_positions, gather_slots
 
@@ -28,15 +30,22 @@ class ActingForward(Forward):
         narrows: Whether layers may be run for some of their tokens only.
         keep_last: How many of the last tokens' outputs are asked for; None for those of all that
             go on.
+        features: What is added to hidden states between layers, where the decoder is not to do so.
         kwargs: See `Forward`.
     """
 
     acts = True
 
     def __init__(
-        self, *args: Any, narrows: bool = False, keep_last: int | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        narrows: bool = False,
+        keep_last: int | None = None,
+        features: AddedFeatures | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._features = features
         self._seen_len = tuple(self.tokens.lengths.tolist())
         self._narrows = narrows
         # The last token stays last when padding is moved before tokens, others may not.
@@ -55,7 +64,9 @@ class ActingForward(Forward):
         self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         """See `Forward.enter_layer`; where few tokens go on, those of these alone."""
-        if not self._few_go_on(index):
+        if self._features is not None and not self._features.after:
+            hidden = self._features.added(hidden, index, self._slots)
+        if not self._few_go_on(index) or self._own_block(kwargs) is not None:
             return super().enter_layer(index, module, hidden, kwargs)
         self._combine(self.layers[index])
         valid = self._valid_slots(self.layers[index])
@@ -222,14 +233,24 @@ class ActingForward(Forward):
     # After a layer.
 
     def leave_layer(self, index: int, output: Any) -> Any:
-        """The layer's output, cut to the tokens that go on."""
+        """The layer's output, cut to the tokens that go on, with what is added to it."""
         passed, self._passed = self._passed, None
-        if passed is None:
-            return output
-        self._pass_on(index, passed)
-        if isinstance(output, tuple):
-            return (take_columns(output[0], passed), *output[1:])
-        return take_columns(output, passed)
+        hidden = output[0] if isinstance(output, tuple) else output
+        if passed is not None:
+            self._pass_on(index, passed)
+            hidden = take_columns(hidden, passed)
+        if self._features is not None and self._features.after:
+            hidden = self._features.added(hidden, index, self._left(hidden))
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    def _left(self, hidden: Tensor) -> Tensor | None:
+        """The slots ``[batch, count]`` of the tokens that left the layer; None for all."""
+        count = hidden.shape[1]
+        if self._slots is not None:
+            return self._slots[:, -count:]
+        everything = self._new_len == count
+        ends = torch.arange(self._new_len - count, self._new_len, device=self.new_valid.device)
+        return None if everything else ends.expand(self.new_valid.shape[0], -1)
 
     def _pass_on(self, index: int, passed: Tensor) -> None:
         self.new_positions = gather_positions(self.new_positions, passed)

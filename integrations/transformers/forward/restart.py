@@ -8,9 +8,11 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.integrations.transformers.forward.append import Scores
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
+from kvpolicy.integrations.transformers.model.routing import Scores
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.policy import CachePolicy
 from kvpolicy.selection import gather_positions
@@ -50,6 +52,13 @@ class FilterPass(ActingForward):
         self._incoming = incoming
         self._chosen: Tensor | None = None
 
+    @property
+    def features(self) -> AddedFeatures | None:
+        """What is added to the chosen tokens' hidden states."""
+        if self._features is None or self._chosen is None:
+            return self._features
+        return self._features.taken(self._chosen)
+
     def run(self, decoder: nn.Module) -> Incoming:
         """Run the pass; returns the tokens of the second."""
         try:
@@ -58,6 +67,22 @@ class FilterPass(ActingForward):
         except _Chosen:
             return self._second()
         raise AssertionError("the filter layer was never reached")
+
+    def enter_layer(
+        self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """See `Forward.enter_layer`.
+
+        Raises:
+            UnsupportedModelError: Tokens see later ones, which the second pass could not repeat.
+        """
+        if self._own_block(kwargs) is not None:
+            raise UnsupportedModelError(
+                f"no token may see a later one where {self.policy.propagation} restarts the "
+                "prefill, but the model's mask lets the tokens of an image see each other; use a "
+                "policy that does not restart"
+            )
+        return super().enter_layer(index, module, hidden, kwargs)
 
     def before_attention(self, index: int, queries: Tensor, scores: Scores) -> None:
         """At the filter layer, choose and end the pass."""
@@ -108,8 +133,15 @@ def _check_positions(policy: CachePolicy, incoming: Incoming) -> None:
     if given is None:
         return
     own = incoming.tokens.rotary_positions_of(incoming.new_valid)
-    given = given.to(own.device).expand_as(own)
+    given = given.to(own.device)
+    given = given.expand(*given.shape[:-2], *own.shape)  # there may be axes before that of rows
     unlike = ((given != own) & incoming.new_valid).nonzero()
+    if len(unlike) and given.ndim > 2:
+        raise ValueError(
+            f"position_ids must be the same on every axis where {policy.propagation} restarts the "
+            "prefill at positions without gaps, but an image's tokens have several; use a policy "
+            "that does not restart"
+        )
     if len(unlike):
         row, column = unlike[0].tolist()
         skipped = incoming.tokens.skipped

@@ -9,7 +9,7 @@ which tokens have been seen, is kept outside of what is compiled.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
@@ -18,11 +18,9 @@ from torch.nn.functional import pad
 from transformers import Cache
 
 from kvpolicy.errors import UnsupportedGenerationError
-from kvpolicy.integrations.transformers.forward.masks import Mask, Visibility
-
-if TYPE_CHECKING:
-    from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-    from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.integrations.transformers.model.masks import Mask, Visibility
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 # The attention implementations whose masks are tensors.
 IMPLEMENTATIONS = ("eager", "sdpa")
@@ -211,6 +209,8 @@ def before_decoder(
     if kwargs is None or (static := _static_of(kwargs)) is None:
         return None
     mask = kwargs.get("attention_mask")
+    if isinstance(mask, dict):  # by kind of layer, all made of the one that `generate` gave
+        mask = next(iter(mask.values()))
     if mask is None or mask.ndim != 4:
         raise UnsupportedGenerationError(
             "a PolicyCache with max_new_tokens must not be read by other calls of the model while "

@@ -4,26 +4,79 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.integrations.transformers.forward.static_decoding import BeforeLayer, before_decoder
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.routing import route, unroute, users_of
+from kvpolicy.policy import CachePolicy
 
-if TYPE_CHECKING:
-    from kvpolicy.integrations.transformers.cache import PolicyCache
+DecoderHook = Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]
+
+
+class Passage(Protocol):
+    """One forward, as the hooks on layers see it."""
+
+    def enter_layer(
+        self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The arguments under which a decoder layer sees only the tokens that reach it."""
+
+    def waits_for_queries(self, keys: Tensor | None = None) -> bool:
+        """Whether the layer's attention function is still to come."""
+
+    def leave_layer(self, index: int, output: Any) -> Any:
+        """The layer's output for the tokens that go on."""
+
+
+class Listener(Protocol):
+    """Whoever is told of the calls of a model: the cache's `Reader`."""
+
+    @property
+    def policy(self) -> CachePolicy:
+        """The policy that acts."""
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether the next forward may drop tokens."""
+
+    @property
+    def is_static(self) -> bool:
+        """Whether an answer is being decoded into buffers of a fixed size."""
+
+    @property
+    def forward(self) -> Passage:
+        """The forward under way."""
+
+    def begin_call(self, keep_last: int | None) -> None:
+        """Take up a call of the model, which runs the decoder and then a head."""
+
+    def note_mask(self, mask: Any) -> None:
+        """Take note of the mask with which a module around the decoder was called."""
+
+    def end_call(self, *, failed: bool) -> None:
+        """Conclude a call of the model, or undo it."""
+
+    def begin_forward(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Take up a forward of the decoder; returns the arguments to run it with."""
+
+    def finish_forward(self, output: Any) -> Any:
+        """Conclude it; returns the decoder's output."""
+
+    def fail_forward(self) -> None:
+        """Take it back."""
 
 
 class _Hooks:
     """Hooks whose copies, on a copied module, do nothing."""
 
-    cache: PolicyCache
+    cache: Cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
         idle = type(self).__new__(type(self))
@@ -42,11 +95,13 @@ class LayerHooks(_Hooks):
 
     Args:
         cache: The cache.
+        listener: Who is told of the calls that carry it.
         index: The layer's.
     """
 
-    def __init__(self, cache: PolicyCache, index: int) -> None:
+    def __init__(self, cache: Cache, listener: Listener, index: int) -> None:
         self.cache = cache
+        self.listener = listener
         self.index = index
 
     def before(
@@ -60,19 +115,19 @@ class LayerHooks(_Hooks):
         name = list(_signature(type(module).forward).parameters)[1]  # after self
         hidden: Tensor = args[0] if args else others[name]
         others.pop(name, None)
-        hidden, others = self.cache.forward.enter_layer(self.index, module, hidden, others)
+        hidden, others = self.listener.forward.enter_layer(self.index, module, hidden, others)
         return (hidden,), others
 
     def after(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         """Cut the layer's output to the tokens that go on."""
         if len(rest) < 2 or not _carries(self.cache, args, rest[0]):
             return None
-        if self.cache.forward.waits_for_queries():
+        if self.listener.forward.waits_for_queries():
             raise UnsupportedModelError(
                 f"model must hand the keys of the cache to an attention function as they are, "
                 f"but {type(module).__name__} at {self.index} did not; the policy saw no queries"
             )
-        return self.cache.forward.leave_layer(self.index, rest[1])
+        return self.listener.forward.leave_layer(self.index, rest[1])
 
 
 class Attachment(_Hooks):
@@ -80,11 +135,13 @@ class Attachment(_Hooks):
 
     Args:
         cache: The cache.
+        listener: Who is told of the calls that carry it.
         parts: The model's modules.
     """
 
-    def __init__(self, cache: PolicyCache, parts: ModelParts) -> None:
+    def __init__(self, cache: Cache, listener: Listener, parts: ModelParts) -> None:
         self.cache = cache
+        self.listener = listener
         self.parts = parts
         self._outer: list[nn.Module] = [parts.model]  # whose calls are watched as well
         self._handles: list[RemovableHandle] = []
@@ -100,13 +157,17 @@ class Attachment(_Hooks):
             decoder = self.parts.decoder
             self._handles = [
                 *(handle for model in self._outer for handle in self._on_model(model)),
+                *(
+                    module.register_forward_pre_hook(self.before_between, with_kwargs=True)
+                    for module in self.parts.between
+                ),
                 decoder.register_forward_pre_hook(self.before_decoder, with_kwargs=True),
                 decoder.register_forward_hook(
                     self.after_decoder, with_kwargs=True, always_call=True
                 ),
             ]
             for index, layer in enumerate(self.parts.layers):
-                hooks = LayerHooks(self.cache, index)
+                hooks = LayerHooks(self.cache, self.listener, index)
                 self._handles += [
                     layer.register_forward_pre_hook(hooks.before, with_kwargs=True),
                     # First, so that other hooks, such as those that record hidden states, see
@@ -122,14 +183,20 @@ class Attachment(_Hooks):
         """Whether no other cache is attached to the model, whose hooks would be compiled too."""
         return all(users_of(attention) == 1 for attention in self.parts.attentions)
 
-    def decode(self) -> None:
-        """Register the hooks of a decoding that may be compiled, in the place of the others."""
+    def decode(self, before_decoder: DecoderHook, before_layers: Sequence[DecoderHook]) -> None:
+        """Register the hooks of a decoding that may be compiled, in the place of the others.
+
+        Args:
+            before_decoder: Before the decoder; it knows no cache but that in the call.
+            before_layers: Likewise before each layer.
+        """
         self.detach()
-        decoder = self.parts.decoder
-        self._handles = [decoder.register_forward_pre_hook(before_decoder, with_kwargs=True)]
-        for index, layer in enumerate(self.parts.layers):
-            hook = BeforeLayer.of(index, layer)
-            self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        pairs = zip(
+            (self.parts.decoder, *self.parts.layers), (before_decoder, *before_layers), strict=True
+        )
+        self._handles = [
+            module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in pairs
+        ]
 
     def detach(self) -> None:
         """Leave the model as it was."""
@@ -146,7 +213,7 @@ class Attachment(_Hooks):
             yield
             return
         self._outer.append(model)
-        handles = self._on_model(model) if self.cache.static is None else []
+        handles = self._on_model(model) if not self.listener.is_static else []
         self._handles += handles
         try:
             yield
@@ -154,7 +221,7 @@ class Attachment(_Hooks):
             self._outer.remove(model)
             for handle in handles:
                 handle.remove()
-            if self.cache.static is None and not set(handles) & set(self._handles):
+            if not self.listener.is_static and not set(handles) & set(self._handles):
                 self.attach()  # hooks were registered anew in between, those on this model too
 
     def _on_model(self, model: nn.Module) -> list[RemovableHandle]:
@@ -170,11 +237,12 @@ class Attachment(_Hooks):
         if not self._carries_cache(args, kwargs):
             return
         arguments = _by_name(module, args, kwargs)
+        self.listener.note_mask(arguments.get("attention_mask"))
         keep = arguments.get("logits_to_keep")
         known = "logits_to_keep" in _signature(type(module).forward).parameters
         last = keep if known and isinstance(keep, int) and keep > 0 else None
-        self.cache.begin_call(None if arguments.get("labels") is not None else last)
-        if not self.cache.may_drop:
+        self.listener.begin_call(None if arguments.get("labels") is not None else last)
+        if not self.listener.may_drop:
             return
         whole = {
             "labels": arguments.get("labels") is not None,
@@ -184,14 +252,21 @@ class Attachment(_Hooks):
         if any(whole.values()):
             raise ValueError(
                 f"{' and '.join(name for name, given in whole.items() if given)} must not be "
-                f"given for a prompt of which {self.cache.policy} drops tokens, since a dropped "
+                f"given for a prompt of which {self.listener.policy} drops tokens, since a dropped "
                 "token has no logits; the logits returned are those of the last tokens that went on"
             )
+
+    def before_between(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Take note of the mask of a module between the model and its decoder."""
+        if self._carries_cache(args, kwargs):
+            self.listener.note_mask(_by_name(module, args, kwargs).get("attention_mask"))
 
     def after_model(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         """Conclude the call, or take it back, which may have failed behind the decoder."""
         if len(rest) == 2 and self._carries_cache(args, rest[0]):
-            self.cache.end_call(failed=rest[1] is None)
+            self.listener.end_call(failed=rest[1] is None)
 
     def before_decoder(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
@@ -199,16 +274,16 @@ class Attachment(_Hooks):
         """Take up a forward that carries the cache."""
         if not self._carries_cache(args, kwargs):
             return None
-        return (), self.cache.begin_forward(_by_name(module, args, kwargs))
+        return (), self.listener.begin_forward(_by_name(module, args, kwargs))
 
     def after_decoder(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         """Conclude a forward, or take it back if it failed and there is no output."""
         if len(rest) < 2 or not self._carries_cache(args, rest[0]):
             return None
         if rest[1] is None:
-            self.cache.abandon_forward()
+            self.listener.fail_forward()
             return None
-        return self.cache.finish_forward(rest[1])
+        return self.listener.finish_forward(rest[1])
 
     def _carries_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
         return _carries(self.cache, args, kwargs)

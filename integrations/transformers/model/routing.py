@@ -12,20 +12,54 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
+import attrs
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.integrations.transformers.forward.append import Forward, Scores
 
 ROUTED = "kvpolicy_routed"
 
+Attend = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@attrs.frozen
+class Scores:
+    """How an attention function makes scores of products; see `LayerContext`."""
+
+    scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class Observer(Protocol):
+    """A forward that wants to see the queries of a layer whose keys it has handed out."""
+
+    def waits_for_queries(self, keys: Tensor | None = None) -> bool:
+        """Whether an attention function is still to come; if given, the one for ``keys``."""
+
+    def before_attention(self, index: int, queries: Tensor, scores: Scores) -> None:
+        """The layer's queries are known, its attention is not computed yet."""
+
+    def attend(
+        self, attend: Attend, module: nn.Module, query: Tensor, *others: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call the module's attention function."""
+
+    def observe(self, index: int, queries: Tensor, scores: Scores) -> None:
+        """The layer has attended."""
+
+
 # The forward whose keys went to an attention module of this thread, and the layer's index.
-waiting: ContextVar[tuple[Forward, int] | None] = ContextVar("kvpolicy_waiting", default=None)
+waiting: ContextVar[tuple[Observer, int] | None] = ContextVar("kvpolicy_waiting", default=None)
+
+# Functions that modules call in the place of their own, by the module's id.
+_replacing: ContextVar[dict[int, Attend]] = ContextVar("kvpolicy_replacing", default={})  # noqa: B039 -- never written to
 
 # Whether this thread is inside of an attention function.
 _inside: ContextVar[bool] = ContextVar("kvpolicy_inside", default=False)
@@ -83,6 +117,37 @@ def unroute(attention: Any) -> None:
             attention.config = routed.original
 
 
+@contextmanager
+def replaced(attention: Any, function: Attend) -> Iterator[None]:
+    """Let an attention module call a function of this thread's in the place of its own.
+
+    Raises:
+        UnsupportedModelError: See `route`.
+    """
+    route(attention)
+    token = _replacing.set({**_replacing.get(), id(attention): function})
+    try:
+        yield
+    finally:
+        _replacing.reset(token)
+        unroute(attention)
+
+
+def eager_function(attention: Any) -> Attend:
+    """The function that a module calls where attention is to be eager.
+
+    Raises:
+        UnsupportedModelError: It has none.
+    """
+    _, default = _functions(type(attention).forward)
+    if default is None:
+        raise UnsupportedModelError(
+            f"{type(attention).__name__} must have an eager attention function, got none"
+        )
+    eager: Attend = default
+    return eager
+
+
 def users_of(attention: Any) -> int:
     """How many caches a module calls through `routed_attention` for."""
     config = attention.config
@@ -113,7 +178,7 @@ def _attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    attend = _own_function(module)
+    attend = _replacing.get().get(id(module)) or _own_function(module)
     pending = waiting.get()
     if pending is None or not pending[0].waits_for_queries(key):
         return attend(module, query, key, value, attention_mask, **kwargs)
@@ -131,12 +196,12 @@ def _attention(
     return output
 
 
-def _own_function(attention: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _own_function(attention: Any) -> Attend:
     """The function the module would call, found the way its own code finds it."""
     interface, default = _functions(type(attention).forward)
     config = attention.config
     name = (config.original if isinstance(config, RoutedConfig) else config)._attn_implementation
-    function: Callable[..., tuple[Tensor, Tensor | None]] = interface.get_interface(name, default)
+    function: Attend = interface.get_interface(name, default)
     return function
 
 

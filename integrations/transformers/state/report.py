@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import attrs
 
-if TYPE_CHECKING:
-    from kvpolicy.integrations.transformers.cache import PolicyCache
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 
 
 @attrs.frozen
@@ -56,11 +55,16 @@ class CacheReport:
     layers: tuple[LayerReport, ...]
 
     @staticmethod
-    def of(cache: PolicyCache) -> CacheReport:
-        """Read a cache."""
-        seen, columns = sum(cache.seen_lengths), cache.get_seq_length()
+    def of(layers: Sequence[PolicyLayer], seen: int, columns: int) -> CacheReport:
+        """Read the layers of a cache.
+
+        Args:
+            layers: What each layer holds.
+            seen: Tokens seen, over all rows, padding not counted.
+            columns: Columns seen, padding included.
+        """
         reports = []
-        for layer in cache.layers:
+        for layer in layers:
             keys, values, positions = layer.keys, layer.values, layer.positions
             if keys is None or values is None or positions is None:
                 reports.append(LayerReport(0, 0.0, 0, 0))

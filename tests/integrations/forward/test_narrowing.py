@@ -13,7 +13,7 @@ from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.forward import narrowing
 from kvpolicy.integrations.transformers.forward import prefill as acting
-from kvpolicy.integrations.transformers.forward.masks import Visibility
+from kvpolicy.integrations.transformers.model.masks import Visibility
 from kvpolicy.policies import (
     AdaKV,
     FastKV,

@@ -19,8 +19,67 @@ from kvpolicy.errors import UnsupportedModelError
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 # The forms of mask that are known here, and so the attention implementations that are supported.
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", *FLASH)
+# Those whose masks are tensors of a number for every query and key.
+DENSE = ("eager", "sdpa")
 
 Mask = Tensor | BlockMask | None
+
+
+@attrs.frozen(eq=False)
+class OwnVisibility:
+    """What a model's own mask says of a forward's tokens among themselves.
+
+    Args:
+        block: ``[batch, new_len, new_len]`` bool: whether a token (second axis) sees another.
+        queries: ``[batch, query_len]`` int64, the queries' columns in it; -1 on padding.
+        keys: ``[batch, 1 or kv_heads, key_len]`` int64, the keys' columns in it; -1 on keys that
+            were held before, and on padding.
+    """
+
+    block: Tensor
+    queries: Tensor
+    keys: Tensor
+
+    @staticmethod
+    def block_of(mask: Any, columns: Tensor, order: Tensor | None) -> Tensor | None:
+        """The block of a layer's own mask, where it lets some token see a later one.
+
+        Args:
+            mask: ``[batch or 1, 1, new_len, columns]``, bool or to be added; or anything else.
+            columns: ``[batch, new_len]`` bool, False on padding: of the mask's last columns.
+            order: ``[batch, new_len]`` int64, the column in each place; None where they keep
+                their places.
+
+        Returns:
+            ``[batch or 1, new_len, new_len]`` bool; None where order alone decides.
+        """
+        new_len = columns.shape[1]
+        if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] != new_len:
+            return None
+        block = mask[:, 0, :, -new_len:]
+        block = block if block.dtype == torch.bool else block > torch.finfo(block.dtype).min / 2
+        # A padded query may see anything.
+        if not bool((block.triu(1) & columns.to(block.device)[:, :, None]).any()):
+            return None
+        if order is None:
+            return block
+        order = order.to(block.device)
+        block = block.expand(order.shape[0], -1, -1)
+        block = block.gather(1, order[:, :, None].expand(-1, -1, new_len))
+        return block.gather(2, order[:, None, :].expand(-1, new_len, -1))
+
+    def over(self, visible: Tensor, query_heads: int) -> Tensor:
+        """``visible`` ``[batch, 1 or query_heads, query_len, key_len]``, where it knows better."""
+        columns, heads = self.keys, self.keys.shape[1]
+        rows = self.queries.clamp(min=0)[:, :, None].expand(-1, -1, self.block.shape[2])
+        seen = self.block.expand(rows.shape[0], -1, -1).gather(1, rows)[:, None]
+        index = columns.clamp(min=0)[:, :, None, :].expand(-1, -1, rows.shape[1], -1)
+        seen = seen.expand(-1, heads, -1, -1).gather(3, index)
+        new = (columns >= 0)[:, :, None, :]
+        if heads > 1:
+            group = query_heads // heads
+            seen, new = (each.repeat_interleave(group, dim=1) for each in (seen, new))
+        return torch.where(new, seen, visible)
 
 
 @attrs.frozen(eq=False)
@@ -32,12 +91,15 @@ class Visibility:
         queries: ``[batch, query_len]`` int64, places of the queries, -1 on padding.
         query_heads: Query heads, of a group for each of ``keys``' heads.
         window: Places a query sees, its own among them; None for all before it.
+        own: What the model's own mask says of the tokens at hand, where it is not of order alone,
+            as where the tokens of an image see each other both ways; None where it is.
     """
 
     keys: Tensor
     queries: Tensor
     query_heads: int
     window: int | None = None
+    own: OwnVisibility | None = None
 
     def mask(self, implementation: str, dtype: torch.dtype) -> Mask:
         """The mask in the form that an implementation wants.
@@ -55,6 +117,12 @@ class Visibility:
         Raises:
             UnsupportedModelError: Flash attention cannot see different keys in the heads of a row.
         """
+        if self.own is not None and implementation not in DENSE:
+            raise UnsupportedModelError(
+                f"attn_implementation must be one of {', '.join(DENSE)} where the model's own mask "
+                f"lets tokens see later ones, got {implementation!r}; load the model with "
+                "attn_implementation='sdpa'"
+            )
         if implementation in FLASH:
             return self._tokens()
         if implementation == "flex_attention":
@@ -74,6 +142,8 @@ class Visibility:
         visible = (keys >= 0) & (keys <= queries)
         if self.window is not None:
             visible &= keys > queries - self.window
+        if self.own is not None:
+            visible = self.own.over(visible, self.query_heads)
         # A padded query sees everything: what it yields is never used, but it has to stay finite,
         # since a weight of 0 times NaN would spoil the others.
         return visible | (queries < 0)
@@ -112,15 +182,17 @@ def causal_mask(
     implementation: str,
     dtype: torch.dtype,
     device: torch.device,
+    spare: bool = True,
 ) -> Any:
     """Mask of the last ``query_len`` of ``key_len`` tokens where no slot is padding.
 
     Returns:
-        As `Visibility.mask`, for a batch of 1; None where the implementation does right without.
+        As `Visibility.mask`, for a batch of 1; None where the implementation does right without,
+        unless ``spare`` is False.
     """
-    if query_len == 1 or implementation in FLASH:
+    if implementation in FLASH or (spare and query_len == 1):
         return None
-    if key_len == query_len and implementation == "sdpa":
+    if spare and key_len == query_len and implementation == "sdpa":
         return None
     slots = torch.arange(key_len, device=device)
     seen = Visibility(slots[None, None], slots[None, key_len - query_len :], query_heads=1)

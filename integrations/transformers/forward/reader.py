@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
 from kvpolicy.checks import check_count
 from kvpolicy.errors import (
+    CacheInUseError,
     NotAttachedError,
     UnsupportedGenerationError,
     UnsupportedModelError,
 )
+from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.append import Forward
 from kvpolicy.integrations.transformers.forward.chunked_prefill import (
     ChunkForward,
@@ -26,25 +28,27 @@ from kvpolicy.integrations.transformers.forward.chunked_prefill import (
     joined_outputs,
 )
 from kvpolicy.integrations.transformers.forward.inputs import (
-    Incoming,
     check_step,
     inputs_of,
     read_inputs,
     span_of,
 )
-from kvpolicy.integrations.transformers.forward.masks import FLASH
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.integrations.transformers.forward.restart import FilterPass
-from kvpolicy.integrations.transformers.forward.static_decoding import StaticDecoding
+from kvpolicy.integrations.transformers.forward.static_decoding import (
+    BeforeLayer,
+    StaticDecoding,
+    before_decoder,
+)
 from kvpolicy.integrations.transformers.model import routing
+from kvpolicy.integrations.transformers.model.attachment import Attachment
+from kvpolicy.integrations.transformers.model.care import Care
+from kvpolicy.integrations.transformers.model.masks import FLASH
+from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
-
-if TYPE_CHECKING:
-    from kvpolicy.integrations.transformers.model.attachment import Attachment
-    from kvpolicy.integrations.transformers.model.parts import ModelParts
 
 
 @attrs.frozen(eq=False)
@@ -59,8 +63,8 @@ class Snapshot:
     chunks: Chunks | None
 
 
-class ReadingCache(Cache):  # type: ignore[misc]
-    """What the hooks on a model call, and the state that forwards change.
+class Reader:
+    """What the hooks on a model call, and the state that forwards change; a cache has one.
 
     A forward appends its tokens, unless a turn starts with it: then the policy acts on them. Where
     the prompt's end is known, a forward that does not reach it is one chunk of the prompt, which
@@ -71,32 +75,42 @@ class ReadingCache(Cache):  # type: ignore[misc]
         policy: Which tokens to keep.
         storage: How keys and values are held.
         max_new_tokens: Tokens of an answer to have memory for in advance; None for none.
+        layers: What each layer of the model holds; the cache's own list.
     """
 
     def __init__(
-        self, policy: CachePolicy, storage: Storage, max_new_tokens: int | None = None
+        self,
+        policy: CachePolicy,
+        storage: Storage,
+        max_new_tokens: int | None,
+        layers: list[PolicyLayer],
     ) -> None:
-        super().__init__(layers=[])
         self.policy = policy
+        self.care = Care()
+        self.placed = policy  # with the layers that it leaves open chosen for the model
         self.storage = storage
         self.max_new_tokens = max_new_tokens
+        self.layers = layers
         self.static: StaticDecoding | None = None  # while `generate` decodes into fixed buffers
-        self.layers: list[PolicyLayer]
         self.propagated: dict[int, Tensor] = {}
-        self._attachment: Attachment | None = None
-        self._filled_by: weakref.ref[nn.Module] | None = None
-        self._tokens: SeenTokens | None = None
-        self._starts_turn = False
-        self._prompt_end: int | None = None  # in columns; None: where the next forward ends
+        self.attachment: Attachment | None = None
+        self.filled_by: weakref.ref[nn.Module] | None = None
+        self.tokens: SeenTokens | None = None
+        self.starts_turn = False
+        self.prompt_end: int | None = None  # in columns; None: where the next forward ends
         self._in_generate = False  # which may give the whole conversation again
         self._may_be_static = True  # as far as the generate under way allows
-        self._chunks: Chunks | None = None
+        self.chunks: Chunks | None = None
         self._forward: Forward | None = None
         self._first_output: Any = None  # of the prompt, where draft tokens came with it
         self._undo: Snapshot | None = None
         # How many of the last tokens' outputs the call under way asks for; None for all.
         self._keep_last: int | None = None
         self._before_call: Snapshot | None = None
+        self._thread: threading.Thread | None = None  # whose call it is
+        # The mask that the outer model was called with, where the decoder gets another.
+        self._outer_mask: Any = None
+        self._outer_called = False
 
     def start_turn(self, prompt_len: int | None = None) -> None:
         """Let the policy act on the next forward: a new turn begins in a hand-written loop.
@@ -111,12 +125,12 @@ class ReadingCache(Cache):  # type: ignore[misc]
         """
         if prompt_len is not None:
             check_count("prompt_len", prompt_len, minimum=1)
-        self._start_turn(None if prompt_len is None else self.get_seq_length() + prompt_len)
+        self._begin_turn(None if prompt_len is None else self.seen + prompt_len)
 
-    def _start_turn(self, prompt_end: int | None) -> None:
+    def _begin_turn(self, prompt_end: int | None) -> None:
         self.abandon_forward()
-        self._end_static()
-        self._starts_turn, self._prompt_end, self._chunks = True, prompt_end, None
+        self.end_static()
+        self.starts_turn, self.prompt_end, self.chunks = True, prompt_end, None
 
     @contextmanager
     def new_turn(
@@ -129,24 +143,24 @@ class ReadingCache(Cache):  # type: ignore[misc]
                 several forwards or with draft tokens behind it.
             may_be_static: Whether the answer may be decoded into buffers of a fixed size.
         """
-        assert self._attachment is not None
+        assert self.attachment is not None
         before, outer = self._snapshot(), (self._in_generate, self._may_be_static)
-        self._start_turn(prompt_end)
+        self._begin_turn(prompt_end)
         self._in_generate = True
-        self._may_be_static = may_be_static and self._attachment.alone
+        self._may_be_static = may_be_static and self.attachment.alone
         try:
             yield
         except BaseException:
-            self._end_static(failed=True)
+            self.end_static(failed=True)
             raise
         finally:
-            self._end_static()
+            self.end_static()
             self._in_generate, self._may_be_static = outer
             self.abandon_forward()
-            if self._chunks is not None:
+            if self.chunks is not None:
                 self._restore(before)
-            self._starts_turn = self._starts_turn and before.starts_turn
-            self._prompt_end = None
+            self.starts_turn = self.starts_turn and before.starts_turn
+            self.prompt_end = None
 
     def begin_call(self, keep_last: int | None) -> None:
         """Take up a call of the model, which runs the decoder and then a head.
@@ -154,19 +168,38 @@ class ReadingCache(Cache):  # type: ignore[misc]
         Args:
             keep_last: How many of the last tokens' outputs it asks for; None for all.
         """
+        self._take_thread()
         self.abandon_forward()  # torch tells hooks of no failure by Ctrl-C
+        self._outer_called, self._outer_mask = False, None
         self._keep_last, self._before_call = keep_last, self._snapshot()
+
+    def note_mask(self, mask: Any) -> None:
+        """Take note of the mask with which a module around the decoder was called."""
+        if not self._outer_called or (isinstance(mask, Tensor) and mask.ndim == 2):
+            self._outer_called, self._outer_mask = True, mask
 
     def end_call(self, *, failed: bool) -> None:
         """Conclude a call of the model, or undo it, the decoder's forward with it."""
+        if self._thread is not threading.current_thread():
+            return  # it was refused
         if failed:
             self.abandon_forward()
         self._keep_last = self._before_call = None
 
     @property
+    def seen(self) -> int:
+        """Columns seen, padding included."""
+        return 0 if self.tokens is None else self.tokens.seen
+
+    @property
     def acts_next(self) -> bool:
         """Whether the policy acts on the next forward, or on the prompt that it is a part of."""
-        return self._tokens is None or self._starts_turn
+        return self.tokens is None or self.starts_turn
+
+    @property
+    def is_static(self) -> bool:
+        """Whether an answer is being decoded into buffers of a fixed size."""
+        return self.static is not None
 
     @property
     def may_drop(self) -> bool:
@@ -175,7 +208,7 @@ class ReadingCache(Cache):  # type: ignore[misc]
 
     @property
     def _drops(self) -> bool:
-        return bool(self.policy.propagation.acting_layers(len(self.layers)))
+        return bool(self.placed.propagation.acting_layers(len(self.layers)))
 
     @property
     def forward(self) -> Forward:
@@ -190,65 +223,101 @@ class ReadingCache(Cache):  # type: ignore[misc]
     def begin_forward(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Take up a forward of the decoder; returns the arguments to run it with.
 
+        Where a model around the decoder makes the masks, those are given on to the decoder, and
+        what is padding is read off the mask that the model was called with.
+
         Raises:
             TypeError: See `read_inputs`.
             ValueError: See `read_inputs`.
+            CacheInUseError: Another thread is calling the model with the same cache.
             UnsupportedGenerationError: A prompt comes in chunks, and the policy drops tokens.
             UnsupportedModelError: The context exceeds the model's sliding window.
         """
+        self._take_thread()
         self._undo_forward(self._undo)
         before = self._snapshot()
         ends = True
-        if self.acts_next and self._prompt_end is not None:
+        if self.acts_next and self.prompt_end is not None:
             arguments = self._without_seen(arguments)
-            missing = self._prompt_end - self.get_seq_length()
+            missing = self.prompt_end - self.seen
             columns = inputs_of(arguments).shape[1]
             ends = columns >= missing
             if columns > missing:
+                if isinstance(arguments.get("attention_mask"), dict):
+                    raise UnsupportedGenerationError(
+                        "assistant_model and prompt_lookup_num_tokens must be None with a model "
+                        "that makes masks outside of its decoder, which cannot be cut into those "
+                        "of a prompt and of its drafts"
+                    )
                 arguments = self._read_prompt(arguments, missing, columns)
         self._undo = before
-        self._forward, incoming = self._take_up(arguments, ends=ends)
-        return incoming.arguments
+        self._forward, taken = self._take_up(arguments, ends=ends)
+        return taken
 
-    def _take_up(self, arguments: dict[str, Any], *, ends: bool) -> tuple[Forward, Incoming]:
-        assert self._attachment is not None
-        parts = self._attachment.parts
+    def _take_up(self, arguments: dict[str, Any], *, ends: bool) -> tuple[Forward, dict[str, Any]]:
+        assert self.attachment is not None
+        parts = self.attachment.parts
         starts, implementation = self.acts_next, parts.implementation
         acts = starts and ends
-        if starts and self._drops and (self._chunks is not None or not ends):
+        if starts and self._drops and (self.chunks is not None or not ends):
             raise UnsupportedGenerationError(
-                f"a prompt must come in one forward where {self.policy} drops tokens, got a chunk "
+                f"a prompt must come in one forward where {self.placed} drops tokens, got a chunk "
                 "of it; leave prefill_chunk_size at None"
             )
+        made, arguments = self._masks_made_outside(arguments)
+        features = AddedFeatures.of(arguments) if acts else None
         incoming = read_inputs(
-            arguments,
-            self._tokens,
+            arguments if features is None else features.without(arguments),
+            self.tokens,
             acts=acts,
-            starts=starts and self._chunks is None,
+            starts=starts and self.chunks is None,
             ends=ends,
         )
+        if features is not None and incoming.order is not None:
+            features = features.taken(incoming.order)
         if starts:
             lengths = incoming.tokens.lengths + incoming.new_valid.sum(dim=1)
-            parts.check_policy(self.policy, int(lengths.max()))
-        kind: dict[str, Any] = {"implementation": implementation, "windows": parts.windows}
-        if not acts and not ends:
-            chunks = self._chunks or Chunks(self.policy.num_queries)
-            return ChunkForward(self.policy, self.layers, incoming, chunks=chunks, **kind), incoming
+            parts.check_policy(self.placed, int(lengths.max()))
+        if made is not None:
+            taken = {**incoming.arguments, "attention_mask": made}
+            incoming = attrs.evolve(incoming, arguments=taken)
+        kind: dict[str, Any] = {
+            "implementation": implementation,
+            "windows": parts.windows,
+            "own_masks": made is not None,
+            "spares_masks": self.care.spares_masks,
+        }
         if not acts:
-            return Forward(self.policy, self.layers, incoming, **kind), incoming
-        narrowing = self._narrowing(arguments, parts)
-        if self._chunks is not None:
-            kind["chunks"] = self._chunks
-            last = LastChunkForward(self.policy, self.layers, incoming, **kind, **narrowing)
-            return last, incoming
+            if ends:
+                forward = Forward(self.placed, self.layers, incoming, **kind)
+            else:
+                chunks = self.chunks or Chunks(self.placed.num_queries)
+                forward = ChunkForward(self.placed, self.layers, incoming, chunks=chunks, **kind)
+            return forward, incoming.arguments
+        kind |= self._narrowing(arguments, parts)
+        if self.chunks is not None:
+            chunks = self.chunks
+            last = LastChunkForward(self.placed, self.layers, incoming, chunks=chunks, **kind)
+            return last, incoming.arguments
         propagated: dict[int, Tensor] = {}
-        if self.policy.propagation.restarts:
-            first = FilterPass(self.policy, self.layers, incoming, **kind)
+        if self.placed.propagation.restarts:
+            first = FilterPass(self.placed, self.layers, incoming, features=features, **kind)
             self._forward = first
             incoming, propagated = first.run(parts.decoder), first.propagated
-        forward = ActingForward(self.policy, self.layers, incoming, **kind, **narrowing)
+            features = first.features
+        forward = ActingForward(self.placed, self.layers, incoming, features=features, **kind)
         forward.propagated.update(propagated)
-        return forward, incoming
+        return forward, incoming.arguments
+
+    def _masks_made_outside(self, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Masks that a model around the decoder has made; the arguments with its own mask."""
+        made, outer = arguments.get("attention_mask"), self._outer_mask
+        called, self._outer_called, self._outer_mask = self._outer_called, False, None
+        plain = made is None or (isinstance(made, Tensor) and made.ndim == 2)
+        other = outer is None or (isinstance(outer, Tensor) and outer.ndim == 2)
+        if plain or not called or not other:
+            return None, arguments
+        return made, {**arguments, "attention_mask": outer}
 
     def _narrowing(self, arguments: dict[str, Any], parts: ModelParts) -> dict[str, Any]:
         """Whether layers may be run for some tokens only, and whether the last one for the last."""
@@ -262,15 +331,15 @@ class ReadingCache(Cache):  # type: ignore[misc]
         states = asked("output_hidden_states")
         keep_last = None if states else self._keep_last
         narrows = not (asked("output_attentions") or states or replaced)
-        return {"narrows": narrows, "keep_last": keep_last}
+        return {"narrows": narrows and self.care.narrows, "keep_last": keep_last}
 
     def _without_seen(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """A forward over the whole conversation as one over its new columns."""
-        seen, columns = self.get_seq_length(), inputs_of(arguments).shape[1]
+        seen, columns = self.seen, inputs_of(arguments).shape[1]
         mask = arguments.get("attention_mask")
         whole = columns if not isinstance(mask, Tensor) else mask.shape[-1]
-        assert self._prompt_end is not None
-        if not self._in_generate or not seen or whole != columns or columns < self._prompt_end:
+        assert self.prompt_end is not None
+        if not self._in_generate or not seen or whole != columns or columns < self.prompt_end:
             return arguments
         return {
             **span_of(arguments, 0, seen, columns),
@@ -279,12 +348,12 @@ class ReadingCache(Cache):  # type: ignore[misc]
 
     def _read_prompt(self, arguments: dict[str, Any], missing: int, columns: int) -> dict[str, Any]:
         """Read the prompt in a forward of its own; returns the arguments of the drafts behind."""
-        assert self._attachment is not None
-        seen = self.get_seq_length()
+        assert self.attachment is not None
+        seen = self.seen
         prompt = {**span_of(arguments, seen, 0, missing), "return_dict": True}
         keep_last = self._keep_last
         self._keep_last = None if keep_last is None else 1
-        output = self._attachment.parts.decoder(**prompt)
+        output = self.attachment.parts.decoder(**prompt)
         self._keep_last = keep_last
         self._first_output = output
         return span_of(arguments, seen, missing, columns)
@@ -297,17 +366,17 @@ class ReadingCache(Cache):  # type: ignore[misc]
         """
         forward = self.forward
         try:
-            self._tokens = forward.finish()
+            self.tokens = forward.finish()
         except UnsupportedModelError:
             self.abandon_forward()
             raise
-        assert self._attachment is not None
-        self._filled_by = weakref.ref(self._attachment.parts.decoder)
+        assert self.attachment is not None
+        self.filled_by = weakref.ref(self.attachment.parts.decoder)
         if isinstance(forward, ChunkForward):
-            self._chunks, self._starts_turn = forward.chunks, True
+            self.chunks, self.starts_turn = forward.chunks, True
         elif forward.acts:
             self.propagated = forward.propagated
-            self._starts_turn, self._prompt_end, self._chunks = False, None, None
+            self.starts_turn, self.prompt_end, self.chunks = False, None, None
         first, self._first_output = self._first_output, None
         self._forward, self._undo = None, None
         output = forward.in_order(output)
@@ -336,10 +405,10 @@ class ReadingCache(Cache):  # type: ignore[misc]
         """
         if self.acts_next:
             return attention_mask
-        tokens = self._tokens
+        tokens = self.tokens
         assert tokens is not None
         if self.static is not None and self.static.steps == self.static.room:
-            self._end_static()
+            self.end_static()
         if self.static is None:
             # From then on nothing but `generate` itself makes masks longer and tokens more.
             if attention_mask is not None:
@@ -350,23 +419,24 @@ class ReadingCache(Cache):  # type: ignore[misc]
         positions, rotary = tokens.positions_of(one), tokens.rotary_positions_of(one)
         tokens = tokens.extended(positions, one, padded=False, acts=False, skipped=None)
         self.static.advance(rotary)
-        self._tokens = tokens
+        self.tokens = tokens
         for layer in self.layers:
             layer.written(tokens)
         return one[:1, None, None]
 
     def _begin_static(self) -> None:
-        assert self._attachment is not None
-        assert self._tokens is not None
+        assert self.attachment is not None
+        assert self.tokens is not None
         assert self.max_new_tokens is not None
         self.abandon_forward()
-        parts, tokens = self._attachment.parts, self._tokens
+        parts, tokens = self.attachment.parts, self.tokens
         self.static = StaticDecoding.of(
             self.layers, tokens, parts.windows, parts.implementation, self.max_new_tokens
         )
-        self._attachment.decode()
+        layers = [BeforeLayer.of(index, layer) for index, layer in enumerate(parts.layers)]
+        self.attachment.decode(before_decoder, layers)
 
-    def _end_static(self, *, failed: bool = False) -> None:
+    def end_static(self, *, failed: bool = False) -> None:
         """Go on with buffers that grow; take back a token that not every layer has written.
 
         Args:
@@ -376,17 +446,29 @@ class ReadingCache(Cache):  # type: ignore[misc]
         static, self.static = self.static, None
         if static is None:
             return
-        assert self._attachment is not None
-        assert self._tokens is not None
-        self._attachment.attach()
+        assert self.attachment is not None
+        assert self.tokens is not None
+        self.attachment.attach()
         for layer in self.layers:
             layer.release()
         count = max(static.unwritten(), int(failed and static.steps > 0))
         if count:
-            self._tokens = self._tokens.without_last(count)
+            self.tokens = self.tokens.without_last(count)
             for layer in self.layers:
                 layer.drop_last(count)
-                layer.follow(self._tokens)
+                layer.follow(self.tokens)
+
+    def fail_forward(self) -> None:
+        """Take back a forward of the decoder, unless it was refused as another thread's."""
+        if self._thread is threading.current_thread():
+            self.abandon_forward()
+
+    def _take_thread(self) -> None:
+        own, other = threading.current_thread(), self._thread
+        busy = self._forward is not None or self._before_call is not None
+        if busy and other is not None and other is not own and other.is_alive():
+            raise CacheInUseError.by(other)
+        self._thread = own
 
     def abandon_forward(self) -> None:
         """Undo a call of the model that did not come to its end; without one, do nothing."""
@@ -402,20 +484,20 @@ class ReadingCache(Cache):  # type: ignore[misc]
     def _snapshot(self) -> Snapshot:
         return Snapshot(
             [layer.state() for layer in self.layers],
-            self._tokens,
+            self.tokens,
             dict(self.propagated),
-            self._starts_turn,
-            self._prompt_end,
-            self._chunks,
+            self.starts_turn,
+            self.prompt_end,
+            self.chunks,
         )
 
     def _restore(self, before: Snapshot) -> None:
         for layer, state in zip(self.layers, before.layers, strict=True):
             layer.restore(state)
-        self._tokens = before.tokens
+        self.tokens = before.tokens
         self.propagated = dict(before.propagated)
-        self._starts_turn, self._prompt_end = before.starts_turn, before.prompt_end
-        self._chunks = before.chunks
+        self.starts_turn, self.prompt_end = before.starts_turn, before.prompt_end
+        self.chunks = before.chunks
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what binds the cache to a model: a copy is attached to nothing."""
@@ -429,44 +511,36 @@ class ReadingCache(Cache):  # type: ignore[misc]
             **self.__dict__,
             "layers": layers,
             "propagated": dict(held.propagated),
-            "_tokens": held.tokens,
-            "_starts_turn": held.starts_turn,
-            "_prompt_end": held.prompt_end,
-            "_chunks": held.chunks,
+            "tokens": held.tokens,
+            "starts_turn": held.starts_turn,
+            "prompt_end": held.prompt_end,
+            "chunks": held.chunks,
             "_in_generate": False,
             "_may_be_static": True,
             "static": None,
-            "_attachment": None,
-            "_filled_by": None,
+            "attachment": None,
+            "filled_by": None,
             "_forward": None,
             "_first_output": None,
             "_undo": None,
             "_before_call": None,
+            "_thread": None,
+            "_outer_mask": None,
         }
 
-    # What Transformers asks of a cache, as far as forwards need it.
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Take a layer's new keys and values; return all that its attention is to see.
 
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
         """
-        if self.static is not None:
-            return self.static.layers[layer_idx].write(key_states, value_states)
         if self._forward is None:
             raise NotAttachedError(
                 "cache must be attached to the model for its policy to act: use "
                 "model.generate(past_key_values=cache), or call the model inside "
                 "`with cache.attached(model):`"
             )
-        keys, values = self._forward.update(layer_idx, key_states, value_states)
+        keys, values = self._forward.update(index, keys, values)
         if self._forward.waits_for_queries():
-            routing.waiting.set((self._forward, layer_idx))
+            routing.waiting.set((self._forward, index))
         return keys, values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns seen, padding included; what is stored is ``layers[i].kept_len``."""
-        return 0 if self._tokens is None else self._tokens.seen

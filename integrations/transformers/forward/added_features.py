@@ -1,0 +1,78 @@
+"""Image features that a decoder adds to the hidden states of some tokens between its layers.
+
+Decoders with deepstack (Qwen3-VL, Granite Vision) find those tokens by a mask over the whole
+input, which is right only as long as every token reaches every layer. Where a policy acts, the
+decoder is called without, and the features are added here, to the tokens that are still there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.integrations.transformers.forward.inputs import take_columns
+
+# What decoders call the mask, the features, and whether these are added after a layer; else before.
+_ARGUMENTS = (
+    ("visual_pos_masks", "deepstack_visual_embeds", True),
+    ("vision_mask", "deepstack_features", False),
+)
+
+
+@attrs.frozen(eq=False)
+class AddedFeatures:
+    """Features by layer, and which token each belongs to.
+
+    Args:
+        rows: ``[batch, new_len]`` int64, the row of a token's features; -1 on tokens without.
+        features: By layer, ``[count, hidden]``.
+        after: Whether they are added after the layer; else before.
+        names: What the decoder calls the mask and the features.
+    """
+
+    rows: Tensor
+    features: Mapping[int, Tensor]
+    after: bool
+    names: tuple[str, str]
+
+    @staticmethod
+    def of(arguments: Mapping[str, Any]) -> AddedFeatures | None:
+        """Read a decoder's arguments; None where they bring no features."""
+        for mask_name, name, after in _ARGUMENTS:
+            mask, given = arguments.get(mask_name), arguments.get(name)
+            if mask is None or given is None:
+                continue
+            mask = mask[..., 0] if mask.ndim == 3 else mask
+            counted = mask.flatten().cumsum(0).view(mask.shape) - 1
+            features = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
+            return AddedFeatures(torch.where(mask, counted, -1), features, after, (mask_name, name))
+        return None
+
+    def without(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The decoder's arguments without the features."""
+        return {**arguments, **dict.fromkeys(self.names)}
+
+    def taken(self, slots: Tensor) -> AddedFeatures:
+        """For the tokens in ``slots`` ``[batch, count]``, -1 on padding."""
+        rows = take_columns(self.rows, slots)
+        return attrs.evolve(self, rows=rows.masked_fill(slots.to(rows.device) < 0, -1))
+
+    def added(self, hidden: Tensor, layer_idx: int, slots: Tensor | None) -> Tensor:
+        """Hidden states ``[batch, count, hidden]`` with a layer's features.
+
+        Args:
+            hidden: Of the tokens in ``slots``.
+            layer_idx: The layer's.
+            slots: ``[batch, count]`` int64, -1 on padding; None for all tokens.
+        """
+        features = self.features.get(layer_idx)
+        if features is None or not len(features):
+            return hidden
+        rows = (self if slots is None else self.taken(slots)).rows.to(hidden.device)
+        features = features.reshape(-1, hidden.shape[2]).to(hidden.device, hidden.dtype)
+        more = features[rows.clamp(min=0)]
+        return hidden + more.masked_fill((rows < 0)[:, :, None], 0)

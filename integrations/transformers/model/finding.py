@@ -1,0 +1,104 @@
+"""Finding a model's decoder, its layers, and the module of each that attends."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvpolicy.errors import UnsupportedModelError
+
+# Where models with several inputs keep the part that decodes text.
+_INNER = ("language_model", "text_model", "decoder", "model", "transformer")
+
+
+def find_decoder(model: Any) -> nn.Module:
+    """The module that runs the decoder layers, one after the other.
+
+    Raises:
+        UnsupportedModelError: There is none that can be found, or it is compiled.
+    """
+    config = getattr(model, "config", None)
+    name = type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"model must be decoder-only, got the encoder-decoder {name}")
+    check_uncompiled(model)
+    for each in _candidates(model):
+        if layer_list(each) is not None:
+            return each
+    raise UnsupportedModelError(
+        f"model must have get_decoder() with a list of decoder layers, got {name}"
+    )
+
+
+def _candidates(model: Any) -> Iterator[nn.Module]:
+    """Modules that may be the decoder, the likeliest first."""
+    seen: set[int] = set()
+    queue: list[Any] = [model]
+    while queue:
+        module = queue.pop(0)
+        if id(module) in seen or not isinstance(module, nn.Module):
+            continue
+        seen.add(id(module))
+        yield module
+        if hasattr(module, "get_decoder"):
+            found: Any = module
+            queue.append(found.get_decoder())
+        queue += [getattr(module, name, None) for name in _INNER]
+        # A head that does not name its decoder.
+        queue += [each for each in module.children() if layer_list(each) is not None]
+
+
+def modules_between(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
+    """The modules through which a call of a model reaches its decoder, both left out."""
+    path = next((name for name, each in model.named_modules() if each is decoder), "")
+    parts = path.split(".")
+    return [model.get_submodule(".".join(parts[:end])) for end in range(1, len(parts))]
+
+
+def check_uncompiled(module: nn.Module) -> None:
+    """Check that a module that hooks go on, or its forward, was not given to `torch.compile`."""
+    if (
+        isinstance(module, torch._dynamo.OptimizedModule)
+        or module._compiled_call_impl is not None
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+    ):
+        raise UnsupportedModelError(
+            "model must not be compiled, since hooks do not reach a compiled graph, got a compiled "
+            f"{type(module).__name__}; pass the model before torch.compile"
+        )
+
+
+def layer_list(decoder: Any) -> nn.ModuleList | None:
+    """The list of a decoder's layers: as many as its configuration says."""
+    config = getattr(decoder, "config", None)
+    count = getattr(config, "num_hidden_layers", None)
+    for module in decoder.children():
+        if isinstance(module, nn.ModuleList) and len(module) == count and count:
+            return module
+    return None
+
+
+def find_attention(layer: nn.Module, index: int) -> nn.Module:
+    """The one module of a layer that calls an attention function of Transformers.
+
+    Raises:
+        UnsupportedModelError: There is none, or several.
+    """
+    found = [
+        module
+        for module in layer.modules()
+        if getattr(module, "layer_idx", None) == index
+        and hasattr(module, "config")
+        and "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names
+    ]
+    if len(found) != 1:
+        raise UnsupportedModelError(
+            "every decoder layer must have one module that calls Transformers' AttentionInterface, "
+            f"the only place where queries can be seen, but {type(layer).__name__} at {index} has "
+            f"{len(found)}"
+        )
+    return found[0]

@@ -1,0 +1,41 @@
+"""The kinds of decoder layers, one file a kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import DynamicCache
+
+from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
+from kvpolicy.integrations.transformers.model.kinds.full_attention import FullAttention
+from kvpolicy.integrations.transformers.model.kinds.refused import Refused
+from kvpolicy.integrations.transformers.model.kinds.sliding_window import SlidingWindow
+
+__all__ = ["KINDS", "FullAttention", "LayerFacts", "LayerKind", "Refused", "SlidingWindow"]
+
+# In the order in which they are asked; the last takes whatever is left.
+KINDS: tuple[type[LayerKind], ...] = (FullAttention, SlidingWindow, Refused)
+
+
+def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
+    """The kind of each of a decoder's layers, as its configuration and Transformers' cache say.
+
+    Args:
+        config: The decoder's configuration.
+        num_layers: Its layers.
+    """
+    own = DynamicCache(config=config).layers
+    called = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
+    if len(own) == 1 < num_layers:  # grown as layers come: all alike
+        own = own * num_layers
+    kinds = []
+    for index in range(num_layers):
+        cached = own[index] if index < len(own) else None
+        facts = LayerFacts(
+            index,
+            called[index] if index < len(called) else "full_attention",
+            None if cached is None else type(cached).__name__,
+            getattr(cached, "sliding_window", None),
+        )
+        kinds.append(next(kind for each in KINDS if (kind := each.of(facts)) is not None))
+    return kinds

@@ -1,0 +1,52 @@
+"""What the library has to know of a decoder layer, whatever model it comes from."""
+
+from __future__ import annotations
+
+import abc
+from typing import ClassVar
+
+import attrs
+
+
+@attrs.frozen
+class LayerKind(abc.ABC):
+    """A kind of decoder layer: what it holds for a token, and what it can see.
+
+    A model is taken apart into layers of known kinds; nothing else of the library asks which family
+    a model is of. A new kind is a file of its own beside this one, and an entry in `KINDS`.
+
+    Attributes:
+        name: In a few words, as tables show it.
+        window: Tokens a layer sees, its own among them; None where it sees all.
+    """
+
+    name: ClassVar[str]
+    window: int | None = attrs.field(default=None, kw_only=True)
+
+    @classmethod
+    @abc.abstractmethod
+    def of(cls, layer: LayerFacts) -> LayerKind | None:
+        """The kind of a layer, if it is this one."""
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no policy can be applied to a model with such a layer; None where one can."""
+        return None
+
+
+@attrs.frozen
+class LayerFacts:
+    """What a model says of one of its layers.
+
+    Args:
+        index: The layer's.
+        kind: Transformers' word for it, such as ``"sliding_attention"``.
+        cached_as: The name of the class that Transformers' own cache has for it; None where it
+            has none.
+        window: The sliding window of that, in tokens.
+    """
+
+    index: int
+    kind: str
+    cached_as: str | None
+    window: int | None

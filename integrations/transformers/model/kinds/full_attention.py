@@ -1,0 +1,24 @@
+"""Layers that attend to all tokens before."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+
+from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
+
+
+@attrs.frozen
+class FullAttention(LayerKind):
+    """Keys and values of every token; the selector chooses among them, per KV head."""
+
+    name: ClassVar[str] = "full attention"
+
+    @classmethod
+    def of(cls, layer: LayerFacts) -> LayerKind | None:
+        """See `LayerKind.of`."""
+        known = ("full_attention", "attention", "sliding_attention")
+        # A layer may be called sliding and have no window.
+        plain = layer.cached_as in (None, "DynamicLayer")
+        return cls() if layer.kind in known and plain else None

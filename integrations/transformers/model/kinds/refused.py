@@ -1,0 +1,49 @@
+"""Layers that no policy can be applied to, and why."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+
+from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
+
+_STATE = "holds a state in which tokens cannot be told apart"
+_REASONS = {
+    "chunked_attention": ("chunked attention", "attends within chunks of the context"),
+    "conv": ("convolution", _STATE),
+    "linear_attention": ("recurrent", _STATE),
+    "mamba": ("recurrent", _STATE),
+    "recurrent": ("recurrent", _STATE),
+    "hybrid": ("attention and recurrent", _STATE),
+    "hybrid_sliding": ("attention and recurrent", _STATE),
+}
+_CACHED_AS = {
+    "DynamicIndexedLayer": ("with an indexer", "holds index keys beside its keys and values"),
+    "DummyLayer": ("without a cache", "attends to keys of another layer, or not at all"),
+}
+
+
+@attrs.frozen
+class Refused(LayerKind):
+    """A layer whose kind no policy knows.
+
+    Args:
+        called: The kind, in a few words.
+        reason: Why nothing can be chosen there.
+    """
+
+    name: ClassVar[str] = "unknown"
+    called: str = ""
+    reason: str = ""
+
+    @classmethod
+    def of(cls, layer: LayerFacts) -> LayerKind | None:
+        """Any layer: to be asked last."""
+        found = _REASONS.get(layer.kind) or _CACHED_AS.get(layer.cached_as or "")
+        return cls(*(found or (layer.kind, f"is cached as {layer.cached_as}")))
+
+    @property
+    def refusal(self) -> str | None:
+        """See `LayerKind.refusal`."""
+        return f"({self.called}) {self.reason}"

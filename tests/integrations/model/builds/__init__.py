@@ -1,0 +1,1 @@
+"""Every decoder of the installed Transformers, tiny, held against its own dense attention."""

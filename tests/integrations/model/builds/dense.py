@@ -1,0 +1,190 @@
+"""Dense attention of any decoder under a mask of each layer's own, by the model's own code.
+
+Nothing here looks at how a model makes its masks or calls its attention: while the model runs once
+over a whole row without a cache, every softmax over scores of the row's tokens is taken under what
+its layer is to see in addition to what the model itself masks.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+_SOFTMAX = (torch.softmax, torch.Tensor.softmax, nn.functional.softmax)
+# Of which some take the share of a sink apart from the softmax.
+_SUM = (torch.logsumexp, torch.Tensor.logsumexp)
+_SDPA = (nn.functional.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
+_BESIDE = re.compile(r"vision|visual|image|audio|speech|vq|qformer|perceiver|depth_decoder|encoder")
+
+# Without position ids, which `generate` gives them, these count positions from their padding id on.
+COUNTED = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xmod")
+
+
+class UnjudgedError(Exception):
+    """The reference cannot be had; says why."""
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder's layers, wherever the model has them, in order.
+
+    Raises:
+        UnjudgedError: There is no list of as many modules as the configuration has layers.
+    """
+    config = model.config.get_text_config(decoder=True)
+    count = next(
+        (
+            value
+            for name in ("num_hidden_layers", "num_layers", "n_layers", "decoder_layers")
+            if isinstance(value := getattr(config, name, None), int)
+        ),
+        None,
+    )
+    lists = [
+        (name, each)
+        for name, each in model.named_modules()
+        if isinstance(each, nn.ModuleList) and len(each) == count
+    ]
+    inside = [each for each in lists if not _BESIDE.search(each[0])] or lists
+    named = [each for each in inside if re.search(r"(layers?|h|blocks?)$", each[0])] or inside
+    if not named:
+        raise UnjudgedError(f"no list of {count} layers")
+    return list(named[0][1])
+
+
+class _Masked(TorchFunctionMode):
+    """Takes every softmax of a row's scores under the mask of the layer that is running."""
+
+    def __init__(self, visible: Sequence[Tensor | None], length: int, *, tiled: bool) -> None:
+        super().__init__()
+        self.visible = visible
+        self.length = length
+        self.tiled = tiled
+        self.layer: int | None = None
+        self.reached: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.layer is not None:
+            if func in _SOFTMAX or func in _SUM:
+                scores = args[0] if args else kwargs["input"]
+                rest = {name: value for name, value in kwargs.items() if name != "input"}
+                return func(self._cut(scores), *args[1:], **rest)
+            if func in _SDPA:
+                return self._attend(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if enable_gqa:
+            group = query.shape[-3] // key.shape[-3]
+            key, value = (each.repeat_interleave(group, dim=-3) for each in (key, value))
+        scores = query @ key.transpose(-2, -1)
+        scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+        lowest = torch.finfo(scores.dtype).min
+        if is_causal:
+            causal = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+            scores = scores.masked_fill(~causal, lowest)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, lowest)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        return self._cut(scores).softmax(dim=-1) @ value
+
+    def _cut(self, scores: Tensor) -> Tensor:
+        """Scores `[..., len, len]`, and a sink's behind them, with what is not seen lowest."""
+        more = scores.shape[-1] - self.length if scores.ndim > 2 else -1
+        if more not in (0, 1) or scores.shape[-2] != self.length:
+            return scores
+        assert self.layer is not None
+        self.reached.add(self.layer)
+        seen = self.visible[self.layer]
+        if seen is None:
+            return scores
+        heads = math.prod(scores.shape[:-2])  # of one row
+        if heads % seen.shape[0]:
+            raise UnjudgedError(f"{heads} heads of scores, {seen.shape[0]} of keys")
+        group = heads // seen.shape[0]
+        seen = seen.repeat(group, 1, 1) if self.tiled else seen.repeat_interleave(group, dim=0)
+        seen = nn.functional.pad(seen, (0, more), value=True)
+        lowest = torch.finfo(scores.dtype).min
+        return scores.masked_fill(~seen.view(scores.shape[:-2] + seen.shape[-2:]), lowest)
+
+
+@torch.no_grad()
+def dense_logits(
+    model: PreTrainedModel,
+    token_ids: Sequence[int],
+    visible: Sequence[Tensor | None] = (),
+    *,
+    tiled: bool = False,
+) -> Tensor:
+    """One forward over a whole row without a cache, each layer's attention narrowed.
+
+    Args:
+        model: any decoder of Transformers; its own masks hold besides.
+        token_ids: the row, prompt and decoded tokens.
+        visible: per layer, bool `[kv_heads, len, len]`, whether the query of a row sees the key of
+            a column; None where it sees all that the model lets it; empty where all layers do.
+        tiled: whether query head `i` has the key head `i % kv_heads`, instead of neighbours
+            sharing one.
+
+    Returns:
+        Logits `[len, vocab]`.
+
+    Raises:
+        UnjudgedError: A layer that is to see less than all took no softmax.
+    """
+    length = len(token_ids)
+    masked = _Masked(visible, length, tiled=tiled)
+    handles = []
+
+    def enters(index: int) -> Any:
+        def hook(*_: Any) -> None:
+            masked.layer = index
+
+        return hook
+
+    def leaves(*_: Any) -> None:
+        masked.layer = None
+
+    layers = decoder_layers(model) if any(each is not None for each in visible) else []
+    for index, layer in enumerate(layers):
+        handles.append(layer.register_forward_pre_hook(enters(index)))
+        handles.append(layer.register_forward_hook(leaves, always_call=True))
+    try:
+        with masked:
+            logits: Tensor = model(**_inputs(model, token_ids), use_cache=False).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    missed = [
+        index
+        for index, seen in enumerate(visible)
+        if seen is not None and index not in masked.reached
+    ]
+    if missed:
+        raise UnjudgedError(f"layers {missed} take no softmax over the tokens")
+    return logits[0]
+
+
+def _inputs(model: PreTrainedModel, token_ids: Sequence[int]) -> dict[str, Tensor]:
+    """What `generate` gives a model of a row without padding."""
+    ids = torch.tensor([list(token_ids)])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if model.config.model_type in COUNTED:
+        inputs["position_ids"] = torch.arange(len(token_ids))[None]
+    return inputs

@@ -1,0 +1,113 @@
+"""Builds and judges every decoder of the installed Transformers: `make families`."""
+
+import argparse
+import json
+import logging
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from kvpolicy.integrations.transformers.model import parts
+from tests.integrations.model.builds.catalogue import NOT_BUILT, builds
+from tests.integrations.model.builds.judge import Judge, Verdict
+
+OUTCOMES = ("wrong", "error", "unjudged", "unbuilt", "late", "refused", "right")
+
+
+class _Everything:
+    """In the place of a list of accepted types."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+@contextmanager
+def beyond_lists(*, accepted: bool, refused: bool) -> Iterator[None]:
+    """Lets the library take up types that its lists would keep it from.
+
+    Args:
+        accepted: whether to take every type for one of those accepted.
+        refused: whether to forget which are refused.
+    """
+    module: Any = parts
+    before = {name: getattr(module, name, None) for name in ("MODEL_TYPES", "REFUSED")}
+    if accepted and before["MODEL_TYPES"] is not None:
+        module.MODEL_TYPES = _Everything()
+    if refused and before["REFUSED"] is not None:
+        module.REFUSED = {}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is not None:
+                setattr(module, name, value)
+
+
+def judged(names: list[str]) -> Iterator[Verdict]:
+    """Builds and judges models, one after the other."""
+    for name, build in builds().items():
+        if names and name not in names:
+            continue
+        start = time.perf_counter()
+        try:
+            model = build.model()
+        except Exception as error:
+            shown = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            yield Verdict(name, "unbuilt", shown)
+            continue
+        verdict = Judge(name, model)()
+        verdict.seconds = time.perf_counter() - start
+        yield verdict
+    for name, why in NOT_BUILT.items():
+        if not names or name in names:
+            yield Verdict(name, "unbuilt", why)
+
+
+def table(verdicts: list[Verdict]) -> str:
+    """Outcomes by type, 80 columns wide."""
+    lines = [f"Transformers {transformers.__version__}, torch {torch.__version__}", ""]
+    counts = Counter(each.outcome for each in verdicts)
+    lines += [", ".join(f"{counts[each]} {each}" for each in OUTCOMES if counts[each]), ""]
+    for outcome in OUTCOMES:
+        for each in verdicts:
+            if each.outcome == outcome:
+                head = f"{outcome:9}{each.name:26}"
+                body = textwrap.wrap(each.reason, 44)[:6] or [""]
+                lines.append(f"{head} {body[0]}".rstrip())
+                lines += [" " * 36 + line for line in body[1:]]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="builds; all if none is given")
+    parser.add_argument("--out", type=Path, help="a JSON file; a table goes beside it, as .txt")
+    parser.add_argument("--beyond-list", action="store_true", help="types that no list names, too")
+    parser.add_argument("--beyond-refusals", action="store_true", help="and those refused by name")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    verdicts = []
+    with beyond_lists(accepted=options.beyond_list, refused=options.beyond_refusals):
+        for verdict in judged(options.names):
+            print(f"{verdict.outcome:9}{verdict.name:26} {verdict.seconds:4.1f} s", flush=True)
+            verdicts.append(verdict)
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps([asdict(each) for each in verdicts], indent=1))
+    found = table(verdicts)
+    print(f"\n{found}")
+    if options.out:
+        options.out.with_suffix(".txt").write_text(found)
+
+
+if __name__ == "__main__":
+    main()
