@@ -60,7 +60,7 @@ def plot_comparison(data: Mapping[str, Any]) -> bytes:
     for (phase, words), each in zip(_PHASES.items(), axes[len(kinds) :], strict=True):
         rate = "" if at is None else f", {at:.0%} kept"
         each.set_title(f"{words}{rate}\n", fontsize=10, pad=8)
-        _speeds(each, [row and _speed(row[phase]) for row in shown])
+        _speeds(each, [_speed(row[phase]) for row in shown])
     figure.supxlabel(
         "left: % answered exactly, by share of the tokens kept; right: times as fast as\n"
         "full_context, the model without kvpolicy, and the 90% interval of that median;\n"

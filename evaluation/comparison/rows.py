@@ -108,8 +108,8 @@ class Comparison:
                 "full": held.full_bytes,
                 "share": held.share,
             },
-            "prefill": phase_data(row.timing.prefill, before and before.prefill),
-            "decode": phase_data(row.timing.decode, before and before.decode),
+            "prefill": phase_data(row.timing.prefill, before.prefill if before else None),
+            "decode": phase_data(row.timing.decode, before.decode if before else None),
         }
 
 
