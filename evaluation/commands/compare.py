@@ -11,6 +11,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvpolicy.evaluation.commands.chosen import chosen_variants
+from kvpolicy.evaluation.commands.options import (
+    PolicyOption,
+    PropagationOption,
+    ProtectOption,
+    RateOption,
+    RetentionTokensOption,
+    ScorerOption,
+    SelectorOption,
+    SetOption,
+    TSPLayerOption,
+    policy_options,
+)
 from kvpolicy.evaluation.commands.terminal import (
     DeviceOption,
     DtypeOption,
@@ -60,20 +73,14 @@ def compare(
             help='Lines of {"prompt": "...", "answer": "..."}; default: needle task.',
         ),
     ] = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option("--policy", "-p", metavar="NAME", help="A policy, repeatable; default: all."),
-    ] = None,
-    rate: Annotated[
-        list[float] | None,
-        typer.Option(
-            "--rate",
-            "-r",
-            metavar="RATE",
-            help=f"A KV retention rate, repeatable; default: {QUICK.rates[0]:g}, "
-            f"thorough {', '.join(map(str, THOROUGH.rates))}.",
-        ),
-    ] = None,
+    policy: PolicyOption = None,
+    rate: RateOption = None,
+    retention_tokens: RetentionTokensOption = None,
+    protect: ProtectOption = None,
+    parameters: SetOption = None,
+    scorer: ScorerOption = None,
+    selector: SelectorOption = None,
+    propagation: PropagationOption = None,
     context: Annotated[
         int,
         typer.Option(
@@ -90,12 +97,7 @@ def compare(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the needle prompts.")] = 0,
-    tsp_layer: Annotated[
-        int | None,
-        typer.Option(
-            min=0, metavar="N", help="Layer that FastKV drops after; default: see the output."
-        ),
-    ] = None,
+    tsp_layer: TSPLayerOption = None,
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Also FastKV's accuracy by TSP layer, other prompts.")
     ] = False,
@@ -124,13 +126,26 @@ def compare(
         Path | None, typer.Option(metavar="DIR", help="Folder for compare.json and the pictures.")
     ] = None,
 ) -> None:
-    """Hold policies against full context: accuracy, memory and speed."""
+    """Hold policies against full context: accuracy, memory and speed.
+
+    Without --policy all policies, without --rate at 0.1; --thorough at 0.02, 0.1 and 0.2.
+    """
     extent = THOROUGH if thorough else QUICK
+    options = policy_options(
+        policy,
+        rate,
+        retention_tokens,
+        protect,
+        parameters,
+        scorer=scorer,
+        selector=selector,
+        propagation=propagation,
+    )
     settings = Settings(
         model=model,
         prompts=prompts,
-        policies=tuple(policy or ()),
-        rates=tuple(rate or extent.rates),
+        policies=options.names,
+        rates=options.rates or extent.rates,
         context=context,
         count=count or extent.count,
         seed=seed,
@@ -144,7 +159,8 @@ def compare(
         dtype=dtype,
         device=device,
     )
-    chosen = check(settings, out)
+    asked = chosen_variants(options, extent.rates, tsp_layer=settings.effective_tsp_layer)
+    chosen = check(settings, out, asked)
     loaded = load_shown(model, dtype, device)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     # Before anything is printed; `run` does it again.

@@ -73,8 +73,13 @@ def plot_comparison(data: Mapping[str, Any]) -> bytes:
 def _by_accuracy(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
     """The rows of each policy, full context first, then the most accurate over all its rates."""
     first = rows[0]["policy"]
-    names = dict.fromkeys(row["policy"] for row in rows)
-    policies = [[row for row in rows if row["policy"] == name] for name in names]
+
+    def key(row: Mapping[str, Any]) -> tuple[object, ...]:
+        """What rates share a line; a number of tokens is no rate and has one of its own."""
+        rate = row["retention_rate"]
+        return (row["policy"], row["tokens"]["kept"] if rate is None else None)
+
+    policies = [[row for row in rows if key(row) == each] for each in dict.fromkeys(map(key, rows))]
 
     def rank(found: Sequence[Mapping[str, Any]]) -> tuple[bool, float]:
         scores = [score["rate"] for row in found for score in row["exact_match"].values()]

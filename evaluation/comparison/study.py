@@ -25,13 +25,13 @@ from kvpolicy.evaluation.comparison.sweep import (
     sweep_rates,
     sweep_tsp_layers,
 )
-from kvpolicy.evaluation.comparison.variant import RATES, Variant, takes, variants
+from kvpolicy.evaluation.comparison.variant import RATES, Variant, variants
 from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import NEEDLE, Loaded, default_tsp_layer
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.results import check_folder, check_threads, environment, write_all
 from kvpolicy.evaluation.tasks.prompts import Prompt, needle_prompts, read_prompts, read_text
-from kvpolicy.policies import FastKV
+from kvpolicy.policies import FastKV, TokenSelectivePropagation
 
 # Prompts that a TSP layer is calibrated on: distances vary less than answers do.
 CALIBRATION_COUNT = 16
@@ -169,12 +169,15 @@ def headline(settings: Settings, loaded: Loaded) -> list[str]:
     ]
 
 
-def check(settings: Settings, out: Path | None = None) -> list[Variant]:
+def check(
+    settings: Settings, out: Path | None = None, chosen: Sequence[Variant] | None = None
+) -> list[Variant]:
     """Check what can be checked before a model is loaded, and build the policies.
 
     Args:
         settings: What to compare.
         out: The folder that results are to go to.
+        chosen: The policies, where they are others than the settings name.
 
     Raises:
         ValueError: A setting is out of its range, or a name or file does not exist.
@@ -184,7 +187,8 @@ def check(settings: Settings, out: Path | None = None) -> list[Variant]:
         check_folder(out, FILES if settings.sweep else FILES[:2])
         require("matplotlib", extra="plot")
     check_threads(settings.threads)
-    chosen = variants(settings.policies, settings.rates, tsp_layer=settings.effective_tsp_layer)
+    if chosen is None:
+        chosen = variants(settings.policies, settings.rates, tsp_layer=settings.effective_tsp_layer)
     if settings.prompts is not None:
         read_text(settings.prompts, "prompts file")
     elif settings.model != NEEDLE:
@@ -192,7 +196,7 @@ def check(settings: Settings, out: Path | None = None) -> list[Variant]:
             f"--prompts must be given with --model {settings.model}: the needle task is in the "
             "bundled model's own tokens"
         )
-    return chosen
+    return list(chosen)
 
 
 def check_loaded(settings: Settings, chosen: Sequence[Variant], loaded: Loaded) -> list[Prompt]:
@@ -331,11 +335,16 @@ def _notes(
         why = "chosen from the sweep on other prompts (see --sweep)"
     else:
         why = "its default"
-    for name in dict.fromkeys(each.name for each in chosen if takes(each.name, "tsp_layer")):
+    for name in dict.fromkeys(each.name for each in chosen if _has_tsp_layer(each)):
         policy = next(each.policy for each in chosen if each.name == name)
         layers = sorted(policy.propagation.acting_layers(loaded.model.config.num_hidden_layers))
         notes.append(f"{name} drops tokens after layer {', '.join(map(str, layers))}, {why}.")
-    raised = [each for each in chosen if "tsp_rate" in each.parameters]
+    raised = [
+        each
+        for each in chosen
+        if each.retention_rate is not None
+        and each.parameters.get("tsp_rate") == each.retention_rate
+    ]
     for variant in raised:
         notes.append(
             f"{variant.label}: tsp_rate raised to {variant.parameters['tsp_rate']:g}, since layers "
@@ -354,6 +363,10 @@ def _notes(
             "file."
         )
     return notes
+
+
+def _has_tsp_layer(variant: Variant) -> bool:
+    return isinstance(variant.policy.propagation, TokenSelectivePropagation)
 
 
 def _timing_notes(settings: Settings, comparison: Comparison) -> list[str]:

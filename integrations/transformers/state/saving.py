@@ -153,10 +153,18 @@ class SavedCache:
         if describe(policy) != self.policy:
             raise ValueError(
                 f"policy must be the one that filled the cache in {path}, which is "
-                f"{self.policy}, got {describe(policy)}"
+                f"{_named(self.policy)}, got {policy}"
             )
         check_kind("policy", policy, CachePolicy)  # a file may name a part alone
         return policy
+
+
+def _named(description: Description) -> str:
+    """A described policy as one writes it, or its data where it cannot be built."""
+    try:
+        return str(from_description(description))
+    except ValueError:
+        return str(description)
 
 
 def _broken(path: str | os.PathLike[str], error: object) -> ValueError:

@@ -276,7 +276,7 @@ def test_generate_streams_and_reports(run: Run, prompt_file: Path) -> None:
     status, out, err = run("generate", "--prompt-file", prompt_file, "--max-new-tokens", 3)
     assert status == 0
     assert len(out.split()) == 3
-    assert "fastkv, prompt of 128 tokens" in err
+    assert "FastKV(tsp_layer=2), prompt of 128 tokens" in err
     assert re.search(r"^total +130 +14.0 ", err, flags=re.MULTILINE)  # int(12.8) + 2 appended
 
 
@@ -313,8 +313,8 @@ def test_generate_sampling_follows_its_seed(run: Run, prompt_file: Path) -> None
     ("arguments", "said"),
     [
         (["--policy", "nope"], "no policy is named 'nope'; known: "),
-        (["-p", "snapkv", "--tsp-rate", "0.3"], "policy snapkv takes no tsp_rate"),
-        (["--retention-rate", "0.5"], "retention_rate must not exceed tsp_rate"),
+        (["-p", "snapkv", "--tsp-rate", "0.3"], "--set tsp_rate must name a parameter"),
+        (["--rate", "0.5", "--tsp-rate", "0.2"], "retention_rate must not exceed tsp_rate"),
         (["--retention-rate", "2"], "retention_rate must be in (0, 1], got 2.0"),
         (["--tsp-layer", "6"], "tsp_layer must be in [0, 5] for a model of 6 layers, got 6"),
         (["--tsp-layer", "-1"], "tsp_layer must be at least 0"),

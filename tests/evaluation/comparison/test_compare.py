@@ -295,6 +295,11 @@ def test_the_picture_of_a_comparison_has_a_row_for_each_policy() -> None:
     assert rates.shape == two.shape
     assert policies.shape[0] > two.shape[0]
     assert policies.shape[1] == two.shape[1]
+    # Two numbers of tokens, which are no rates, are two rows.
+    tokens = [
+        {**snap, "retention_rate": None, "tokens": {"seen": 99, "kept": kept}} for kept in (9, 18)
+    ]
+    assert pixels(plot_comparison({"rows": [full, *tokens]})).shape[0] == policies.shape[0]
     assert coloured(two) > 0.02
     assert coloured(pixels(plot_comparison({"rows": [full]}))) > 0.02
 
