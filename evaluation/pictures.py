@@ -85,8 +85,8 @@ def draw_grid(
     axes.set_xlim(0, len(columns))
     axes.xaxis.tick_top()
     axes.set_xticks([index + 0.5 for index in range(len(columns))], columns, fontsize=_TEXT)
-    place = axes.get_subplotspec()
-    axes.tick_params(left=False, top=False, labelleft=place is None or place.is_first_col())
+    spot = axes.get_subplotspec()
+    axes.tick_params(left=False, top=False, labelleft=spot is None or spot.is_first_col())
     for spine in axes.spines.values():
         spine.set_visible(False)
     for index, cells in enumerate(rows):
