@@ -100,7 +100,7 @@ def test_wrong_command_line(run: Run, arguments: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--policy", "nope"], "no policy is named 'nope'; known: ada_kv, fastkv, full_context"),
+        (["--policy", "nope"], "no policy is named 'nope'; known: ada_kv, fastkv, "),
         (["--rate", "0"], "retention_rate must be in (0, 1], got 0.0"),
         (["--rate", "1.5"], "retention_rate must be in (0, 1], got 1.5"),
         (["--threads", "100000"], "threads must be at most the machine's"),
@@ -213,7 +213,7 @@ def test_how_much_is_compared(
 ) -> None:
     asked: list[Any] = []
 
-    def refuse(settings: Any, out: object) -> None:
+    def refuse(settings: Any, *_: object) -> None:
         asked.append(settings)
         raise ValueError("seen")
 
