@@ -11,11 +11,15 @@ FUZZ_MINUTES ?= 10
 # A process of tests for every core; the models are tiny, and each has one thread.
 WORKERS := -n logical --maxprocesses 4
 
-.PHONY: compare test quick lint typecheck check thorough fuzz oldest bench bench-scaling bench-decode bench-gpu \
-	bench-prefill bench-kvpress families format clean
+.PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest bench pictures \
+	bench-scaling bench-decode bench-gpu bench-prefill bench-kvpress families format clean
 
 compare: $(VENV)/installed
 	$(BIN)/kvpolicy compare --out results/compare $(ARGS)
+
+# What docs/results.md reports, with ARGS='--sweep --sweep-rates'.
+compare-thorough: $(VENV)/installed
+	$(BIN)/kvpolicy compare --thorough --out results/compare-thorough $(ARGS)
 
 test: lint typecheck check oldest
 
@@ -67,6 +71,11 @@ families: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/methods.py $(ARGS)
+
+# The pictures again, from the numbers that are there.
+pictures: $(VENV)/installed
+	$(BIN)/python benchmarks/needle.py
+	$(BIN)/python benchmarks/methods.py --show benchmarks/results/methods.json
 
 bench-scaling: $(VENV)/installed
 	$(BIN)/python benchmarks/scaling.py $(ARGS)

@@ -32,6 +32,7 @@ from kvpolicy.evaluation.commands.options import (
 from kvpolicy.evaluation.commands.terminal import (
     DeviceOption,
     DtypeOption,
+    ThreadsOption,
     load_shown,
     progress_bar,
 )
@@ -43,7 +44,7 @@ from kvpolicy.evaluation.models import NEEDLE, Loaded
 from kvpolicy.evaluation.results import (
     check_folder,
     check_threads,
-    cpu_count,
+    default_threads,
     environment,
     write_all,
 )
@@ -106,10 +107,7 @@ def calibrate(
         float,
         typer.Option(metavar="X", help="Normalised distance that earliest takes for close."),
     ] = TOLERANCE,
-    threads: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="CPU threads; default: all processors, at most 4."),
-    ] = None,
+    threads: ThreadsOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
     out: Annotated[
@@ -133,7 +131,7 @@ def calibrate(
     )
     drop = _drop(options)
     tsp_rate = drop.pop("tsp_rate", tsp_rate)
-    threads = check_threads(threads or min(cpu_count(), 4))
+    threads = check_threads(threads or default_threads())
     _check(model, prompts, tsp_rate, criterion, tolerance, out)
     torch.set_num_threads(threads)
     loaded = load_shown(model, dtype, device)
