@@ -48,7 +48,8 @@ class ActingForward(Forward):
         self._features = features
         self._seen_len = tuple(self.tokens.lengths.tolist())
         self._narrows = narrows
-        # The last token stays last when padding is moved before tokens, others may not.
+        # The last token stays last when padding is moved before tokens. Others may not: the last
+        # columns that were asked for would then be read as later tokens than they are.
         moved = self._order_of_columns is not None
         self._keep_last = None if moved and keep_last != 1 else keep_last
         self._passed: Tensor | None = None  # of the tokens that reach the layer, those that go on
