@@ -6,8 +6,7 @@ all of them hides what it says.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -61,36 +60,6 @@ def call(name: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> st
         and not (value is None and isinstance(defaults.get(key), float))
     )
     return f"{name}({', '.join(shown)})"
-
-
-def arguments_of(factory: type, parts: Iterable[object]) -> dict[str, Any] | None:
-    """The arguments with which a class of policies makes these parts.
-
-    A named method hands its arguments to parts whose fields have the same names, so that they can
-    be read there, whatever way the policy came about.
-
-    Args:
-        factory: A class whose objects have the parts.
-        parts: The parts.
-
-    Returns:
-        The arguments that differ from their defaults; None where they cannot be told.
-    """
-    found: dict[str, Any] = {}
-    for name, parameter in inspect.signature(factory).parameters.items():
-        holders = [part for part in parts if name in _field_names(part)]
-        if not holders or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            return None
-        value = getattr(holders[0], name)
-        gave_way = value is None and isinstance(parameter.default, float)
-        if not _same(value, parameter.default) and not gave_way:
-            found[name] = value
-    return found
-
-
-def _field_names(part: object) -> set[str]:
-    kind = type(part)
-    return {each.name for each in attrs.fields(kind)} if attrs.has(kind) else set()
 
 
 def _same(value: object, default: object) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvpolicy.brief import arguments_of, brief, call
+from kvpolicy.brief import brief
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.errors import ShapeError
@@ -31,8 +31,8 @@ class Decision:
 class CachePolicy:
     """Which tokens a model keeps, layer by layer, while it reads a prompt.
 
-    The methods of the literature are subclasses that only choose the parts. A method prints as it
-    is written, any other policy as its parts; what is at its default is left out.
+    The methods of the literature are subclasses that only choose the parts. ``str()`` of a
+    method is as it is written, of any other policy its parts; what is at its default is left out.
 
     Args:
         scorer: How much each token matters; None where neither of the others asks.
@@ -74,15 +74,11 @@ class CachePolicy:
                 )
         self._check_budgets()
 
-    def __repr__(self) -> str:
-        kind, parts = type(self), (self.scorer, self.selector, self.propagation)
-        arguments = None if kind is CachePolicy else arguments_of(kind, parts)
-        if arguments is not None:
-            try:
-                if kind(**arguments) == self:
-                    return call(kind.__name__, arguments, {})
-            except (TypeError, ValueError):  # its arguments mean something else than its parts'
-                pass
+    def __str__(self) -> str:
+        kind = type(self)
+        if not attrs.fields(kind).scorer.init:  # a method, whose fields are its arguments
+            return brief(self)
+        parts = (self.scorer, self.selector, self.propagation)
         return f"{kind.__name__}({', '.join(map(brief, parts))})"
 
     def _check_budgets(self) -> None:

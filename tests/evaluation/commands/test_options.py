@@ -168,7 +168,7 @@ def test_a_composition_stands_beside_policies_at_every_rate() -> None:
         (("--propagation", "staged:x"), "--propagation must be NAME=VALUE"),
         (
             ("--scorer", "window_max_pool:window_size=16"),
-            "window_size of GQAGroupSelector() must be at least 16",
+            "must be at least 16, the window that WindowMaxPoolScorer(window_size=16) leaves",
         ),
     ],
 )
