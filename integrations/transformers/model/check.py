@@ -118,7 +118,8 @@ def verdict_of(
     untold, care = Finding(), _checking.get()
     if care is not None:
         return Verdict(False, untold, untold, care)
-    tested = parts.config.model_type in TESTED
+    # Of the model as a whole: one with images around a decoder that is known is not known itself.
+    tested = getattr(getattr(model, "config", None), "model_type", None) in TESTED
     if tested and not fresh:
         return Verdict(True, untold, untold)
     key = (
@@ -175,19 +176,29 @@ def _found(model: nn.Module, parts: ModelParts, cache: Any) -> Finding:
 
 
 def _compared(model: nn.Module, parts: ModelParts, cache: Any) -> Finding:
+    """Of a padded batch and, since layers may do without masks there, of a row alone."""
     care = _checking.get()
-    rows = _rows(parts) if care is None or care.pads else _rows(parts)[:1]
-    try:
-        found, said = _read(model, cache, rows)
-    except (UnsupportedModelError, UnsupportedGenerationError):
-        raise
-    except Exception:
-        # Some models generate from images only; their decoder reads text.
-        if model is parts.decoder or _reads_text(model, rows[0]):
-            raise
-        model = parts.decoder
+    rows = _rows(parts)
+    batches = [rows, rows[:1]] if care is None or care.pads else [rows[:1]]
+    findings = []
+    for batch in batches:
         cache.reset()
-        found, said = _read(model, cache, rows)
+        try:
+            findings.append(_of_batch(model, parts, cache, batch))
+        except (UnsupportedModelError, UnsupportedGenerationError):
+            raise
+        except Exception:
+            # Some models generate from images only; their decoder reads text.
+            if model is parts.decoder or _reads_text(model, rows[0]):
+                raise
+            return _compared(parts.decoder, parts, cache)
+        if findings[-1].reason is not None:
+            return findings[-1]
+    return max(findings, key=lambda finding: finding.error)
+
+
+def _of_batch(model: nn.Module, parts: ModelParts, cache: Any, rows: list[Tensor]) -> Finding:
+    found, said = _read(model, cache, rows)
     worst = Finding()
     for row, ids in enumerate(rows):
         whole = torch.cat([ids, said[row, :-1]])

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -135,6 +136,11 @@ class ModelParts:
             self.layers[index].parameters(), self.decoder.buffers(), self.decoder.parameters()
         )
         return next((each.device for each in found if not each.is_meta), torch.device("cpu"))
+
+    def careful(self, care: Care) -> Care:
+        """The same, but for modules to which no mask means that all is seen."""
+        causal = all(getattr(each, "is_causal", True) for each in self.attentions)
+        return care if causal else attrs.evolve(care, spares_masks=False)
 
     def check_padding(self, care: Care) -> None:
         """Check that the model reads a padded row as it reads it alone.
