@@ -28,7 +28,7 @@ class Passage(Protocol):
     ) -> tuple[Tensor, dict[str, Any]]:
         """The arguments under which a decoder layer sees only the tokens that reach it."""
 
-    def waits_for_queries(self, keys: Tensor | None = None) -> bool:
+    def waits_for_queries(self) -> bool:
         """Whether the layer's attention function is still to come."""
 
     def leave_layer(self, index: int, output: Any) -> Any:
@@ -124,8 +124,9 @@ class LayerHooks(_Hooks):
             return None
         if self.listener.forward.waits_for_queries():
             raise UnsupportedModelError(
-                f"model must hand the keys of the cache to an attention function as they are, "
-                f"but {type(module).__name__} at {self.index} did not; the policy saw no queries"
+                f"model must hand the keys of the cache, or what it makes of each of them, to an "
+                f"attention function, but {type(module).__name__} at {self.index} did not; the "
+                "policy saw no queries"
             )
         return self.listener.forward.leave_layer(self.index, rest[1])
 
