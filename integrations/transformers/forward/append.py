@@ -40,6 +40,7 @@ class Forward:
             than the order of tokens.
         spares_masks: Whether a layer may get no mask where its attention function would do right
             without.
+        causal: Whether a layer without a mask sees no later token; else it sees all of a prompt.
     """
 
     acts = False  # whether the policy does, on this forward
@@ -54,6 +55,7 @@ class Forward:
         windows: list[int | None],
         own_masks: bool = False,
         spares_masks: bool = True,
+        causal: bool = True,
     ) -> None:
         self.policy = policy
         self.layers = layers
@@ -92,6 +94,7 @@ class Forward:
         self._causal: dict[int, Mask] = {}
         self._own_masks = own_masks
         self._spares_masks = spares_masks
+        self._sees_all = not causal and self.first
         self._own_blocks: dict[int, tuple[Any, Tensor | None]] = {}  # by the id of the mask
 
     # Before a layer.
@@ -106,7 +109,16 @@ class Forward:
             module: The layer.
             hidden: ``[batch, new_len, hidden]``, its input.
             kwargs: Its other arguments, by name.
+
+        Raises:
+            UnsupportedModelError: The model reads a padded row otherwise than alone.
         """
+        if index == 0 and self._sees_all and self._padded and self._own_block(kwargs) is None:
+            raise UnsupportedModelError(
+                "rows must not be padded where the model sees a prompt both ways without padding "
+                "and one way with it, as PaliGemma without token_type_ids; give rows of one "
+                "length, or one row at a time"
+            )
         self._combine(self.layers[index])
         return hidden, self._with_mask(index, hidden, self._reaching(kwargs))
 
@@ -132,11 +144,17 @@ class Forward:
 
     def _own_block(self, kwargs: dict[str, Any]) -> Tensor | None:
         """What a layer's own mask says of the forward's tokens, where it is not order alone."""
-        if not self._own_masks or self._new_len == 1:
+        if not (self._own_masks or self._sees_all) or self._new_len == 1:
             return None
         mask = kwargs.get("attention_mask")
         if id(mask) not in self._own_blocks:
-            block = OwnVisibility.block_of(mask, self._columns, self._order_of_columns)
+            if mask is None and self._sees_all:
+                length = self._new_len
+                block: Tensor | None = torch.ones(
+                    1, length, length, dtype=torch.bool, device=self._columns.device
+                )
+            else:
+                block = OwnVisibility.block_of(mask, self._columns, self._order_of_columns)
             self._own_blocks[id(mask)] = mask, block  # the mask too: its id shall not come again
         return self._own_blocks[id(mask)][1]
 

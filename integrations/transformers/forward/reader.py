@@ -301,6 +301,7 @@ class Reader:
             "windows": parts.windows,
             "own_masks": outside,
             "spares_masks": self.care.spares_masks,
+            "causal": parts.causal,
         }
         if not acts:
             if ends:

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 
@@ -137,10 +136,13 @@ class ModelParts:
         )
         return next((each.device for each in found if not each.is_meta), torch.device("cpu"))
 
-    def careful(self, care: Care) -> Care:
-        """The same, but for modules to which no mask means that all is seen."""
-        causal = all(getattr(each, "is_causal", True) for each in self.attentions)
-        return care if causal else attrs.evolve(care, spares_masks=False)
+    @property
+    def causal(self) -> bool:
+        """Whether a layer without a mask sees no later token; else it sees all of a first prompt.
+
+        As of PaliGemma, which reads an image and its prompt both ways.
+        """
+        return all(getattr(each, "is_causal", True) for each in self.attentions)
 
     def check_padding(self, care: Care) -> None:
         """Check that the model reads a padded row as it reads it alone.
