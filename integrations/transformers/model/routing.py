@@ -79,7 +79,9 @@ class Observer(Protocol):
 
 
 # The forward whose keys went to an attention module of this thread, the layer's index, the module.
-waiting: ContextVar[tuple[Observer, int, nn.Module] | None] = ContextVar("kvpolicy_waiting", default=None)
+waiting: ContextVar[tuple[Observer, int, nn.Module] | None] = ContextVar(
+    "kvpolicy_waiting", default=None
+)
 
 # Functions that modules call in the place of their own, by the module's id.
 _replacing: ContextVar[dict[int, Attend]] = ContextVar("kvpolicy_replacing", default={})  # noqa: B039 -- never written to

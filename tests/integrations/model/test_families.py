@@ -32,8 +32,6 @@ from tests.reference.family_dense import family_logits
 REFUSED = {
     "bloom": "AttentionInterface",
     "codegen": "AttentionInterface",
-    "deepseek_v2": "latent attention",
-    "deepseek_v3": "latent attention",
     "falcon": "AttentionInterface",
     "falcon_alibi": "AttentionInterface",
     "falcon_multi_query": "AttentionInterface",

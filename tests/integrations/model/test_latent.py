@@ -7,6 +7,7 @@ choice is, against a slow one, and what else a cache has to do with what it stor
 import copy
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy import CachePolicy
-from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache
+from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache, QuantizedStorage
 from kvpolicy.policies import (
     AdaKV,
     FastKV,
@@ -121,7 +122,9 @@ def test_two_turns_against_a_slow_choice(name: str) -> None:
         full = [[list(range(prompt))]] * len(store.layers)
         _, weights = dense(eager, whole[:prompt], [Act(0, prompt, full)])
         how = {"window": WINDOW, "kernel": KERNEL}
-        kept = [window_choice(each, [], range(prompt), int(RATE * prompt), **how) for each in weights]
+        kept = [
+            window_choice(each, [], range(prompt), int(RATE * prompt), **how) for each in weights
+        ]
         assert held[0][row] == kept
         acts = [Act(0, prompt, [[each] for each in kept])]
         want, weights = dense(eager, whole, acts)
@@ -292,3 +295,19 @@ def test_fixed_decoding_is_one_graph() -> None:
     torch._dynamo.reset()
     assert torch.equal(want, found)
     assert (backend.graphs, backend.calls) == (1, 5)
+
+
+@pytest.mark.skipif(find_spec("optimum") is None, reason="optimum-quanto is not installed")
+def test_latents_may_be_quantised() -> None:
+    """The same tokens, what is held of them near to what they are, in fewer bytes."""
+    model = model_of("deepseek_v3")
+    plain = PolicyCache(StreamingLLM(RATE))
+    store = PolicyCache(StreamingLLM(RATE), QuantizedStorage(q_group_size=4))
+    for each in (plain, store):
+        with each.attached(model), torch.no_grad():
+            model(torch.tensor([tokens(0, 40)]), past_key_values=each)
+    for layer, twin in zip(store.layers, plain.layers, strict=True):
+        assert torch.equal(layer.positions, twin.positions)
+        for found, want in ((layer.keys, twin.keys), (layer.values, twin.values)):
+            assert 0 < float((found - want).abs().max()) < 0.1 * float(want.abs().max())
+    assert store.report().total.full_bytes == plain.report().total.full_bytes
