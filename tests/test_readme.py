@@ -12,11 +12,14 @@ import torch
 
 from benchmarks.common import BASELINE
 from kvpolicy.evaluation.comparison.speed import Speed
+from kvpolicy.integrations.transformers.model.tested import TESTED
 from kvpolicy.registry import registered
+from tests.integrations.model.builds.catalogue import builds
 from tests.reference import random_tokens, tiny_model
-from tests.support_table import support_table
+from tests.support_table import PAGE, outcomes, page, support_table
 
 ROOT = Path(__file__).parents[1]
+BUILDS = builds()
 README = (ROOT / "README.md").read_text()
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 FIRST, SCORER = PYTHON.findall(README)
@@ -68,8 +71,19 @@ def test_the_padding_of_ada_kv_is_that_of_the_results() -> None:
         assert f"| {row['retention_rate']:g} | {padding:.1%} | {share:.1%} |" in page
 
 
-def test_the_table_of_families_is_that_of_the_tests() -> None:
+def test_the_tables_of_families_are_what_was_found() -> None:
     assert support_table() in README
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+def test_what_needs_no_self_check_was_found_right() -> None:
+    """Every build of such a type; PaliGemma is held by the tests with images."""
+    found: dict[str, set[str]] = {}
+    for each in outcomes():
+        model_type = BUILDS[each["name"]].model_type
+        found.setdefault(model_type, set()).add(each["outcome"])
+    right = {name for name, outcome in found.items() if outcome == {"right"}}
+    assert TESTED - {"paligemma"} <= right
 
 
 def cells_of(page: str, columns: int) -> dict[str, list[str]]:
