@@ -66,6 +66,7 @@ class Forward:
         self.tokens = incoming.tokens.extended(
             self.new_positions,
             incoming.columns,
+            ids=incoming.ids,
             padded=incoming.padded,
             acts=self.acts,
             skipped=incoming.skipped,

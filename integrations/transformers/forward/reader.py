@@ -108,6 +108,7 @@ class Reader:
         # The mask that the outer model was called with, where the decoder gets another.
         self._outer_mask: Any = None
         self._outer_called = False
+        self._call_ids: Any = None  # that it was called with, where the decoder gets embeddings
 
     def start_turn(self, prompt_len: int | None = None) -> None:
         """Let the policy act on the next forward: a new turn begins in a hand-written loop.
@@ -159,16 +160,18 @@ class Reader:
             self.starts_turn = self.starts_turn and before.starts_turn
             self.prompt_end = None
 
-    def begin_call(self, keep_last: int | None) -> None:
+    def begin_call(self, keep_last: int | None, ids: Any = None) -> None:
         """Take up a call of the model, which runs the decoder and then a head.
 
         Args:
             keep_last: How many of the last tokens' outputs it asks for; None for all.
+            ids: The ``input_ids`` of the call.
         """
         self._take_thread()
         self.abandon_forward()  # torch tells hooks of no failure by Ctrl-C
         self._outer_called, self._outer_mask = False, None
         self._keep_last, self._before_call = keep_last, self._snapshot()
+        self._call_ids = ids
 
     def note_mask(self, mask: Any) -> None:
         """Take note of the mask with which a module around the decoder was called."""
@@ -181,7 +184,7 @@ class Reader:
             return  # it was refused
         if failed:
             self.abandon_forward()
-        self._keep_last = self._before_call = None
+        self._keep_last = self._before_call = self._call_ids = None
 
     @property
     def seen(self) -> int:
@@ -270,6 +273,7 @@ class Reader:
             starts=starts and self.chunks is None,
             ends=ends,
         )
+        incoming = attrs.evolve(incoming, ids=self._ids_of(arguments))
         if features is not None and incoming.order is not None:
             features = features.taken(incoming.order)
         if starts:
@@ -304,6 +308,26 @@ class Reader:
         forward = ActingForward(self.policy, self.layers, incoming, features=features, **kind)
         forward.propagated.update(propagated)
         return forward, incoming.arguments
+
+    def _ids_of(self, arguments: dict[str, Any]) -> Tensor | None:
+        """Ids ``[batch, new_len]`` of a forward's tokens; None where only embeddings are known."""
+        shape = inputs_of(arguments).shape[:2]
+        for ids in (arguments.get("input_ids"), self._call_ids):
+            if isinstance(ids, Tensor) and ids.shape == shape:
+                return ids
+        return None
+
+    def note_answer(self, ids: Tensor, first: int) -> None:
+        """Learn the ids of tokens that were decoded into buffers of a fixed size.
+
+        Args:
+            ids: ``[batch, count]``, of an answer; the last ones may not have been read.
+            first: The column at which it begins.
+        """
+        if self.tokens is not None and len(ids) == self.tokens.batch:
+            self.tokens = self.tokens.with_ids(ids, first)
+            for layer in self.layers:
+                layer.follow(self.tokens)
 
     def _masks_made_outside(self, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Masks that a model around the decoder has made; the arguments with its own mask."""
@@ -522,6 +546,7 @@ class Reader:
             "_before_call": None,
             "_thread": None,
             "_outer_mask": None,
+            "_call_ids": None,
         }
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,7 @@ class Listener(Protocol):
     def forward(self) -> Passage:
         """The forward under way."""
 
-    def begin_call(self, keep_last: int | None) -> None:
+    def begin_call(self, keep_last: int | None, ids: Any = None) -> None:
         """Take up a call of the model, which runs the decoder and then a head."""
 
     def note_mask(self, mask: Any) -> None:
@@ -241,7 +241,8 @@ class Attachment(_Hooks):
         keep = arguments.get("logits_to_keep")
         known = "logits_to_keep" in _signature(type(module).forward).parameters
         last = keep if known and isinstance(keep, int) and keep > 0 else None
-        self.listener.begin_call(None if arguments.get("labels") is not None else last)
+        last = None if arguments.get("labels") is not None else last
+        self.listener.begin_call(last, arguments.get("input_ids"))
         if not self.listener.may_drop:
             return
         whole = {

@@ -75,6 +75,7 @@ def _check_tokens(tensors: Mapping[str, Tensor], *, padded: bool) -> Tensor:
             f"tokens.lengths must be the numbers of valid tokens, {valid.sum(dim=1).tolist()}, "
             f"got {lengths.tolist()}"
         )
+    _check_tensor("tokens.ids", tensors["tokens.ids"], torch.int64, *valid.shape)
     appended = tensors["tokens.appended"]
     _check_appended(appended, valid)
     acted = _acted(lengths, appended)

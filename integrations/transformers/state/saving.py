@@ -24,7 +24,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
 FORMAT = "kvpolicy-cache"
-VERSION = 1
+VERSION = 2
 # Values of every parameter that go into a model's fingerprint.
 SAMPLE = 64
 
@@ -85,7 +85,7 @@ class SavedCache:
             assert positions is not None
             found[f"layers.{index}.keys"], found[f"layers.{index}.values"] = held.read()
             found[f"layers.{index}.positions"] = positions
-        for name in ("valid", "lengths", "appended", "skipped"):
+        for name in ("valid", "ids", "lengths", "appended", "skipped"):
             if getattr(self.tokens, name) is not None:
                 found[f"tokens.{name}"] = getattr(self.tokens, name)
         for index, positions in self.propagated.items():
@@ -194,6 +194,7 @@ def _mode_of_new_files() -> int:
 def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache:
     tokens = SeenTokens(
         valid=tensors["tokens.valid"],
+        ids=tensors["tokens.ids"],
         lengths=tensors["tokens.lengths"],
         appended=tensors["tokens.appended"],
         padded=json.loads(metadata["padded"]),

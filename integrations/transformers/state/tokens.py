@@ -16,6 +16,8 @@ class SeenTokens:
 
     Args:
         valid: ``[batch, seen]`` bool, False on padding.
+        ids: ``[batch, seen]`` int64, the tokens' ids, anything on padding; -1 where they are not
+            known, as of embeddings.
         lengths: ``[batch]`` int64, tokens of each row.
         appended: ``[batch, appended_len]`` int64, positions of the tokens read since the policy
             last acted, which every layer holds behind what it kept; -1 on padding.
@@ -25,6 +27,7 @@ class SeenTokens:
     """
 
     valid: Tensor
+    ids: Tensor
     lengths: Tensor
     appended: Tensor
     padded: bool
@@ -35,6 +38,7 @@ class SeenTokens:
         """No token seen yet."""
         return SeenTokens(
             valid=torch.empty(batch, 0, dtype=torch.bool, device=device),
+            ids=torch.empty(batch, 0, dtype=torch.int64, device=device),
             lengths=torch.zeros(batch, dtype=torch.int64, device=device),
             appended=torch.empty(batch, 0, dtype=torch.int64, device=device),
             padded=False,
@@ -67,6 +71,7 @@ class SeenTokens:
         positions: Tensor,
         columns: Tensor,
         *,
+        ids: Tensor | None = None,
         padded: bool,
         acts: bool,
         skipped: Tensor | None,
@@ -76,13 +81,16 @@ class SeenTokens:
         Args:
             positions: ``[batch, new_len]`` int64, in the order the layers hold them.
             columns: ``[batch, new_len]`` bool, in the order of the input.
+            ids: ``[batch, new_len]``, likewise; None where they are not known.
             padded: Whether any column is padding.
             acts: Whether the policy acts on them; then nothing counts as appended.
             skipped: ``[batch]`` int64, how many of them a restarted prefill left out; None where
                 it does not restart.
         """
+        new = torch.full_like(columns, -1, dtype=torch.int64) if ids is None else ids.long()
         return SeenTokens(
             valid=torch.cat([self.valid, columns], dim=1),
+            ids=torch.cat([self.ids, new], dim=1),
             lengths=self.lengths + columns.sum(dim=1),
             appended=(positions[:, :0] if acts else torch.cat([self.appended, positions], dim=1)),
             padded=self.padded or padded,
@@ -95,6 +103,7 @@ class SeenTokens:
         valid = self.valid[:, :keep]
         return SeenTokens(
             valid=valid,
+            ids=self.ids[:, :keep],
             lengths=self.lengths - self.valid[:, keep:].sum(dim=1),
             appended=self.appended[:, : self.appended.shape[1] - count],
             padded=self.padded and not bool(valid.all()),
@@ -105,6 +114,7 @@ class SeenTokens:
         """The same on a device."""
         return SeenTokens(
             valid=self.valid.to(device),
+            ids=self.ids.to(device),
             lengths=self.lengths.to(device),
             appended=self.appended.to(device),
             padded=self.padded,
@@ -117,6 +127,7 @@ class SeenTokens:
         valid = self.valid.index_select(0, rows)
         return SeenTokens(
             valid=valid,
+            ids=self.ids.index_select(0, rows),
             lengths=self.lengths.index_select(0, rows),
             appended=self.appended.index_select(0, rows),
             padded=self.padded and not bool(valid.all()),
@@ -141,8 +152,36 @@ class SeenTokens:
         spare.scatter_(1, before.masked_fill(~self.valid, self.seen), after)
         moved = spare[:, : self.seen]
         appended = moved.gather(1, self.appended.clamp(min=0)).masked_fill(self.appended < 0, -1)
-        tokens = SeenTokens(valid, valid.sum(dim=1), appended, padded=True, skipped=self.skipped)
+        tokens = attrs.evolve(
+            self, valid=valid, lengths=valid.sum(dim=1), appended=appended, padded=True
+        )
         return tokens, moved
+
+    def with_ids(self, ids: Tensor, first: int) -> SeenTokens:
+        """With the ids of columns that were not known when they were read.
+
+        Args:
+            ids: ``[batch, count]``, of the columns from ``first`` on.
+            first: The column they begin at, of those seen.
+        """
+        known = self.ids[:, first : first + ids.shape[1]]
+        new = torch.where(known < 0, ids[:, : known.shape[1]].to(known), known)
+        after = self.ids[:, first + new.shape[1] :]
+        return attrs.evolve(self, ids=torch.cat([self.ids[:, :first], new, after], dim=1))
+
+    def first_unlike(self, ids: Tensor) -> tuple[int, int] | None:
+        """Row and column of the first token seen that is another one in a whole conversation.
+
+        Args:
+            ids: ``[batch, len]``, at least the columns seen.
+        """
+        compared = self.valid & (self.ids >= 0)
+        unlike = compared & (ids[:, : self.seen].to(self.ids) != self.ids)
+        columns = unlike.any(dim=0)
+        if not bool(columns.any()):
+            return None
+        column = int(columns.to(torch.uint8).argmax())
+        return int(unlike[:, column].to(torch.uint8).argmax()), column
 
 
 def _sum(before: Tensor | None, more: Tensor | None) -> Tensor | None:
