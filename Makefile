@@ -10,7 +10,7 @@ ARGS ?=
 FUZZ_MINUTES ?= 10
 
 .PHONY: compare test lint typecheck check thorough fuzz oldest bench bench-scaling bench-decode bench-gpu \
-	bench-prefill bench-kvpress format clean
+	bench-prefill bench-kvpress families format clean
 
 compare: $(VENV)/installed
 	$(BIN)/kvpolicy compare --out results/compare $(ARGS)
@@ -53,6 +53,11 @@ $(OLDEST)/installed: pyproject.toml constraints.txt
 
 oldest: $(OLDEST)/installed
 	$(OLDEST)/bin/pytest tests/integrations
+
+# Every decoder of the installed Transformers, built tiny and held against its own dense attention.
+families: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.integrations.model.builds.run \
+		--out results/families.json $(ARGS)
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/methods.py $(ARGS)

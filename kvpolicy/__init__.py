@@ -9,6 +9,7 @@ parts in `kvpolicy.policies`; `kvpolicy.integrations.transformers.PolicyCache` a
 from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+from kvpolicy.kinds import TokenKind
 from kvpolicy.policy import CachePolicy, Decision
 from kvpolicy.registry import build, registered
 
@@ -23,6 +24,7 @@ __all__ = [
     "LayerContext",
     "PropagationPolicy",
     "Scorer",
+    "TokenKind",
     "build",
     "registered",
 ]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvpolicy.errors import ShapeError
 from kvpolicy.heads import Heads
+from kvpolicy.kinds import TokenKind
 
 
 @attrs.frozen(eq=False)
@@ -36,6 +37,9 @@ class LayerContext:
         softcap: Bound of what is scaled, ``softcap * tanh(x / softcap)``; None without.
         sinks: ``[query_heads]``, a logit that each head's softmax has beside those of its keys, as
             in GPT-OSS; None without.
+        kinds: ``[batch, kv_heads, key_len]`` int8, the `TokenKind` of each key's token; what stands
+            on padding is ignored. By slot like ``positions``, since in a later turn the heads of a
+            row hold unlike tokens. None where the model reads text only.
 
     Raises:
         ShapeError: The axes do not fit together.
@@ -53,6 +57,7 @@ class LayerContext:
     heads: Heads = attrs.field(factory=Heads)
     softcap: float | None = None
     sinks: Tensor | None = None
+    kinds: Tensor | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.keys.ndim != 4 or self.queries.ndim != 4:
@@ -81,6 +86,11 @@ class LayerContext:
             raise ShapeError(
                 f"positions must be [batch, kv_heads, key_len] = {[batch, kv_heads, key_len]}, "
                 f"got {list(self.positions.shape)}"
+            )
+        if self.kinds is not None and self.kinds.shape != self.positions.shape:
+            raise ShapeError(
+                f"kinds must be [batch, kv_heads, key_len] = {list(self.positions.shape)}, got "
+                f"{list(self.kinds.shape)}"
             )
         if self.new_valid.ndim != 2 or self.new_valid.shape[0] != batch:
             raise ShapeError(
@@ -161,3 +171,17 @@ class LayerContext:
     def is_new_first(self, size: int) -> Tensor:
         """``[batch, new_len]`` bool: those of the row's first ``size`` tokens that are new here."""
         return self.new_valid & (self.positions[:, 0, self.key_len - self.new_len :] < size)
+
+    def is_kind(self, *kinds: TokenKind) -> Tensor:
+        """``[batch, kv_heads, key_len]`` bool: the tokens of one of these kinds.
+
+        All tokens are text where the model reads text only.
+        """
+        if self.kinds is None:
+            return self.valid if TokenKind.TEXT in kinds else torch.zeros_like(self.valid)
+        named = torch.tensor(kinds, dtype=self.kinds.dtype, device=self.kinds.device)
+        return self.valid & torch.isin(self.kinds, named)
+
+    def is_new_kind(self, *kinds: TokenKind) -> Tensor:
+        """``[batch, new_len]`` bool: the new tokens of one of these kinds."""
+        return self.new_valid & self.is_kind(*kinds)[:, 0, self.key_len - self.new_len :]

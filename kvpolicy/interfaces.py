@@ -8,6 +8,7 @@ the declarations when it is built. Hold a new one against `kvpolicy.testing`.
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -159,6 +160,16 @@ class PropagationPolicy(abc.ABC):
         """
         return frozenset()
 
+    def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
+        """The same policy with the layers that it leaves open chosen for a model.
+
+        Args:
+            num_layers: Layers of the model.
+            eligible: Those that see the whole context, so that tokens may be dropped after them,
+                ascending; at least one.
+        """
+        return self
+
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """Fraction of the prompt's tokens that reach each layer, and whose keys it sees.
 
@@ -202,3 +213,13 @@ class PropagationPolicy(abc.ABC):
             never padding, the last token among them; rows that pass on fewer are filled with -1 on
             the left. None passes everything on.
         """
+
+
+def nearest_layer(wanted: int, eligible: Sequence[int]) -> int:
+    """The eligible layer nearest to a layer, the later of two that are as near.
+
+    Example:
+        >>> nearest_layer(3, [1, 2, 4, 5])
+        4
+    """
+    return min(eligible, key=lambda layer: (abs(layer - wanted), -layer))

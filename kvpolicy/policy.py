@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import attrs
@@ -113,6 +114,20 @@ class CachePolicy:
                 f"acting_layers of {self.propagation} must be exactly one, since it restarts the "
                 f"prefill, got {acting} for a model of {num_layers} layers"
             )
+
+    def placed(self, num_layers: int, eligible: Sequence[int]) -> CachePolicy:
+        """The policy with the layers that its propagation leaves open chosen for a model.
+
+        Args:
+            num_layers: Layers of the model.
+            eligible: Those that see the whole context, ascending; at least one.
+        """
+        propagation = self.propagation.placed(num_layers, eligible)
+        if propagation is self.propagation:
+            return self
+        placed = copy.copy(self)
+        object.__setattr__(placed, "propagation", propagation)
+        return placed
 
     def decide(self, context: LayerContext) -> Decision:
         """Choose what one layer keeps and passes on; the saliency is computed once, if at all.

@@ -2,6 +2,7 @@
 
 from kvpolicy.policies.methods.ada_kv import AdaKV
 from kvpolicy.policies.methods.fastkv import FastKV
+from kvpolicy.policies.methods.fastv import FastV
 from kvpolicy.policies.methods.full_context import FullContext
 from kvpolicy.policies.methods.gem_filter import GemFilter
 from kvpolicy.policies.methods.h2o import H2O
@@ -18,6 +19,7 @@ from kvpolicy.policies.propagation.pyramid import PyramidPropagation
 from kvpolicy.policies.propagation.restart import RestartPropagation
 from kvpolicy.policies.propagation.staged import StagedPropagation
 from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
+from kvpolicy.policies.propagation.visual_tokens import VisualTokenPropagation
 from kvpolicy.policies.scorers.accumulated import AccumulatedAttentionScorer
 from kvpolicy.policies.scorers.combined import MaxScorer, SumScorer, ValueAwareScorer
 from kvpolicy.policies.scorers.keys import KeyDiffScorer, KeyNormScorer
@@ -38,6 +40,7 @@ __all__ = [
     "AdaKV",
     "AdaptiveHeadSelector",
     "FastKV",
+    "FastV",
     "FullContext",
     "GQAGroupSelector",
     "GemFilter",
@@ -64,6 +67,7 @@ __all__ = [
     "SumScorer",
     "TokenSelectivePropagation",
     "ValueAwareScorer",
+    "VisualTokenPropagation",
     "WeightedTailScorer",
     "WindowMaxPoolScorer",
 ]

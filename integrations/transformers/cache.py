@@ -19,6 +19,7 @@ from kvpolicy.errors import CacheInUseError
 from kvpolicy.integrations.transformers.forward.reader import Reader
 from kvpolicy.integrations.transformers.forward.static_decoding import StaticDecoding
 from kvpolicy.integrations.transformers.model.attachment import Attachment
+from kvpolicy.integrations.transformers.model.check import verdict_of
 from kvpolicy.integrations.transformers.model.parallel import Spread
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
@@ -123,9 +124,13 @@ class PolicyCache(Cache):  # type: ignore[misc]
             finally:
                 self._reader.abandon_forward()
             return
-        self.policy.check_model(parts.num_layers)
+        placed = self.policy.placed(parts.num_layers, parts.eligible)
+        placed.check_model(parts.num_layers)
+        verdict = verdict_of(model, parts, PolicyCache)
+        verdict.check(self.policy, parts.num_layers)
         self._check_filled_by(parts)
         self._find_heads(parts)
+        self._reader.placed, self._reader.care = placed, verdict.care
         self._reader.attachment = Attachment(self, self._reader, parts)
         self._thread = threading.current_thread()
         try:

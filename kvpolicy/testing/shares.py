@@ -61,6 +61,7 @@ def _shares_of(context: LayerContext) -> list[LayerContext]:
             keys=context.keys[:, head, slots],
             values=context.values[:, head, slots],
             positions=context.positions[:, head, slots],
+            kinds=None if context.kinds is None else context.kinds[:, head, slots],
             heads=_ThreadHeads(index, context.kv_heads, meeting),
         )
         shares.append(share)

@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
+from kvpolicy.kinds import TokenKind
 
 
 @st.composite
 def layer_contexts(draw: st.DrawFn, num_queries: int | None = None) -> LayerContext:
     """Layers of one to three rows, padded or not, at a first prompt or in a later turn.
 
-    In a later turn the KV heads of a row may hold unlike numbers of tokens. Every axis has a prime
-    length of its own where it can, so that swapped axes do not pass.
+    In a later turn the KV heads of a row may hold unlike numbers of tokens. Some layers say of
+    which kind their tokens are. Every axis has a prime length of its own where it can, so that
+    swapped axes do not pass.
 
     Args:
         draw: Given by hypothesis.
@@ -61,7 +63,22 @@ def layer_contexts(draw: st.DrawFn, num_queries: int | None = None) -> LayerCont
         new_valid=new_valid,
         seen_len=tuple(seen),
         scaling=head_dim**-0.5,
+        kinds=draw(_kinds(positions)),
     )
+
+
+@st.composite
+def _kinds(draw: st.DrawFn, positions: Tensor) -> Tensor | None:
+    """None, or for each token one of two kinds, by its position in its row."""
+    share = draw(st.sampled_from([None, 0.1, 0.6, 1.0]))
+    if share is None:
+        return None
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    size = (len(positions), int(positions.max()) + 1)
+    images = torch.rand(size, generator=generator) < share
+    of_rows = torch.where(images, TokenKind.IMAGE, TokenKind.TEXT).to(torch.int8)
+    flat = positions.flatten(1)
+    return of_rows.gather(1, flat.clamp(min=0)).masked_fill(flat < 0, -1).view_as(positions)
 
 
 @st.composite
@@ -99,6 +116,7 @@ def row_alone(context: LayerContext, row: int) -> LayerContext:
         keys=context.keys[row : row + 1, :, keys].clone(),
         values=context.values[row : row + 1, :, keys].clone(),
         positions=context.positions[row : row + 1, :, keys].clone(),
+        kinds=None if context.kinds is None else context.kinds[row : row + 1, :, keys].clone(),
         new_valid=context.new_valid[row : row + 1, context.new_len - new :].clone(),
         seen_len=context.seen_len[row : row + 1],
     )

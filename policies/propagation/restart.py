@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import attrs
@@ -10,7 +11,7 @@ from torch import Tensor
 from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
-from kvpolicy.interfaces import PropagationPolicy
+from kvpolicy.interfaces import PropagationPolicy, nearest_layer
 from kvpolicy.selection import row_budgets, select_top
 
 
@@ -84,6 +85,13 @@ class RestartPropagation(PropagationPolicy):
                 f"layers, got {self.filter_layer}"
             )
         return frozenset({self.filter_layer})
+
+    def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
+        """Without ``filter_layer``, at the eligible layer nearest to the default one."""
+        (wanted,) = self.acting_layers(num_layers)
+        if self.filter_layer is not None or wanted in eligible:
+            return self
+        return attrs.evolve(self, filter_layer=nearest_layer(wanted, eligible))
 
     @property
     def protected_first(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import attrs
 from torch import Tensor
@@ -99,6 +99,15 @@ class StagedPropagation(PropagationPolicy):
             ValueError: A stage's layer lies outside the model, or two stages act after the same.
         """
         return frozenset(self._acting(num_layers))
+
+    def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
+        """Every stage at eligible layers of its own; see `PropagationPolicy.placed`."""
+        free, stages = list(eligible), []
+        for stage in self.stages:
+            stages.append(stage.placed(num_layers, free) if free else stage)
+            free = [layer for layer in free if layer not in stages[-1].acting_layers(num_layers)]
+        unchanged = all(a is b for a, b in zip(stages, self.stages, strict=True))
+        return self if unchanged else attrs.evolve(self, stages=tuple(stages))
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """The lowest of the stages' so far; see `PropagationPolicy.layer_rates`."""

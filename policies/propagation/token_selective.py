@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import attrs
@@ -10,7 +11,7 @@ from torch import Tensor
 from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
-from kvpolicy.interfaces import PropagationPolicy
+from kvpolicy.interfaces import PropagationPolicy, nearest_layer
 from kvpolicy.selection import row_budgets, select_top
 
 
@@ -24,7 +25,7 @@ class TokenSelectivePropagation(PropagationPolicy):
 
     Args:
         tsp_layer: Index of the layer after which tokens are dropped, from 0; None for
-            ``num_layers // 2 - 1``.
+            ``num_layers // 2 - 1``, or the layer nearest to it that sees the whole context.
         tsp_rate: Fraction of the row's context that goes on, in (0, 1]. 0.2 by default.
         window_size: Trailing tokens that always go on, at least 1.
         tsp_tokens: Number of tokens that go on, in place of the rate.
@@ -96,6 +97,13 @@ class TokenSelectivePropagation(PropagationPolicy):
                 f"got {self.tsp_layer}"
             )
         return frozenset({self.tsp_layer})
+
+    def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
+        """Without ``tsp_layer``, at the eligible layer nearest to the default one."""
+        (wanted,) = self.acting_layers(num_layers)
+        if self.tsp_layer is not None or wanted in eligible:
+            return self
+        return attrs.evolve(self, tsp_layer=nearest_layer(wanted, eligible), tsp_depth=None)
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """1 up to the TSP layer, the TSP rate after it; see `PropagationPolicy.layer_rates`."""

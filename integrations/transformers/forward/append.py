@@ -38,6 +38,8 @@ class Forward:
         windows: Each layer's sliding window; None where it sees all.
         own_masks: Whether the model makes its masks outside of the decoder, where it may know more
             than the order of tokens.
+        spares_masks: Whether a layer may get no mask where its attention function would do right
+            without.
     """
 
     acts = False  # whether the policy does, on this forward
@@ -51,6 +53,7 @@ class Forward:
         implementation: str,
         windows: list[int | None],
         own_masks: bool = False,
+        spares_masks: bool = True,
     ) -> None:
         self.policy = policy
         self.layers = layers
@@ -88,6 +91,7 @@ class Forward:
         self._pending: tuple[Tensor, Tensor] | None = None
         self._causal: dict[int, Mask] = {}
         self._own_masks = own_masks
+        self._spares_masks = spares_masks
         self._own_blocks: dict[int, tuple[Any, Tensor | None]] = {}  # by the id of the mask
 
     # Before a layer.
@@ -113,7 +117,13 @@ class Forward:
         return cut_arguments(kwargs, self._slots, self._new_len)
 
     def _with_mask(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        if self.first and self._slots is None and not (self._padded and self._window(index)):
+        spares = self._spares_masks or kwargs.get("attention_mask") is not None
+        if (
+            self.first
+            and spares
+            and self._slots is None
+            and not (self._padded and self._window(index))
+        ):
             # Nothing held and nothing dropped: the model's own mask is right, but for windows,
             # which it measures in columns.
             return kwargs
@@ -197,6 +207,7 @@ class Forward:
                 implementation=self.implementation,
                 dtype=hidden.dtype,
                 device=hidden.device,
+                spare=self._spares_masks,
             )
         return self._causal[key_len]
 
@@ -317,13 +328,17 @@ def _cut(value: Any, slots: Tensor, length: int) -> Any:
         return tuple(_cut(part, slots, length) for part in value)
     if not isinstance(value, Tensor):
         return value
-    axis = _token_axis(value, slots.shape[0], length)
-    return value if axis is None else take_columns(value, slots, axis)
+    axes = _row_and_token_axes(value, slots.shape[0], length)
+    return value if axes is None else take_columns(value, slots, *axes)
 
 
-def _token_axis(value: Tensor, batch: int, length: int) -> int | None:
-    """The axis along which a tensor holds something for each token: the one behind the rows."""
-    for axis in range(1, value.ndim):
-        if value.shape[axis] == length and value.shape[axis - 1] in (1, batch):
-            return axis
+def _row_and_token_axes(value: Tensor, batch: int, length: int) -> tuple[int, int] | None:
+    """The axes along which a tensor holds something for each row and each of its tokens."""
+    for tokens in range(1, value.ndim):
+        before = value.shape[:tokens]
+        if value.shape[tokens] != length or not {1, batch} & set(before):
+            continue
+        # One entry may serve all rows.
+        size = batch if batch in before else 1
+        return tokens - 1 - before[::-1].index(size), tokens
     return None

@@ -237,24 +237,28 @@ def _reordered(arguments: dict[str, Any], order: Tensor, seen: int) -> dict[str,
     arguments = dict(arguments)
     for name in {"input_ids", "inputs_embeds", "position_ids"} & arguments.keys():
         if arguments[name] is not None:
-            axis = arguments[name].ndim - 1 if name == "position_ids" else 1
-            arguments[name] = take_columns(arguments[name], order, axis)
+            first = arguments[name].ndim - 2 if name == "position_ids" else 0
+            arguments[name] = take_columns(arguments[name], order, first, first + 1)
     mask = arguments["attention_mask"]
     new = mask[:, seen:].gather(1, order.to(mask.device))
     arguments["attention_mask"] = torch.cat([mask[:, :seen], new], dim=1)
     return arguments
 
 
-def take_columns(value: Tensor, columns: Tensor, axis: int = 1) -> Tensor:
+def take_columns(value: Tensor, columns: Tensor, row_axis: int = 0, token_axis: int = 1) -> Tensor:
     """Take some of what a tensor holds for each token of each row.
 
     Args:
-        value: ``[..., batch or 1, len, ...]``.
+        value: Whose ``row_axis`` is ``batch`` or 1 long, and ``token_axis`` the tokens.
         columns: ``[batch, count]`` int64; -1 counts as 0.
-        axis: That of the tokens, behind that of the rows.
+        row_axis: Before that of the tokens.
+        token_axis: That of the tokens.
     """
     index = columns.clamp(min=0).to(value.device)
-    before, after = value.shape[: axis - 1], value.shape[axis + 1 :]
-    value = value.expand(*before, index.shape[0], -1, *after)
-    index = index.view(*[1] * len(before), *index.shape, *[1] * len(after))
-    return value.gather(axis, index.expand(*before, -1, -1, *after))
+    shape = [1] * value.ndim
+    shape[row_axis], shape[token_axis] = index.shape
+    sizes = list(value.shape)
+    sizes[row_axis] = index.shape[0]
+    value = value.expand(sizes)
+    sizes[token_axis] = index.shape[1]
+    return value.gather(token_axis, index.view(shape).expand(sizes))

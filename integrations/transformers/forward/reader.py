@@ -42,6 +42,7 @@ from kvpolicy.integrations.transformers.forward.static_decoding import (
 )
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.attachment import Attachment
+from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
@@ -85,6 +86,8 @@ class Reader:
         layers: list[PolicyLayer],
     ) -> None:
         self.policy = policy
+        self.care = Care()
+        self.placed = policy  # with the layers that it leaves open chosen for the model
         self.storage = storage
         self.max_new_tokens = max_new_tokens
         self.layers = layers
@@ -208,7 +211,7 @@ class Reader:
 
     @property
     def _drops(self) -> bool:
-        return bool(self.policy.propagation.acting_layers(len(self.layers)))
+        return bool(self.placed.propagation.acting_layers(len(self.layers)))
 
     @property
     def forward(self) -> Forward:
@@ -261,7 +264,7 @@ class Reader:
         acts = starts and ends
         if starts and self._drops and (self.chunks is not None or not ends):
             raise UnsupportedGenerationError(
-                f"a prompt must come in one forward where {self.policy} drops tokens, got a chunk "
+                f"a prompt must come in one forward where {self.placed} drops tokens, got a chunk "
                 "of it; leave prefill_chunk_size at None"
             )
         made, arguments = self._masks_made_outside(arguments)
@@ -278,7 +281,7 @@ class Reader:
             features = features.taken(incoming.order)
         if starts:
             lengths = incoming.tokens.lengths + incoming.new_valid.sum(dim=1)
-            parts.check_policy(self.policy, int(lengths.max()))
+            parts.check_policy(self.placed, int(lengths.max()))
         if made is not None:
             taken = {**incoming.arguments, "attention_mask": made}
             incoming = attrs.evolve(incoming, arguments=taken)
@@ -286,26 +289,27 @@ class Reader:
             "implementation": implementation,
             "windows": parts.windows,
             "own_masks": made is not None,
+            "spares_masks": self.care.spares_masks,
         }
         if not acts:
             if ends:
-                forward = Forward(self.policy, self.layers, incoming, **kind)
+                forward = Forward(self.placed, self.layers, incoming, **kind)
             else:
-                chunks = self.chunks or Chunks(self.policy.num_queries)
-                forward = ChunkForward(self.policy, self.layers, incoming, chunks=chunks, **kind)
+                chunks = self.chunks or Chunks(self.placed.num_queries)
+                forward = ChunkForward(self.placed, self.layers, incoming, chunks=chunks, **kind)
             return forward, incoming.arguments
         kind |= self._narrowing(arguments, parts)
         if self.chunks is not None:
             chunks = self.chunks
-            last = LastChunkForward(self.policy, self.layers, incoming, chunks=chunks, **kind)
+            last = LastChunkForward(self.placed, self.layers, incoming, chunks=chunks, **kind)
             return last, incoming.arguments
         propagated: dict[int, Tensor] = {}
-        if self.policy.propagation.restarts:
-            first = FilterPass(self.policy, self.layers, incoming, features=features, **kind)
+        if self.placed.propagation.restarts:
+            first = FilterPass(self.placed, self.layers, incoming, features=features, **kind)
             self._forward = first
             incoming, propagated = first.run(parts.decoder), first.propagated
             features = first.features
-        forward = ActingForward(self.policy, self.layers, incoming, features=features, **kind)
+        forward = ActingForward(self.placed, self.layers, incoming, features=features, **kind)
         forward.propagated.update(propagated)
         return forward, incoming.arguments
 
@@ -351,7 +355,7 @@ class Reader:
         states = asked("output_hidden_states")
         keep_last = None if states else self._keep_last
         narrows = not (asked("output_attentions") or states or replaced)
-        return {"narrows": narrows, "keep_last": keep_last}
+        return {"narrows": narrows and self.care.narrows, "keep_last": keep_last}
 
     def _without_seen(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """A forward over the whole conversation as one over its new columns."""

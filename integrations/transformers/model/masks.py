@@ -182,15 +182,17 @@ def causal_mask(
     implementation: str,
     dtype: torch.dtype,
     device: torch.device,
+    spare: bool = True,
 ) -> Any:
     """Mask of the last ``query_len`` of ``key_len`` tokens where no slot is padding.
 
     Returns:
-        As `Visibility.mask`, for a batch of 1; None where the implementation does right without.
+        As `Visibility.mask`, for a batch of 1; None where the implementation does right without,
+        unless ``spare`` is False.
     """
-    if query_len == 1 or implementation in FLASH:
+    if implementation in FLASH or (spare and query_len == 1):
         return None
-    if key_len == query_len and implementation == "sdpa":
+    if spare and key_len == query_len and implementation == "sdpa":
         return None
     slots = torch.arange(key_len, device=device)
     seen = Visibility(slots[None, None], slots[None, key_len - query_len :], query_heads=1)

@@ -18,6 +18,7 @@ from kvpolicy.integrations.transformers.model.finding import (
 )
 from kvpolicy.integrations.transformers.model.kinds import kinds_of
 from kvpolicy.integrations.transformers.model.masks import FLASH, IMPLEMENTATIONS
+from kvpolicy.interfaces import nearest_layer
 from kvpolicy.policy import CachePolicy
 
 
@@ -96,6 +97,12 @@ class ModelParts:
         """Decoder layers."""
         return len(self.layers)
 
+    @property
+    def eligible(self) -> list[int]:
+        """Layers after which tokens may be dropped whatever the context; all if there is none."""
+        whole = [index for index, window in enumerate(self.windows) if window is None]
+        return whole or list(range(self.num_layers))
+
     def device_of(self, index: int) -> torch.device:
         """The device on which a layer computes.
 
@@ -130,9 +137,10 @@ class ModelParts:
             )
         blind = sorted(acting & set(short))
         if blind:
+            others = [i for i in range(self.num_layers) if i not in short]
+            nearest = f"; the nearest is {nearest_layer(blind[0], others)}" if others else ""
             raise UnsupportedModelError(
                 f"layers after which {policy.propagation} drops tokens must see the whole context, "
                 f"but the sliding window of layers {blind} sees {self.windows[blind[0]]} of "
-                f"{context_len} tokens; layers that see all: "
-                f"{[i for i in range(self.num_layers) if i not in short] or 'none'}"
+                f"{context_len} tokens; layers that see all: {others or 'none'}{nearest}"
             )

@@ -12,7 +12,8 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -56,6 +57,9 @@ class Observer(Protocol):
 
 # The forward whose keys went to an attention module of this thread, and the layer's index.
 waiting: ContextVar[tuple[Observer, int] | None] = ContextVar("kvpolicy_waiting", default=None)
+
+# Functions that modules call in the place of their own, by the module's id.
+_replacing: ContextVar[dict[int, Attend]] = ContextVar("kvpolicy_replacing", default={})  # noqa: B039 -- never written to
 
 # Whether this thread is inside of an attention function.
 _inside: ContextVar[bool] = ContextVar("kvpolicy_inside", default=False)
@@ -113,6 +117,37 @@ def unroute(attention: Any) -> None:
             attention.config = routed.original
 
 
+@contextmanager
+def replaced(attention: Any, function: Attend) -> Iterator[None]:
+    """Let an attention module call a function of this thread's in the place of its own.
+
+    Raises:
+        UnsupportedModelError: See `route`.
+    """
+    route(attention)
+    token = _replacing.set({**_replacing.get(), id(attention): function})
+    try:
+        yield
+    finally:
+        _replacing.reset(token)
+        unroute(attention)
+
+
+def eager_function(attention: Any) -> Attend:
+    """The function that a module calls where attention is to be eager.
+
+    Raises:
+        UnsupportedModelError: It has none.
+    """
+    _, default = _functions(type(attention).forward)
+    if default is None:
+        raise UnsupportedModelError(
+            f"{type(attention).__name__} must have an eager attention function, got none"
+        )
+    eager: Attend = default
+    return eager
+
+
 def users_of(attention: Any) -> int:
     """How many caches a module calls through `routed_attention` for."""
     config = attention.config
@@ -143,7 +178,7 @@ def _attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    attend = _own_function(module)
+    attend = _replacing.get().get(id(module)) or _own_function(module)
     pending = waiting.get()
     if pending is None or not pending[0].waits_for_queries(key):
         return attend(module, query, key, value, attention_mask, **kwargs)

@@ -96,7 +96,9 @@ def suited(policy_name: str, model: PreTrainedModel) -> CachePolicy:
     if policy_name == "pyramid_infer":
         return PyramidInfer(0.2, 0.5, min_context=4)
     factory: Any = registered("policy")[policy_name]
-    return factory() if policy_name == "full_context" else factory(retention_rate=0.3)
+    if policy_name in ("full_context", "fastv"):  # these take no rate; here are no images
+        return factory()
+    return factory(retention_rate=0.3)
 
 
 def act_of(store: PolicyCache, row: int) -> Act:

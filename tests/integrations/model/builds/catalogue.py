@@ -13,10 +13,48 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tests.integrations.model.builds.shrink import shrunk
+from tests.integrations.model.builds.sizes import WINDOW
 from tests.integrations.model.builds.weights import SCALE, fill
 
 # Types of which more than one kind of decoder is of interest: name -> (type, fields).
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_WINDOWS: dict[str, Any] = {"layer_types": [_SLIDING, _FULL] * 2, "sliding_window": WINDOW}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral_sliding": ("mistral", {"sliding_window": WINDOW}),
+    "mixtral_sliding": ("mixtral", {"sliding_window": WINDOW}),
+    "starcoder2_sliding": ("starcoder2", {"sliding_window": WINDOW}),
+    "phi3_sliding": ("phi3", {"sliding_window": WINDOW}),
+    "qwen2_windows": ("qwen2", {**_WINDOWS, "use_sliding_window": True}),
+    "qwen3_windows": ("qwen3", {**_WINDOWS, "use_sliding_window": True}),
+    "doge_sparse": ("doge", {"keep_window_size": WINDOW}),
+    "falcon_grouped": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_multi_query": (
+        "falcon",
+        {"new_decoder_architecture": False, "multi_query": True, "num_kv_heads": 1},
+    ),
+    "falcon_alibi": (
+        "falcon",
+        {
+            "new_decoder_architecture": False,
+            "multi_query": False,
+            "num_kv_heads": 4,
+            "alibi": True,
+            "parallel_attn": False,
+            "bias": True,
+        },
+    ),
+    "gpt_bigcode_multi_head": ("gpt_bigcode", {"multi_query": False}),
+    "gpt_neo_global": ("gpt_neo", {"attention_types": [[["global"], 4]]}),
+    "gemma2_uncapped": ("gemma2", {"attn_logit_softcapping": None}),
+    "gemma3_text_full": ("gemma3_text", {"layer_types": [_FULL] * 4}),
+    "gemma4_text_shared": ("gemma4_text", {"num_kv_shared_layers": 2}),
+    "moshi_wide": ("moshi", {"sliding_window": 512}),
+    "opt_narrow_embedding": ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": True}),
+    "stablelm_partial": ("stablelm", {"partial_rotary_factor": 0.5, "use_parallel_residual": True}),
+    "llama_multi_query": ("llama", {"num_key_value_heads": 1}),
+    "llama_multi_head": ("llama", {"num_key_value_heads": 4}),
+    "gpt_neox_sequential": ("gpt_neox", {"use_parallel_residual": False}),
+}
 
 # Gain of the projections to queries and keys where scores are not divided by anything.
 SCALES = dict.fromkeys(
@@ -27,6 +65,8 @@ SCALES = dict.fromkeys(
         "gemma4_unified",
         "gemma4_unified_text",
         "gpt_neo",
+        "gpt_neo_global",
+        "gemma4_text_shared",
     ),
     0.95,
 )

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
+from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM, TokenSelectivePropagation
 from tests.integrations.model.builds.dense import UnjudgedError, dense_logits
-from tests.integrations.model.builds.shrink import FIRST_SPECIAL_ID, WINDOW
+from tests.integrations.model.builds.sizes import FIRST_SPECIAL_ID, WINDOW
 
 LENS = (47, 31)
 DECODED = 6
@@ -45,6 +45,8 @@ class Verdict:
         reason: why, if not right.
         policies: outcome and reason by policy and batch.
         own: how far the model's own cache is from its dense attention, by batch.
+        like_own: how far the library, keeping everything, is from the model's own cache, by batch;
+            only where that is not what dense attention gives.
         effect: largest change of the logits by what was not seen, relative to their size.
         seconds: for all of it.
     """
@@ -54,6 +56,7 @@ class Verdict:
     reason: str = ""
     policies: dict[str, str] = field(default_factory=dict)
     own: dict[str, float | str] = field(default_factory=dict)
+    like_own: dict[str, float | str] = field(default_factory=dict)
     effect: float = 0.0
     seconds: float = 0.0
 
@@ -135,7 +138,10 @@ class Judge:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for batch, rows in BATCHES.items():
-                self.verdict.own[batch] = self._own(rows)
+                own = self._own(rows)
+                self.verdict.own[batch] = own
+                if isinstance(own, float) and own > TOLERANCE:
+                    self.verdict.like_own[batch] = self._like_own(rows)
             for name, policy in POLICIES.items():
                 for batch, rows in BATCHES.items():
                     self.verdict.policies[f"{name} {batch}"] = self._outcome(policy, rows)
@@ -155,6 +161,14 @@ class Judge:
         except Exception as error:
             return _shown(error)
         return worst
+
+    def _like_own(self, rows: list[list[int]]) -> float | str:
+        try:
+            own = torch.stack(generate(self.model, rows).logits, dim=1)
+            store = PolicyCache(FullContext())
+            return apart(torch.stack(generate(self.model, rows, store).logits, dim=1), own)
+        except Exception as error:
+            return _shown(error)
 
     def _outcome(self, policy: CachePolicy, rows: list[list[int]]) -> str:
         refusals: dict[str, str] = {}
@@ -184,7 +198,7 @@ class Judge:
             whole = ids + said
             want = dense_logits(self.model, whole, visible, tiled=self.tiled)[len(ids) - 1 :]
             worst = max(worst, apart(found[row], want))
-            if policy != POLICIES["full_context"]:
+            if policy != FullContext():
                 everything = dense_logits(self.model, whole)[len(ids) - 1 :]
                 effect = max(effect, apart(everything, want))
         self.verdict.effect = max(self.verdict.effect, effect)
@@ -192,6 +206,14 @@ class Judge:
             return f"wrong: by {worst:.1e}"
         fault = _unspent(store, effect)
         return f"wrong: {fault}" if fault else "right"
+
+    def _off_itself(self) -> str:
+        """Where the model's own cache gives something else than its dense attention."""
+        return "".join(
+            f"; {batch}: its own cache is off its dense attention by "
+            f"{_number(self.verdict.own[batch])}, the library off its own cache by {_number(found)}"
+            for batch, found in self.verdict.like_own.items()
+        )
 
     def _conclude(self) -> None:
         if all(_right(each) for each in self.verdict.policies.values()):
@@ -203,6 +225,12 @@ class Judge:
             self.verdict.outcome = "unjudged"
             self.verdict.reason = f"the model itself, from text alone: {own}"
             return
+        self.verdict.reason = self._off_itself()
+        if "single" in self.verdict.like_own:
+            outcomes = {each.split(":")[0] for each in self.verdict.policies.values()}
+            if "wrong" in outcomes:
+                self.verdict.outcome = "unjudged"
+                return
         ranks = ("wrong", "error", "late", "refused", "unjudged")
         for rank in ranks:
             found = [
@@ -218,8 +246,12 @@ class Judge:
                 reason = found[0][1].split(": ", 1)[1]
                 if rank == "wrong":
                     reason = "; ".join(dict.fromkeys(each.split(": ", 1)[1] for _, each in found))
-                self.verdict.reason = f"[{where}] {reason}"
+                self.verdict.reason = f"[{where}] {reason}{self.verdict.reason}"
                 return
+
+
+def _number(found: float | str) -> str:
+    return f"{found:.1e}" if isinstance(found, float) else f"({found})"
 
 
 def _right(outcome: str) -> bool:
@@ -244,7 +276,7 @@ def _unspent(store: PolicyCache, effect: float) -> str:
 
 def _variants(policy: CachePolicy) -> Iterator[CachePolicy]:
     yield policy
-    if policy is POLICIES["fastkv"]:
+    if isinstance(policy.propagation, TokenSelectivePropagation):
         for layer in (0, 2, 1):
             yield FastKV(tsp_layer=layer, tsp_rate=0.5, retention_rate=0.3, window_size=4)
 

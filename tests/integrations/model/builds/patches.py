@@ -17,6 +17,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "doge": {"keep_window_size": 512},
     "dots1": {
         "n_routed_experts": 4,
         "n_shared_experts": 1,
@@ -92,6 +93,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 120},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "roc_bert": {"shape_vocab_size": 20, "shape_embed_dim": 8, "pronunciation_vocab_size": 20},
+    "step3p7_text": {"sliding_window": 16, "layer_types": [_SLIDING, _FULL] * 2},
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},

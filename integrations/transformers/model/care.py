@@ -1,0 +1,19 @@
+"""Short cuts that a model's forwards may take."""
+
+from __future__ import annotations
+
+import attrs
+
+
+@attrs.frozen
+class Care:
+    """Short cuts that are right on nearly all models, and left out where they are not.
+
+    Args:
+        narrows: Whether layers may be run for some of their tokens only.
+        spares_masks: Whether a layer may get no mask where its attention function would do right
+            without.
+    """
+
+    narrows: bool = True
+    spares_masks: bool = True

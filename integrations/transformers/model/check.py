@@ -1,0 +1,271 @@
+"""A self-check on the model itself, for what the tests of the library do not know.
+
+Two prompts of some dozen tokens, one of them padded, are read under a policy that evicts and under
+one that drops tokens, and a few tokens are decoded. What the model says is held against its own
+dense attention, without a cache, under the mask of what each layer held.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.model.care import Care
+from kvpolicy.integrations.transformers.model.dense import dense_outputs, visible_to
+from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.model.tested import TESTED
+from kvpolicy.policies import FastKV, SnapKV
+from kvpolicy.policy import CachePolicy
+
+LENS = (40, 27)
+DECODED = 3
+EVICTING = SnapKV(retention_rate=0.5, window_size=4, kernel_size=3)
+DROPPING = FastKV(tsp_rate=0.7, retention_rate=0.4, window_size=4, kernel_size=3)
+# A wrong computation is off by about what was evicted is worth; a right one by rounding.
+LARGEST_SHARE = 0.1
+ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4}
+OTHER_ROUNDING = 3e-2
+
+MakeCache = Callable[[CachePolicy], Any]
+
+# While a model is being checked, how.
+_checking: ContextVar[Care | None] = ContextVar("kvpolicy_checking", default=None)
+_lock = threading.Lock()
+_verdicts: dict[tuple[str, ...], Verdict] = {}  # by class and configuration: what was found once
+
+
+@attrs.frozen
+class Finding:
+    """What one policy's part of the check has found.
+
+    Args:
+        error: Largest difference of logits, the median over the tokens of a row, of the worst row.
+        effect: What was evicted or dropped is worth: the same of dense attention with and without.
+        reason: Why the policy cannot be applied; None where it can.
+    """
+
+    error: float = 0.0
+    effect: float = 0.0
+    reason: str | None = None
+
+
+# What is tried, in this order.
+CARES = (Care(), Care(narrows=False), Care(narrows=False, spares_masks=False))
+
+
+@attrs.frozen
+class Verdict:
+    """What can be done with a model.
+
+    Args:
+        tested: Whether the library's tests hold its family, so that nothing was computed.
+        evicting: Of policies that evict keys and values.
+        dropping: Of policies that drop tokens as well.
+        care: How its forwards are to be run.
+    """
+
+    tested: bool
+    evicting: Finding
+    dropping: Finding
+    care: Care = Care()  # noqa: RUF009 -- frozen
+
+    @property
+    def reasons(self) -> int:
+        """How many of the findings are refusals."""
+        return sum(each.reason is not None for each in (self.evicting, self.dropping))
+
+    def check(self, policy: CachePolicy, num_layers: int) -> None:
+        """Refuse a policy that the model cannot be read with.
+
+        Raises:
+            UnsupportedModelError: It is one; says why.
+        """
+        drops = bool(policy.propagation.acting_layers(num_layers))
+        for finding in (self.evicting, *([self.dropping] if drops else [])):
+            if finding.reason is not None:
+                raise UnsupportedModelError(
+                    f"{policy} cannot be applied to this model: {finding.reason}"
+                )
+
+
+def verdict_of(
+    model: nn.Module, parts: ModelParts, make_cache: MakeCache, *, fresh: bool = False
+) -> Verdict:
+    """Check a model, or say what was found before for its class and configuration.
+
+    Args:
+        model: The model.
+        parts: Its modules.
+        make_cache: Makes a cache with a policy.
+        fresh: Whether to compute even where the outcome is known.
+    """
+    untold, care = Finding(), _checking.get()
+    if care is not None:
+        return Verdict(False, untold, untold, care)
+    tested = parts.config.model_type in TESTED
+    if tested and not fresh:
+        return Verdict(True, untold, untold)
+    key = (
+        f"{type(model).__module__}.{type(model).__qualname__}",
+        parts.config.to_json_string(),
+        parts.implementation,
+    )
+    with _lock:
+        known = _verdicts.get(key)
+    if known is not None and not fresh:
+        return known
+    verdict = _tried(model, parts, make_cache, CARES[0], tested=tested)
+    for care in CARES[1:]:
+        if not verdict.reasons:
+            break
+        more = _tried(model, parts, make_cache, care, tested=tested)
+        verdict = more if more.reasons < verdict.reasons else verdict
+    with _lock:
+        _verdicts[key] = verdict
+    return verdict
+
+
+def _tried(
+    model: nn.Module, parts: ModelParts, make_cache: MakeCache, care: Care, *, tested: bool
+) -> Verdict:
+    with _as_check(model, care):
+        evicting = _found(model, parts, make_cache(EVICTING))
+        dropping = evicting
+        if evicting.reason is None:
+            dropping = _found(model, parts, make_cache(DROPPING))
+    return Verdict(tested, evicting, dropping, care)
+
+
+@contextmanager
+def _as_check(model: nn.Module, care: Care) -> Iterator[None]:
+    checking, training = _checking.set(care), model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+        _checking.reset(checking)
+
+
+def _found(model: nn.Module, parts: ModelParts, cache: Any) -> Finding:
+    try:
+        return _compared(model, parts, cache)
+    except UnsupportedModelError as error:
+        return Finding(reason=str(error))
+    except Exception as error:  # whatever a model that nobody knows may raise
+        said = " ".join(str(error).split())[:300]
+        return Finding(reason=f"its self-check ended in {type(error).__name__}: {said}")
+
+
+def _compared(model: nn.Module, parts: ModelParts, cache: Any) -> Finding:
+    rows = _rows(parts)
+    found, said = _read(model, parts, cache, rows)
+    worst = Finding()
+    for row, ids in enumerate(rows):
+        whole = torch.cat([ids, said[row, :-1]])
+        see = visible_to(_left(cache, row, len(ids)), parts.windows, len(ids), len(whole))
+        everything = [torch.ones_like(each).tril() for each in see]
+        want = dense_outputs(model, parts, whole[None], see)[len(ids) - 1 :].float()
+        full = dense_outputs(model, parts, whole[None], everything)[len(ids) - 1 :].float()
+        error = statistics.median(_apart(found[row].float(), want))
+        effect = statistics.median(_apart(full, want))
+        scale = float(want.abs().max())
+        rounding = ROUNDING.get(found.dtype, OTHER_ROUNDING) * max(scale, 1e-3)
+        if error >= worst.error:
+            worst = Finding(error, effect)
+        # NaN is never small enough.
+        if not error <= max(LARGEST_SHARE * effect, rounding):
+            padded = f" padded by {len(rows[0]) - len(ids)}" if len(ids) < len(rows[0]) else ""
+            what = "drops tokens" if cache.propagated else "evicts keys and values"
+            reason = (
+                f"its self-check found wrong logits where a policy {what}: off by {error:.2g} from "
+                f"the model's own dense attention in a row of {len(ids)} tokens{padded}, where "
+                f"what is not seen is worth {effect:.2g}"
+            )
+            return Finding(error, effect, reason)
+    return worst
+
+
+def _rows(parts: ModelParts) -> list[Tensor]:
+    """Token ids that mean nothing in particular; none that stands for an image or an end."""
+    config, size = parts.config, parts.config.vocab_size
+    whole: Any = parts.model
+    special = {
+        value
+        for each in (config, whole.config)
+        for name, value in each.to_dict().items()
+        if name.endswith(("token_id", "token_index")) and isinstance(value, int)
+    }
+    plain = torch.tensor([each for each in range(min(size, 4096)) if each not in special])
+    generator = torch.Generator().manual_seed(0)
+    device = parts.device_of(0)
+    drawn = [torch.randint(len(plain), (count,), generator=generator) for count in LENS]
+    return [plain[each].to(device) for each in drawn]
+
+
+def _read(
+    model: nn.Module, parts: ModelParts, cache: Any, rows: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Logits ``[batch, 1 + DECODED, vocab]`` and tokens decoded ``[batch, 1 + DECODED]``."""
+    longest = max(map(len, rows))
+    ids = torch.stack([torch.cat([row.new_zeros(longest - len(row)), row]) for row in rows])
+    mask = torch.stack([_valid(row, longest) for row in rows])
+    generate: Any = getattr(model, "generate", None)
+    if generate is None:
+        return _read_by_hand(model, cache, ids, mask)
+    config = GenerationConfig(
+        max_new_tokens=1 + DECODED,
+        do_sample=False,
+        num_beams=1,
+        return_dict_in_generate=True,
+        output_logits=True,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    output = generate(ids, attention_mask=mask, past_key_values=cache, generation_config=config)
+    return torch.stack(output.logits, dim=1), output.sequences[:, longest:]
+
+
+def _valid(row: Tensor, longest: int) -> Tensor:
+    return torch.cat([row.new_zeros(longest - len(row)), torch.ones_like(row)])
+
+
+def _read_by_hand(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_read`, of a model without `generate`: hidden states in the place of logits."""
+    found, said, new = [], [], ids
+    with cache.attached(model):
+        for step in range(1 + DECODED):
+            output = model(input_ids=new, attention_mask=mask, past_key_values=cache)
+            found.append(output.last_hidden_state[:, -1])
+            new = ids[:, step + 1 : step + 2].clamp(min=1)
+            said.append(new)
+            mask = torch.cat([mask, torch.ones_like(new)], dim=1)
+    return torch.stack(found, dim=1), torch.cat(said, dim=1)
+
+
+def _left(cache: Any, row: int, prompt: int) -> list[tuple[Tensor, list[int]]]:
+    """By layer, what is kept of a row's prompt, and which of its tokens reached it."""
+    reached, found = list(range(prompt)), []
+    for index, layer in enumerate(cache.layers):
+        kept = layer.positions[row]
+        found.append((kept.masked_fill(kept >= prompt, -1), reached))
+        if index in cache.propagated:
+            reached = [each for each in cache.propagated[index][row].tolist() if each >= 0]
+    return found
+
+
+def _apart(found: Tensor, want: Tensor) -> list[float]:
+    """By token, the largest difference."""
+    apart: list[float] = (found - want).abs().amax(dim=-1).tolist()
+    return apart

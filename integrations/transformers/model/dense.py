@@ -1,0 +1,114 @@
+"""A model's own dense attention, without a cache, under what a policy left visible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.integrations.transformers.model import routing
+from kvpolicy.integrations.transformers.model.parts import ModelParts
+
+# By layer, what its attention is narrowed to in this thread: [query_heads, len, len] bool.
+_visible: ContextVar[Sequence[Tensor] | None] = ContextVar("kvpolicy_visible", default=None)
+
+
+@torch.no_grad()
+def dense_outputs(model: nn.Module, parts: ModelParts, ids: Tensor, see: list[Tensor]) -> Tensor:
+    """What a model says of one row, every layer's attention narrowed to what is visible there.
+
+    Args:
+        model: The model, or its decoder.
+        parts: Its modules.
+        ids: ``[1, len]`` int64.
+        see: By layer, ``[kv_heads or 1, len, len]`` bool: whether a token (second axis) sees
+            another.
+
+    Returns:
+        Logits, or the last hidden states, ``[len, size]``.
+    """
+    token = _visible.set(see)
+    try:
+        with _dense(parts):
+            output: Any = model(input_ids=ids, use_cache=False, return_dict=True)
+    finally:
+        _visible.reset(token)
+    found = output.logits if "logits" in output else output.last_hidden_state
+    rows: Tensor = found[0]
+    return rows
+
+
+@contextmanager
+def _dense(parts: ModelParts) -> Iterator[None]:
+    with ExitStack() as stack:
+        for index, attention in enumerate(parts.attentions):
+            stack.enter_context(routing.replaced(attention, _Dense(index)))
+        yield
+
+
+class _Dense:
+    """An attention module's own eager function, under a mask of the judge's making.
+
+    Args:
+        index: The layer's.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend; ``mask`` is the model's own."""
+        eager, see = routing.eager_function(module), _visible.get()
+        assert see is not None
+        visible = see[self.index].to(query.device)
+        visible = visible.repeat_interleave(query.shape[1] // visible.shape[0], dim=0)[None]
+        extra = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
+        extra.masked_fill_(~visible, torch.finfo(query.dtype).min)
+        if isinstance(mask, Tensor) and mask.ndim == 4:
+            own = mask[..., : key.shape[2]]
+            if own.dtype == torch.bool:
+                own = torch.zeros_like(own, dtype=query.dtype).masked_fill_(
+                    ~own, torch.finfo(query.dtype).min
+                )
+            extra = torch.clamp(own.to(query.dtype) + extra, min=torch.finfo(query.dtype).min)
+        return eager(module, query, key, value, extra, **kwargs)
+
+
+def visible_to(
+    layers: Sequence[tuple[Tensor, list[int]]], windows: Sequence[int | None], prompt: int, end: int
+) -> list[Tensor]:
+    """What every token of a row may see at every layer, after a policy has read its prompt.
+
+    Args:
+        layers: For each layer the positions kept of the prompt, ``[kv_heads, kept]``, -1 on empty
+            slots, and the positions of the prompt that reached it.
+        windows: Each layer's sliding window; None where it sees all.
+        prompt: Tokens of the prompt.
+        end: Tokens of the whole row.
+
+    Returns:
+        By layer, ``[kv_heads, end, end]`` bool.
+    """
+    places = torch.arange(end)
+    causal = places[None, :] <= places[:, None]
+    found = []
+    for (kept, reached), window in zip(layers, windows, strict=True):
+        there = torch.zeros(end, dtype=torch.bool)
+        there[reached] = True
+        # A padded slot writes to a column of its own.
+        columns = torch.where(kept < 0, end, kept).cpu()
+        held = torch.zeros(kept.shape[0], end + 1, dtype=torch.bool).scatter_(1, columns, True)
+        decoded = places >= prompt
+        later = held[:, :end] | decoded
+        see = torch.where(decoded[:, None], later[:, None, :], there[None, None, :]) & causal
+        if window is not None:
+            see = see & (places[None, :] > places[:, None] - window)
+        # What did not reach a layer sees itself there, so that it stays finite; nobody reads it.
+        found.append(see | torch.eye(end, dtype=torch.bool))
+    return found

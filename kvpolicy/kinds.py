@@ -1,0 +1,26 @@
+"""`TokenKind`: what a token stands for."""
+
+from __future__ import annotations
+
+import enum
+
+
+class TokenKind(enum.IntEnum):
+    """What a token stands for, as numbers that a tensor can hold.
+
+    A token is of a kind when its embedding comes from there: the placeholders that features of an
+    image take the place of are of the kind image, the tokens that mark where it begins and ends
+    are text. Text, image and video have the numbers of Transformers' ``mm_token_type_ids``.
+
+    Example:
+        >>> int(TokenKind.IMAGE)
+        1
+    """
+
+    TEXT = 0
+    IMAGE = 1
+    VIDEO = 2
+    AUDIO = 3
+
+
+VISUAL = (TokenKind.IMAGE, TokenKind.VIDEO)

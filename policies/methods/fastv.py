@@ -1,0 +1,46 @@
+"""FastV (arXiv 2403.06764)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kvpolicy.policies.propagation.visual_tokens import VisualTokenPropagation
+from kvpolicy.policies.scorers.accumulated import AccumulatedAttentionScorer
+from kvpolicy.policies.selectors.keep_all import KeepAllSelector
+from kvpolicy.policy import CachePolicy
+
+
+class FastV(CachePolicy):
+    """Drops half of the tokens of images early in prefill; layers keep all that reaches them.
+
+    After layer ``drop_layer`` only ``visual_rate`` of an image's tokens go on: those to which all
+    tokens of the prompt give the most attention, averaged over all query heads. All text goes on.
+    In a model that reads text only nothing is dropped.
+
+    Args:
+        drop_layer: Index of the layer after which tokens are dropped, from 0; 1 is the paper's
+            K = 2, since it counts the layers that come before.
+        visual_rate: Fraction of the visual tokens that goes on, in (0, 1]; the paper's 1 - R.
+
+    Raises:
+        TypeError: An argument is not of its type.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> FastV(visual_rate=0.25).propagation
+        VisualTokenPropagation(drop_layer=1, visual_rate=0.25, window_size=1)
+
+    Source: An Image is Worth 1/2 Tokens After Layer 2: Plug-and-Play Inference Acceleration for
+    Large Vision-Language Models (arXiv 2403.06764), section 4. The published code ranks by the
+    attention of the last token alone, where the text averages over all; ours follows the text, and
+    ``CachePolicy(LastQueryScorer(), KeepAllSelector(), VisualTokenPropagation())`` is the code's.
+    """
+
+    paper: ClassVar[str] = "arXiv 2403.06764"
+
+    def __init__(self, drop_layer: int = 1, visual_rate: float = 0.5) -> None:
+        super().__init__(
+            AccumulatedAttentionScorer(),
+            KeepAllSelector(),
+            VisualTokenPropagation(drop_layer, visual_rate),
+        )

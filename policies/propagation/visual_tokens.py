@@ -1,0 +1,98 @@
+"""Of the tokens of images only the most salient go on."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+from torch import Tensor
+
+from kvpolicy.checks import check_count, check_rate
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import PropagationPolicy
+from kvpolicy.kinds import VISUAL
+from kvpolicy.selection import select_top
+
+
+@attrs.frozen
+class VisualTokenPropagation(PropagationPolicy):
+    """After one layer only the most salient tokens of images and videos go on, with all text.
+
+    The saliency is the mean over all query heads of the layer; tokens keep their original rotary
+    positions. Unlike other rates, ``visual_rate`` is one of the visual tokens that are new and that
+    reached the layer: a question in a later turn loses nothing, a further image as much as the
+    first, and stages of `StagedPropagation` multiply. A model that reads text only has nothing to
+    drop.
+
+    Args:
+        drop_layer: Index of the layer after which tokens are dropped, from 0.
+        visual_rate: Fraction of the new visual tokens at that layer that goes on, in (0, 1].
+        window_size: Trailing tokens that always go on, of whatever kind, at least 1.
+
+    Raises:
+        TypeError: An argument is not of its type.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> VisualTokenPropagation(drop_layer=1).acting_layers(num_layers=32)
+        frozenset({1})
+
+    Source: FastV (arXiv 2403.06764), section 4; PyramidDrop (arXiv 2410.17247), section 3.
+    """
+
+    paper: ClassVar[str] = "arXiv 2403.06764"
+
+    drop_layer: int = 1
+    visual_rate: float = 0.5
+    window_size: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        check_count("drop_layer", self.drop_layer)
+        check_rate("visual_rate", self.visual_rate)
+        # At least the last token: the next one is predicted from it.
+        check_count("window_size", self.window_size, minimum=1)
+
+    @property
+    def protected_tail(self) -> int:
+        """The window."""
+        return self.window_size
+
+    def protected(self, context: LayerContext) -> Tensor:
+        """The window and all that is not visual; see `PropagationPolicy.protected`."""
+        return super().protected(context) | (context.new_valid & ~context.is_new_kind(*VISUAL))
+
+    def acting_layers(self, num_layers: int) -> frozenset[int]:
+        """The one layer; raises ValueError if it lies outside the model."""
+        if self.drop_layer >= num_layers:
+            raise ValueError(
+                f"drop_layer must be in [0, {num_layers - 1}] for a model of {num_layers} layers, "
+                f"got {self.drop_layer}"
+            )
+        return frozenset({self.drop_layer})
+
+    def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
+        """1 everywhere: of a prompt of text, the most; how much of one is images is not known."""
+        self.acting_layers(num_layers)
+        return [1.0] * num_layers
+
+    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
+        """Return int64 ``[batch, passed_len]`` or None; see `PropagationPolicy.propagate`."""
+        assert saliency is not None
+        visual = context.is_new_kind(*VISUAL)
+        protected = self.protected(context)
+        counts = zip(
+            visual.sum(dim=1).tolist(),
+            (visual & protected).sum(dim=1).tolist(),
+            context.new_valid.sum(dim=1).tolist(),
+            strict=True,
+        )
+        budgets = [
+            new - images + max(int(images * self.visual_rate), fixed)
+            for images, fixed, new in counts
+        ]
+        if budgets == context.new_valid.sum(dim=1).tolist():
+            return None
+        new = context.heads.mean(saliency[..., context.key_len - context.new_len :])
+        return select_top(
+            new[:, None], budgets, valid=context.new_valid[:, None], protected=protected[:, None]
+        )[:, 0]

@@ -1,0 +1,213 @@
+"""Propagation that drops among the tokens of images only, and FastV, against plain Python."""
+
+from collections.abc import Sequence
+from math import exp
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvpolicy import CachePolicy, LayerContext, TokenKind
+from kvpolicy.errors import ShapeError
+from kvpolicy.policies import (
+    FastV,
+    KeepAllSelector,
+    LastQueryScorer,
+    StagedPropagation,
+    VisualTokenPropagation,
+)
+from kvpolicy.testing import layer_contexts, saliencies
+
+TEXT, IMAGE, VIDEO, AUDIO = TokenKind
+
+
+def layer_of(kinds: Sequence[Sequence[TokenKind]] | None, *, new: int = 8) -> LayerContext:
+    """One row, one KV head, eight keys; ``kinds`` of the one head's keys."""
+    keys = torch.zeros(1, 1, 8, 3)
+    return LayerContext(
+        layer_idx=1,
+        num_layers=4,
+        queries=keys[:, :, :0],
+        keys=keys,
+        values=keys,
+        positions=torch.arange(8)[None, None],
+        new_valid=torch.ones(1, new, dtype=torch.bool),
+        seen_len=(8,),
+        scaling=1.0,
+        kinds=None if kinds is None else torch.tensor([kinds], dtype=torch.int8),
+    )
+
+
+SALIENCY = torch.tensor([[[0.0, 0.3, 0.1, 0.2, 0.0, 0.4, 0.0, 0.0]]])
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [
+        (0.5, [0, 1, 4, 5, 6, 7]),  # 2 of 4 image tokens: 0.3 and 0.4
+        (0.75, [0, 1, 3, 4, 5, 6, 7]),
+        (0.25, [0, 4, 5, 6, 7]),
+        (0.1, [0, 4, 6, 7]),  # int(0.4): none
+    ],
+)
+def test_on_paper(rate: float, expected: list[int]) -> None:
+    kinds = [[TEXT, IMAGE, IMAGE, IMAGE, TEXT, VIDEO, AUDIO, TEXT]]
+    passed = VisualTokenPropagation(1, rate).propagate(SALIENCY, layer_of(kinds))
+    assert passed is not None
+    assert passed.tolist() == [expected]
+
+
+def test_the_window_goes_on_and_counts() -> None:
+    """The last two image tokens go on whatever they score, and are the half of four."""
+    kinds = [[TEXT, IMAGE, IMAGE, TEXT, TEXT, TEXT, IMAGE, IMAGE]]
+    passed = VisualTokenPropagation(1, 0.5, window_size=2).propagate(SALIENCY, layer_of(kinds))
+    assert passed is not None
+    assert passed.tolist() == [[0, 3, 4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("kinds", [None, [[TEXT] * 8], [[IMAGE] * 5 + [TEXT] * 3]])
+def test_nothing_to_drop(kinds: Any) -> None:
+    """Text only; and a later turn without an image, whose earlier ones are held as they are."""
+    assert VisualTokenPropagation(1, 0.1).propagate(SALIENCY, layer_of(kinds, new=3)) is None
+
+
+def test_stages_multiply() -> None:
+    """A half, then a half of what is left: 8 image tokens, 4, 2."""
+    stages = StagedPropagation([VisualTokenPropagation(layer, 0.5) for layer in (0, 1)])
+    saliency = torch.arange(9.0)[None, None]
+    kinds = torch.tensor([[[IMAGE] * 8 + [TEXT]]], dtype=torch.int8)
+    context = attrs.evolve(
+        layer_of(None),
+        layer_idx=0,
+        keys=torch.zeros(1, 1, 9, 3),
+        values=torch.zeros(1, 1, 9, 3),
+        positions=torch.arange(9)[None, None],
+        new_valid=torch.ones(1, 9, dtype=torch.bool),
+        kinds=kinds,
+    )
+    first = stages.propagate(saliency, context)
+    assert first is not None
+    assert first.tolist() == [[4, 5, 6, 7, 8]]
+    left = attrs.evolve(
+        context,
+        layer_idx=1,
+        keys=context.keys[:, :, 4:],
+        values=context.values[:, :, 4:],
+        positions=context.positions[:, :, 4:],
+        new_valid=context.new_valid[:, 4:],
+        kinds=kinds[:, :, 4:],
+    )
+    second = stages.propagate(saliency[:, :, 4:], left)
+    assert second is not None
+    assert second.tolist() == [[2, 3, 4]]
+
+
+def slow_fastv(context: LayerContext, row: int, rate: float) -> tuple[list[int], float]:
+    """What goes on of one row, by loops, and by how much the choice was made."""
+    first = context.key_len - context.new_len
+    group = context.query_heads // context.kv_heads
+    received = [0.0] * context.key_len
+    for head in range(context.query_heads):
+        kv_head = head // group
+        for query in range(context.query_len):
+            if not bool(context.query_valid[row, query]):
+                continue
+            at = context.key_len - context.query_len + query
+            seen = [key for key in range(at + 1) if bool(context.valid[row, kv_head, key])]
+            vector = context.queries[row, head, query].double()
+            logits = [
+                float(vector @ context.keys[row, kv_head, key].double()) * context.scaling
+                for key in seen
+            ]
+            weights = [exp(logit - max(logits)) for logit in logits]
+            for key, weight in zip(seen, weights, strict=True):
+                received[key] += weight / sum(weights) / context.query_heads
+    tokens = [slot for slot in range(context.new_len) if bool(context.new_valid[row, slot])]
+    kinds = [TEXT] * context.key_len
+    if context.kinds is not None:
+        kinds = [TokenKind(max(kind, 0)) for kind in context.kinds[row, 0].tolist()]
+    images = [slot for slot in tokens if kinds[first + slot] == IMAGE]
+    last = [slot for slot in images if slot == context.new_len - 1]
+    free = max(int(len(images) * rate), len(last)) - len(last)
+    rest = sorted(set(images) - set(last), key=lambda slot: (-received[first + slot], slot))
+    gap = min(
+        (
+            abs(received[first + kept] - received[first + lost])
+            for kept in rest[:free]
+            for lost in rest[free:]
+        ),
+        default=1.0,
+    )
+    return sorted(set(tokens) - set(rest[free:])), gap
+
+
+@given(context=layer_contexts(None), rate=st.sampled_from([0.1, 0.5, 0.8]))
+def test_fastv_is_what_loops_give(context: LayerContext, rate: float) -> None:
+    context = attrs.evolve(context, layer_idx=1, num_layers=5)
+    decision = FastV(visual_rate=rate).decide(context)
+    for row in range(context.batch):
+        expected, gap = slow_fastv(context, row, rate)
+        assume(gap > 1e-5)
+        tokens = context.new_valid[row].nonzero().flatten().tolist()
+        passed = tokens if decision.passed_on is None else decision.passed_on[row].tolist()
+        assert [slot for slot in passed if slot >= 0] == expected
+        for head in range(context.kv_heads):
+            kept = [slot for slot in decision.kept[row, head].tolist() if slot >= 0]
+            assert kept == context.valid[row, head].nonzero().flatten().tolist()
+
+
+@given(data=st.data(), context=layer_contexts(0))
+def test_all_text_goes_on(data: st.DataObject, context: LayerContext) -> None:
+    saliency: Tensor = data.draw(saliencies(context))
+    context = attrs.evolve(context, layer_idx=1, num_layers=5)
+    passed = VisualTokenPropagation(1, 0.01).propagate(saliency, context)
+    text = context.is_new_kind(TEXT)
+    assert torch.equal(text | context.is_new_kind(IMAGE), context.new_valid)
+    if passed is None:
+        return
+    for row in range(context.batch):
+        assert set(text[row].nonzero().flatten().tolist()) <= set(passed[row].tolist())
+
+
+def test_pyramid_drop_is_a_composition() -> None:
+    stages = [VisualTokenPropagation(layer, 0.5) for layer in (7, 15, 23)]
+    policy = CachePolicy(LastQueryScorer(), KeepAllSelector(), StagedPropagation(stages))
+    policy.check_model(32)
+    assert policy.propagation.acting_layers(32) == {7, 15, 23}
+    assert policy.num_queries == 1
+
+
+def test_text_has_the_rate_of_the_full_context() -> None:
+    assert FastV().prefill_compute_rate(32) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: FastV(visual_rate=0.0), ValueError, r"visual_rate must be in \(0, 1\], got 0.0"),
+        (lambda: FastV(drop_layer=-1), ValueError, "drop_layer must be at least 0, got -1"),
+        (lambda: FastV("2"), TypeError, "drop_layer must be an int, got '2'"),
+        (
+            lambda: VisualTokenPropagation(window_size=0),
+            ValueError,
+            "window_size must be at least 1",
+        ),
+        (
+            lambda: FastV(4).check_model(4),
+            ValueError,
+            r"drop_layer must be in \[0, 3\] for a model of 4 layers, got 4",
+        ),
+    ],
+)
+def test_bad_parameters(build: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build()
+
+
+def test_kinds_have_the_shape_of_positions() -> None:
+    with pytest.raises(ShapeError, match=r"kinds must be \[batch, kv_heads, key_len\] = \[1, 1, 8"):
+        layer_of([[TEXT] * 7])

@@ -1,0 +1,386 @@
+"""A decoder that reads images, layer by layer, one row at a time, dense and without a cache.
+
+The model's own layer modules are called one after another, under masks written out here. What a
+policy evicts is what nobody sees any more, and what it drops is cut from the hidden states. Nothing
+of Transformers' masks, caches or of the model's outer forward is used.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .selection import (
+    budget,
+    head_mean,
+    highest,
+    margin,
+    max_pool,
+    sinks_and_recent,
+    window_and_highest,
+)
+
+
+@dataclass(frozen=True)
+class VisionRow:
+    """One row, from its embeddings on.
+
+    Attributes:
+        decoder: the text model, with eager attention, so that its attention can be read.
+        lm_head: from hidden states to logits.
+        embeddings: `[len, hidden]`, the images' features in their places.
+        positions: int64 `[axes, len]`, what the rotary embedding reads.
+        blocks: for each token the block whose tokens see each other both ways; -1 for none.
+        added: by layer `[len, hidden]`, added to what leaves it.
+        windows: by layer, positions that a query sees at most, itself included; None for all.
+    """
+
+    decoder: Any
+    lm_head: nn.Module
+    embeddings: Tensor
+    positions: Tensor
+    blocks: Sequence[int]
+    added: Mapping[int, Tensor]
+    windows: Sequence[int | None]
+
+
+@dataclass(frozen=True)
+class LayerSeen:
+    """One layer after it has read a prompt.
+
+    Attributes:
+        layer_idx: which decoder layer.
+        held: per KV head the positions that the prompt's queries could see, ascending.
+        new: positions of the prompt's tokens that reached the layer, ascending.
+        attention: `[query_heads, len(new), end]`, the layer's own, by position of the key.
+        end: tokens of the row so far.
+        window: tokens that the layer sees; None for all.
+    """
+
+    layer_idx: int
+    held: Sequence[Sequence[int]]
+    new: Sequence[int]
+    attention: Tensor
+    end: int
+    window: int | None
+
+    def in_window(self) -> list[list[int]] | None:
+        """What the next token can still see, where that is not everything."""
+        if self.window is None or self.end <= self.window:
+            return None
+        return [[at for at in head if at > self.end - self.window] for head in self.held]
+
+
+@dataclass(frozen=True)
+class VisionChoice:
+    """Positions that each KV head keeps, those that go on (None for all), and how near it was."""
+
+    kept: Sequence[Sequence[int]]
+    passed: Sequence[int] | None = None
+    margin: float = inf
+
+
+class VisionMethod(Protocol):
+    """What is kept and what goes on."""
+
+    def choose(self, prompt: int, layer: LayerSeen) -> VisionChoice:
+        """At one layer, after the row's prompt of that number."""
+
+
+@dataclass(frozen=True)
+class KeepAll:
+    """Everything stays and goes on."""
+
+    def choose(self, prompt: int, layer: LayerSeen) -> VisionChoice:
+        return VisionChoice(layer.held)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What another implementation was seen to choose.
+
+    Attributes:
+        kept: by prompt, layer and KV head.
+        passed: by prompt, the layers that dropped, and what they passed on.
+    """
+
+    kept: Sequence[Sequence[Sequence[Sequence[int]]]]
+    passed: Sequence[Mapping[int, Sequence[int]]]
+
+    def choose(self, prompt: int, layer: LayerSeen) -> VisionChoice:
+        kept = self.kept[prompt][layer.layer_idx]
+        for head, held in zip(kept, layer.held, strict=True):
+            assert set(head) <= set(held), f"layer {layer.layer_idx} keeps what it never held"
+        passed = self.passed[prompt].get(layer.layer_idx)
+        return VisionChoice(kept, passed)
+
+
+@dataclass(frozen=True)
+class StreamingLLM:
+    """The first positions and the most recent ones; see `reference.StreamingLLM`."""
+
+    rate: float
+    num_sinks: int = 4
+
+    def choose(self, prompt: int, layer: LayerSeen) -> VisionChoice:
+        within = layer.in_window()
+        if within is not None:
+            return VisionChoice(within)
+        kept = []
+        for held in layer.held:
+            sinks = sum(at < self.num_sinks for at in held)
+            count = budget(self.rate, None, seen=layer.end, available=len(held), protected=sinks)
+            kept.append([held[i] for i in sinks_and_recent(held, self.num_sinks, count)])
+        return VisionChoice(kept)
+
+
+@dataclass(frozen=True)
+class SnapKV:
+    """The window and what it attends to most, by the layer's own attention.
+
+    Attributes:
+        rate: fraction of all tokens seen that each KV head keeps; unused with `tokens`.
+        window: last queries that observe, last keys that stay.
+        kernel: odd width of the max-pooling.
+        tokens: kept by each KV head, in the place of the rate.
+        tsp_layer: the layer after which tokens are dropped, None for none.
+        tsp_rate: fraction of all tokens seen that go on; unused with `tsp_tokens`.
+        tsp_tokens: that go on.
+    """
+
+    rate: float | None = None
+    window: int = 8
+    kernel: int = 7
+    tokens: int | None = None
+    tsp_layer: int | None = None
+    tsp_rate: float | None = None
+    tsp_tokens: int | None = None
+
+    def choose(self, prompt: int, layer: LayerSeen) -> VisionChoice:
+        kept = layer.in_window()
+        gaps = [inf]
+        group = len(layer.attention) // len(layer.held)
+        rows = [
+            self._pooled(layer, head, layer.held[head // group])
+            for head in range(len(layer.attention))
+        ]
+        if kept is None:
+            kept = []
+            for index, held in enumerate(layer.held):
+                scores = head_mean(rows[index * group : (index + 1) * group])
+                count = budget(
+                    self.rate,
+                    self.tokens,
+                    seen=layer.end,
+                    available=len(held),
+                    protected=len(held) - len(scores),
+                )
+                chosen = window_and_highest(scores, len(held), count)
+                gaps.append(margin(scores, chosen))
+                kept.append([held[i] for i in chosen])
+        if layer.layer_idx != self.tsp_layer:
+            return VisionChoice(kept, None, min(gaps))
+        new = len(layer.new)
+        before = max(0, new - self.window)
+        own = []
+        for head, row in enumerate(rows):
+            first = len(layer.held[head // group]) - new
+            own.append(row[first : first + before])
+        scores = head_mean(own)
+        count = budget(
+            self.tsp_rate, self.tsp_tokens, seen=layer.end, available=new, protected=new - before
+        )
+        if count == new:
+            return VisionChoice(kept, None, min(gaps))
+        chosen = window_and_highest(scores, new, count)
+        gaps.append(margin(scores, chosen))
+        return VisionChoice(kept, [layer.new[i] for i in chosen], min(gaps))
+
+    def _pooled(self, layer: LayerSeen, head: int, held: Sequence[int]) -> list[float]:
+        """Attention of the last queries to what is held before the window, summed and pooled."""
+        observed = layer.attention[head, -self.window :, list(held)].to(torch.float64)
+        sums = observed.sum(dim=0)[: max(0, len(held) - self.window)]
+        return max_pool(sums.tolist(), self.kernel)
+
+
+@dataclass(frozen=True)
+class VisualTokens:
+    """Everything is kept; after some layers part of the images' tokens go on, with all others.
+
+    Attributes:
+        images: positions of the tokens of images.
+        stages: by layer the fraction that goes on of those that are new there.
+        observers: last queries whose attention is summed; None for all of the prompt's.
+    """
+
+    images: frozenset[int]
+    stages: Mapping[int, float]
+    observers: int | None = None
+
+    def choose(self, prompt: int, layer: LayerSeen) -> VisionChoice:
+        kept = layer.in_window() or layer.held
+        competing = [at for at in layer.new if at in self.images and at != layer.new[-1]]
+        if layer.layer_idx not in self.stages or not competing:
+            return VisionChoice(kept)
+        first = 0 if self.observers is None else len(layer.new) - self.observers
+        observed = layer.attention[:, first:].to(torch.float64).sum(dim=1)
+        scores = head_mean(observed[:, competing].tolist())
+        chosen = highest(scores, int(len(competing) * self.stages[layer.layer_idx]))
+        going = {competing[i] for i in chosen}
+        passed = [at for at in layer.new if at in going or at not in competing]
+        return VisionChoice(kept, passed, margin(scores, chosen))
+
+
+@dataclass
+class Outcome:
+    """What the loop gave for one row.
+
+    Attributes:
+        logits: `[tokens that reached the end, vocab]`.
+        reached: positions of those tokens.
+        kept: by prompt, layer and KV head, positions kept.
+        passed: by prompt and layer, positions that went on, for layers that dropped.
+        margin: of the nearest choice.
+    """
+
+    logits: Tensor
+    reached: list[int]
+    kept: list[list[list[list[int]]]] = field(default_factory=list)
+    passed: list[dict[int, list[int]]] = field(default_factory=list)
+    margin: float = inf
+
+    def at(self, positions: Sequence[int]) -> Tensor:
+        """Logits `[len(positions), vocab]`; every position must have reached the end."""
+        return self.logits[[self.reached.index(position) for position in positions]]
+
+
+@torch.no_grad()
+def read(row: VisionRow, prompts: Sequence[tuple[int, int]], method: VisionMethod) -> Outcome:
+    """Runs a whole row, prompts and answers, through all layers.
+
+    Args:
+        row: the row.
+        prompts: first and last + 1 position of each, ascending; the method chooses after each. What
+            stands between and behind them is appended.
+        method: what each layer keeps and passes on.
+    """
+    alive = list(range(len(row.embeddings)))
+    hidden = row.embeddings
+    outcome = Outcome(hidden, alive, [[] for _ in prompts], [{} for _ in prompts])
+    for layer_idx in range(len(row.decoder.layers)):
+        kept: list[Sequence[Sequence[int]]] = []
+        going = set(alive)
+        for number, (start, end) in enumerate(prompts):
+            seen = _look(row, layer_idx, hidden, alive, prompts[:number], kept, (start, end))
+            choice = method.choose(number, seen)
+            kept.append(choice.kept)
+            outcome.kept[number].append([list(head) for head in choice.kept])
+            outcome.margin = min(outcome.margin, choice.margin)
+            if choice.passed is not None:
+                assert set(choice.passed) <= set(seen.new), "what goes on has reached the layer"
+                outcome.passed[number][layer_idx] = list(choice.passed)
+                going -= set(seen.new) - set(choice.passed)
+        visible = _visible(row, layer_idx, alive, prompts, kept)
+        hidden, _ = _run_layer(row, layer_idx, hidden, alive, visible)
+        if layer_idx in row.added:
+            hidden = hidden + row.added[layer_idx][alive]
+        hidden = hidden[[at in going for at in alive]]
+        alive = [at for at in alive if at in going]
+    outcome.logits = row.lm_head(row.decoder.norm(hidden[None])[0])
+    outcome.reached = alive
+    return outcome
+
+
+def _look(
+    row: VisionRow,
+    layer_idx: int,
+    hidden: Tensor,
+    alive: Sequence[int],
+    earlier: Sequence[tuple[int, int]],
+    kept: Sequence[Sequence[Sequence[int]]],
+    prompt: tuple[int, int],
+) -> LayerSeen:
+    """The layer, run for the row up to the prompt's end, as the method is shown it."""
+    start, end = prompt
+    present = [at for at in alive if at < end]
+    visible = _visible(row, layer_idx, present, earlier, kept)
+    count = len(present)
+    _, weights = _run_layer(row, layer_idx, hidden[:count], present, visible)
+    new = [at for at in present if at >= start]
+    by_position = torch.zeros(len(weights), len(new), end)
+    by_position[:, :, present] = weights[:, count - len(new) :]
+    # What stands behind the last choice is held by all, with what that choice kept.
+    since = earlier[-1][1] if earlier else 0
+    heads = row.decoder.config.num_key_value_heads
+    old = kept[-1] if kept else [[]] * heads
+    held = [sorted([*head, *[at for at in present if at >= since]]) for head in old]
+    return LayerSeen(layer_idx, held, new, by_position, end, row.windows[layer_idx])
+
+
+def _visible(
+    row: VisionRow,
+    layer_idx: int,
+    present: Sequence[int],
+    prompts: Sequence[tuple[int, int]],
+    kept: Sequence[Sequence[Sequence[int]]],
+) -> Tensor:
+    """Bool `[query_heads, len(present), len(present)]`: which query sees which key.
+
+    A query sees, of what stands before the last choice made before it, what was kept; of what is
+    newer, all up to itself, and all of its own block. Then the window.
+    """
+    config = row.decoder.config
+    group = config.num_attention_heads // config.num_key_value_heads
+    window = row.windows[layer_idx] or len(row.blocks)
+    heads = []
+    for head in range(config.num_key_value_heads):
+        lines = []
+        for query in present:
+            block = row.blocks[query]
+            done = [number for number, (_, end) in enumerate(prompts) if end <= query]
+            since = prompts[done[-1]][1] if done else 0
+            seen = set(kept[done[-1]][head]) if done else set()
+            seen |= {key for key in present if since <= key <= query}
+            seen |= {key for key in present if key >= since and row.blocks[key] == block >= 0}
+            seen = {key for key in seen if query - key < window} | {query}
+            lines.append([key in seen for key in present])
+        heads.append(torch.tensor(lines))
+    return torch.stack(heads).repeat_interleave(group, dim=0)
+
+
+def _run_layer(
+    row: VisionRow,
+    layer_idx: int,
+    hidden: Tensor,
+    present: Sequence[int],
+    visible: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """One layer module over the tokens at hand: what leaves it, and its attention."""
+    layer = row.decoder.layers[layer_idx]
+    lowest = torch.finfo(torch.float32).min
+    positions = row.positions[:, None, list(present)]  # [axes, 1, len]
+    if len(positions) == 1:
+        positions = positions[0]
+    arguments = []
+    if row.windows[layer_idx] is not None or any(row.windows):
+        arguments = [row.decoder.config.layer_types[layer_idx]]
+    shown: list[Tensor] = []
+
+    def see(module: nn.Module, args: Any, output: Any) -> None:
+        shown.append(output[1][0])
+
+    handle = layer.self_attn.register_forward_hook(see)
+    try:
+        output = layer(
+            hidden[None],
+            attention_mask=torch.where(visible, 0.0, lowest)[None],
+            position_embeddings=row.decoder.rotary_emb(hidden[None], positions, *arguments),
+            position_ids=None,
+            past_key_values=None,
+        )
+    finally:
+        handle.remove()
+    return output[0], shown[0]
