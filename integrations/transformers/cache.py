@@ -321,13 +321,14 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         """All but what binds the cache to a model: a copy is attached to nothing."""
         reader = copy.copy(self._reader)
-        state = {**self.__dict__, "_reader": reader, "layers": reader.layers}
-        del state["_thread"]
+        state = {**self.__dict__, "_reader": reader}
+        del state["_thread"], state["layers"]  # which are the reader's
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Belong to whoever makes the copy."""
         self.__dict__.update(state)
+        self.layers = self._reader.layers
         self._thread = threading.current_thread()
 
     # What Transformers asks of a cache.

@@ -59,11 +59,10 @@ class Given:
         return self.mask if isinstance(self.mask, Tensor) and self.mask.ndim == 2 else None
 
     def check_continues(self, seen: SeenTokens | None) -> None:
-        """Check that the inputs go on from the tokens a cache has seen.
+        """Check that there is more than the tokens a cache has seen.
 
         Raises:
-            ValueError: They are fewer, or new embeddings alone, or another conversation; or the
-                mask changes what was read; see `read_past`.
+            ValueError: There is not, or there are new embeddings alone.
         """
         read = self.ids if self.embeds is None else self.embeds
         length = self.context_len
@@ -78,28 +77,31 @@ class Given:
                 f"{read.shape[1]}; pass the whole conversation, or (as input_ids) the new tokens "
                 "with an attention_mask over the whole conversation, or reset() the cache"
             )
-        if self.embeds is None and read.shape[1] == length:
-            _check_same(read, self._flat_mask, seen)
 
+    def check_same(self, seen: SeenTokens | None) -> None:
+        """Check that a whole conversation begins with the tokens seen, as far as ids are known.
 
-def _check_same(ids: Tensor, mask: Tensor | None, seen: SeenTokens) -> None:
-    """Check that a whole conversation begins with the tokens seen."""
-    # `generate` gives every row to as many beams or answers as are asked for.
-    each, rest = divmod(seen.batch, len(ids))
-    if rest or ids.ndim != 2:
-        return  # refused as another batch size when it is read
-    if mask is not None and mask.shape == ids.shape:
-        past = mask.repeat_interleave(each, dim=0)[:, : seen.seen]
-        seen = read_past(past.to(seen.valid), seen, starts=True)[0]
-    unlike = seen.first_unlike(ids.repeat_interleave(each, dim=0))
-    if unlike is None:
-        return
-    row, column = unlike
-    position = int(seen.valid[row, :column].sum())
-    raise ValueError(
-        "input_ids must begin with the tokens that the cache has read, but in row "
-        f"{row} the token at position {position} (column {column}) was "
-        f"{int(seen.ids[row, column])}, got {int(ids[row // each, column])}; go on from the very ids of "
-        "earlier turns, since a text tokenised anew may give others, or reset() the cache for "
-        "another text"
-    )
+        Raises:
+            ValueError: It begins with others, or the mask changes what was read; see `read_past`.
+        """
+        ids, mask = self.ids, self._flat_mask
+        if seen is None or ids is None or self.embeds is not None or ids.ndim != 2:
+            return
+        # `generate` gives every row to as many beams or answers as are asked for.
+        each, rest = divmod(seen.batch, len(ids))
+        if rest or ids.shape[1] != self.context_len:
+            return  # another batch size, refused when it is read, or new tokens alone
+        if mask is not None and mask.shape == ids.shape:
+            past = mask.repeat_interleave(each, dim=0)[:, : seen.seen]
+            seen = read_past(past.to(seen.valid), seen, starts=True)[0]
+        unlike = seen.first_unlike(ids.repeat_interleave(each, dim=0))
+        if unlike is None:
+            return
+        row, column = unlike
+        raise ValueError(
+            f"input_ids must begin with the tokens that the cache has read, but in row {row} the "
+            f"token at position {int(seen.valid[row, :column].sum())} was "
+            f"{int(seen.ids[row, column])}, got {int(ids[row // each, column])}; go on from the "
+            "very ids of earlier turns, since a text that is tokenised anew may give others, or "
+            "reset() the cache to read another text"
+        )

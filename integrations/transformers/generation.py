@@ -54,8 +54,10 @@ def wrap_generate() -> None:
                 return original(self, *args, **kwargs)
             cache.check_thread()
             turn = check_generation(self, cache, args, kwargs)
-            with cache.attached(self), _masks_of_steps(self), turn.of(cache):
-                output = original(self, *args, **kwargs)
+            with cache.attached(self), _masks_of_steps(self):
+                turn.given.check_same(cache.reader.tokens)
+                with turn.of(cache):
+                    output = original(self, *args, **kwargs)
             turn.note_answer(cache, output)
             return output
 
