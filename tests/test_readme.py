@@ -37,10 +37,10 @@ def test_the_example_of_use() -> None:
         return {"input_ids": torch.tensor([random_tokens(0, length)])}
 
     printed = run(
-        USE.replace("256", "4"),
+        USE.replace("256", "4").replace("**longer_inputs", "torch.cat([output, input_ids], dim=1)"),
+        torch=torch,
         model=tiny_model("llama", seed=0),
         inputs=inputs(30),
-        longer_inputs=inputs(60),
         input_ids=torch.tensor([random_tokens(1, 3)]),
     )
     assert printed.splitlines()[-1].startswith("total")

@@ -172,8 +172,7 @@ def check_generation(
             "in assisted generation with a PolicyCache: they would be cut by columns that are not "
             "theirs"
         )
-    if kwargs.get("use_cache", config.use_cache) is False:
-        raise UnsupportedGenerationError("use_cache must be True with a PolicyCache, got False")
+    _check_cache_is_used(model, args, kwargs)
     given = Given.of(args, kwargs)
     given.check_continues(cache.reader.tokens)
     _check_model_keeps_cache(model, cache, config, given.context_len)
@@ -186,6 +185,25 @@ def check_generation(
         and mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         and model.config._attn_implementation in IMPLEMENTATIONS,
     )
+
+
+def _check_cache_is_used(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse to use a cache where a call, or else a configuration, says that none is wanted."""
+    given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    text_config = model.config.get_text_config(decoder=True)
+    called = {"use_cache": kwargs, "use_cache of generation_config": vars(given) if given else {}}
+    own = {
+        "use_cache of the model's generation_config": model.generation_config,
+        "use_cache of the model's config": model.config,
+        "use_cache of the model's text config": text_config,
+    }
+    said = [(name, each.get("use_cache")) for name, each in called.items()]
+    explicit = [each for each in said if each[1] is not None][:1]
+    for name, value in explicit or [(n, getattr(c, "use_cache", None)) for n, c in own.items()]:
+        if value is False:
+            raise UnsupportedGenerationError(
+                f"{name} must be True with a PolicyCache, got False; set it, or pass use_cache=True"
+            )
 
 
 def _check_model_keeps_cache(

@@ -436,9 +436,9 @@ def test_logits_of_tokens_that_may_be_dropped(
     cache = PolicyCache(FASTKV)
     with cache.attached(model), pytest.raises(ValueError, match="a dropped token has no logits"):
         model(prompt(80), past_key_values=cache, **arguments)
-    evicts = PolicyCache(SnapKV(0.3))
-    with torch.no_grad(), evicts.attached(model):
-        model(prompt(80), past_key_values=evicts, **arguments)
+    keeps = PolicyCache(SnapKV(1.0))
+    with torch.no_grad(), keeps.attached(model):
+        model(prompt(80), past_key_values=keeps, **arguments)
 
 
 @pytest.mark.parametrize("count", [-2.0, None, "x", True])

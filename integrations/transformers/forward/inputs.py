@@ -84,9 +84,7 @@ def read_inputs(
         return _without_mask(arguments, seen, new_len)
     _check_shape(mask, batch, seen.seen, new_len)
     mask = mask.to(device=inputs.device, dtype=torch.bool)
-    tokens, moved = read_past(
-        mask[:, : seen.seen], seen, starts=acts if starts is None else starts
-    )
+    tokens, moved = read_past(mask[:, : seen.seen], seen, starts=acts if starts is None else starts)
     columns = mask[:, seen.seen :]
     if bool(columns.all()):
         arguments = _with_positions(arguments, tokens, columns)

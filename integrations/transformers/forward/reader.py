@@ -48,6 +48,7 @@ from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.policies import KeepAllSelector
 from kvpolicy.policy import CachePolicy
 
 
@@ -210,6 +211,15 @@ class Reader:
         return self.acts_next and self._drops
 
     @property
+    def may_evict(self) -> bool:
+        """Whether the policy acts on the next forward, and may keep fewer tokens than there are."""
+        selector = self.placed.selector
+        everything = isinstance(selector, KeepAllSelector) or (
+            selector.budget is not None and selector.budget.rate == 1
+        )
+        return self.acts_next and not (everything and not self._drops)
+
+    @property
     def _drops(self) -> bool:
         return bool(self.placed.propagation.acting_layers(len(self.layers)))
 
@@ -233,11 +243,13 @@ class Reader:
             TypeError: See `read_inputs`.
             ValueError: See `read_inputs`.
             CacheInUseError: Another thread is calling the model with the same cache.
-            UnsupportedGenerationError: A prompt comes in chunks, and the policy drops tokens.
+            UnsupportedGenerationError: A prompt comes in chunks, and the policy drops tokens; or
+                the model is told to use no cache.
             UnsupportedModelError: The context exceeds the model's sliding window.
         """
         self._take_thread()
         self._undo_forward(self._undo)
+        self._check_cache_is_used(arguments)
         before = self._snapshot()
         ends = True
         if self.acts_next and self.prompt_end is not None:
@@ -256,6 +268,15 @@ class Reader:
         self._undo = before
         self._forward, taken = self._take_up(arguments, ends=ends)
         return taken
+
+    def _check_cache_is_used(self, arguments: dict[str, Any]) -> None:
+        assert self.attachment is not None
+        asked, config = arguments.get("use_cache"), self.attachment.parts.config
+        name = "use_cache" if asked is not None else "use_cache of the model's config"
+        if (getattr(config, "use_cache", None) if asked is None else asked) is False:
+            raise UnsupportedGenerationError(
+                f"{name} must be True with a PolicyCache, got False; set it, or pass use_cache=True"
+            )
 
     def _take_up(self, arguments: dict[str, Any], *, ends: bool) -> tuple[Forward, dict[str, Any]]:
         assert self.attachment is not None

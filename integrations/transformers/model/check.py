@@ -226,6 +226,7 @@ def _read(
         return _read_by_hand(model, cache, ids, mask)
     config = GenerationConfig(
         max_new_tokens=1 + DECODED,
+        use_cache=True,
         do_sample=False,
         num_beams=1,
         return_dict_in_generate=True,
@@ -246,7 +247,9 @@ def _read_by_hand(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> tuple[Te
     found, said, new = [], [], ids
     with cache.attached(model):
         for step in range(1 + DECODED):
-            output = model(input_ids=new, attention_mask=mask, past_key_values=cache)
+            output = model(
+                input_ids=new, attention_mask=mask, past_key_values=cache, use_cache=True
+            )
             found.append(output.last_hidden_state[:, -1])
             new = ids[:, step + 1 : step + 2].clamp(min=1)
             said.append(new)
