@@ -32,6 +32,7 @@ def check_contents(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -
             raise ValueError(f"{name} must be true or false, got {metadata[name]}")
     if not isinstance(_read_json(metadata, "policy"), dict):
         raise ValueError(f"policy must be the description of one, got {metadata['policy']}")
+    _check_tensor("model.samples", tensors["model.samples"], torch.float32, None)
     acted = _check_tokens(tensors, padded=json.loads(metadata["padded"]))
     _check_layers(query_heads, tensors, acted)
     for name, positions in tensors.items():
