@@ -8,14 +8,24 @@ OLDEST_TRANSFORMERS := 5.17.0
 KVPRESS := .venv-kvpress
 ARGS ?=
 FUZZ_MINUTES ?= 10
+# A process of tests for every core; the models are tiny, and each has one thread.
+WORKERS := -n logical --maxprocesses 4
 
-.PHONY: compare test lint typecheck check thorough fuzz oldest bench bench-scaling bench-decode bench-gpu \
-	bench-prefill bench-kvpress families format clean
+.PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest bench pictures \
+	bench-scaling bench-decode bench-gpu bench-prefill bench-kvpress families format clean
 
 compare: $(VENV)/installed
 	$(BIN)/kvpolicy compare --out results/compare $(ARGS)
 
+# What docs/results.md reports, with ARGS='--sweep --sweep-rates'.
+compare-thorough: $(VENV)/installed
+	$(BIN)/kvpolicy compare --thorough --out results/compare-thorough $(ARGS)
+
 test: lint typecheck check oldest
+
+# For the way to work: the first tests of every file but the slow ones.
+quick: lint
+	$(BIN)/pytest $(WORKERS) --quick
 
 # torch first and by its exact version: a looser request would fetch a build for GPUs.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -35,10 +45,10 @@ typecheck: $(VENV)/installed
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p kvpolicy
 
 check: $(VENV)/installed
-	$(BIN)/pytest
+	$(BIN)/pytest $(WORKERS)
 
 thorough: $(VENV)/installed
-	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest
+	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest $(WORKERS)
 
 fuzz: $(VENV)/installed
 	FUZZ_MINUTES=$(FUZZ_MINUTES) $(BIN)/pytest tests/integrations/fuzz/test_fuzz.py
@@ -52,7 +62,7 @@ $(OLDEST)/installed: pyproject.toml constraints.txt
 	touch $@
 
 oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/pytest tests/integrations
+	$(OLDEST)/bin/pytest $(WORKERS) tests/integrations
 
 # Every decoder of the installed Transformers, built tiny and held against its own dense attention.
 families: $(VENV)/installed
@@ -61,6 +71,11 @@ families: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/methods.py $(ARGS)
+
+# The pictures again, from the numbers that are there.
+pictures: $(VENV)/installed
+	$(BIN)/python benchmarks/needle.py
+	$(BIN)/python benchmarks/methods.py --show benchmarks/results/methods.json
 
 bench-scaling: $(VENV)/installed
 	$(BIN)/python benchmarks/scaling.py $(ARGS)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from kvpolicy.evaluation.comparison.speed import MIN_ROUNDS, Speed
 from kvpolicy.evaluation.extras import MissingExtraError, require
+from kvpolicy.evaluation.pictures import (
+    Cell,
+    draw_grid,
+    new_figure,
+    png,
+    row_axis,
+    speed_colour,
+)
 from kvpolicy.evaluation.results import write_all
 
 if TYPE_CHECKING:
@@ -16,6 +24,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MARKERS = "osD^vP*X"
+_PHASES = {"prefill": "prefill", "decode": "decoding"}
+# Inches: of a policy's name, of a length's column.
+_NAME, _COLUMN = 1.5, 1.05
 
 
 def draw(folder: Path, name: str, picture: Callable[[], bytes]) -> None:
@@ -27,7 +38,7 @@ def draw(folder: Path, name: str, picture: Callable[[], bytes]) -> None:
 
 
 def gpu_picture(record: dict[str, Any]) -> bytes:
-    """Speed-ups of prefill and decoding by context, each with what the count allows as a line."""
+    """Speed-ups of prefill and decoding by context, each with what the count allows."""
     rows = [
         {
             "policy": cell["policy"],
@@ -41,23 +52,35 @@ def gpu_picture(record: dict[str, Any]) -> bytes:
         if cell["status"] == "measured" and cell["prefill_speedup"] is not None
     ]
     where = record["machine"].get("gpu") or record["machine"]["processor"]
-    return _speedups(rows, f"{record['settings']['model']['preset']}, random weights, on {where}")
+    title = f"{record['settings']['model']['preset']}, random weights, on {where}"
+    return _speedups(rows, title, "In brackets: what the count of operations or bytes allows.")
 
 
 def methods_picture(record: dict[str, Any]) -> bytes:
-    """As `gpu_picture`, of the methods on the processor."""
-    rows = [
-        {
-            "policy": row["policy"],
-            "context": row["context"],
-            "prefill": row["prefill_speedup"]["median"],
-            "prefill_allowed": row["prefill_allowed"],
-            "decode": row["decode_speedup"]["median"],
-            "decode_allowed": row["decode_allowed"],
-        }
+    """As `gpu_picture`, of the methods on the processor; unsteady speeds are marked."""
+    before = {
+        row["context"]: row
         for row in record["rows"]
-    ]
-    return _speedups(rows, f"small random Llama on {record['machine']['processor']}")
+        if row["policy"] == record["rows"][0]["policy"]
+    }
+    rows = []
+    for row in record["rows"]:
+        if row["policy"] == record["rows"][0]["policy"]:
+            continue  # the baseline against itself
+        found = {"policy": row["policy"], "context": row["context"]}
+        for phase in _PHASES:
+            times = zip(row[f"{phase}_ms"], before[row["context"]][f"{phase}_ms"], strict=True)
+            speed = Speed(tuple(theirs / ours for ours, theirs in times))
+            found[phase] = row[f"{phase}_speedup"]["median"]
+            found[f"{phase}_allowed"] = row[f"{phase}_allowed"]
+            found[f"{phase}_steady"] = speed.steady
+        rows.append(found)
+    return _speedups(
+        rows,
+        f"small random Llama on {record['machine']['processor']}",
+        "In brackets: what the count of operations or bytes allows.\n"
+        f"?: rounds disagree, or are fewer than {MIN_ROUNDS}.",
+    )
 
 
 def scaling_picture(record: dict[str, Any]) -> bytes:
@@ -109,36 +132,37 @@ def _growth(
     axes.grid(alpha=0.3)
 
 
-def _speedups(rows: list[dict[str, Any]], title: str) -> bytes:
-    figure = _figure((11.0, 7.0), title)
-    panels = figure.subplots(2, 1)
-    for axes, what in zip(panels, ("prefill", "decode"), strict=True):
-        _bars(axes, rows, what)
-        axes.set_ylabel(f"{what}: times as fast as\nfull context")
-    panels[-1].set_xlabel(
-        "tokens of the prompt; black: what the count of operations or bytes allows"
-    )
-    return _finish(figure, panels[0])
-
-
-def _bars(axes: Axes, rows: list[dict[str, Any]], what: str) -> None:
+def _speedups(rows: list[dict[str, Any]], title: str, legend: str) -> bytes:
+    """A grid for each phase: a row for each policy, the fastest first, a column for each length."""
     contexts = sorted({row["context"] for row in rows})
-    names = list(dict.fromkeys(row["policy"] for row in rows))
-    width = 0.8 / max(len(names), 1)
-    for index, name in enumerate(names):
-        found = [
-            (contexts.index(row["context"]) + (index + 0.5) * width - 0.4, row)
-            for row in rows
-            if row["policy"] == name and row[what] is not None
+
+    def rank(name: str) -> float:
+        found = [row for row in rows if row["policy"] == name and row["prefill"]]
+        return -max(found, key=lambda row: float(row["context"]))["prefill"] if found else 0.0
+
+    names = sorted(dict.fromkeys(row["policy"] for row in rows), key=rank)
+    figure = new_figure(_NAME + _COLUMN * len(_PHASES) * max(len(contexts), 2), len(names))
+    figure.suptitle(f"times as fast as full context: {title}", fontsize=10)
+    panels = figure.subplots(1, len(_PHASES), sharey=True)
+    row_axis(panels[0], names)
+    columns = [f"{context:,}" for context in contexts]
+    for axes, (phase, words) in zip(panels, _PHASES.items(), strict=True):
+        cells = [
+            [
+                Cell(contexts.index(row["context"]), _speed_text(row, phase), row[phase])
+                for row in rows
+                if row["policy"] == name and row[phase]
+            ]
+            for name in names
         ]
-        heights = [row[what] for _, row in found]
-        look = {"color": f"C{index}", "hatch": "//" if index >= 10 else None, "label": name}
-        axes.bar([x for x, _ in found], heights, width * 0.9, **look)
-        for x, row in found:
-            height = row[f"{what}_allowed"]
-            axes.plot([x - width * 0.45, x + width * 0.45], [height, height], color="black")
-    axes.axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
-    axes.set_xticks(range(len(contexts)), [f"{context:,}" for context in contexts])
+        draw_grid(axes, f"{words} by tokens of the prompt", columns, cells, speed_colour())
+    figure.supxlabel(legend, fontsize=8)
+    return png(figure)
+
+
+def _speed_text(row: dict[str, Any], phase: str) -> str:
+    mark = "" if row.get(f"{phase}_steady", True) else "?"
+    return f"{row[phase]:.2f}{mark} ({row[f'{phase}_allowed']:.2f})"
 
 
 def _figure(size: tuple[float, float], title: str) -> Figure:
@@ -153,6 +177,4 @@ def _figure(size: tuple[float, float], title: str) -> Figure:
 def _finish(figure: Figure, labelled: Axes) -> bytes:
     handles, labels = labelled.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=150)
-    return picture.getvalue()
+    return png(figure)

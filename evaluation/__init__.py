@@ -24,7 +24,8 @@ from kvpolicy.evaluation.comparison.sweep import (
     sweep_tsp_layers,
 )
 from kvpolicy.evaluation.comparison.variant import Variant, build_policy, variants
-from kvpolicy.evaluation.cost.estimate import Estimate, ModelShape, estimate
+from kvpolicy.evaluation.cost.estimate import Estimate, estimate
+from kvpolicy.evaluation.cost.model_shape import ModelShape
 from kvpolicy.evaluation.cost.shapes import load_shape, shape_of
 from kvpolicy.evaluation.models import Loaded, load
 from kvpolicy.evaluation.tasks.prompts import Prompt, needle_prompts, read_prompts

@@ -23,6 +23,21 @@ def cpu_count() -> int:
     return os.cpu_count() or 1
 
 
+def default_threads() -> int:
+    """Threads to compute with where nobody says: ``OMP_NUM_THREADS`` if it is set.
+
+    Otherwise the processors that are idle of those this process may use, at least 1 and at most 4:
+    threads that share a processor wait for each other at every operation, and small models gain
+    nothing from more. What the variable asks for beyond the machine's processors is left out.
+    """
+    # OpenMP takes a list, one entry a level of nesting; only the outer one counts here.
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if asked.isdecimal() and int(asked) > 0:
+        return min(int(asked), os.cpu_count() or 1)
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # not on Windows
+    return max(1, min(cpu_count() - round(busy), 4))
+
+
 def check_threads(threads: int) -> int:
     """Check a number of threads against the machine; more than it runs at once only wait.
 

@@ -28,7 +28,8 @@ def describe(part: Part) -> Description:
         >>> describe(GQAGroupSelector(retention_tokens=64, window_size=4))["type"]
         'gqa_group'
     """
-    names = {factory: name for name, factory in registered().items()}
+    # Only classes are looked up, and another callable need not have a hash.
+    names = {each: name for name, each in registered().items() if isinstance(each, type)}
     described: Description = _described(part, names)
     return described
 
@@ -37,7 +38,9 @@ def _described(value: Any, names: dict[Any, str]) -> Any:
     if attrs.has(type(value)):
         kind = type(value)
         fields = {
-            each.name: _described(getattr(value, each.name), names) for each in attrs.fields(kind)
+            each.name: _described(getattr(value, each.name), names)
+            for each in attrs.fields(kind)
+            if each.init  # what is made of them is made again
         }
         unregistered = f"{kind.__module__}:{kind.__qualname__}"
         return {"type": names.get(kind, unregistered), "fields": fields}
@@ -83,6 +86,11 @@ def _own_class(kind: str) -> object:
     return found if isinstance(found, type) and issubclass(found, parts) else None
 
 
+def _attrs_class(kind: type[CachePolicy]) -> Any:
+    """The class, or the first of its bases, whose ``__init__`` takes the fields."""
+    return next(each for each in kind.__mro__ if "__attrs_attrs__" in vars(each))
+
+
 def _built(value: Any, known: dict[str, Any]) -> Any:
     if isinstance(value, list):
         return tuple(_built(each, known) for each in value)
@@ -98,9 +106,9 @@ def _built(value: Any, known: dict[str, Any]) -> Any:
     parts = {name: _built(each, known) for name, each in fields.items()}
     try:
         if issubclass(factory, CachePolicy):
-            # A method's own signature is not that of its parts.
+            # A subclass may have a signature of its own: the fields are those of an attrs class.
             policy = factory.__new__(factory)
-            CachePolicy.__init__(policy, **parts)
+            _attrs_class(factory).__init__(policy, **parts)
             return policy
         return factory(**parts)
     except TypeError as error:

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvpolicy.brief import brief
 from kvpolicy.budgets import Budget
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
@@ -22,6 +23,9 @@ class Scorer(abc.ABC):
     """How much does each token matter at this layer?"""
 
     paper: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        return brief(self)
 
     @property
     def num_queries(self) -> int | None:
@@ -50,6 +54,9 @@ class KVSelector(abc.ABC):
     """Which keys and values does this layer keep for decoding?"""
 
     paper: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        return brief(self)
 
     @property
     def needs_saliency(self) -> bool:
@@ -119,6 +126,9 @@ class PropagationPolicy(abc.ABC):
     """
 
     paper: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        return brief(self)
 
     @property
     def restarts(self) -> bool:

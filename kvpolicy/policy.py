@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvpolicy.brief import brief
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.errors import ShapeError
@@ -30,7 +31,8 @@ class Decision:
 class CachePolicy:
     """Which tokens a model keeps, layer by layer, while it reads a prompt.
 
-    The methods of the literature are subclasses that only choose the parts.
+    The methods of the literature are subclasses that only choose the parts. ``str()`` of a
+    method is as it is written, of any other policy its parts; what is at its default is left out.
 
     Args:
         scorer: How much each token matters; None where neither of the others asks.
@@ -72,6 +74,13 @@ class CachePolicy:
                 )
         self._check_budgets()
 
+    def __str__(self) -> str:
+        kind = type(self)
+        if not attrs.fields(kind).scorer.init:  # a method, whose fields are its arguments
+            return brief(self)
+        parts = (self.scorer, self.selector, self.propagation)
+        return f"{kind.__name__}({', '.join(map(brief, parts))})"
+
     def _check_budgets(self) -> None:
         kept, passed = self.selector.budget, self.propagation.budget
         if kept is None or passed is None or not kept.exceeds(passed):
@@ -98,12 +107,18 @@ class CachePolicy:
         """Check the policy's layer indices against a model.
 
         Raises:
-            TypeError: ``num_layers`` is not an int.
+            TypeError: ``num_layers`` is not an int, or ``acting_layers`` no frozenset.
             ValueError: It is below 1, a layer lies outside the model, or the prefill restarts at
                 none of its layers or at several.
         """
         check_count("num_layers", num_layers, minimum=1)
-        acting = sorted(self.propagation.acting_layers(num_layers))
+        named = self.propagation.acting_layers(num_layers)
+        if not isinstance(named, frozenset):  # what asks for it later takes intersections
+            raise TypeError(
+                f"acting_layers of {self.propagation} must return a frozenset of layer indices, "
+                f"got {named!r}"
+            )
+        acting = sorted(named)
         if acting and not 0 <= acting[0] <= acting[-1] < num_layers:
             raise ValueError(
                 f"acting_layers of {self.propagation} must be in [0, {num_layers - 1}] for a model "

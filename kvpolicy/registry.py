@@ -7,13 +7,17 @@ and third parties' alike::
     my_scorer = "my_package:MyScorer"
 
 An entry is a class (or any callable) that builds a part or a whole policy without arguments; what
-it builds decides its kind. The command line and the contract tests find all of them here.
+it builds decides its kind. The command line and the contract tests find all of them here. An entry
+that cannot be loaded, or builds something else, is left out with one warning: a broken package
+that is installed beside this one takes nothing else away.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from kvpolicy.checks import check_kind
@@ -44,7 +48,9 @@ def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
 
     Raises:
         ValueError: ``kind`` is none of these.
-        TypeError: An entry builds something else.
+
+    Warns:
+        UserWarning: An entry is broken and left out; once in a process.
 
     Example:
         >>> list(registered("selector"))
@@ -52,28 +58,44 @@ def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
     """
     if kind is not None and kind not in _KINDS:
         raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {kind!r}")
-    found = {entry.name: entry.load() for entry in entry_points(group=GROUP)}
-    return {
-        name: factory
-        for name, factory in sorted(found.items())
-        if kind is None or kind_of(factory) == kind
-    }
+    found = {}
+    for entry in sorted(entry_points(group=GROUP), key=lambda each: each.name):
+        try:
+            factory = entry.load()
+            kind_found = kind_of(factory)
+        except Exception as error:  # whatever another package's code raises
+            _warn_of(entry, f"{type(error).__name__}: {error}")
+            continue
+        if kind is None or kind_found == kind:
+            found[entry.name] = factory
+    return found
+
+
+@functools.cache
+def _warn_of(entry: EntryPoint, reason: str) -> None:
+    """Warn of a broken entry, the first time that it is met."""
+    dist = getattr(entry, "dist", None)
+    package = f" of {dist.name}" if dist else ""
+    warnings.warn(
+        f"entry {entry.name} = {getattr(entry, 'value', '?')!r}{package} in {GROUP} is left out, "
+        f"since it does not build a policy or part: {reason}",
+        stacklevel=4,
+    )
 
 
 def kind_of(factory: Callable[..., Part]) -> str:
     """The kind of part that a factory builds.
 
     Raises:
-        TypeError: It builds no part of a policy.
+        TypeError: It cannot be called without arguments, or builds no part of a policy.
     """
-    built = factory if isinstance(factory, type) else type(factory())
-    for kind, base in _KINDS.items():
-        if issubclass(built, base):
-            return kind
-    raise TypeError(
-        f"an entry of {GROUP} must build a {', '.join(base.__name__ for base in _KINDS.values())}, "
-        f"got {factory!r}"
-    )
+    if callable(factory):
+        built = factory()
+        for kind, base in _KINDS.items():
+            if isinstance(built, base):
+                return kind
+    bases = ", ".join(base.__name__ for base in _KINDS.values())
+    raise TypeError(f"an entry of {GROUP} must build a {bases}, got {factory!r}")
 
 
 def build(name: str, kind: str = "policy", **parameters: Any) -> Part:

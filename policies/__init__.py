@@ -1,6 +1,8 @@
 """Concrete scorers, selectors and propagation policies, and the named methods made of them."""
 
+from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.ada_kv import AdaKV
+from kvpolicy.policies.methods.eviction import EvictionMethod
 from kvpolicy.policies.methods.fastkv import FastKV
 from kvpolicy.policies.methods.fastv import FastV
 from kvpolicy.policies.methods.full_context import FullContext
@@ -8,6 +10,7 @@ from kvpolicy.policies.methods.gem_filter import GemFilter
 from kvpolicy.policies.methods.h2o import H2O
 from kvpolicy.policies.methods.key_diff import KeyDiff
 from kvpolicy.policies.methods.key_norm import KeyNorm
+from kvpolicy.policies.methods.method import Method
 from kvpolicy.policies.methods.pyramid_infer import PyramidInfer
 from kvpolicy.policies.methods.pyramid_kv import PyramidKV
 from kvpolicy.policies.methods.random import Random
@@ -39,6 +42,7 @@ __all__ = [
     "AccumulatedAttentionScorer",
     "AdaKV",
     "AdaptiveHeadSelector",
+    "EvictionMethod",
     "FastKV",
     "FastV",
     "FullContext",
@@ -52,6 +56,7 @@ __all__ = [
     "LastQueryProductScorer",
     "LastQueryScorer",
     "MaxScorer",
+    "Method",
     "PassAllPropagation",
     "PyramidInfer",
     "PyramidKV",
@@ -70,4 +75,5 @@ __all__ = [
     "VisualTokenPropagation",
     "WeightedTailScorer",
     "WindowMaxPoolScorer",
+    "documented",
 ]

@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,39 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # The models are tiny: a second thread costs more than it brings, above all beside other processes.
 torch.set_num_threads(1)
+
+
+# Files and folders whose single tests take tens of seconds; their rooms have others.
+SLOW = {"fuzz", "test_static.py", "test_leftovers.py", "test_two_devices.py", "test_device_map.py"}
+QUICK_TESTS_A_FILE = 2
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="the first tests of every file")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--quick"):
+        chosen = quick(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+
+
+def quick(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The first case of the first tests of every file but the slow ones.
+
+    A new file is in it by itself.
+    """
+    taken: dict[Path, list[str]] = {}
+    chosen = []
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        seen = taken.setdefault(item.path, [])
+        slow = SLOW & set(item.path.parts)
+        if not slow and name not in seen and len(seen) < QUICK_TESTS_A_FILE:
+            seen.append(name)
+            chosen.append(item)
+    return chosen
 
 
 @pytest.fixture(autouse=True)

@@ -6,20 +6,19 @@ from the others, such as an alternating sliding window, is on and small enough t
 prompt of some 40 tokens.
 """
 
-import math
 import warnings
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+from tests.integrations.model.builds.weights import SCALE, fill
 
 VOCAB_SIZE = 97
 PAD_TOKEN_ID = 0
 WINDOW = 16
-SCALE = 1.8
 
 # Read by those configurations that have a field or an alias of the name.
 _COMMON: dict[str, Any] = {
@@ -114,7 +113,7 @@ class Family:
             model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=attn_implementation or self.attn_implementation
             )
-        _fill(model, torch.Generator().manual_seed(seed), self.scale)
+        fill(model, torch.Generator().manual_seed(seed), self.scale)
         return cast(PreTrainedModel, model.eval())
 
 
@@ -291,61 +290,3 @@ _TABLE: dict[str, Family] = {
 FAMILIES = {
     name: family for name, family in _TABLE.items() if family.model_type in CONFIG_MAPPING_NAMES
 }
-
-_QUERIES_AND_KEYS = (
-    "q_proj",
-    "k_proj",
-    "q_b_proj",
-    "kv_a_proj",
-    "kv_b_proj",
-    "qkv",
-    "query_key_value",
-    "c_attn",
-)
-_QUERY_AND_KEY_NORMS = (
-    "q_norm",
-    "k_norm",
-    "q_layernorm",
-    "k_layernorm",
-    "query_layernorm",
-    "key_layernorm",
-)
-_OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "lm_head", "embed_out")
-
-
-@torch.no_grad()
-def _fill(model: nn.Module, generator: torch.Generator, scale: float) -> None:
-    """Overwrites every parameter with draws whose spread depends on what the parameter is for."""
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            draw = torch.randn(parameter.shape, generator=generator)
-            path = f"{prefix}.{name}"
-            if isinstance(module, nn.Embedding):
-                draw = draw / float(getattr(module, "embed_scale", 1.0))
-            elif parameter.ndim == 1 or "norm" in path:
-                draw = _near_initial(parameter, draw, path, scale)
-            else:
-                draw = draw * _gain(path, scale) / math.sqrt(_fan_in(module, parameter))
-            parameter.copy_(draw)
-
-
-def _near_initial(parameter: Tensor, draw: Tensor, path: str, scale: float) -> Tensor:
-    """Vectors keep what they were initialised to, be it 0 or 1, in the mean."""
-    if any(name in path for name in _QUERY_AND_KEY_NORMS):  # these set the size of both
-        return parameter + (scale - 1) + 0.1 * scale * draw
-    spread = 0.1 if "norm" in path or "ln_" in path else 0.3
-    return parameter + spread * draw
-
-
-def _gain(path: str, scale: float) -> float:
-    if any(name in path for name in _QUERIES_AND_KEYS):
-        return scale
-    # What attention brings must matter for the next token.
-    return 1.5 if any(name in path for name in _OUTPUTS) else 1.0
-
-
-def _fan_in(module: nn.Module, parameter: Tensor) -> int:
-    """Inputs of a weight: the last axis, but the one before in GPT-2's transposed projections."""
-    if type(module).__name__ == "Conv1D":
-        return parameter.shape[0]
-    return parameter.shape[-1]

@@ -1,4 +1,4 @@
-"""The README's examples run, and print what it says."""
+"""The examples of the README and of docs/use.md run; the tables of results are as measured."""
 
 import contextlib
 import io
@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common import BASELINE
+from kvpolicy.evaluation.comparison.speed import Speed
+from kvpolicy.registry import registered
 from tests.reference import random_tokens, tiny_model
 from tests.support_table import support_table
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-FIRST, USE, SCORER = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
+FIRST, SCORER = PYTHON.findall(README)
+(USE,) = PYTHON.findall((ROOT / "docs/use.md").read_text())
 
 
 def run(code: str, **names: Any) -> str:
@@ -65,3 +70,56 @@ def test_the_padding_of_ada_kv_is_that_of_the_results() -> None:
 
 def test_the_table_of_families_is_that_of_the_tests() -> None:
     assert support_table() in README
+
+
+def cells_of(page: str, columns: int) -> dict[str, list[str]]:
+    """The rows of the tables of so many columns that begin with a method, by the method."""
+    classes = {factory.__name__ for factory in registered("policy").values()}
+    rows = {}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        name = cells[0].partition(",")[0].strip("`") if cells else ""
+        if len(cells) == columns and name in classes:
+            rows[name] = cells[1:]
+    return rows
+
+
+def speed_of(rows: list[dict[str, Any]], name: str, context: int, phase: str) -> str:
+    """As the tables have it: a median, marked where its rounds disagree or are few."""
+    at = {row["policy"]: row for row in rows if row["context"] == context}
+    times = zip(at[name][f"{phase}_ms"], at[BASELINE][f"{phase}_ms"], strict=True)
+    return Speed(tuple(theirs / ours for ours, theirs in times)).text.removeprefix("x")
+
+
+def test_the_tables_of_results_are_those_of_the_files() -> None:
+    results = ROOT / "benchmarks/results"
+    speeds = json.loads((results / "methods.json").read_text())["rows"]
+    answers = json.loads((results / "needle/compare.json").read_text())["rows"]
+    measured = README[README.index("## Measured") :]
+    short, long = cells_of(measured, 5), cells_of((ROOT / "docs/results.md").read_text(), 8)
+    for name in dict.fromkeys(row["policy"] for row in speeds if row["policy"] != BASELINE):
+        factory = registered("policy")[name]
+        cells = long[factory.__name__]
+        found = [
+            speed_of(speeds, name, context, phase)
+            for phase in ("prefill", "decode")
+            for context in (2048, 8192, 32768)
+        ]
+        assert [cell.partition(" ")[0] for cell in cells[:6]] == found
+        assert short[factory.__name__][2:] == [found[1], found[4]]
+        for rate, cell in zip((0.02, 0.1), short[factory.__name__], strict=False):
+            (row,) = (
+                row
+                for row in answers
+                if row["policy"] == name and row["retention_rate"] in (None, rate)
+            )
+            percents = [f"{100 * each['rate']:.0f}" for each in row["exact_match"].values()]
+            # Without a rate there is nothing to say a second time.
+            assert cell in (" / ".join(percents), "" if row["retention_rate"] is None else None)
+
+
+def test_what_pages_link_exists() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    for page in pages:
+        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name} links {link}"

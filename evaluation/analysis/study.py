@@ -21,7 +21,7 @@ from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import NEEDLE, Loaded
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.results import check_folder, environment, write_all
-from kvpolicy.evaluation.tasks.prompts import needle_prompts, read_text
+from kvpolicy.evaluation.tasks.prompts import needle_prompts, read_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -168,7 +168,7 @@ def check(settings: AnalysisSettings, out: Path | None = None) -> list[str]:
             f"--prompt-file must be given with --model {settings.model}: the needle task is in "
             "the bundled model's own tokens"
         )
-    return [read_text(path, "prompt file").rstrip("\r\n") for path in settings.prompt_files]
+    return [read_prompt(path) for path in settings.prompt_files]
 
 
 def run(

@@ -39,6 +39,7 @@ def select_tsp_layer(
     tolerance: float = TOLERANCE,
     window_size: int = 8,
     kernel_size: int = 7,
+    protect: int = 0,
     progress: Progress = silent,
 ) -> Calibration:
     """Choose the layer after which FastKV drops tokens, by the output on calibration inputs.
@@ -71,6 +72,7 @@ def select_tsp_layer(
             tenth of the state's length.
         window_size: Tokens of the observation window, at least 1.
         kernel_size: Width of the max-pooling, odd.
+        protect: First tokens that always go on, at least 0.
         progress: Told of every input.
 
     Raises:
@@ -100,6 +102,7 @@ def select_tsp_layer(
         max_layer,
         window_size=window_size,
         kernel_size=kernel_size,
+        protect=protect,
         progress=progress,
     )
     return Calibration(
@@ -115,11 +118,12 @@ def measure_tsp_distances(
     *,
     window_size: int = 8,
     kernel_size: int = 7,
+    protect: int = 0,
     progress: Progress = silent,
 ) -> TSPDistances:
     """The table that `select_tsp_layer` chooses from; arguments and errors are its own."""
     scorer = WindowMaxPoolScorer(window_size, kernel_size)
-    propagation = TokenSelectivePropagation(0, tsp_rate, window_size)
+    propagation = TokenSelectivePropagation(0, tsp_rate, window_size, protect=protect)
     num_layers = len(decoder_of(model).layers)
     if model.training:
         raise ValueError("model must be in evaluation mode, got training mode; call model.eval()")

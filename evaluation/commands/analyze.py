@@ -31,7 +31,8 @@ def analyze(
     prompt_file: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE", help="A prompt, UTF-8 text, repeatable; default: needle task."
+            metavar="FILE",
+            help="A prompt, UTF-8 text, or - for stdin, repeatable; default: needle task.",
         ),
     ] = None,
     top_k: Annotated[

@@ -12,6 +12,7 @@ import typer
 import kvpolicy
 from kvpolicy.evaluation.commands.analyze import analyze
 from kvpolicy.evaluation.commands.calibrate import calibrate
+from kvpolicy.evaluation.commands.check import check
 from kvpolicy.evaluation.commands.compare import compare
 from kvpolicy.evaluation.commands.estimate import estimate
 from kvpolicy.evaluation.commands.generate import generate
@@ -20,6 +21,7 @@ from kvpolicy.evaluation.commands.policies import policies
 COMMANDS: tuple[Callable[..., None], ...] = (
     analyze,
     calibrate,
+    check,
     compare,
     estimate,
     generate,

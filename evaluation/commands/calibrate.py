@@ -17,9 +17,22 @@ from kvpolicy.evaluation.calibration.distances import (
     Calibration,
     check_criterion,
 )
+from kvpolicy.evaluation.commands.options import (
+    PolicyOption,
+    PolicyOptions,
+    PropagationOption,
+    ProtectOption,
+    RateOption,
+    RetentionTokensOption,
+    ScorerOption,
+    SelectorOption,
+    SetOption,
+    policy_options,
+)
 from kvpolicy.evaluation.commands.terminal import (
     DeviceOption,
     DtypeOption,
+    ThreadsOption,
     load_shown,
     progress_bar,
 )
@@ -31,7 +44,7 @@ from kvpolicy.evaluation.models import NEEDLE, Loaded
 from kvpolicy.evaluation.results import (
     check_folder,
     check_threads,
-    cpu_count,
+    default_threads,
     environment,
     write_all,
 )
@@ -41,9 +54,11 @@ from kvpolicy.evaluation.tasks.prompts import (
     read_prompts,
     read_text,
 )
-from kvpolicy.policies import TokenSelectivePropagation
+from kvpolicy.policies import FastKV, TokenSelectivePropagation
 
 FILES = ("calibrate.json", "calibrate.png")
+# Parameters of FastKV that its drop has, beside the layer.
+DROP = ("tsp_rate", "window_size", "kernel_size", "protect")
 
 
 def calibrate(
@@ -73,6 +88,14 @@ def calibrate(
     tsp_rate: Annotated[
         float, typer.Option(metavar="RATE", help="Fraction of the context that goes on, in (0, 1].")
     ] = 0.2,
+    policy: PolicyOption = None,
+    rate: RateOption = None,
+    retention_tokens: RetentionTokensOption = None,
+    protect: ProtectOption = None,
+    parameters: SetOption = None,
+    scorer: ScorerOption = None,
+    selector: SelectorOption = None,
+    propagation: PropagationOption = None,
     max_layer: Annotated[
         int | None,
         typer.Option(min=0, metavar="N", help="The last candidate; default: FastKV's own layer."),
@@ -84,10 +107,7 @@ def calibrate(
         float,
         typer.Option(metavar="X", help="Normalised distance that earliest takes for close."),
     ] = TOLERANCE,
-    threads: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="CPU threads; default: all processors, at most 4."),
-    ] = None,
+    threads: ThreadsOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
     out: Annotated[
@@ -95,8 +115,23 @@ def calibrate(
         typer.Option(metavar="DIR", help="Folder for calibrate.json and calibrate.png."),
     ] = None,
 ) -> None:
-    """Choose FastKV's TSP layer by how little the drop moves the output."""
-    threads = check_threads(threads or min(cpu_count(), 4))
+    """Choose FastKV's TSP layer by how little the drop moves the output.
+
+    Nothing is evicted: of the options of policies, those of the drop count.
+    """
+    options = policy_options(
+        policy,
+        rate,
+        retention_tokens,
+        protect,
+        parameters,
+        scorer=scorer,
+        selector=selector,
+        propagation=propagation,
+    )
+    drop = _drop(options)
+    tsp_rate = drop.pop("tsp_rate", tsp_rate)
+    threads = check_threads(threads or default_threads())
     _check(model, prompts, tsp_rate, criterion, tolerance, out)
     torch.set_num_threads(threads)
     loaded = load_shown(model, dtype, device)
@@ -108,7 +143,7 @@ def calibrate(
     inputs = [torch.tensor(prompt.input_ids) for prompt in asked]
     with progress_bar() as progress:
         distances = measure_tsp_distances(
-            loaded.model, inputs, tsp_rate, max_layer, progress=progress
+            loaded.model, inputs, tsp_rate, max_layer, progress=progress, **drop
         )
     console = Console(highlight=False, markup=False)
     console.print(calibration_table(distances))
@@ -123,10 +158,34 @@ def calibrate(
     chosen = Calibration(layer, distances, criterion, tolerance)
     console.print(f"\n{_sentence(chosen)}")
     if out is not None:
-        source = {"seed": seed} if prompts is None else {"prompts": str(prompts)}
+        source: dict[str, Any] = {"seed": seed} if prompts is None else {"prompts": str(prompts)}
+        source |= {"parameters": drop} if drop else {}
         _write(chosen, loaded, source, out)
         written = Console(highlight=False, markup=False, soft_wrap=True)
         written.print(f"\nwritten to {out}: {', '.join(FILES)}")
+
+
+def _drop(options: PolicyOptions) -> dict[str, Any]:
+    """The parameters of the drop that are asked for, checked; other options make no sense here.
+
+    Raises:
+        ValueError: One is given that a drop does not have.
+    """
+    evicts = "it measures the drop alone, which evicts no keys and values"
+    if any(name.replace("-", "_") != "fastkv" for name in options.names):
+        options.refuse("calibrate", names="it chooses the layer of fastkv")
+    options.refuse("calibrate", rates=evicts, tokens=evicts, parts="it chooses the layer of fastkv")
+    for name in options.parameters:
+        if name not in DROP:
+            raise ValueError(
+                f"--set must name one of {', '.join(DROP)} in kvpolicy calibrate, got {name}"
+            )
+    try:
+        # Whatever is kept is no matter here, and must not exceed what goes on.
+        FastKV(retention_tokens=1, **options.parameters)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    return dict(options.parameters)
 
 
 def _check(

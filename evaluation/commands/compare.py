@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
@@ -9,16 +11,42 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvpolicy.evaluation.commands.chosen import chosen_variants
+from kvpolicy.evaluation.commands.options import (
+    PolicyOption,
+    PropagationOption,
+    ProtectOption,
+    RateOption,
+    RetentionTokensOption,
+    ScorerOption,
+    SelectorOption,
+    SetOption,
+    TSPLayerOption,
+    policy_options,
+)
 from kvpolicy.evaluation.commands.terminal import (
     DeviceOption,
     DtypeOption,
+    ThreadsOption,
     load_shown,
     progress_bar,
+    progress_lines,
 )
-from kvpolicy.evaluation.comparison.study import Settings, Study, check, run, write
+from kvpolicy.evaluation.comparison.latency import Timing
+from kvpolicy.evaluation.comparison.layout import Layout, comparison_legend
+from kvpolicy.evaluation.comparison.rows import ACCURACY_STAGE, Listener, Row
+from kvpolicy.evaluation.comparison.study import (
+    QUICK,
+    THOROUGH,
+    Settings,
+    Study,
+    check,
+    check_loaded,
+    headline,
+    run,
+    write,
+)
 from kvpolicy.evaluation.comparison.tables import (
-    comparison_legend,
-    comparison_table,
     held_out_legend,
     held_out_table,
     rate_sweep_legend,
@@ -26,9 +54,10 @@ from kvpolicy.evaluation.comparison.tables import (
     sweep_legend,
     sweep_table,
 )
-from kvpolicy.evaluation.comparison.variant import RATES
+from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.models import NEEDLE
-from kvpolicy.evaluation.results import cpu_count
+from kvpolicy.evaluation.progress import Progress
+from kvpolicy.evaluation.results import default_threads
 from kvpolicy.evaluation.tasks.prompts import MIN_NEEDLE_CONTEXT
 
 
@@ -44,19 +73,14 @@ def compare(
             help='Lines of {"prompt": "...", "answer": "..."}; default: needle task.',
         ),
     ] = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option("--policy", "-p", metavar="NAME", help="A policy, repeatable; default: all."),
-    ] = None,
-    rate: Annotated[
-        list[float] | None,
-        typer.Option(
-            "--rate",
-            "-r",
-            metavar="RATE",
-            help=f"A KV retention rate, repeatable; default: {', '.join(map(str, RATES))}.",
-        ),
-    ] = None,
+    policy: PolicyOption = None,
+    rate: RateOption = None,
+    retention_tokens: RetentionTokensOption = None,
+    protect: ProtectOption = None,
+    parameters: SetOption = None,
+    scorer: ScorerOption = None,
+    selector: SelectorOption = None,
+    propagation: PropagationOption = None,
     context: Annotated[
         int,
         typer.Option(
@@ -64,70 +88,128 @@ def compare(
         ),
     ] = 1024,
     count: Annotated[
-        int, typer.Option(min=2, metavar="N", help="Needle prompts: half one-hop, half two-hop.")
-    ] = 200,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the needle prompts.")] = 0,
-    tsp_layer: Annotated[
         int | None,
         typer.Option(
-            min=0, metavar="N", help="Layer that FastKV drops after; default: see the output."
+            min=2,
+            metavar="N",
+            help="Needle prompts: half one-hop, half two-hop; default: "
+            f"{QUICK.count}, thorough {THOROUGH.count}.",
         ),
     ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the needle prompts.")] = 0,
+    tsp_layer: TSPLayerOption = None,
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Also FastKV's accuracy by TSP layer, other prompts.")
     ] = False,
     sweep_rates: Annotated[
         bool, typer.Option("--sweep-rates", help="Also by TSP rate and retention rate.")
     ] = False,
-    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rounds of timing.")] = 9,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="More rates and prompts: many minutes, not two.")
+    ] = False,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Rounds of timing; fewer than 5 tell no speed; default: "
+            f"{QUICK.rounds}, fewer after {QUICK.timing_seconds:g} s, thorough {THOROUGH.rounds}.",
+        ),
+    ] = None,
     new_tokens: Annotated[
         int, typer.Option(min=1, metavar="N", help="Tokens decoded in a round.")
-    ] = 32,
-    threads: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="CPU threads; default: all processors, at most 4."),
-    ] = None,
+    ] = 16,
+    threads: ThreadsOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for compare.json and the pictures.")
     ] = None,
 ) -> None:
-    """Hold policies against full context: accuracy, memory and speed."""
+    """Hold policies against full context: accuracy, memory and speed.
+
+    Without --policy all policies, without --rate at 0.1; --thorough at 0.02, 0.1 and 0.2.
+    """
+    extent = THOROUGH if thorough else QUICK
+    options = policy_options(
+        policy,
+        rate,
+        retention_tokens,
+        protect,
+        parameters,
+        scorer=scorer,
+        selector=selector,
+        propagation=propagation,
+    )
     settings = Settings(
         model=model,
         prompts=prompts,
-        policies=tuple(policy or ()),
-        rates=tuple(rate or RATES),
+        policies=options.names,
+        rates=options.rates or extent.rates,
         context=context,
-        count=count,
+        count=count or extent.count,
         seed=seed,
         tsp_layer=tsp_layer,
         sweep=sweep,
         sweep_rates=sweep_rates,
-        rounds=rounds,
+        rounds=rounds or extent.rounds,
+        timing_seconds=extent.timing_seconds if rounds is None else None,
         new_tokens=new_tokens,
-        threads=threads or min(cpu_count(), 4),
+        threads=threads or default_threads(),
         dtype=dtype,
         device=device,
     )
-    chosen = check(settings, out)
+    asked = chosen_variants(options, extent.rates, tsp_layer=settings.effective_tsp_layer)
+    chosen = check(settings, out, asked)
     loaded = load_shown(model, dtype, device)
-    with progress_bar() as progress:
-        study = run(settings, chosen, loaded, progress)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    # Before anything is printed; `run` does it again.
+    check_loaded(settings, chosen, loaded)
+    for line in headline(settings, loaded):
+        console.print(line, style="dim")
+    with _progress(console) as progress:
+        study = run(settings, chosen, loaded, progress, Rows(console))
     show(study)
     if out is not None:
-        names = write(study, out)
-        Console(highlight=False, markup=False, soft_wrap=True).print(
-            f"\nwritten to {out}: {', '.join(names)}"
-        )
+        console.print(f"\nwritten to {out}: {', '.join(write(study, out))}")
+
+
+class Rows(Listener):
+    """Prints a comparison's table, each row when it is done.
+
+    Args:
+        console: Where to; one that does not wrap.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.layout: Layout | None = None
+
+    def timed(
+        self, variants: Sequence[Variant], timings: Sequence[Timing], kinds: Sequence[str]
+    ) -> None:
+        """Print the header."""
+        self.layout = Layout.of(variants, timings, kinds)
+        self._print(["", *self.layout.header], "bold")
+
+    def row(self, row: Row) -> None:
+        """Print a row."""
+        assert self.layout is not None
+        self._print(self.layout.row(row))
+
+    def _print(self, lines: Sequence[str], style: str | None = None) -> None:
+        for line in lines:
+            self.console.print(line, style=style)
+        # Into a file, too, at once: who waits for the rest can read it.
+        self.console.file.flush()
 
 
 def show(study: Study) -> None:
-    """Print a study: what it was measured with, the tables, their legends, the notes."""
+    """Print what a study says beyond its rows: legends, notes, the tables of the sweeps."""
     console = Console(highlight=False, markup=False)
-    console.print(study.headline(), style="dim")
-    _show_table(console, comparison_table(study.comparison), comparison_legend(study.comparison))
+    console.print()
+    for line in comparison_legend(study.comparison):
+        console.print(line, style="dim")
     for note in study.notes:
         console.print(note)
     if study.sweep is not None:
@@ -137,6 +219,13 @@ def show(study: Study) -> None:
     if study.rate_sweep is not None:
         table, legend = rate_sweep_table(study.rate_sweep), rate_sweep_legend(study.rate_sweep)
         _show_table(console, table, legend)
+
+
+def _progress(console: Console) -> AbstractContextManager[Progress]:
+    """A bar below the rows on a terminal; elsewhere lines for what prints no rows."""
+    if console.is_terminal:
+        return progress_bar(console)
+    return progress_lines(console, quiet=ACCURACY_STAGE)
 
 
 def _show_table(console: Console, table: Table, legend: list[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,11 +14,25 @@ from rich.console import Console
 from rich.table import Table
 
 import kvpolicy
+from kvpolicy.evaluation.commands.chosen import COMPOSITION, chosen_variants
+from kvpolicy.evaluation.commands.options import (
+    PolicyOption,
+    PropagationOption,
+    ProtectOption,
+    RateOption,
+    RetentionTokensOption,
+    ScorerOption,
+    SelectorOption,
+    SetOption,
+    policy_options,
+)
 from kvpolicy.evaluation.comparison.tables import byte_unit
-from kvpolicy.evaluation.comparison.variant import Variant, build_policy, takes, variants
-from kvpolicy.evaluation.cost.estimate import Estimate, ModelShape
+from kvpolicy.evaluation.comparison.variant import Variant
+from kvpolicy.evaluation.cost.estimate import Estimate
 from kvpolicy.evaluation.cost.estimate import estimate as count
-from kvpolicy.evaluation.cost.shapes import PRESETS, load_shape
+from kvpolicy.evaluation.cost.model_shape import ModelShape
+from kvpolicy.evaluation.cost.presets import PRESETS
+from kvpolicy.evaluation.cost.shapes import load_shape
 from kvpolicy.evaluation.models import DTYPES
 from kvpolicy.evaluation.results import write_all
 
@@ -38,36 +51,21 @@ LEGEND = (
 def estimate(
     config: Annotated[
         str,
-        typer.Option(metavar="NAME", help=f"{', '.join(PRESETS)}, or a folder with a config.json."),
+        typer.Option(
+            metavar="NAME",
+            help=f"{', '.join(PRESETS)}, such a model's name on the Hub, or a folder with a "
+            "config.json.",
+        ),
     ],
     context: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of the prompt.")],
-    policies: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--policies",
-            "--policy",
-            "-p",
-            metavar="NAMES",
-            help="Policies, comma-separated or repeated; default: all.",
-        ),
-    ] = None,
-    rate: Annotated[
-        list[float] | None,
-        typer.Option(
-            "--rate",
-            "-r",
-            metavar="RATE",
-            help=f"A KV retention rate, repeatable; default: {', '.join(map(str, PAPER_RATES))}.",
-        ),
-    ] = None,
-    parameters: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=NUMBER",
-            help="For the policies that take it, repeatable; such as filter_layer=13.",
-        ),
-    ] = None,
+    policy: PolicyOption = None,
+    rate: RateOption = None,
+    retention_tokens: RetentionTokensOption = None,
+    protect: ProtectOption = None,
+    parameters: SetOption = None,
+    scorer: ScorerOption = None,
+    selector: SelectorOption = None,
+    propagation: PropagationOption = None,
     dtype: Annotated[
         str, typer.Option(metavar="NAME", help=f"Of keys and values: {', '.join(DTYPES)}.")
     ] = "bfloat16",
@@ -75,18 +73,28 @@ def estimate(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there.")
     ] = None,
 ) -> None:
-    """Count what policies cost on a prompt; no weights are loaded and nothing is run."""
+    """Count what policies cost on a prompt; no weights are loaded and nothing is run.
+
+    Without --policy all policies, at the paper's rates 0.1 and 0.2.
+    """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if json_file is not None:
         _check_file(json_file)
-    chosen = with_parameters(
-        variants(_split(policies or ()), tuple(rate or PAPER_RATES)),
-        _parse(parameters or ()),
+    options = policy_options(
+        policy,
+        rate,
+        retention_tokens,
+        protect,
+        parameters,
+        scorer=scorer,
+        selector=selector,
+        propagation=propagation,
     )
+    chosen = chosen_variants(options, PAPER_RATES)
     shape = load_shape(config)
     found = [count(each.policy, shape, context, dtype=DTYPES[dtype]) for each in chosen]
-    notes = notes_of(shape, context, chosen)
+    notes = notes_of(shape, context, [_placed(each, shape) for each in chosen])
     console = Console(highlight=False, markup=False)
     console.print(headline(shape, context, dtype), style="dim", soft_wrap=True)
     console.print()
@@ -101,36 +109,6 @@ def estimate(
         rows = [_row(*each) for each in zip(chosen, found, strict=True)]
         _write(json_file, settings, shape, rows, [*LEGEND, *notes])
         Console(highlight=False, markup=False, soft_wrap=True).print(f"\nwritten to {json_file}")
-
-
-def with_parameters(chosen: Sequence[Variant], parameters: Mapping[str, float]) -> list[Variant]:
-    """Build policies anew with further parameters, each where it is taken.
-
-    Args:
-        chosen: The policies.
-        parameters: Values by name.
-
-    Raises:
-        ValueError: No policy takes a parameter, or a value is out of its range.
-    """
-    for name in parameters:
-        if name == "retention_rate":
-            raise ValueError("retention_rate must be given by --rate, got --set retention_rate")
-        if not any(takes(each.name, name) for each in chosen):
-            raise ValueError(
-                f"--set {name} must name a parameter of a chosen policy, got none that takes it; "
-                "see kvpolicy policies"
-            )
-    built = []
-    for each in chosen:
-        taken = {name: value for name, value in parameters.items() if takes(each.name, name)}
-        merged = {**each.parameters, **taken}
-        try:
-            policy = build_policy(each.name, **merged)
-        except TypeError as error:  # such as half a layer
-            raise ValueError(str(error)) from error
-        built.append(attrs.evolve(each, policy=policy, parameters=merged))
-    return built
 
 
 def headline(shape: ModelShape, context: int, dtype: str) -> str:
@@ -160,10 +138,10 @@ def estimate_table(chosen: Sequence[Variant], found: Sequence[Estimate]) -> Tabl
     ):
         table.add_column(header, justify="right", no_wrap=True)
     for variant, each in zip(chosen, found, strict=True):
-        rate = variant.retention_rate
+        rate, tokens = variant.retention_rate, variant.retention_tokens
         table.add_row(
             variant.name,
-            "-" if rate is None else f"{rate:g}",
+            f"{rate:g}" if rate is not None else "-" if tokens is None else f"{tokens:,}",
             f"{100 * each.compute_rate:.1f}",
             f"{each.prefill.total / flops:.2f}",
             f"x{each.speedup:.2f}",
@@ -181,6 +159,8 @@ def notes_of(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list
         notes.append(
             f"The prompt exceeds the {shape.max_positions:,} positions that the model is made for."
         )
+    notes += _window_notes(shape, context, chosen)
+    notes += [f"{COMPOSITION}: {each.policy}." for each in chosen if each.name == COMPOSITION]
     for name in dict.fromkeys(each.name for each in chosen):
         propagation = next(each.policy.propagation for each in chosen if each.name == name)
         acting = sorted(propagation.acting_layers(shape.num_layers))
@@ -203,10 +183,39 @@ def notes_of(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list
     return notes
 
 
+def _placed(variant: Variant, shape: ModelShape) -> Variant:
+    """The same, with the layers that the policy leaves open chosen for the model."""
+    return attrs.evolve(variant, policy=variant.policy.placed(shape.num_layers, shape.eligible))
+
+
+def _window_notes(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list[str]:
+    """What windows that are shorter than the prompt mean for the policies."""
+    short = [i for i in range(shape.num_layers) if (shape.window_of(i) or context) < context]
+    if not short:
+        return []
+    notes = [
+        f"{len(short)} of {shape.num_layers} layers have a sliding window of "
+        f"{shape.window_of(short[0]):,} tokens and keep that, whatever the policy."
+    ]
+    seeing = [str(i) for i in range(shape.num_layers) if i not in short]
+    for name in dict.fromkeys(each.name for each in chosen):
+        propagation = next(each.policy.propagation for each in chosen if each.name == name)
+        acting = propagation.acting_layers(shape.num_layers)
+        if propagation.restarts and acting:
+            notes.append(f"{name} restarts, which PolicyCache refuses beyond a sliding window.")
+        elif not acting.isdisjoint(short):
+            notes.append(
+                f"{name} drops tokens after layers with a sliding window, which PolicyCache "
+                f"refuses; layers that see all: {', '.join(seeing) or 'none'}."
+            )
+    return notes
+
+
 def _row(variant: Variant, found: Estimate) -> dict[str, Any]:
     return {
         "policy": variant.name,
         "retention_rate": variant.retention_rate,
+        "retention_tokens": variant.retention_tokens,
         "parameters": dict(variant.parameters),
         **found.as_data(),
     }
@@ -228,24 +237,6 @@ def _write(
     }
     text = json.dumps(data, indent=2, allow_nan=False)
     write_all(file.parent, {file.name: text.encode()})
-
-
-def _split(names: Sequence[str]) -> list[str]:
-    return [name.strip() for each in names for name in each.split(",")]
-
-
-def _parse(assignments: Sequence[str]) -> dict[str, float]:
-    parsed: dict[str, float] = {}
-    for assignment in assignments:
-        name, equals, text = assignment.partition("=")
-        try:
-            value: float = int(text) if text.strip().lstrip("+-").isdecimal() else float(text)
-        except ValueError:
-            value = math.nan
-        if not (name.isidentifier() and equals and math.isfinite(value)):
-            raise ValueError(f"--set must be NAME=NUMBER, got {assignment!r}")
-        parsed[name] = value
-    return parsed
 
 
 def _check_file(file: Path) -> None:

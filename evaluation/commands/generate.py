@@ -10,43 +10,53 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kvpolicy.evaluation.commands.chosen import chosen_variant
+from kvpolicy.evaluation.commands.options import (
+    PolicyOption,
+    PropagationOption,
+    ProtectOption,
+    RateOption,
+    RetentionTokensOption,
+    ScorerOption,
+    SelectorOption,
+    SetOption,
+    TSPLayerOption,
+    policy_options,
+)
 from kvpolicy.evaluation.commands.stream import encode_prompt, stream
 from kvpolicy.evaluation.commands.terminal import DeviceOption, DtypeOption, load_shown
-from kvpolicy.evaluation.comparison.variant import build_policy, takes
 from kvpolicy.evaluation.models import default_tsp_layer
-from kvpolicy.evaluation.tasks.prompts import read_text
+from kvpolicy.evaluation.tasks.prompts import read_prompt
+
+DEFAULT = "fastkv"
 
 
 def generate(
     prompt_file: Annotated[
         Path,
         typer.Option(
-            metavar="FILE", help="The prompt, UTF-8 text; line ends at its end are cut off."
+            metavar="FILE",
+            help="The prompt, UTF-8 text, or - for standard input; line ends at its end are cut "
+            "off.",
         ),
     ],
     model: Annotated[
         str,
         typer.Option(metavar="NAME", help="A folder, a Hub name, or needle for the bundled model."),
     ] = "needle",
-    policy: Annotated[
-        str, typer.Option("--policy", "-p", metavar="NAME", help="A name from `kvpolicy policies`.")
-    ] = "fastkv",
-    retention_rate: Annotated[
-        float | None,
-        typer.Option(metavar="RATE", help="Fraction of the context every layer keeps, in (0, 1]."),
-    ] = None,
+    policy: PolicyOption = None,
+    rate: RateOption = None,
+    retention_tokens: RetentionTokensOption = None,
+    protect: ProtectOption = None,
+    parameters: SetOption = None,
+    scorer: ScorerOption = None,
+    selector: SelectorOption = None,
+    propagation: PropagationOption = None,
     tsp_rate: Annotated[
         float | None,
         typer.Option(metavar="RATE", help="Fraction of the context that goes on, in (0, 1]."),
     ] = None,
-    tsp_layer: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Layer after which tokens are dropped, from 0; default: the policy's, or the one "
-            "chosen for the bundled model.",
-        ),
-    ] = None,
+    tsp_layer: TSPLayerOption = None,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, metavar="N", help="Tokens to generate at most.")
     ] = 128,
@@ -60,17 +70,31 @@ def generate(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
 ) -> None:
-    """Stream a completion to stdout; then, on stderr, what the cache held."""
-    if tsp_layer is None and takes(policy, "tsp_layer"):
-        tsp_layer = default_tsp_layer(model)
-    chosen = build_policy(
-        policy, retention_rate=retention_rate, tsp_rate=tsp_rate, tsp_layer=tsp_layer
+    """Stream a completion to stdout; then, on stderr, what the cache held.
+
+    Without --policy FastKV, at its own retention rate.
+    """
+    options = policy_options(
+        policy,
+        rate,
+        retention_tokens,
+        protect,
+        [
+            *(parameters or ()),
+            *([] if tsp_rate is None else [f"tsp_rate={tsp_rate!r}"]),
+            *([] if tsp_layer is None else [f"tsp_layer={tsp_layer}"]),
+        ],
+        scorer=scorer,
+        selector=selector,
+        propagation=propagation,
     )
+    variant = chosen_variant(options, DEFAULT, tsp_layer=default_tsp_layer(model))
+    chosen = variant.policy
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be above 0 and finite, got {temperature}")
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed must be in [0, 2**63), got {seed}")
-    text = read_text(prompt_file, "prompt file").rstrip("\r\n")
+    text = read_prompt(prompt_file)
     loaded = load_shown(model, dtype, device)
     chosen.check_model(loaded.model.config.num_hidden_layers)
     input_ids = encode_prompt(loaded, text, chat=chat)
@@ -87,5 +111,5 @@ def generate(
         )
     seconds = time.perf_counter() - begin
     errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    errors.rule(f"{policy}, prompt of {input_ids.shape[1]:,} tokens, {seconds:.1f} s")
+    errors.rule(f"{chosen}, prompt of {input_ids.shape[1]:,} tokens, {seconds:.1f} s")
     errors.print(str(cache.report()))

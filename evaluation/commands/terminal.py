@@ -21,27 +21,67 @@ DtypeOption = Annotated[
 DeviceOption = Annotated[
     str, typer.Option(metavar="NAME", help="Where to compute, as torch names it: cpu, cuda.")
 ]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="CPU threads; default: OMP_NUM_THREADS, or idle processors, at most 4.",
+    ),
+]
 
 
 @contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """A bar on stderr that is gone when the work is done; yields what to tell."""
+def progress_bar(console: Console | None = None) -> Iterator[Progress]:
+    """A bar that is gone when the work is done; yields what to tell.
+
+    Args:
+        console: Where to: one on which other lines are printed meanwhile; stderr by default.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    console = Console(stderr=True)
+    console = console or Console(stderr=True)
     # Elsewhere than on a terminal all that is left of a bar would be an empty line.
     disable = not console.is_terminal
-    with Bars(*columns, console=console, transient=True, disable=disable) as bars:
+    with Bars(
+        *columns,
+        console=console,
+        transient=True,
+        disable=disable,
+        # What goes to another stream must not be drawn into this one.
+        redirect_stdout=False,
+        redirect_stderr=console.stderr,
+    ) as bars:
         task = bars.add_task("starting", total=None)
 
         def tell(stage: str, done: int, total: int) -> None:
             bars.update(task, description=stage, completed=done, total=total)
 
         yield tell
+
+
+@contextmanager
+def progress_lines(console: Console, quiet: str) -> Iterator[Progress]:
+    """A line where a stage begins, for output that goes to a file; yields what to tell.
+
+    Args:
+        console: Where to.
+        quiet: How the names of stages begin that get no line, since their results do.
+    """
+    latest = ""
+
+    def tell(stage: str, done: int, total: int) -> None:
+        nonlocal latest
+        if stage != latest and not stage.startswith(quiet):
+            console.print(f"{stage} ...", style="dim", soft_wrap=True)
+            console.file.flush()
+        latest = stage
+
+    yield tell
 
 
 def load_shown(name: str, dtype: str, device: str) -> Loaded:

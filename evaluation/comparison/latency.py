@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from kvpolicy.evaluation.comparison.speed import Speed
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.policy import CachePolicy
 
@@ -59,9 +60,13 @@ class Phase:
             theirs / ours for ours, theirs in zip(self.wall_ms, baseline.wall_ms, strict=True)
         )
 
+    def speed(self, baseline: Phase) -> Speed:
+        """`speedups` as a speed: what disturbs one round disturbs both sides of its ratio."""
+        return Speed(self.speedups(baseline))
+
     def speedup(self, baseline: Phase) -> float:
-        """The median of `speedups`: what disturbs one round disturbs both sides of its ratio."""
-        return median(self.speedups(baseline))
+        """The median of `speedups`, whether its rounds agree or not; `speed` knows that."""
+        return self.speed(baseline).median
 
 
 @attrs.frozen
@@ -99,6 +104,7 @@ def measure_latency(
     *,
     rounds: int = 9,
     new_tokens: int = 32,
+    seconds: float | None = None,
     progress: Progress = silent,
 ) -> Latencies:
     """Time prefill and decoding of one prompt at batch 1.
@@ -113,6 +119,8 @@ def measure_latency(
         policies: By label.
         rounds: Rounds counted, at least 1.
         new_tokens: Tokens decoded in each, at least 1.
+        seconds: After which no further round is begun, however few there were; one there always
+            is. None for no limit.
         progress: Told of every turn.
 
     Raises:
@@ -123,7 +131,10 @@ def measure_latency(
     contenders: list[CachePolicy | None] = [None, *policies.values()]
     prompt = torch.tensor([list(input_ids)], device=model.device)
     turns: list[list[_Turn]] = [[] for _ in contenders]
+    start = time.perf_counter()
     for number in range(rounds + 1):
+        if number > 1 and seconds is not None and time.perf_counter() - start > seconds:
+            break
         for step in range(len(contenders)):
             done = number * len(contenders) + step
             progress("timing, in turns", done, (rounds + 1) * len(contenders))
@@ -133,6 +144,25 @@ def measure_latency(
                 turns[index].append(turn)
     baseline, *others = [_summary(taken) for taken in turns]
     return Latencies(baseline, dict(zip(policies, others, strict=True)))
+
+
+def held_after_prefill(
+    model: PreTrainedModel, input_ids: Sequence[int], policy: CachePolicy
+) -> LayerReport:
+    """What a policy's cache holds after one prompt at batch 1, all layers together.
+
+    Args:
+        model: A decoder-only model of Transformers, in evaluation mode.
+        input_ids: The prompt.
+        policy: Which tokens to keep.
+    """
+    from kvpolicy.integrations.transformers import PolicyCache
+
+    cache = PolicyCache(policy)
+    prompt = torch.tensor([list(input_ids)], device=model.device)
+    with cache.attached(model), torch.inference_mode():
+        _next_token(model, prompt, cache)
+    return cache.report().total
 
 
 @attrs.frozen

@@ -1,41 +1,19 @@
-"""Pictures as PNG bytes; matplotlib is imported when one is asked for."""
+"""Pictures of sweeps and calibration as PNG bytes; matplotlib is imported when one is asked for."""
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy.evaluation.calibration.distances import Calibration
-from kvpolicy.evaluation.comparison.rows import Comparison, Row
 from kvpolicy.evaluation.comparison.sweep import Sweep
 from kvpolicy.evaluation.extras import require
+from kvpolicy.evaluation.pictures import png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _MARKERS = "osD^vP*X"
-
-
-def plot_comparison(comparison: Comparison) -> bytes:
-    """Accuracy against retention rate: a panel for each kind of prompt, a line for each policy.
-
-    A policy without a retention rate is a point at the share of the tokens that it keeps.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    figure, panels = _panels(comparison.kinds, "exact match by KV retention rate")
-    full, *others = comparison.rows
-    names = list(dict.fromkeys(row.variant.name for row in others))
-    for kind, axes in panels.items():
-        _full_context_line(axes, 100 * full.scores[kind].rate)
-        for index, name in enumerate(names):
-            rows = [row for row in others if row.variant.name == name]
-            points = sorted((_kept_rate(row), 100 * row.scores[kind].rate) for row in rows)
-            _line(axes, index, points, name)
-        _rate_axis(axes, sorted({round(_kept_rate(row), 3) for row in others}))
-    return _finish(figure, panels)
 
 
 def plot_sweep(sweep: Sweep) -> bytes:
@@ -105,20 +83,6 @@ def _panels(kinds: list[str], title: str) -> tuple[Figure, dict[str, Axes]]:
     return figure, panels
 
 
-def _rate_axis(axes: Axes, rates: list[float]) -> None:
-    """A logarithmic axis with a tick at every rate that leaves the labels room."""
-    axes.set_xlabel("KV retention rate (fraction of the tokens)")
-    axes.set_xscale("log")
-    ticks: list[float] = []
-    for rate in rates:
-        if not ticks or rate > 1.15 * ticks[-1]:
-            ticks.append(rate)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.set_xticks([], minor=True)
-    if rates:
-        axes.set_xlim(rates[0] / 1.3, 1.3 * rates[-1])
-
-
 def _full_context_line(axes: Axes, height: float) -> None:
     axes.axhline(height, color="black", linestyle="--", linewidth=1.2, label="full context")
 
@@ -141,17 +105,8 @@ def _line(axes: Axes, index: int, points: list[tuple[float, float]], label: str)
     )
 
 
-def _kept_rate(row: Row) -> float:
-    held = row.timing.held
-    assert held is not None
-    rate = row.variant.retention_rate
-    return held.kept / held.seen if rate is None else rate
-
-
 def _finish(figure: Figure, panels: dict[str, Axes]) -> bytes:
     handles, labels = next(iter(panels.values())).get_legend_handles_labels()
     columns = 2 if len(panels) == 1 else 4
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=150)
-    return picture.getvalue()
+    return png(figure)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from kvpolicy.evaluation.comparison.accuracy import Score, measure_accuracy
-from kvpolicy.evaluation.comparison.latency import Phase, Timing, measure_latency
+from kvpolicy.evaluation.comparison.latency import (
+    Phase,
+    Timing,
+    held_after_prefill,
+    measure_latency,
+)
+from kvpolicy.evaluation.comparison.speed import Speed
 from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.tasks.prompts import Prompt
@@ -19,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FULL_CONTEXT = Variant("full_context", FullContext())
+# Before the label of the policy whose row comes next.
+ACCURACY_STAGE = "accuracy of "
 
 
 @attrs.frozen
@@ -28,7 +35,8 @@ class Row:
     Args:
         variant: The policy.
         scores: Exact match by kind of prompt.
-        timing: Its times, and what its cache held after prefill.
+        timing: Its times, and what its cache held after prefill. Of full context, the times of the
+            model without kvpolicy.
     """
 
     variant: Variant
@@ -41,15 +49,17 @@ class Comparison:
     """What `compare` found.
 
     Args:
-        rows: One for each policy, full context first.
-        baseline: The model's times without kvpolicy, on Transformers' own cache: what speed-ups
-            are against.
+        rows: One for each policy, full context first: speeds are against it.
         timed_tokens: Length of the prompt that times and memory were measured on.
     """
 
     rows: tuple[Row, ...]
-    baseline: Timing
     timed_tokens: int
+
+    @property
+    def baseline(self) -> Timing:
+        """Full context's times: the model without kvpolicy, on Transformers' own cache."""
+        return self.rows[0].timing
 
     @property
     def kinds(self) -> list[str]:
@@ -57,41 +67,35 @@ class Comparison:
         return list(self.rows[0].scores)
 
     @property
-    def unsteadiness(self) -> float:
-        """How far speed-ups differ from round to round: interquartile range over median.
-
-        That of the typical row, prefill or decoding, whichever is less steady; 0 for one round.
-        """
-        if len(self.baseline.prefill.wall_ms) < 2:
-            return 0.0
-        pairs = [
-            (
-                _relative_spread(row.timing.prefill.speedups(self.baseline.prefill)),
-                _relative_spread(row.timing.decode.speedups(self.baseline.decode)),
+    def speeds(self) -> list[Speed]:
+        """Of prefill and of decoding of every policy but full context, which has none."""
+        before = self.baseline
+        return [
+            speed
+            for row in self.rows[1:]
+            for speed in (
+                row.timing.prefill.speed(before.prefill),
+                row.timing.decode.speed(before.decode),
             )
-            for row in self.rows
         ]
-        return max(median(prefill for prefill, _ in pairs), median(decode for _, decode in pairs))
 
     def as_data(self) -> dict[str, Any]:
         """All numbers, with every round's times, as plain data for JSON.
 
-        ``speedup`` is the baseline's time over the policy's: above 1 is faster.
+        ``speedup`` is full context's time over the policy's: above 1 is faster. ``steady`` says
+        whether its rounds agree (see `kvpolicy.evaluation.comparison.speed.Speed`). Full context
+        has neither.
         """
         return {
             "timed_tokens": self.timed_tokens,
-            "unsteadiness": self.unsteadiness,
-            "baseline": {
-                "what": "the model without kvpolicy, on Transformers' own DynamicCache",
-                "prefill": phase_data(self.baseline.prefill),
-                "decode": phase_data(self.baseline.decode),
-            },
+            "baseline": "full_context: the model without kvpolicy, on Transformers' DynamicCache",
             "rows": [self._row_data(row) for row in self.rows],
         }
 
     def _row_data(self, row: Row) -> dict[str, Any]:
         held = row.timing.held
         assert held is not None
+        before = None if row is self.rows[0] else self.baseline
         return {
             "policy": row.variant.name,
             "retention_rate": row.variant.retention_rate,
@@ -104,9 +108,27 @@ class Comparison:
                 "full": held.full_bytes,
                 "share": held.share,
             },
-            "prefill": phase_data(row.timing.prefill, self.baseline.prefill),
-            "decode": phase_data(row.timing.decode, self.baseline.decode),
+            "prefill": phase_data(row.timing.prefill, before.prefill if before else None),
+            "decode": phase_data(row.timing.decode, before.decode if before else None),
         }
+
+
+class Listener:
+    """Told of a comparison as it goes on; this one does nothing with it."""
+
+    def timed(
+        self, variants: Sequence[Variant], timings: Sequence[Timing], kinds: Sequence[str]
+    ) -> None:
+        """All times and sizes are known, no answer yet.
+
+        Args:
+            variants: The policies in the order of their rows, full context first.
+            timings: Theirs, in the same order.
+            kinds: The kinds of prompts that will be asked.
+        """
+
+    def row(self, row: Row) -> None:
+        """A row is done; they come in order."""
 
 
 def compare(
@@ -115,23 +137,28 @@ def compare(
     variants: Sequence[Variant],
     *,
     rounds: int = 9,
-    new_tokens: int = 32,
+    new_tokens: int = 16,
+    timing_seconds: float | None = None,
     progress: Progress = silent,
+    listener: Listener | None = None,
 ) -> Comparison:
     """Hold policies against full context on the same prompts.
 
-    Accuracy is measured first, in batches of prompts of one length. Then time and memory, at batch
-    1 and in turns (see `measure_latency`), on the first of the prompts of median length. Threads
-    and dtype are the caller's: ``torch.set_num_threads``, and the model's.
+    Time and memory are measured first, at batch 1 and in turns (see `measure_latency`), on the
+    first of the prompts of median length; full context is the model without kvpolicy there. Then
+    accuracy, policy by policy, in batches of prompts of one length. Threads and dtype are the
+    caller's: ``torch.set_num_threads``, and the model's.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
         prompts: At least one.
         variants: The policies, as made by `kvpolicy.evaluation.variants`. Full context is always
             measured, whether it is among them or not.
-        rounds: Rounds of timing, at least 1.
+        rounds: Rounds of timing, at least 1; with fewer than 5 no speed counts as steady.
         new_tokens: Tokens decoded in each, at least 1.
+        timing_seconds: After which no further round of timing is begun; None for no limit.
         progress: Told how far it is.
+        listener: Told of the rows as they are done.
 
     Raises:
         ValueError: There are no prompts, two variants have one label, or a policy does not fit
@@ -145,32 +172,28 @@ def compare(
         raise ValueError("prompts must hold at least one prompt, got none")
     for variant in chosen:
         variant.policy.check_model(model.config.num_hidden_layers)
-    scores = [
-        measure_accuracy(
-            model, prompts, variant.policy, progress=progress, stage=f"accuracy of {variant.label}"
-        )
-        for variant in chosen
-    ]
+    listener = listener or Listener()
     by_length = sorted((prompt.input_ids for prompt in prompts), key=len)
     timed = by_length[len(by_length) // 2]
     latencies = measure_latency(
         model,
         timed,
-        {variant.label: variant.policy for variant in chosen},
+        {variant.label: variant.policy for variant in chosen[1:]},
         rounds=rounds,
         new_tokens=new_tokens,
+        seconds=timing_seconds,
         progress=progress,
     )
-    rows = (
-        Row(variant, score, latencies.timings[variant.label])
-        for variant, score in zip(chosen, scores, strict=True)
-    )
-    return Comparison(tuple(rows), latencies.baseline, len(timed))
-
-
-def _relative_spread(values: Sequence[float]) -> float:
-    low, middle, high = quantiles(values, n=4, method="inclusive")
-    return (high - low) / middle
+    held = held_after_prefill(model, timed, FULL_CONTEXT.policy)
+    timings = [attrs.evolve(latencies.baseline, held=held), *latencies.timings.values()]
+    listener.timed(chosen, timings, list(dict.fromkeys(prompt.kind for prompt in prompts)))
+    rows = []
+    for variant, timing in zip(chosen, timings, strict=True):
+        stage = f"{ACCURACY_STAGE}{variant.label}"
+        scores = measure_accuracy(model, prompts, variant.policy, progress=progress, stage=stage)
+        rows.append(Row(variant, scores, timing))
+        listener.row(rows[-1])
+    return Comparison(tuple(rows), len(timed))
 
 
 def score_data(score: Score) -> dict[str, Any]:
@@ -193,6 +216,9 @@ def phase_data(phase: Phase, baseline: Phase | None = None) -> dict[str, Any]:
         "rounds_cpu_ms": list(phase.cpu_ms),
     }
     if baseline is not None:
-        data["speedup"] = phase.speedup(baseline)
-        data["rounds_speedup"] = list(phase.speedups(baseline))
+        speed = phase.speed(baseline)
+        data["speedup"] = speed.median
+        data["steady"] = speed.steady
+        data["interval_90"] = speed.interval and list(speed.interval)
+        data["rounds_speedup"] = list(speed.rounds)
     return data

@@ -13,8 +13,10 @@ import torch
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.evaluation.calibration.choice import select_tsp_layer
 from kvpolicy.evaluation.calibration.distances import Calibration
-from kvpolicy.evaluation.comparison.plots import plot_comparison, plot_sweep
-from kvpolicy.evaluation.comparison.rows import Comparison, compare
+from kvpolicy.evaluation.comparison.picture import plot_comparison
+from kvpolicy.evaluation.comparison.plots import plot_sweep
+from kvpolicy.evaluation.comparison.rows import Comparison, Listener, compare
+from kvpolicy.evaluation.comparison.speed import MIN_ROUNDS
 from kvpolicy.evaluation.comparison.sweep import (
     CALIBRATION_SEED_OFFSET,
     SEED_OFFSET,
@@ -23,20 +25,41 @@ from kvpolicy.evaluation.comparison.sweep import (
     sweep_rates,
     sweep_tsp_layers,
 )
-from kvpolicy.evaluation.comparison.variant import RATES, Variant, takes, variants
+from kvpolicy.evaluation.comparison.variant import RATES, Variant, variants
 from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import NEEDLE, Loaded, default_tsp_layer
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.results import check_folder, check_threads, environment, write_all
 from kvpolicy.evaluation.tasks.prompts import Prompt, needle_prompts, read_prompts, read_text
-from kvpolicy.policies import FastKV
+from kvpolicy.policies import FastKV, TokenSelectivePropagation
 
-# Speed-ups that differ more than this from round to round are worth a warning.
-UNSTEADY = 0.15
 # Prompts that a TSP layer is calibrated on: distances vary less than answers do.
 CALIBRATION_COUNT = 16
 # The last where TSP layers are swept.
 FILES = ("compare.json", "compare.png", "tsp_layers.png")
+
+
+@attrs.frozen
+class Extent:
+    """How much of a comparison is measured, where its options leave it open.
+
+    Args:
+        rates: KV retention rates.
+        count: Needle prompts.
+        rounds: Rounds of timing.
+        timing_seconds: After which no further round is begun; None for no limit. On a busy machine
+            what threads wait for each other can take ten times the work.
+    """
+
+    rates: tuple[float, ...]
+    count: int
+    rounds: int
+    timing_seconds: float | None = None
+
+
+# The first table in two minutes on two cores: the paper's rate. And what is worth reporting.
+QUICK = Extent(rates=(0.1,), count=40, rounds=9, timing_seconds=30.0)
+THOROUGH = Extent(rates=RATES, count=200, rounds=9)
 
 
 @attrs.frozen
@@ -55,6 +78,7 @@ class Settings:
         sweep: Whether to sweep the TSP layers, and to calibrate one to hold against the best.
         sweep_rates: Whether to sweep TSP rate and retention rate.
         rounds: Rounds of timing.
+        timing_seconds: After which no further round is begun; None for no limit.
         new_tokens: Tokens decoded in a round.
         threads: CPU threads.
         dtype: See `kvpolicy.evaluation.models.load`.
@@ -64,15 +88,16 @@ class Settings:
     model: str = NEEDLE
     prompts: Path | None = None
     policies: tuple[str, ...] = ()
-    rates: tuple[float, ...] = RATES
+    rates: tuple[float, ...] = QUICK.rates
     context: int = 1024
-    count: int = 200
+    count: int = QUICK.count
     seed: int = 0
     tsp_layer: int | None = None
     sweep: bool = False
     sweep_rates: bool = False
-    rounds: int = 9
-    new_tokens: int = 32
+    rounds: int = QUICK.rounds
+    timing_seconds: float | None = None
+    new_tokens: int = 16
     threads: int = 1
     dtype: str = "auto"
     device: str = "cpu"
@@ -105,18 +130,6 @@ class Study:
     rate_sweep: RateSweep | None
     notes: tuple[str, ...]
 
-    def headline(self) -> str:
-        """Versions in one line, model and machine in the next."""
-        versions, machine = self.environment["versions"], self.environment["machine"]
-        threads = machine["threads"]
-        return (
-            f"kvpolicy {versions['kvpolicy']}, torch {versions['torch']}, transformers "
-            f"{versions['transformers']}\n"
-            f"model {self.settings.model} in {self.dtype} on "
-            f"{machine.get('gpu', machine['device'])}, {threads} thread{'s' * (threads > 1)}, "
-            f"{machine['processor']}"
-        )
-
     def as_data(self) -> dict[str, Any]:
         """Everything as plain data for JSON."""
         settings = attrs.asdict(self.settings)
@@ -132,12 +145,39 @@ class Study:
         return data
 
 
-def check(settings: Settings, out: Path | None = None) -> list[Variant]:
+def headline(settings: Settings, loaded: Loaded) -> list[str]:
+    """What is about to be measured on what: versions, model and machine, extent.
+
+    Args:
+        settings: What to compare.
+        loaded: The model.
+    """
+    found = environment(loaded.model.device)
+    versions, machine = found["versions"], found["machine"]
+    threads, rounds = settings.threads, settings.rounds
+    prompts = (
+        f"{settings.count} needle prompts of {settings.context:,} tokens"
+        if settings.prompts is None
+        else f"prompts of {settings.prompts}"
+    )
+    return [
+        f"kvpolicy {versions['kvpolicy']}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']}",
+        f"model {settings.model} in {loaded.dtype} on {machine.get('gpu', machine['device'])}, "
+        f"{threads} thread{'s' * (threads > 1)}, {machine['processor']}",
+        f"{prompts}; first all times, in {rounds} round{'s' * (rounds > 1)}, then the answers",
+    ]
+
+
+def check(
+    settings: Settings, out: Path | None = None, chosen: Sequence[Variant] | None = None
+) -> list[Variant]:
     """Check what can be checked before a model is loaded, and build the policies.
 
     Args:
         settings: What to compare.
         out: The folder that results are to go to.
+        chosen: The policies, where they are others than the settings name.
 
     Raises:
         ValueError: A setting is out of its range, or a name or file does not exist.
@@ -147,7 +187,8 @@ def check(settings: Settings, out: Path | None = None) -> list[Variant]:
         check_folder(out, FILES if settings.sweep else FILES[:2])
         require("matplotlib", extra="plot")
     check_threads(settings.threads)
-    chosen = variants(settings.policies, settings.rates, tsp_layer=settings.effective_tsp_layer)
+    if chosen is None:
+        chosen = variants(settings.policies, settings.rates, tsp_layer=settings.effective_tsp_layer)
     if settings.prompts is not None:
         read_text(settings.prompts, "prompts file")
     elif settings.model != NEEDLE:
@@ -155,11 +196,37 @@ def check(settings: Settings, out: Path | None = None) -> list[Variant]:
             f"--prompts must be given with --model {settings.model}: the needle task is in the "
             "bundled model's own tokens"
         )
-    return chosen
+    return list(chosen)
+
+
+def check_loaded(settings: Settings, chosen: Sequence[Variant], loaded: Loaded) -> list[Prompt]:
+    """Check what can be checked before anything is measured, which takes minutes.
+
+    Args:
+        settings: What to compare.
+        chosen: The policies, from `check`.
+        loaded: The model.
+
+    Returns:
+        The prompts.
+
+    Raises:
+        ValueError: A policy does not fit the model, or a line of the file of prompts is wrong.
+    """
+    num_layers = loaded.model.config.num_hidden_layers
+    for variant in chosen:
+        variant.policy.check_model(num_layers)
+    if settings.sweep or settings.sweep_rates:
+        FastKV(settings.effective_tsp_layer).check_model(num_layers)
+    return _prompts(settings, loaded, settings.seed)
 
 
 def run(
-    settings: Settings, chosen: Sequence[Variant], loaded: Loaded, progress: Progress = silent
+    settings: Settings,
+    chosen: Sequence[Variant],
+    loaded: Loaded,
+    progress: Progress = silent,
+    listener: Listener | None = None,
 ) -> Study:
     """Compare, calibrate and sweep if asked to; sets the number of torch's threads.
 
@@ -168,13 +235,10 @@ def run(
         chosen: The policies, from `check`.
         loaded: The model.
         progress: Told how far it is.
+        listener: Told of the comparison's rows as they are done.
     """
     torch.set_num_threads(settings.threads)
-    if settings.sweep or settings.sweep_rates:
-        # Before all else, which takes minutes.
-        num_layers = loaded.model.config.num_hidden_layers
-        FastKV(settings.effective_tsp_layer).check_model(num_layers)
-    prompts = _prompts(settings, loaded, settings.seed)
+    prompts = check_loaded(settings, chosen, loaded)
     notes = _notes(settings, chosen, loaded, prompts)
     # First, since it is short and says at once what is wrong with a file of prompts.
     calibration = _calibration(settings, loaded, notes, progress) if settings.sweep else None
@@ -184,7 +248,9 @@ def run(
         chosen,
         rounds=settings.rounds,
         new_tokens=settings.new_tokens,
+        timing_seconds=settings.timing_seconds,
         progress=progress,
+        listener=listener,
     )
     sweep, rate_sweep = _sweeps(settings, loaded, calibration, progress)
     return Study(
@@ -194,7 +260,7 @@ def run(
         comparison,
         sweep,
         rate_sweep,
-        (*notes, *_timing_notes(comparison)),
+        (*notes, *_timing_notes(settings, comparison)),
     )
 
 
@@ -202,7 +268,7 @@ def write(study: Study, folder: Path) -> list[str]:
     """Write the numbers and pictures of a study; returns the names of the files."""
     contents = [
         json.dumps(study.as_data(), indent=2, allow_nan=False).encode(),
-        plot_comparison(study.comparison),
+        plot_comparison(study.as_data()),
     ]
     if study.sweep is not None:
         contents.append(plot_sweep(study.sweep))
@@ -269,11 +335,16 @@ def _notes(
         why = "chosen from the sweep on other prompts (see --sweep)"
     else:
         why = "its default"
-    for name in dict.fromkeys(each.name for each in chosen if takes(each.name, "tsp_layer")):
+    for name in dict.fromkeys(each.name for each in chosen if _has_tsp_layer(each)):
         policy = next(each.policy for each in chosen if each.name == name)
         layers = sorted(policy.propagation.acting_layers(loaded.model.config.num_hidden_layers))
         notes.append(f"{name} drops tokens after layer {', '.join(map(str, layers))}, {why}.")
-    raised = [each for each in chosen if "tsp_rate" in each.parameters]
+    raised = [
+        each
+        for each in chosen
+        if each.retention_rate is not None
+        and each.parameters.get("tsp_rate") == each.retention_rate
+    ]
     for variant in raised:
         notes.append(
             f"{variant.label}: tsp_rate raised to {variant.parameters['tsp_rate']:g}, since layers "
@@ -294,10 +365,24 @@ def _notes(
     return notes
 
 
-def _timing_notes(comparison: Comparison) -> list[str]:
-    if comparison.unsteadiness < UNSTEADY:
-        return []
-    return [
-        f"Times were unsteady: speeds differed by {comparison.unsteadiness:.0%} from round to "
-        "round. Is the machine busy? Try again when it is idle, or raise --rounds."
-    ]
+def _has_tsp_layer(variant: Variant) -> bool:
+    return isinstance(variant.policy.propagation, TokenSelectivePropagation)
+
+
+def _timing_notes(settings: Settings, comparison: Comparison) -> list[str]:
+    notes = []
+    rounds = len(comparison.baseline.prefill.wall_ms)
+    if rounds < settings.rounds:
+        notes.append(
+            f"Timing ended after {settings.timing_seconds:g} s with {rounds} of {settings.rounds} "
+            "rounds: the machine is slow or busy. --rounds has no such limit."
+        )
+    unsteady = sum(not speed.steady for speed in comparison.speeds)
+    if unsteady and rounds < MIN_ROUNDS:
+        notes.append(f"Fewer than {MIN_ROUNDS} rounds of timing say nothing about speed.")
+    elif unsteady:
+        notes.append(
+            f"{unsteady} of {len(comparison.speeds)} speeds are unsteady from round to round. Is "
+            "the machine busy? Try again when it is idle, or with fewer --threads."
+        )
+    return notes

@@ -26,16 +26,20 @@ class Variant:
         policy: The policy.
         retention_rate: The retention rate it was given; None for a policy that takes none.
         parameters: All that it was built with beyond its defaults.
+        retention_tokens: The number of tokens it was given in place of a rate.
     """
 
     name: str
     policy: CachePolicy
     retention_rate: float | None = None
     parameters: Mapping[str, Any] = attrs.field(factory=dict)
+    retention_tokens: int | None = None
 
     @property
     def label(self) -> str:
-        """Name and retention rate, unique in a comparison."""
+        """Name and retention, unique in a comparison."""
+        if self.retention_tokens is not None:
+            return f"{self.name} {self.retention_tokens} tokens"
         return self.name if self.retention_rate is None else f"{self.name} {self.retention_rate:g}"
 
 

@@ -9,89 +9,9 @@ import attrs
 import torch
 
 from kvpolicy.checks import check_count, check_kind
+from kvpolicy.evaluation.cost.model_shape import ModelShape
 from kvpolicy.interfaces import KVSelector, PropagationPolicy
 from kvpolicy.policy import CachePolicy
-
-
-@attrs.frozen
-class ModelShape:
-    """The sizes of a decoder that its cost depends on.
-
-    Args:
-        name: What to call it.
-        hidden_size: Width of the residual stream.
-        query_heads: Query heads of a layer.
-        kv_heads: KV heads of a layer, a divisor of ``query_heads``.
-        head_dim: Width of a head, of keys and values alike.
-        mlp_weights: For each layer, the weights of its MLP that one token is multiplied with: of
-            the experts that are active, where there are experts. As many as there are layers.
-        vocab_size: Rows of the output head.
-        max_positions: Tokens that the model is made for; None where that is not known.
-        sliding_window: Tokens that its shortest-sighted layer sees; None where all see all.
-
-    Raises:
-        TypeError: A size is not an int, or ``mlp_weights`` no tuple.
-        ValueError: A size is below 1, ``query_heads`` is no multiple of ``kv_heads``, or there are
-            no layers.
-
-    Example:
-        >>> shape = ModelShape("tiny", 8, 4, 2, 3, (gated_mlp(8, 10),) * 5, vocab_size=9)
-        >>> shape.num_layers, shape.projection_weights, shape.attention_weights
-        (5, 192, 288)
-    """
-
-    name: str
-    hidden_size: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    mlp_weights: tuple[int, ...]
-    vocab_size: int
-    max_positions: int | None = None
-    sliding_window: int | None = None
-
-    def __attrs_post_init__(self) -> None:
-        for size in ("hidden_size", "query_heads", "kv_heads", "head_dim", "vocab_size"):
-            check_count(size, getattr(self, size), minimum=1)
-        for limit in ("max_positions", "sliding_window"):
-            if getattr(self, limit) is not None:
-                check_count(limit, getattr(self, limit), minimum=1)
-        if not isinstance(self.mlp_weights, tuple):
-            raise TypeError(f"mlp_weights must be a tuple of ints, got {self.mlp_weights!r}")
-        if not self.mlp_weights:
-            raise ValueError("mlp_weights must have an entry for each layer, got none")
-        for weights in self.mlp_weights:
-            check_count("mlp_weights", weights, minimum=1)
-        if self.query_heads % self.kv_heads:
-            raise ValueError(
-                f"query_heads must be a multiple of kv_heads, got {self.query_heads} and "
-                f"{self.kv_heads}"
-            )
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        return len(self.mlp_weights)
-
-    @property
-    def projection_weights(self) -> int:
-        """Weights that make a layer's queries, keys and values."""
-        return self.hidden_size * self.head_dim * (self.query_heads + 2 * self.kv_heads)
-
-    @property
-    def attention_weights(self) -> int:
-        """Those, and the weights of the output projection."""
-        return self.projection_weights + self.hidden_size * self.head_dim * self.query_heads
-
-
-def gated_mlp(hidden_size: int, intermediate_size: int) -> int:
-    """Weights of an MLP of three matrices: gate, up and down."""
-    return 3 * hidden_size * intermediate_size
-
-
-def plain_mlp(hidden_size: int, intermediate_size: int) -> int:
-    """Weights of an MLP of two matrices: up and down."""
-    return 2 * hidden_size * intermediate_size
 
 
 @attrs.frozen
@@ -202,11 +122,10 @@ def estimate(
 
     Raises:
         TypeError: ``policy``, ``shape``, ``context_len`` or ``dtype`` is not of its type.
-        ValueError: ``context_len`` is below 1 or beyond the model's sliding window, or a layer of
-            the policy lies outside the model.
+        ValueError: ``context_len`` is below 1, or a layer of the policy lies outside the model.
 
     Example:
-        >>> from kvpolicy.evaluation.cost.shapes import PRESETS
+        >>> from kvpolicy.evaluation.cost.presets import PRESETS
         >>> from kvpolicy.policies import FastKV
         >>> found = estimate(FastKV(), PRESETS["llama-3.1-8b"], 131072)
         >>> round(found.compute_rate, 2), round(found.speedup, 2), round(found.kv_share, 2)
@@ -221,31 +140,35 @@ def estimate(
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
     check_count("context_len", context_len, minimum=1)
-    if shape.sliding_window is not None and context_len > shape.sliding_window:
-        raise ValueError(
-            f"context_len must fit the sliding_window of {shape.name}, {shape.sliding_window} "
-            f"tokens, got {context_len}; layers that see less than all are not counted yet"
-        )
+    policy = policy.placed(shape.num_layers, shape.eligible)
     policy.check_model(shape.num_layers)
     reached = policy.propagation.layer_rates(shape.num_layers, context_len)
     kept = policy.selector.kept_rates(shape.num_layers, context_len)
-    tokens = zip(
-        _tokens(reached, policy.propagation, context_len),
-        _tokens(kept, policy.selector, context_len),
-        strict=True,
-    )
+    arriving = _tokens(reached, policy.propagation, context_len)
+    chosen = _tokens(kept, policy.selector, context_len)
     head = Flops(0.0, 0.0, 2.0 * shape.hidden_size * shape.vocab_size)
     return Estimate(
         context_len=context_len,
         compute_rate=policy.prefill_compute_rate(shape.num_layers, context_len),
         prefill=_prefill(policy.propagation, shape, context_len) + head,
-        full=_pass(shape, [context_len] * shape.num_layers) + head,
-        kept_tokens=tuple(min(each) for each in tokens),
+        full=_pass(shape, [context_len] * shape.num_layers, context_len) + head,
+        kept_tokens=tuple(
+            _kept(
+                shape.window_of(index),
+                tokens,
+                chosen[index],
+                # A restart leaves no gaps between the tokens that it reads.
+                tokens if policy.propagation.restarts else context_len,
+            )
+            for index, tokens in enumerate(arriving)
+        ),
         token_bytes=2 * shape.kv_heads * shape.head_dim * dtype.itemsize,
     )
 
 
-def layer_flops(shape: ModelShape, layer_idx: int, tokens: float) -> Flops:
+def layer_flops(
+    shape: ModelShape, layer_idx: int, tokens: float, context_len: float | None = None
+) -> Flops:
     """Operations of one layer that computes all of the tokens that reach it.
 
     So does a layer that drops: the one place to change if it computes fewer.
@@ -254,20 +177,37 @@ def layer_flops(shape: ModelShape, layer_idx: int, tokens: float) -> Flops:
         shape: The model's sizes.
         layer_idx: Index of the layer, from 0.
         tokens: Tokens that reach it.
+        context_len: Tokens of the prompt that they are spread over, which windows are measured in;
+            None where all reach it.
     """
     weights = shape.attention_weights + shape.mlp_weights[layer_idx]
-    return Flops(2 * tokens * weights, 2 * tokens**2 * shape.query_heads * shape.head_dim)
+    context_len = tokens if context_len is None else context_len
+    window = shape.window_of(layer_idx)
+    share = 1.0  # of the pairs of tokens that causal attention has
+    if window is not None and window < context_len:
+        share -= (1 - window / context_len) ** 2
+    pairs = tokens**2 / 2 * share
+    return Flops(2 * tokens * weights, 4 * pairs * shape.query_heads * shape.head_dim)
 
 
-def _pass(shape: ModelShape, tokens: Sequence[float]) -> Flops:
-    layers = (layer_flops(shape, index, count) for index, count in enumerate(tokens))
+def _pass(shape: ModelShape, tokens: Sequence[float], context_len: float) -> Flops:
+    layers = (layer_flops(shape, index, count, context_len) for index, count in enumerate(tokens))
     return sum(layers, Flops(0.0, 0.0))
+
+
+def _kept(window: int | None, arriving: float, chosen: float, context_len: float) -> float:
+    """Tokens that a layer keeps of those that reach it."""
+    if window is None or context_len <= window:
+        return min(arriving, chosen)
+    # The next token sees itself and one fewer than the window of those before.
+    return arriving * (window - 1) / context_len
 
 
 def _prefill(propagation: PropagationPolicy, shape: ModelShape, context_len: int) -> Flops:
     found = Flops(0.0, 0.0)
     for rates in propagation.prefill_passes(shape.num_layers, context_len):
-        found += _pass(shape, _tokens(rates, propagation, context_len))
+        tokens = _tokens(rates, propagation, context_len)
+        found += _pass(shape, tokens, max(tokens) if propagation.restarts else context_len)
     if propagation.restarts:
         # The choosing pass ends inside the acting layer, which `prefill_passes` counts as 0: it has
         # made queries, keys and values.

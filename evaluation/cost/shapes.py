@@ -10,52 +10,16 @@ from typing import Any
 
 from kvpolicy.checks import check_kind
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.evaluation.cost.estimate import ModelShape, gated_mlp, plain_mlp
-
-# The three models of FastKV's experiments, as their configurations on the Hugging Face Hub have
-# them; every layer is taken to attend to the whole context, as in those experiments.
-PRESETS: dict[str, ModelShape] = {
-    shape.name: shape
-    for shape in (
-        ModelShape(
-            name="llama-3.1-8b",
-            hidden_size=4096,
-            query_heads=32,
-            kv_heads=8,
-            head_dim=128,
-            mlp_weights=(gated_mlp(4096, 14336),) * 32,
-            vocab_size=128256,
-            max_positions=131072,
-        ),
-        ModelShape(
-            name="ministral-8b",
-            hidden_size=4096,
-            query_heads=32,
-            kv_heads=8,
-            head_dim=128,
-            mlp_weights=(gated_mlp(4096, 12288),) * 36,
-            vocab_size=131072,
-            max_positions=131072,
-        ),
-        ModelShape(
-            name="mistral-nemo-12b",
-            hidden_size=5120,
-            query_heads=32,
-            kv_heads=8,
-            head_dim=128,
-            mlp_weights=(gated_mlp(5120, 14336),) * 40,
-            vocab_size=131072,
-            max_positions=131072,
-        ),
-    )
-}
+from kvpolicy.evaluation.cost.model_shape import ModelShape, gated_mlp, mixture_mlp, plain_mlp
+from kvpolicy.evaluation.cost.presets import PRESETS, preset_named
 
 
 def load_shape(name: str) -> ModelShape:
     """Find a preset, or read a configuration from the disk; neither network nor weights are used.
 
     Args:
-        name: A preset, in upper or lower case; a folder with a ``config.json``; or such a file.
+        name: A preset or its name on the Hugging Face Hub, in upper or lower case; a folder with a
+            ``config.json``; or such a file.
 
     Raises:
         TypeError: ``name`` is not a str.
@@ -63,11 +27,11 @@ def load_shape(name: str) -> ModelShape:
         UnsupportedModelError: See `shape_of`.
 
     Example:
-        >>> load_shape("Ministral-8B").num_layers
-        36
+        >>> load_shape("Ministral-8B").num_layers, load_shape("Qwen/Qwen3-32B").num_layers
+        (36, 64)
     """
     check_kind("name", name, str)
-    preset = PRESETS.get(name.lower())
+    preset = preset_named(name)
     return shape_of(_read_config(name), name) if preset is None else preset
 
 
@@ -106,7 +70,7 @@ def shape_of(config: Any, name: str = "model") -> ModelShape:
             mlp_weights=mlp_weights,
             vocab_size=vocab_size,
             max_positions=getattr(text, "max_position_embeddings", None),
-            sliding_window=_sliding_window(text),
+            windows=_windows(text, layers),
         )
     except (TypeError, ValueError) as error:
         raise UnsupportedModelError(f"configuration of {name} is not usable: {error}") from None
@@ -131,8 +95,8 @@ def _mixture(config: Any, name: str, layer_idx: int) -> int:
     local = hasattr(config, "num_local_experts")
     experts = _size(config, name, "num_local_experts" if local else "num_experts")
     shared = getattr(config, "shared_expert_intermediate_size", None) or 0
-    active = _size(config, name, "num_experts_per_tok") * width + shared
-    return gated_mlp(hidden, active) + hidden * (experts + bool(shared))
+    active = _size(config, name, "num_experts_per_tok")
+    return mixture_mlp(hidden, width, active=active, experts=experts, shared=shared)
 
 
 # By model_type, how to count the weights of a layer's MLP; all have plain attention projections.
@@ -149,7 +113,7 @@ FAMILIES: dict[str, Callable[[Any, str, int], int]] = {
         ("phi", "starcoder2", "nemotron", "gpt_neox", "persimmon", "arcee", "apertus"), _plain
     ),
     **dict.fromkeys(
-        ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe"), _mixture
+        ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe", "gpt_oss"), _mixture
     ),
 }
 
@@ -161,8 +125,8 @@ def _read_config(name: str) -> Any:
         if path.is_dir():
             raise ValueError(f"config folder {name} must hold a config.json, got none")
         raise ValueError(
-            f"config must be a preset ({', '.join(PRESETS)}), a folder with a config.json or such "
-            f"a file, got {name!r}"
+            f"config must be a preset ({', '.join(PRESETS)}), its name on the Hub, a folder with a "
+            f"config.json or such a file, got {name!r}"
         )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -200,8 +164,10 @@ def _check_layers(config: Any, name: str) -> None:
         )
 
 
-def _sliding_window(config: Any) -> int | None:
-    kinds = getattr(config, "layer_types", None)
-    if kinds and "sliding_attention" not in kinds:
-        return None
-    return getattr(config, "sliding_window", None)
+def _windows(config: Any, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer; empty where all see all."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
+    if window is None or "sliding_attention" not in kinds:
+        return ()
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

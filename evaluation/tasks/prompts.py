@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,21 @@ def read_prompts(path: str | os.PathLike[str], tokenizer: Any) -> list[Prompt]:
     return prompts
 
 
+def read_prompt(path: Path) -> str:
+    """One prompt from a file, or from standard input where the path is ``-``.
+
+    Line ends at its end are cut off.
+
+    Raises:
+        ValueError: See `read_text`.
+    """
+    if str(path) == "-":
+        text = _decoded(sys.stdin.buffer.read(), "prompt on standard input")
+    else:
+        text = read_text(path, "prompt file")
+    return text.rstrip("\r\n")
+
+
 def read_text(path: Path, what: str) -> str:
     """Read a UTF-8 text file that must not be empty.
 
@@ -119,14 +135,18 @@ def read_text(path: Path, what: str) -> str:
         raise ValueError(f"{what} {path} does not exist")
     if not path.is_file():
         raise ValueError(f"{what} {path} must be a file, got a folder or device")
+    return _decoded(path.read_bytes(), f"{what} {path}")
+
+
+def _decoded(content: bytes, what: str) -> str:
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = content.decode("utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"{what} {path} must be UTF-8 text, got other bytes") from None
+        raise ValueError(f"{what} must be UTF-8 text, got other bytes") from None
     if "\0" in text:
-        raise ValueError(f"{what} {path} must be UTF-8 text, got a binary file with NUL bytes")
+        raise ValueError(f"{what} must be UTF-8 text, got a binary file with NUL bytes")
     if not text.strip():
-        raise ValueError(f"{what} {path} is empty")
+        raise ValueError(f"{what} is empty")
     return text
 
 

@@ -132,7 +132,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         verdict.check(self.policy, parts.num_layers)
         self._check_filled_by(parts)
         self._find_heads(parts)
-        self._reader.placed, self._reader.care = placed, verdict.care
+        self._reader.placed, self._reader.care = placed, parts.careful(verdict.care)
         self._reader.attachment = Attachment(self, self._reader, parts)
         self._thread = threading.current_thread()
         try:

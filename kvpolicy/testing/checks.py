@@ -12,7 +12,16 @@ from torch import Tensor
 
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
-from kvpolicy.testing.contract import check_choice, check_layers, check_protected, require, snapshot
+from kvpolicy.testing.contract import check_choice, check_layers, check_protected, snapshot
+from kvpolicy.testing.declared import (
+    check_component,
+    check_propagation_declares,
+    check_rates,
+    check_scorer_declares,
+    check_selector_declares,
+    check_tensor,
+    require,
+)
 from kvpolicy.testing.shares import (
     check_kept_in_shares,
     check_passed_in_shares,
@@ -34,7 +43,8 @@ def check_scorer(component: Scorer) -> None:
         TypeError: It is no `Scorer`.
         AssertionError: It breaks the contract; says how.
     """
-    _check_kind(component, Scorer)
+    check_component(component, Scorer)
+    check_scorer_declares(component)
 
     @_property
     @given(context=layer_contexts(component.num_queries))
@@ -43,6 +53,7 @@ def check_scorer(component: Scorer) -> None:
         saliency = component.score(context)
         require(snapshot(context) == before, "score must not modify the context")
         heads = {context.query_heads, context.kv_heads}
+        require(isinstance(saliency, Tensor), f"saliency must be a tensor, got {saliency!r}")
         require(
             saliency.ndim == 3
             and saliency.shape[0] == context.batch
@@ -83,33 +94,30 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
         TypeError: One of them is no `KVSelector`.
         AssertionError: It breaks the contract; says how.
     """
-    _check_kind(component, KVSelector)
+    check_component(component, KVSelector)
     if larger is not None:
-        _check_kind(larger, KVSelector)
+        check_component(larger, KVSelector)
+    check_selector_declares(component)
     for num_layers in (1, 8, 32, 33):
         rates = component.kept_rates(num_layers, context_len=1000)
-        require(
-            len(rates) == num_layers and all(0 < rate <= 1 for rate in rates),
-            f"kept_rates must be {num_layers} fractions in (0, 1], got {rates}",
-        )
+        check_rates("kept_rates", rates, num_layers)
 
     @_property
     @given(data=st.data(), context=layer_contexts(0), more=st.integers(0, 60))
     def run(data: st.DataObject, context: LayerContext, more: int) -> None:
         saliency = data.draw(saliencies(context))
         before = snapshot(context, saliency)
+        rows = [context.batch, context.kv_heads]
+        protected = component.protected(context)
+        name = "protected [batch, kv_heads, key_len]"
+        check_tensor(name, protected, torch.bool, [*rows, context.key_len])
         kept = component.select(saliency, context)
         require(snapshot(context, saliency) == before, "select must not modify its arguments")
-        require(
-            kept.ndim == 3 and kept.shape[:2] == context.keys.shape[:2],
-            f"kept must be [batch, kv_heads, kept_len], got {list(kept.shape)} for keys "
-            f"{list(context.keys.shape)}",
-        )
+        check_tensor("kept [batch, kv_heads, kept_len]", kept, torch.int64, [*rows, None])
         longer = attrs.evolve(context, seen_len=tuple(n + more for n in context.seen_len))
         kept_of_more = (larger or component).select(
             saliency, longer if component.budget else context
         )
-        protected = component.protected(context)
         for row in range(context.batch):
             for head in range(context.kv_heads):
                 check_protected(component, protected[row, head], context.positions[row, head])
@@ -149,7 +157,8 @@ def check_propagation(component: PropagationPolicy) -> None:
         TypeError: It is no `PropagationPolicy`.
         AssertionError: It breaks the contract; says how.
     """
-    _check_kind(component, PropagationPolicy)
+    check_component(component, PropagationPolicy)
+    check_propagation_declares(component)
     for num_layers in (8, 32, 36):
         check_layers(component, num_layers)
 
@@ -160,8 +169,14 @@ def check_propagation(component: PropagationPolicy) -> None:
         saliency = (data.draw(saliencies(context)) * (1 << 20)).round()
         context = _at_acting_layer(component, context, data)
         before = snapshot(context, saliency)
+        protected = component.protected(context)
+        name = "protected [batch, new_len]"
+        check_tensor(name, protected, torch.bool, [context.batch, context.new_len])
         passed = component.propagate(saliency, context)
         require(snapshot(context, saliency) == before, "propagate must not modify its arguments")
+        if passed is not None:
+            rows = [context.batch, None]
+            check_tensor("passed_on [batch, passed_len]", passed, torch.int64, rows)
         check_passed_in_shares(component, context, saliency, passed)
         if passed is None:
             _require_all_fit(component, context)
@@ -170,15 +185,9 @@ def check_propagation(component: PropagationPolicy) -> None:
             any(component.acting_layers(count) for count in (8, 32, 36)),
             "acting_layers must name the layers after which tokens are dropped, got none",
         )
-        require(
-            passed.ndim == 2 and passed.shape[0] == context.batch,
-            f"passed_on must be [batch, passed_len] with batch={context.batch}, got "
-            f"{list(passed.shape)}",
-        )
         means = saliency.double().mean(dim=1)[:, context.key_len - context.new_len :]
         positions = context.positions[:, 0, context.key_len - context.new_len :]
         positions = positions.masked_fill(~context.new_valid, -1)
-        protected = component.protected(context)
         for row in range(context.batch):
             check_protected(component, protected[row], positions[row])
             check_choice(
@@ -249,8 +258,3 @@ def _property(test: Any) -> Any:
     return settings(
         deadline=None, report_multiple_bugs=False, suppress_health_check=[HealthCheck.too_slow]
     )(test)
-
-
-def _check_kind(component: object, kind: type) -> None:
-    if not isinstance(component, kind):
-        raise TypeError(f"component must be a {kind.__name__}, got {component!r}")

@@ -12,12 +12,13 @@ from torch import Tensor
 from kvpolicy.budgets import Budget
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, PropagationPolicy
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise an AssertionError with the message unless the condition holds."""
-    if not condition:
-        raise AssertionError(message)
+from kvpolicy.testing.declared import (
+    check_acting_layers,
+    check_passes,
+    check_placed,
+    check_rates,
+    require,
+)
 
 
 def snapshot(context: LayerContext, *more: Tensor) -> list[object]:
@@ -113,15 +114,12 @@ def check_protected(
 def check_layers(component: PropagationPolicy, num_layers: int) -> None:
     """Check what a propagation policy declares of a model's layers."""
     acting = component.acting_layers(num_layers)
-    require(
-        all(0 <= layer < num_layers for layer in acting),
-        f"acting_layers must lie in the model of {num_layers} layers, got {sorted(acting)}",
-    )
+    check_acting_layers(acting, num_layers)
     rates = component.layer_rates(num_layers, context_len=1000)
-    require(
-        len(rates) == num_layers and all(0 < rate <= 1 for rate in rates),
-        f"layer_rates must be {num_layers} fractions in (0, 1], got {rates}",
-    )
+    check_rates("layer_rates", rates, num_layers)
+    check_passes(component, num_layers)
+    if acting:
+        check_placed(component, num_layers)
     if component.budget is None:
         return
     passed = component.budget.count(seen_len=1000, available=1000, protected=0)

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvpolicy.context import LayerContext
 from kvpolicy.heads import HeadShare
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
-from kvpolicy.testing.contract import require
+from kvpolicy.testing.declared import require
 
 Result = TypeVar("Result")
 

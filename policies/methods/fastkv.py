@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import attrs
+
 from kvpolicy.budgets import DefaultRate
+from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.methods.method import Method, Parts
 from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
 from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
-from kvpolicy.policy import CachePolicy
 
 
-class FastKV(CachePolicy):
+@documented
+@attrs.frozen
+class FastKV(Method):
     """Drops most tokens half-way through prefill, and keeps few keys and values at every layer.
 
     After layer ``tsp_layer`` only ``tsp_rate`` of the tokens go on: the observation window and the
@@ -26,8 +31,7 @@ class FastKV(CachePolicy):
         retention_rate: Fraction of the context every layer keeps, in (0, 1], at most ``tsp_rate``.
         window_size: Tokens of the observation window, at least 1.
         kernel_size: Width of the max-pooling, odd.
-        tsp_tokens: Number of tokens that go on, in place of the rate.
-        retention_tokens: Number of tokens every layer keeps, in place of the rate.
+        tsp_tokens: Number of tokens that go on, at least 1, in place of the rate.
         protect: First tokens of the context that are always kept and always go on, at least 0.
 
     Raises:
@@ -45,22 +49,21 @@ class FastKV(CachePolicy):
 
     paper: ClassVar[str] = "arXiv 2502.01068"
 
-    def __init__(
-        self,
-        tsp_layer: int | None = None,
-        tsp_rate: float | None = DefaultRate(0.2),
-        retention_rate: float | None = DefaultRate(0.1),
-        window_size: int = 8,
-        kernel_size: int = 7,
-        *,
-        tsp_tokens: int | None = None,
-        retention_tokens: int | None = None,
-        protect: int = 0,
-    ) -> None:
-        super().__init__(
-            WindowMaxPoolScorer(window_size, kernel_size),
-            GQAGroupSelector(retention_rate, window_size, retention_tokens, protect=protect),
-            TokenSelectivePropagation(
-                tsp_layer, tsp_rate, window_size, tsp_tokens, protect=protect
-            ),
+    tsp_layer: int | None = None
+    tsp_rate: float | None = DefaultRate(0.2)
+    retention_rate: float | None = DefaultRate(0.1)
+    window_size: int = 8
+    kernel_size: int = 7
+    tsp_tokens: int | None = attrs.field(default=None, kw_only=True)
+    retention_tokens: int | None = attrs.field(default=None, kw_only=True)
+    protect: int = attrs.field(default=0, kw_only=True)
+
+    def _parts(self) -> Parts:
+        scorer = WindowMaxPoolScorer(self.window_size, self.kernel_size)
+        selector = GQAGroupSelector(
+            self.retention_rate, self.window_size, self.retention_tokens, protect=self.protect
         )
+        propagation = TokenSelectivePropagation(
+            self.tsp_layer, self.tsp_rate, self.window_size, self.tsp_tokens, protect=self.protect
+        )
+        return scorer, selector, propagation

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import attrs
+
+from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.methods.method import Method, Parts
 from kvpolicy.policies.propagation.visual_tokens import VisualTokenPropagation
 from kvpolicy.policies.scorers.accumulated import AccumulatedAttentionScorer
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
-from kvpolicy.policy import CachePolicy
 
 
-class FastV(CachePolicy):
+@documented
+@attrs.frozen
+class FastV(Method):
     """Drops half of the tokens of images early in prefill; layers keep all that reaches them.
 
     After layer ``drop_layer`` only ``visual_rate`` of an image's tokens go on: those to which all
@@ -21,10 +26,6 @@ class FastV(CachePolicy):
         drop_layer: Index of the layer after which tokens are dropped, from 0; 1 is the paper's
             K = 2, since it counts the layers that come before.
         visual_rate: Fraction of the visual tokens that goes on, in (0, 1]; the paper's 1 - R.
-
-    Raises:
-        TypeError: An argument is not of its type.
-        ValueError: An argument is out of its range.
 
     Example:
         >>> FastV(visual_rate=0.25).propagation
@@ -38,9 +39,9 @@ class FastV(CachePolicy):
 
     paper: ClassVar[str] = "arXiv 2403.06764"
 
-    def __init__(self, drop_layer: int = 1, visual_rate: float = 0.5) -> None:
-        super().__init__(
-            AccumulatedAttentionScorer(),
-            KeepAllSelector(),
-            VisualTokenPropagation(drop_layer, visual_rate),
-        )
+    drop_layer: int = 1
+    visual_rate: float = 0.5
+
+    def _parts(self) -> Parts:
+        propagation = VisualTokenPropagation(self.drop_layer, self.visual_rate)
+        return AccumulatedAttentionScorer(), KeepAllSelector(), propagation

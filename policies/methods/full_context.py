@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import attrs
+
+from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.methods.method import Method, Parts
 from kvpolicy.policies.propagation.pass_all import PassAllPropagation
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
-from kvpolicy.policy import CachePolicy
 
 
-class FullContext(CachePolicy):
+@documented
+@attrs.frozen
+class FullContext(Method):
     """Keeps everything and drops nothing: the baseline of every comparison.
 
     Example:
@@ -15,5 +20,5 @@ class FullContext(CachePolicy):
         1.0
     """
 
-    def __init__(self) -> None:
-        super().__init__(None, KeepAllSelector(), PassAllPropagation())
+    def _parts(self) -> Parts:
+        return None, KeepAllSelector(), PassAllPropagation()

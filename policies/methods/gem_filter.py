@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import attrs
+
 from kvpolicy.budgets import DefaultRate
+from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.methods.method import Method, Parts
 from kvpolicy.policies.propagation.restart import RestartPropagation
 from kvpolicy.policies.scorers.last_query import LastQueryProductScorer
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
-from kvpolicy.policy import CachePolicy
 
 
-class GemFilter(CachePolicy):
+@documented
+@attrs.frozen
+class GemFilter(Method):
     """Chooses tokens at one layer by the last query, and starts again on those alone.
 
     Every layer keeps all tokens of the second pass. What the chosen tokens would have learnt from
@@ -22,12 +27,8 @@ class GemFilter(CachePolicy):
             (the paper: 13 of 32).
         retention_rate: Fraction of the context that is chosen, in (0, 1].
         kernel_size: Width of the average-pooling, odd.
-        retention_tokens: Number of tokens that are chosen, in place of the rate.
-        protect: First tokens of the context that are always chosen.
-
-    Raises:
-        TypeError: An argument is not of its type.
-        ValueError: An argument is out of its range, or both budgets are given.
+        retention_tokens: Number of tokens that are chosen, at least 1, in place of the rate.
+        protect: First tokens of the context that are always chosen, at least 0.
 
     Example:
         >>> gem_filter = GemFilter(filter_layer=13, retention_rate=0.1)
@@ -40,17 +41,14 @@ class GemFilter(CachePolicy):
 
     paper: ClassVar[str] = "arXiv 2409.17422"
 
-    def __init__(
-        self,
-        filter_layer: int | None = None,
-        retention_rate: float | None = DefaultRate(0.1),
-        kernel_size: int = 5,
-        *,
-        retention_tokens: int | None = None,
-        protect: int = 0,
-    ) -> None:
-        super().__init__(
-            LastQueryProductScorer(kernel_size),
-            KeepAllSelector(),
-            RestartPropagation(filter_layer, retention_rate, retention_tokens, protect=protect),
+    filter_layer: int | None = None
+    retention_rate: float | None = DefaultRate(0.1)
+    kernel_size: int = 5
+    retention_tokens: int | None = attrs.field(default=None, kw_only=True)
+    protect: int = attrs.field(default=0, kw_only=True)
+
+    def _parts(self) -> Parts:
+        propagation = RestartPropagation(
+            self.filter_layer, self.retention_rate, self.retention_tokens, protect=self.protect
         )
+        return LastQueryProductScorer(self.kernel_size), KeepAllSelector(), propagation

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import attrs
+
+from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.methods.method import Method, Parts
 from kvpolicy.policies.propagation.pyramid import PyramidPropagation
 from kvpolicy.policies.scorers.weighted_tail import WeightedTailScorer
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
-from kvpolicy.policy import CachePolicy
 
 
-class PyramidInfer(CachePolicy):
+@documented
+@attrs.frozen
+class PyramidInfer(Method):
     """Drops a little of the context after every layer; layers keep all that reaches them.
 
     Args:
-        recent_rate: Fraction of the context that makes the tail: it observes, and always stays.
-        decay_ratio: How much of the context before the tail goes on after the last layers; after
-            the first nearly all does.
-        distance_weight: Weight of the last observing query against the first.
-        num_sinks: First tokens that always stay.
-        min_context: Tokens before the tail below which nothing is dropped.
-
-    Raises:
-        TypeError: An argument is not of its type.
-        ValueError: An argument is out of its range.
+        recent_rate: Fraction of the context that makes the tail, in (0, 1]; the tail observes, and
+            always stays.
+        decay_ratio: How much of the context before the tail goes on after the last layers, in (0,
+            1]; after the first nearly all does.
+        distance_weight: Weight of the last observing query against the first, above 0.
+        num_sinks: First tokens that always stay, at least 0.
+        min_context: Tokens before the tail below which nothing is dropped, at least 0.
 
     Example:
         >>> round(PyramidInfer(decay_ratio=0.75).prefill_compute_rate(num_layers=36), 2)
@@ -35,16 +37,15 @@ class PyramidInfer(CachePolicy):
 
     paper: ClassVar[str] = "arXiv 2405.12532"
 
-    def __init__(
-        self,
-        recent_rate: float = 0.2,
-        decay_ratio: float = 0.7,
-        distance_weight: float = 1.2,
-        num_sinks: int = 4,
-        min_context: int = 64,
-    ) -> None:
-        super().__init__(
-            WeightedTailScorer(recent_rate, distance_weight),
-            KeepAllSelector(),
-            PyramidPropagation(recent_rate, decay_ratio, num_sinks, min_context),
+    recent_rate: float = 0.2
+    decay_ratio: float = 0.7
+    distance_weight: float = 1.2
+    num_sinks: int = 4
+    min_context: int = 64
+
+    def _parts(self) -> Parts:
+        scorer = WeightedTailScorer(self.recent_rate, self.distance_weight)
+        propagation = PyramidPropagation(
+            self.recent_rate, self.decay_ratio, self.num_sinks, self.min_context
         )
+        return scorer, KeepAllSelector(), propagation

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from kvpolicy.budgets import DefaultRate
-from kvpolicy.policies.propagation.pass_all import PassAllPropagation
+import attrs
+
+from kvpolicy.interfaces import KVSelector, Scorer
+from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.methods.eviction import EvictionMethod
 from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
 from kvpolicy.policies.selectors.pyramid import PyramidSelector
-from kvpolicy.policy import CachePolicy
 
 
-class PyramidKV(CachePolicy):
+@documented
+@attrs.frozen
+class PyramidKV(EvictionMethod):
     """Keeps what the last tokens of the prompt attend to, more of it in early layers than in late.
 
     SnapKV's saliency under budgets that fall with depth and have the same total (see
@@ -23,12 +27,8 @@ class PyramidKV(CachePolicy):
         kernel_size: Width of the max-pooling, odd.
         beta: How steep the budgets fall, at least 1: the last layer keeps about ``1 / beta`` of
             the mean beside the window; 1 is no fall.
-        retention_tokens: Number of tokens that layers keep on average, in place of the rate.
-        protect: First tokens of the context that are always kept, at least 0.
-
-    Raises:
-        TypeError: An argument is not of its type.
-        ValueError: An argument is out of its range, or both budgets are given.
+        retention_tokens: Number of tokens that layers keep on average, at least 1, in place of the
+            rate.
 
     Example:
         >>> rates = PyramidKV(retention_rate=0.1, beta=2).selector.kept_rates(num_layers=3)
@@ -41,18 +41,17 @@ class PyramidKV(CachePolicy):
 
     paper: ClassVar[str] = "arXiv 2406.02069"
 
-    def __init__(
-        self,
-        retention_rate: float | None = DefaultRate(0.1),
-        window_size: int = 8,
-        kernel_size: int = 7,
-        beta: int = 20,
-        *,
-        retention_tokens: int | None = None,
-        protect: int = 0,
-    ) -> None:
-        super().__init__(
-            WindowMaxPoolScorer(window_size, kernel_size),
-            PyramidSelector(retention_rate, window_size, retention_tokens, beta, protect=protect),
-            PassAllPropagation(),
+    kernel_size: int = 7
+    beta: int = 20
+
+    def _scorer(self) -> Scorer:
+        return WindowMaxPoolScorer(self.window_size, self.kernel_size)
+
+    def _selector(self) -> KVSelector:
+        return PyramidSelector(
+            self.retention_rate,
+            self.window_size,
+            self.retention_tokens,
+            self.beta,
+            protect=self.protect,
         )

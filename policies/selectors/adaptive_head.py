@@ -11,10 +11,12 @@ from torch import Tensor
 from kvpolicy.attention import group_mean
 from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
+from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.selectors.shared_budget import SharedBudgetSelector
 from kvpolicy.selection import compress, ranks
 
 
+@documented
 @attrs.frozen
 class AdaptiveHeadSelector(SharedBudgetSelector):
     """The KV heads of a layer share its budget: heads that spread their attention keep more.
@@ -28,17 +30,11 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
     take from leaves the rest of its ``g`` unused.
 
     Args:
-        retention_rate: Fraction of the row's context that heads keep on average, in (0, 1]. 0.1
-            by default.
-        window_size: Trailing tokens that are always kept, at least 0.
-        retention_tokens: Number of tokens that heads keep on average, in place of the rate.
+        retention_rate: Fraction of the context that heads keep on average, in (0, 1].
+        retention_tokens: Number of tokens that heads keep on average, at least 1, in place of the
+            rate.
         floor: Share of the free places that every head fills by itself, in [0, 1]; 1 is the same
             for every head.
-        protect: First tokens of the row's context that are always kept, at least 0.
-
-    Raises:
-        TypeError: An argument is not of its type.
-        ValueError: An argument is out of its range, or both budgets are given.
 
     Example:
         >>> AdaptiveHeadSelector(retention_tokens=512).mean_budget

@@ -12,25 +12,17 @@ from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector
+from kvpolicy.policies.documentation import documented
 from kvpolicy.selection import head_budgets, select_top
 
 
+@documented
 @attrs.frozen
 class GQAGroupSelector(KVSelector):
     """Keeps the last tokens and, for each KV head, the most salient others.
 
     The saliency of a KV head is the mean over the query heads of its group, so that keys and
     values are stored once per KV head. Among equally salient tokens the earlier is kept.
-
-    Args:
-        retention_rate: Fraction of the row's context to keep, in (0, 1]. 0.1 by default.
-        window_size: Trailing tokens that are always kept, at least 0.
-        retention_tokens: Number of tokens to keep, in place of the rate.
-        protect: First tokens of the row's context that are always kept, at least 0.
-
-    Raises:
-        TypeError: An argument is not of its type.
-        ValueError: An argument is out of its range, or both budgets are given.
 
     Example:
         >>> GQAGroupSelector(retention_tokens=512).budget

@@ -11,10 +11,12 @@ from torch import Tensor
 from kvpolicy.attention import group_mean
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
+from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.selectors.shared_budget import SharedBudgetSelector
 from kvpolicy.selection import select_top
 
 
+@documented
 @attrs.frozen
 class PyramidSelector(SharedBudgetSelector):
     """Keeps more in early layers and less in late ones; within a layer as `GQAGroupSelector`.
@@ -26,17 +28,11 @@ class PyramidSelector(SharedBudgetSelector):
     exactly where all tokens reach all layers.
 
     Args:
-        retention_rate: Fraction of the row's context that layers keep on average, in (0, 1]. 0.1
-            by default.
-        window_size: Trailing tokens that are always kept, at least 0.
-        retention_tokens: Number of tokens that layers keep on average, in place of the rate.
+        retention_rate: Fraction of the context that layers keep on average, in (0, 1].
+        retention_tokens: Number of tokens that layers keep on average, at least 1, in place of the
+            rate.
         beta: How steep the pyramid is, at least 1: the last layer keeps about ``f / beta`` tokens
             beside the protected ones; 1 is no fall.
-        protect: First tokens of the row's context that are always kept, at least 0.
-
-    Raises:
-        TypeError: An argument is not of its type.
-        ValueError: An argument is out of its range, or both budgets are given.
 
     Example:
         >>> rates = PyramidSelector(retention_rate=0.2, beta=4).kept_rates(num_layers=4)

@@ -12,23 +12,19 @@ from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector
+from kvpolicy.policies.documentation import documented
 from kvpolicy.selection import head_budgets, select_top
 
 
+@documented
 @attrs.frozen
 class SinkAndRecentSelector(KVSelector):
     """Keeps the first tokens of the context and the most recent ones.
 
     Args:
-        retention_rate: Fraction of the row's context to keep, in (0, 1]. 0.1 by default.
         num_sinks: First tokens that are always kept, at least 0: the first that the layer holds.
-        retention_tokens: Number of tokens to keep, in place of the rate.
         protect: First tokens of the row's context that are always kept, at least 0. Differs from
             ``num_sinks`` only where some of them did not reach the layer.
-
-    Raises:
-        TypeError: An argument is not of its type.
-        ValueError: An argument is out of its range, or both budgets are given.
 
     Example:
         >>> SinkAndRecentSelector(num_sinks=0, retention_rate=0.5).needs_saliency

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvpolicy.evaluation import results
 from kvpolicy.evaluation.cli import main
-from kvpolicy.evaluation.results import check_folder, environment, write_all
+from kvpolicy.evaluation.results import check_folder, default_threads, environment, write_all
 
 
 def test_files_are_written_and_replaced(tmp_path: Path) -> None:
@@ -66,3 +67,30 @@ def test_environment_names_versions_and_threads() -> None:
     assert found["machine"]["threads"] == torch.get_num_threads()
     assert found["machine"]["device"] == "cpu"
     assert found["machine"]["processor"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "threads"),
+    [("3", 3), ("2,1", 2), ("64", 8), (None, 4), ("", 4), ("0", 4), ("many", 4)],
+)
+def test_threads_are_what_openmp_is_told(
+    asked: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an idle machine of eight processors, six of them for this process."""
+    monkeypatch.setattr(results.os, "getloadavg", lambda: (0.4, 9.0, 9.0))
+    monkeypatch.setattr(results.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(results, "cpu_count", lambda: 6)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert default_threads() == threads
+
+
+@pytest.mark.parametrize(("load", "threads"), [(0.0, 2), (0.4, 2), (0.6, 1), (1.4, 1), (9.0, 1)])
+def test_threads_leave_busy_processors_alone(
+    load: float, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "cpu_count", lambda: 2)
+    monkeypatch.setattr(results.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert default_threads() == threads

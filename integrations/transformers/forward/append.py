@@ -73,6 +73,7 @@ class Forward:
             padded=incoming.padded,
             acts=self.acts,
             skipped=incoming.skipped,
+            kinds=incoming.kinds,
         )
         self._new_len = incoming.new_valid.shape[1]
         self._columns = incoming.columns

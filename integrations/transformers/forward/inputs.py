@@ -28,6 +28,7 @@ class Incoming:
         positions: ``[batch, new_len]`` int64, -1 on padding; None where they follow those seen.
         skipped: See `SeenTokens.extended`.
         ids: ``[batch, new_len]``, in the order of the input's columns; None where not known.
+        kinds: ``[batch, new_len]`` int8, the `TokenKind` of each column; None where all are text.
     """
 
     arguments: dict[str, Any]
@@ -40,6 +41,7 @@ class Incoming:
     positions: Tensor | None = None
     skipped: Tensor | None = None
     ids: Tensor | None = None
+    kinds: Tensor | None = None
 
 
 def read_inputs(

@@ -48,7 +48,8 @@ class ActingForward(Forward):
         self._features = features
         self._seen_len = tuple(self.tokens.lengths.tolist())
         self._narrows = narrows
-        # The last token stays last when padding is moved before tokens, others may not.
+        # The last token stays last when padding is moved before tokens. Others may not: the last
+        # columns that were asked for would then be read as later tokens than they are.
         moved = self._order_of_columns is not None
         self._keep_last = None if moved and keep_last != 1 else keep_last
         self._passed: Tensor | None = None  # of the tokens that reach the layer, those that go on
@@ -209,13 +210,15 @@ class ActingForward(Forward):
         assert self._pending is not None
         keys, values = self._pending
         shown, new_valid = self._observed(index, queries)
+        positions = self._positions(self.layers[index], keys.shape[1], keys.device)
         return LayerContext(
             layer_idx=index,
             num_layers=len(self.layers),
             queries=shown,
             keys=keys,
             values=values,
-            positions=self._positions(self.layers[index], keys.shape[1], keys.device),
+            positions=positions,
+            kinds=self.tokens.kinds_at(positions),
             new_valid=new_valid.to(keys.device),
             seen_len=self._seen_len,
             scaling=scores.scaling,

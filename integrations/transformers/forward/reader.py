@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -113,6 +113,7 @@ class Reader:
         self._outer_mask: Any = None
         self._outer_called = False
         self._call_ids: Any = None  # that it was called with, where the decoder gets embeddings
+        self._new_kinds: Tensor | None = None
 
     def start_turn(self, prompt_len: int | None = None) -> None:
         """Let the policy act on the next forward: a new turn begins in a hand-written loop.
@@ -164,21 +165,29 @@ class Reader:
             self.starts_turn = self.starts_turn and before.starts_turn
             self.prompt_end = None
 
-    def begin_call(self, keep_last: int | None, ids: Any = None) -> None:
+    def begin_call(self, keep_last: int | None) -> None:
         """Take up a call of the model, which runs the decoder and then a head.
 
         Args:
             keep_last: How many of the last tokens' outputs it asks for; None for all.
-            ids: The ``input_ids`` of the call.
         """
         self._take_thread()
         self.abandon_forward()  # torch tells hooks of no failure by Ctrl-C
-        self._outer_called, self._outer_mask = False, None
+        self._outer_called, self._outer_mask, self._new_kinds = False, None, None
+        self._call_ids = None
         self._keep_last, self._before_call = keep_last, self._snapshot()
-        self._call_ids = ids
 
-    def note_mask(self, mask: Any) -> None:
-        """Take note of the mask with which a module around the decoder was called."""
+    def note_call(self, arguments: Mapping[str, Any], kinds: Tensor | None) -> None:
+        """Take note of a call of a module around the decoder.
+
+        Args:
+            arguments: By name.
+            kinds: ``[batch, new_len]`` int8, the `TokenKind` of its tokens; None where it is not
+                known.
+        """
+        mask = arguments.get("attention_mask")
+        self._call_ids = arguments.get("input_ids", self._call_ids)
+        self._new_kinds = self._new_kinds if kinds is None else kinds
         if not self._outer_called or (isinstance(mask, Tensor) and mask.ndim == 2):
             self._outer_called, self._outer_mask = True, mask
 
@@ -288,7 +297,8 @@ class Reader:
                 f"a prompt must come in one forward where {self.placed} drops tokens, got a chunk "
                 "of it; leave prefill_chunk_size at None"
             )
-        made, arguments = self._masks_made_outside(arguments)
+        made = arguments.get("attention_mask")
+        outside, arguments = self._masks_made_outside(arguments)
         features = AddedFeatures.of(arguments) if acts else None
         incoming = read_inputs(
             arguments if features is None else features.without(arguments),
@@ -298,18 +308,23 @@ class Reader:
             ends=ends,
         )
         incoming = attrs.evolve(incoming, ids=self._ids_of(arguments))
+        if incoming.tokens.padded or incoming.padded:
+            parts.check_padding(self.care)
+        kinds, self._new_kinds = self._new_kinds, None
+        if kinds is not None and kinds.shape == incoming.columns.shape:
+            incoming = attrs.evolve(incoming, kinds=kinds)
         if features is not None and incoming.order is not None:
             features = features.taken(incoming.order)
         if starts:
             lengths = incoming.tokens.lengths + incoming.new_valid.sum(dim=1)
             parts.check_policy(self.placed, int(lengths.max()))
-        if made is not None:
+        if outside:
             taken = {**incoming.arguments, "attention_mask": made}
             incoming = attrs.evolve(incoming, arguments=taken)
         kind: dict[str, Any] = {
             "implementation": implementation,
             "windows": parts.windows,
-            "own_masks": made is not None,
+            "own_masks": outside,
             "spares_masks": self.care.spares_masks,
         }
         if not acts:
@@ -354,15 +369,18 @@ class Reader:
             for layer in self.layers:
                 layer.follow(self.tokens)
 
-    def _masks_made_outside(self, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Masks that a model around the decoder has made; the arguments with its own mask."""
+    def _masks_made_outside(self, arguments: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+        """Whether a model around the decoder makes the masks; the arguments with its own mask."""
         made, outer = arguments.get("attention_mask"), self._outer_mask
-        called, self._outer_called, self._outer_mask = self._outer_called, False, None
-        plain = made is None or (isinstance(made, Tensor) and made.ndim == 2)
-        other = outer is None or (isinstance(outer, Tensor) and outer.ndim == 2)
-        if plain or not called or not other:
-            return None, arguments
-        return made, {**arguments, "attention_mask": outer}
+        self._outer_mask = None
+        if not isinstance(outer, Tensor) or outer.ndim != 2:
+            # Without padding a call may have no mask.
+            outside = self._outer_called and outer is None and not _is_plain(made)
+        else:
+            # What is left of padding may be such that a mask made of it would be none.
+            outside = made is None or not _is_plain(made)
+        self._outer_called = False
+        return outside, {**arguments, "attention_mask": outer} if outside else arguments
 
     def _narrowing(self, arguments: dict[str, Any], parts: ModelParts) -> dict[str, Any]:
         """Whether layers may be run for some tokens only, and whether the last one for the last."""
@@ -572,6 +590,7 @@ class Reader:
             "_thread": None,
             "_outer_mask": None,
             "_call_ids": None,
+            "_new_kinds": None,
         }
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -590,3 +609,8 @@ class Reader:
         if self._forward.waits_for_queries():
             routing.waiting.set((self._forward, index))
         return keys, values
+
+
+def _is_plain(mask: Any) -> bool:
+    """Whether a mask is none, or one ``[batch, columns]`` of tokens and padding."""
+    return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -58,11 +58,11 @@ class Listener(Protocol):
     def forward(self) -> Passage:
         """The forward under way."""
 
-    def begin_call(self, keep_last: int | None, ids: Any = None) -> None:
+    def begin_call(self, keep_last: int | None) -> None:
         """Take up a call of the model, which runs the decoder and then a head."""
 
-    def note_mask(self, mask: Any) -> None:
-        """Take note of the mask with which a module around the decoder was called."""
+    def note_call(self, arguments: Mapping[str, Any], kinds: Tensor | None) -> None:
+        """Take note of a call of a module around the decoder; ``kinds`` are those of its tokens."""
 
     def end_call(self, *, failed: bool) -> None:
         """Conclude a call of the model, or undo it."""
@@ -241,12 +241,11 @@ class Attachment(_Hooks):
         if not self._carries_cache(args, kwargs):
             return
         arguments = _by_name(module, args, kwargs)
-        self.listener.note_mask(arguments.get("attention_mask"))
+        self.listener.note_call(arguments, self.parts.kinds_of(arguments))
         keep = arguments.get("logits_to_keep")
         known = "logits_to_keep" in _signature(type(module).forward).parameters
         last = keep if known and isinstance(keep, int) and keep > 0 else None
-        last = None if arguments.get("labels") is not None else last
-        self.listener.begin_call(last, arguments.get("input_ids"))
+        self.listener.begin_call(None if arguments.get("labels") is not None else last)
         if not self.listener.may_drop:
             if arguments.get("labels") is not None and self.listener.may_evict:
                 raise ValueError(
@@ -273,7 +272,8 @@ class Attachment(_Hooks):
     ) -> None:
         """Take note of the mask of a module between the model and its decoder."""
         if self._carries_cache(args, kwargs):
-            self.listener.note_mask(_by_name(module, args, kwargs).get("attention_mask"))
+            arguments = _by_name(module, args, kwargs)
+            self.listener.note_call(arguments, self.parts.kinds_of(arguments))
 
     def after_model(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         """Conclude the call, or take it back, which may have failed behind the decoder."""

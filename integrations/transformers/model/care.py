@@ -13,7 +13,10 @@ class Care:
         narrows: Whether layers may be run for some of their tokens only.
         spares_masks: Whether a layer may get no mask where its attention function would do right
             without.
+        pads: Whether rows may be padded: a model that counts padding as positions does not read a
+            padded row as it reads it alone, with any cache.
     """
 
     narrows: bool = True
     spares_masks: bool = True
+    pads: bool = True

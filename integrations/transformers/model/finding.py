@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.kinds import TokenKind
 
 # Where models with several inputs keep the part that decodes text.
 _INNER = ("language_model", "text_model", "decoder", "model", "transformer")
@@ -59,6 +60,18 @@ def modules_between(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
     return [model.get_submodule(".".join(parts[:end])) for end in range(1, len(parts))]
 
 
+def placeholders_of(model: Any) -> dict[int, TokenKind]:
+    """The token ids that stand for features of images, videos and sounds, and what they are."""
+    config = getattr(model, "config", None)
+    found = {}
+    for kind in (TokenKind.IMAGE, TokenKind.VIDEO, TokenKind.AUDIO):
+        for name in ("token_id", "token_index"):
+            token = getattr(config, f"{kind.name.lower()}_{name}", None)
+            if isinstance(token, int):
+                found[token] = kind
+    return found
+
+
 def check_uncompiled(module: nn.Module) -> None:
     """Check that a module that hooks go on, or its forward, was not given to `torch.compile`."""
     if (
@@ -95,6 +108,8 @@ def find_attention(layer: nn.Module, index: int) -> nn.Module:
         and hasattr(module, "config")
         and "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names
     ]
+    # Beside it may stand one for the tokens of an encoder, which a decoder alone does not call.
+    found = [each for each in found if not _is_cross(layer, each)] or found
     if len(found) != 1:
         raise UnsupportedModelError(
             "every decoder layer must have one module that calls Transformers' AttentionInterface, "
@@ -102,3 +117,8 @@ def find_attention(layer: nn.Module, index: int) -> nn.Module:
             f"{len(found)}"
         )
     return found[0]
+
+
+def _is_cross(layer: nn.Module, attention: nn.Module) -> bool:
+    name = next(name for name, each in layer.named_modules() if each is attention)
+    return "cross" in name or "encoder_attn" in name

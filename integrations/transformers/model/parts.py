@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.finding import (
     check_uncompiled,
     find_attention,
     find_decoder,
     layer_list,
     modules_between,
+    placeholders_of,
 )
 from kvpolicy.integrations.transformers.model.kinds import kinds_of
 from kvpolicy.integrations.transformers.model.masks import FLASH, IMPLEMENTATIONS
@@ -53,6 +57,7 @@ class ModelParts:
             if getattr(module, "_orig_mod", module) is self.decoder or module in self.between:
                 check_uncompiled(module)
         self.config: Any = self.decoder.config
+        self._placeholders = placeholders_of(self.model)
         layers = layer_list(self.decoder)
         assert layers is not None
         self.layers: list[nn.Module] = list(layers)
@@ -97,6 +102,24 @@ class ModelParts:
         """Decoder layers."""
         return len(self.layers)
 
+    def kinds_of(self, arguments: Mapping[str, Any]) -> Tensor | None:
+        """What the tokens of a call stand for.
+
+        Args:
+            arguments: Of the model's call, by name.
+
+        Returns:
+            ``[batch, new_len]`` int8, each a `TokenKind`; None where the model reads text only, or
+            the tokens are not known.
+        """
+        ids = arguments.get("input_ids")
+        if not self._placeholders or not isinstance(ids, Tensor) or ids.ndim != 2:
+            return None
+        kinds = torch.zeros(ids.shape, dtype=torch.int8, device=ids.device)
+        for token, kind in self._placeholders.items():
+            kinds.masked_fill_(ids == token, int(kind))
+        return kinds
+
     @property
     def eligible(self) -> list[int]:
         """Layers after which tokens may be dropped whatever the context; all if there is none."""
@@ -113,6 +136,24 @@ class ModelParts:
             self.layers[index].parameters(), self.decoder.buffers(), self.decoder.parameters()
         )
         return next((each.device for each in found if not each.is_meta), torch.device("cpu"))
+
+    def careful(self, care: Care) -> Care:
+        """The same, but for modules to which no mask means that all is seen."""
+        causal = all(getattr(each, "is_causal", True) for each in self.attentions)
+        return care if causal else attrs.evolve(care, spares_masks=False)
+
+    def check_padding(self, care: Care) -> None:
+        """Check that the model reads a padded row as it reads it alone.
+
+        Raises:
+            UnsupportedModelError: It does not.
+        """
+        if not care.pads:
+            raise UnsupportedModelError(
+                f"rows must not be padded with {type(self.model).__name__}, which reads a padded "
+                "row otherwise than alone, with any cache; give rows of one length, or one row at "
+                "a time"
+            )
 
     def check_policy(self, policy: CachePolicy, context_len: int) -> None:
         """Check that a policy can act on a context of a length.

@@ -77,6 +77,8 @@ def _check_tokens(tensors: Mapping[str, Tensor], *, padded: bool) -> Tensor:
             f"got {lengths.tolist()}"
         )
     _check_tensor("tokens.ids", tensors["tokens.ids"], torch.int64, *valid.shape)
+    if "tokens.kinds" in tensors:
+        _check_tensor("tokens.kinds", tensors["tokens.kinds"], torch.int8, *valid.shape)
     appended = tensors["tokens.appended"]
     _check_appended(appended, valid)
     acted = _acted(lengths, appended)

@@ -82,7 +82,7 @@ class SavedCache:
             assert positions is not None
             found[f"layers.{index}.keys"], found[f"layers.{index}.values"] = held.read()
             found[f"layers.{index}.positions"] = positions
-        for name in ("valid", "ids", "lengths", "appended", "skipped"):
+        for name in ("valid", "ids", "lengths", "appended", "skipped", "kinds"):
             if getattr(self.tokens, name) is not None:
                 found[f"tokens.{name}"] = getattr(self.tokens, name)
         for index, positions in self.propagated.items():
@@ -150,10 +150,18 @@ class SavedCache:
         if describe(policy) != self.policy:
             raise ValueError(
                 f"policy must be the one that filled the cache in {path}, which is "
-                f"{self.policy}, got {describe(policy)}"
+                f"{_named(self.policy)}, got {policy}"
             )
         check_kind("policy", policy, CachePolicy)  # a file may name a part alone
         return policy
+
+
+def _named(description: Description) -> str:
+    """A described policy as one writes it, or its data where it cannot be built."""
+    try:
+        return str(from_description(description))
+    except ValueError:
+        return str(description)
 
 
 def _broken(path: str | os.PathLike[str], error: object) -> ValueError:
@@ -196,6 +204,7 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
         appended=tensors["tokens.appended"],
         padded=json.loads(metadata["padded"]),
         skipped=tensors.get("tokens.skipped"),
+        kinds=tensors.get("tokens.kinds"),
     )
     layers = []
     for index, query_heads in enumerate(json.loads(metadata["query_heads"])):

@@ -24,6 +24,7 @@ class SeenTokens:
         padded: Whether any column is padding in any row.
         skipped: ``[batch]`` int64, how far each row's rotary positions lie behind its positions:
             the tokens that restarted prefills left out. None where there are none.
+        kinds: ``[batch, seen]`` int8, the `TokenKind` of each column; None where all are text.
     """
 
     valid: Tensor
@@ -32,6 +33,7 @@ class SeenTokens:
     appended: Tensor
     padded: bool
     skipped: Tensor | None = None
+    kinds: Tensor | None = None
 
     @staticmethod
     def none(batch: int, device: torch.device) -> SeenTokens:
@@ -75,6 +77,7 @@ class SeenTokens:
         padded: bool,
         acts: bool,
         skipped: Tensor | None,
+        kinds: Tensor | None = None,
     ) -> SeenTokens:
         """With the next tokens.
 
@@ -86,6 +89,7 @@ class SeenTokens:
             acts: Whether the policy acts on them; then nothing counts as appended.
             skipped: ``[batch]`` int64, how many of them a restarted prefill left out; None where
                 it does not restart.
+            kinds: ``[batch, new_len]`` int8, those of the columns; None where all are text.
         """
         new = torch.full_like(columns, -1, dtype=torch.int64) if ids is None else ids.long()
         return SeenTokens(
@@ -95,7 +99,31 @@ class SeenTokens:
             appended=(positions[:, :0] if acts else torch.cat([self.appended, positions], dim=1)),
             padded=self.padded or padded,
             skipped=_sum(self.skipped, skipped),
+            kinds=self._with_kinds(kinds, columns),
         )
+
+    def _with_kinds(self, kinds: Tensor | None, columns: Tensor) -> Tensor | None:
+        if kinds is None and self.kinds is None:
+            return None
+        text = torch.zeros(
+            self.batch, self.seen + columns.shape[1], dtype=torch.int8, device=self.valid.device
+        )
+        for known, start in ((self.kinds, 0), (kinds, self.seen)):
+            if known is not None:
+                text[:, start : start + known.shape[1]] = known
+        return text
+
+    def kinds_at(self, positions: Tensor) -> Tensor | None:
+        """The kinds of the tokens at ``positions`` ``[batch, kv_heads, key_len]``; None as there.
+
+        What stands at -1 means nothing.
+        """
+        if self.kinds is None:
+            return None
+        # By position: a row's own columns, in their order.
+        order = (~self.valid).to(torch.uint8).argsort(dim=1, stable=True)
+        kinds = self.kinds.gather(1, order).to(positions.device)
+        return kinds.gather(1, positions.clamp(min=0).flatten(1)).view(positions.shape)
 
     def without_last(self, count: int) -> SeenTokens:
         """Without the last ``count`` columns, which must have been appended."""
@@ -108,6 +136,7 @@ class SeenTokens:
             appended=self.appended[:, : self.appended.shape[1] - count],
             padded=self.padded and not bool(valid.all()),
             skipped=self.skipped,
+            kinds=None if self.kinds is None else self.kinds[:, :keep],
         )
 
     def to(self, device: torch.device) -> SeenTokens:
@@ -119,6 +148,7 @@ class SeenTokens:
             appended=self.appended.to(device),
             padded=self.padded,
             skipped=None if self.skipped is None else self.skipped.to(device),
+            kinds=None if self.kinds is None else self.kinds.to(device),
         )
 
     def take_rows(self, rows: Tensor) -> SeenTokens:
@@ -132,6 +162,7 @@ class SeenTokens:
             appended=self.appended.index_select(0, rows),
             padded=self.padded and not bool(valid.all()),
             skipped=None if self.skipped is None else self.skipped.index_select(0, rows),
+            kinds=None if self.kinds is None else self.kinds.index_select(0, rows),
         )
 
     def with_padding(self, valid: Tensor) -> tuple[SeenTokens, Tensor]:

@@ -1,22 +1,27 @@
 """The `kvpolicy` command: what it prints, and one line for whatever a user can get wrong."""
 
+import io
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from logging import getLogger
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers.utils import logging
 from typer.testing import CliRunner
 
 import kvpolicy
 from kvpolicy.evaluation import load, needle_prompts
 from kvpolicy.evaluation.cli import main
+from kvpolicy.evaluation.commands import compare as command_compare
 from kvpolicy.evaluation.commands import generate as command_generate
 from kvpolicy.evaluation.commands.app import app
+from kvpolicy.evaluation.comparison import rows
 from kvpolicy.registry import registered
 
 Run = Callable[..., tuple[int, str, str]]
@@ -95,7 +100,7 @@ def test_wrong_command_line(run: Run, arguments: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--policy", "nope"], "no policy is named 'nope'; known: ada_kv, fastkv, full_context"),
+        (["--policy", "nope"], "no policy is named 'nope'; known: ada_kv, fastkv, "),
         (["--rate", "0"], "retention_rate must be in (0, 1], got 0.0"),
         (["--rate", "1.5"], "retention_rate must be in (0, 1], got 1.5"),
         (["--threads", "100000"], "threads must be at most the machine's"),
@@ -138,6 +143,84 @@ def test_compare_prints_a_table_and_writes(run: Run, tmp_path: Path) -> None:
     assert "1 thread," in shown
     assert "speed: x2 = twice as fast" in shown
     assert sorted(path.name for path in out.iterdir()) == ["compare.json", "compare.png"]
+
+
+QUICK = ("--rounds", 1, "--new-tokens", 1, "--threads", 1)
+
+
+def test_rows_are_flushed_one_by_one_into_a_pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a policy is asked its answers, the rows before it are out, in plain lines."""
+    seen: list[str] = []
+    real = rows.measure_accuracy
+
+    class Out(io.StringIO):
+        flushed = ""
+
+        def flush(self) -> None:
+            self.flushed = self.getvalue()
+
+    out = Out()
+
+    def measure(*args: Any, **kwargs: Any) -> Any:
+        seen.append(out.flushed)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(rows, "measure_accuracy", measure)
+    monkeypatch.setattr(sys, "stdout", out)
+    arguments = ("-p", "snapkv", "-p", "tova", "-r", 0.2, "--context", 96, "--count", 2, *QUICK)
+    assert run("compare", *arguments)[0] == 0
+    names = [[line.split()[0] for line in text.splitlines() if line] for text in seen]
+    start = ["kvpolicy", "model", "2", "timing,", "one-", "policy"]
+    assert names == [start, [*start, "full_context"], [*start, "full_context", "snapkv"]]
+    assert "\x1b" not in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= 80
+    assert re.search(r"^snapkv .*\?$", out.getvalue(), flags=re.MULTILINE)
+    assert "?: rounds disagree, or are fewer than 5" in out.getvalue()
+
+
+def test_a_sweep_says_where_it_is(run: Run) -> None:
+    few = ("-p", "fastkv", "-r", 0.5, "--context", 96, "--count", 2)
+    status, shown, _ = run("compare", *few, "--sweep-rates", *QUICK)
+    assert status == 0
+    assert "sweep: TSP rate 0.4, retention rate 0.4 ..." in shown.splitlines()
+    assert "accuracy of" not in shown
+
+
+def test_a_terminal_gets_each_row_once(run: Run) -> None:
+    """On a terminal rows go above a bar, and no line of stages."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, soft_wrap=True)
+    with command_compare._progress(console) as progress:
+        progress("accuracy of tova", 1, 2)
+        command_compare.Rows(console)._print(["a row"])
+        progress("sweep: all", 1, 2)
+    assert out.getvalue().count("a row") == 1
+    assert "sweep: all ..." not in out.getvalue()
+    assert "1/2" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), ((0.1,), 40, 9, 30.0)),
+        (("--thorough",), ((0.02, 0.1, 0.2), 200, 9, None)),
+        (("--thorough", "-r", 0.3, "--count", 8, "--rounds", 2), ((0.3,), 8, 2, None)),
+        (("--rounds", 9), ((0.1,), 40, 9, None)),
+    ],
+)
+def test_how_much_is_compared(
+    run: Run, arguments: tuple[object, ...], expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def refuse(settings: Any, *_: object) -> None:
+        asked.append(settings)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(command_compare, "check", refuse)
+    assert run("compare", *arguments)[0] == 1
+    (found,) = asked
+    assert (found.rates, found.count, found.rounds, found.timing_seconds) == expected
 
 
 def test_a_sweep_on_prompts_as_short_as_the_window(run: Run, tmp_path: Path) -> None:
@@ -193,7 +276,7 @@ def test_generate_streams_and_reports(run: Run, prompt_file: Path) -> None:
     status, out, err = run("generate", "--prompt-file", prompt_file, "--max-new-tokens", 3)
     assert status == 0
     assert len(out.split()) == 3
-    assert "fastkv, prompt of 128 tokens" in err
+    assert "FastKV(tsp_layer=2), prompt of 128 tokens" in err
     assert re.search(r"^total +130 +14.0 ", err, flags=re.MULTILINE)  # int(12.8) + 2 appended
 
 
@@ -230,8 +313,8 @@ def test_generate_sampling_follows_its_seed(run: Run, prompt_file: Path) -> None
     ("arguments", "said"),
     [
         (["--policy", "nope"], "no policy is named 'nope'; known: "),
-        (["-p", "snapkv", "--tsp-rate", "0.3"], "policy snapkv takes no tsp_rate"),
-        (["--retention-rate", "0.5"], "retention_rate must not exceed tsp_rate"),
+        (["-p", "snapkv", "--tsp-rate", "0.3"], "--set tsp_rate must name a parameter"),
+        (["--rate", "0.5", "--tsp-rate", "0.2"], "retention_rate must not exceed tsp_rate"),
         (["--retention-rate", "2"], "retention_rate must be in (0, 1], got 2.0"),
         (["--tsp-layer", "6"], "tsp_layer must be in [0, 5] for a model of 6 layers, got 6"),
         (["--tsp-layer", "-1"], "tsp_layer must be at least 0"),

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvpolicy.evaluation.cli import main
+from kvpolicy.evaluation.cost.presets import PRESETS
 from kvpolicy.registry import registered
 
-LLAMA, MINISTRAL, NEMO = "llama-3.1-8b", "ministral-8b", "mistral-nemo-12b"
+LLAMA, NEMO = "llama-3.1-8b", "mistral-nemo-12b"
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -91,15 +92,15 @@ def test_notes_on_long_prompts_and_on_scoring(run: Run) -> None:
         (["--config", LLAMA], 2, "Missing option '--context'"),
         (["--config", LLAMA, "--context", "0"], 2, "Invalid value for '--context'"),
         (["--config", LLAMA, "--rate", "much"], 2, "Invalid value for '--rate'"),
-        (["--config", "gpt-17"], 1, f"preset ({LLAMA}, {MINISTRAL}, {NEMO}), a folder with"),
+        (["--config", "gpt-17"], 1, f"preset ({', '.join(PRESETS)}), its name on the"),
         (["--config", "."], 1, "config folder . must hold a config.json, got none"),
         (["--config", LLAMA, "--policies", "nope"], 1, "no policy is named 'nope'; known: "),
         (["--config", LLAMA, "--rate", "0"], 1, "retention_rate must be in (0, 1], got 0.0"),
         (["--config", LLAMA, "--rate", "1.5"], 1, "retention_rate must be in (0, 1], got 1.5"),
         (["--config", LLAMA, "--rate", "nan"], 1, "retention_rate must be in (0, 1], got nan"),
         (["--config", LLAMA, "--dtype", "int7"], 1, "dtype must be one of float32, bfloat16"),
-        (["--config", LLAMA, "--set", "tsp_layer"], 1, "--set must be NAME=NUMBER, got"),
-        (["--config", LLAMA, "--set", "tsp_layer=inf"], 1, "--set must be NAME=NUMBER, got"),
+        (["--config", LLAMA, "--set", "tsp_layer"], 1, "--set must be NAME=VALUE, a finite"),
+        (["--config", LLAMA, "--set", "tsp_layer=inf"], 1, "--set must be NAME=VALUE, a finite"),
         (["--config", LLAMA, "--set", "tsp_layer=32"], 1, "tsp_layer must be in [0, 31]"),
         (["--config", LLAMA, "--set", "tsp_layer=1.5"], 1, "tsp_layer must be an int, got 1.5"),
         (["--config", LLAMA, "--set", "nope=1"], 1, "--set nope must name a parameter"),
@@ -141,3 +142,20 @@ def test_the_documented_output_is_the_commands(run: Run) -> None:
     status, out, _ = run(*shown[1].replace("\\\n", " ").split())
     assert status == 0
     assert [line.rstrip() for line in out.splitlines()] == shown[2].splitlines()
+
+
+def test_notes_on_sliding_windows(run: Run) -> None:
+    """The default layer is the nearest that sees all; what cannot be is said."""
+    shape = ("--config", "google/gemma-3-27b-it", "-r", 0.1)
+    told = ("-p", "fastkv,gem_filter,pyramid_infer")
+    said = " ".join(run(*shape, "--context", 32768, *told)[1].split())
+    assert "52 of 62 layers have a sliding window of 1,024 tokens and keep that" in said
+    assert "fastkv drops tokens after layer 29 of 0 to 61." in said
+    assert "gem_filter restarts, which PolicyCache refuses beyond a sliding window." in said
+    assert "pyramid_infer drops tokens after layers with a sliding window, which" in said
+    assert "fastkv drops tokens after layers" not in said
+    told = ("-p", "fastkv", "--set", "tsp_layer=30")
+    said = " ".join(run(*shape, "--context", 32768, *told)[1].split())
+    assert "fastkv drops tokens after layers with a sliding window" in said
+    assert "layers that see all: 5, 11, 17, 23, 29, 35, 41, 47, 53, 59." in said
+    assert "sliding window" not in run(*shape, "--context", 1024, *told)[1]

@@ -5,7 +5,9 @@ import re
 from collections.abc import Iterator
 from io import BytesIO, StringIO
 from pathlib import Path
+from typing import Any
 
+import attrs
 import pytest
 import torch
 from matplotlib import image
@@ -28,7 +30,10 @@ from kvpolicy.evaluation import (
     variants,
 )
 from kvpolicy.evaluation.commands.compare import show
-from kvpolicy.evaluation.comparison.plots import plot_comparison, plot_sweep
+from kvpolicy.evaluation.comparison.layout import Layout, comparison_legend, comparison_table
+from kvpolicy.evaluation.comparison.picture import plot_comparison
+from kvpolicy.evaluation.comparison.plots import plot_sweep
+from kvpolicy.evaluation.comparison.rows import Listener
 from kvpolicy.evaluation.comparison.study import (
     CALIBRATION_COUNT,
     Settings,
@@ -37,7 +42,7 @@ from kvpolicy.evaluation.comparison.study import (
     run,
     write,
 )
-from kvpolicy.evaluation.comparison.tables import byte_unit, comparison_table, sweep_table
+from kvpolicy.evaluation.comparison.tables import byte_unit, sweep_table
 from kvpolicy.integrations.transformers import LayerReport
 from kvpolicy.policies import FullContext, SnapKV
 from tests.reference import random_tokens, tiny_model
@@ -58,10 +63,9 @@ def rendered(item: object, width: int = 80) -> list[str]:
 
 def made_up() -> Comparison:
     """A comparison by hand, with numbers as wide as they come."""
-    baseline = Timing(Phase((2000.0, 4000.0), (0.0, 0.0)), Phase((90.0, 90.0), (0.0, 0.0)), None)
     full = Timing(
         Phase((2000.0, 4000.0), (1.0, 2.0)),
-        Phase((100.0, 100.0), (3.0, 4.0)),
+        Phase((90.0, 90.0), (3.0, 4.0)),
         LayerReport(131072, 131072.0, 17_179_869_184, 17_179_869_184),
     )
     snap = Timing(
@@ -74,17 +78,74 @@ def made_up() -> Comparison:
         Row(Variant("full_context", FullContext()), scores, full),
         Row(Variant("streaming_llm", SnapKV(), 0.15), {**scores, "one-hop": Score(1, 3)}, snap),
     )
-    return Comparison(rows, baseline, 131072)
+    return Comparison(rows, 131072)
+
+
+def with_rounds(prefill: tuple[float, ...], baseline: tuple[float, ...]) -> Comparison:
+    """Two rows, by hand, that differ in their prefill's times only."""
+    decode = Phase((90.0,) * len(prefill), (0.0,) * len(prefill))
+    rows = [
+        attrs.evolve(
+            row, timing=attrs.evolve(row.timing, prefill=Phase(times, times), decode=decode)
+        )
+        for row, times in zip(made_up().rows, (baseline, prefill), strict=True)
+    ]
+    return Comparison(tuple(rows), 131072)
 
 
 def test_table_by_hand() -> None:
-    lines = rendered(comparison_table(made_up()))
+    """Full context is 1 against itself by definition; two rounds are too few for a speed."""
+    lines = comparison_table(made_up())
     assert [" ".join(line.split()) for line in lines[2:]] == [
-        "full_context - 100.0 12.5 131,072 17.18 100.0 3000 x1.00 100.0 x0.90",
-        "streaming_llm 0.15 33.3 12.5 13,107 1.72 10.0 1000 x3.00 60.0 x2.00",
+        "full_context - 100.0 12.5 131,072 17.18 100.0 3000 x1 90.0 x1",
+        "streaming_llm 0.15 33.3 12.5 13,107 1.72 10.0 1000 x3.00? 60.0 x2.00?",
     ]
     assert "GB" in lines[1]
     assert max(map(len, lines)) <= 80
+
+
+def test_columns_stand_under_each_other() -> None:
+    header, units, full, snap = comparison_table(made_up())
+    for name, cells in (("kept", ("131,072", "13,107")), ("%", ("100.0", "10.0"))):
+        end = units.rindex(name) + len(name)
+        assert (full[:end].split()[-1], snap[:end].split()[-1]) == cells
+    assert header.index("decode") + len("decode") == full.index("90.0") + len("90.0")
+    assert full.index("x1", 60) == snap.index("x2.00?")
+
+
+def test_a_long_name_gets_a_line_of_its_own() -> None:
+    full, snap = made_up().rows
+    name = "a_policy_of_somebody_with_a_long_name"
+    row = attrs.evolve(snap, variant=Variant(name, SnapKV(), 0.15))
+    lines = comparison_table(Comparison((full, row), 131072))
+    assert lines[3] == name
+    assert lines[4].split()[:2] == ["0.15", "33.3"]
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("prefill", "steady", "shown"),
+    [
+        ((1000.0, 1010.0, 990.0, 1000.0, 1000.0), True, "x2.00 "),
+        ((1000.0, 2000.0, 990.0, 1000.0, 1000.0), False, "x2.00? "),
+        ((1000.0, 1000.0, 1000.0, 1000.0), False, "x2.00? "),
+        ((135.0,), False, "x14.81? "),
+    ],
+)
+def test_unsteady_speeds_are_marked_wherever_they_are_said(
+    prefill: tuple[float, ...], steady: bool, shown: str
+) -> None:
+    comparison = with_rounds(prefill, (2000.0,) * len(prefill))
+    row = comparison_table(comparison)[3] + " "
+    assert shown in row
+    full, policy = comparison.as_data()["rows"]
+    assert policy["prefill"]["steady"] is steady
+    assert (policy["prefill"]["interval_90"] is None) is (len(prefill) < 5)
+    assert not {"speedup", "steady", "rounds_speedup"} & set(full["prefill"])
+    marked = any("?" in line for line in comparison_legend(comparison))
+    assert marked is not steady
+    settings = Settings(rounds=len(prefill))
+    assert bool(_timing_notes(settings, comparison)) is not steady
 
 
 def test_data_by_hand() -> None:
@@ -101,17 +162,43 @@ def test_data_by_hand() -> None:
     assert row["decode"]["rounds_cpu_ms"] == [3.0, 4.0]
 
 
-def test_unsteadiness_by_hand() -> None:
-    """Of [2, 4]: quartiles 2.5 and 3.5 around 3; of [1, 3]: 1.5 and 2.5 around 2."""
-    comparison = made_up()
-    assert comparison.unsteadiness == pytest.approx((0.0 + 0.5) / 2)
-    (note,) = _timing_notes(comparison)
-    assert "differed by 25%" in note
-    snap = comparison.rows[1]
-    only_snap = Comparison((snap, snap), comparison.baseline, 9)
-    assert only_snap.unsteadiness == pytest.approx(1 / 2)
-    full = comparison.rows[0]
-    assert _timing_notes(Comparison((full, full), comparison.baseline, 9)) == []
+def test_notes_say_what_is_wrong_with_the_times() -> None:
+    unsteady = with_rounds((1000.0, 2000.0, 1000.0, 1000.0, 1000.0), (2000.0,) * 5)
+    (note,) = _timing_notes(Settings(rounds=5), unsteady)
+    assert note.startswith("1 of 2 speeds are unsteady")
+    stopped, few = _timing_notes(Settings(rounds=9, timing_seconds=30.0), made_up())
+    assert "after 30 s with 2 of 9 rounds" in stopped
+    assert "Fewer than 5 rounds" in few
+
+
+def test_rows_come_as_they_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The times first, then each row before the next policy is asked anything."""
+    events: list[object] = []
+
+    class Told(Listener):
+        def timed(self, variants: Any, timings: Any, kinds: Any) -> None:
+            events.append(([each.label for each in variants], list(kinds)))
+            assert timings[0].held.share == 1.0
+            assert Layout.of(variants, timings, kinds).header[-1].split()[0] == "policy"
+
+        def row(self, row: Row) -> None:
+            events.append(row.variant.label)
+
+    def measure(model: object, prompts: object, policy: object, **_: object) -> object:
+        events.append(type(policy))
+        return {"exact match": Score(1, 2)}
+
+    monkeypatch.setattr("kvpolicy.evaluation.comparison.rows.measure_accuracy", measure)
+    prompts = [Prompt(tuple(random_tokens(0, 20)), ((1,),))]
+    model = tiny_model("llama", seed=3)
+    compare(model, prompts, variants(["snapkv"], [0.3]), rounds=1, new_tokens=1, listener=Told())
+    assert events == [
+        (["full_context", "snapkv 0.3"], ["exact match"]),
+        FullContext,
+        "full_context",
+        type(SnapKV()),
+        "snapkv 0.3",
+    ]
 
 
 def test_byte_units_at_their_edges() -> None:
@@ -180,18 +267,58 @@ def test_sweep_drops_after_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert data[2]["exact_match"]["exact match"]["matches"] == 6
 
 
+def pixels(picture: bytes) -> Any:
+    return image.imread(BytesIO(picture))
+
+
+def coloured(found: Any) -> float:
+    """The share of the pixels that are not grey."""
+    return float((found[..., :3].max(axis=-1) - found[..., :3].min(axis=-1) > 0.1).mean())
+
+
 @pytest.mark.parametrize("kinds", [["exact match"], ["one-hop", "two-hop"]])
-def test_pictures(kinds: list[str]) -> None:
-    comparison = made_up()
+def test_the_picture_of_a_sweep(kinds: list[str]) -> None:
     scores = {kind: Score(1, 2) for kind in kinds}
-    rows = tuple(Row(row.variant, scores, row.timing) for row in comparison.rows)
-    drawn = Comparison(rows, comparison.baseline, 9)
     sweep = Sweep({0.1: (scores, scores), 0.2: (scores, scores)}, scores)
-    only_full = Comparison(rows[:1], comparison.baseline, 9)
-    for picture in (plot_comparison(drawn), plot_sweep(sweep), plot_comparison(only_full)):
-        pixels = image.imread(BytesIO(picture))
-        assert pixels.shape[:2] == (630, 150 * (1 + 4 * len(kinds)))
-        assert pixels.std() > 0.05  # not blank
+    drawn = pixels(plot_sweep(sweep))
+    assert drawn.shape[:2] == (630, 150 * (1 + 4 * len(kinds)))
+    assert coloured(drawn) > 0.001
+
+
+def test_the_picture_of_a_comparison_has_a_row_for_each_policy() -> None:
+    data = made_up().as_data()
+    full, snap = data["rows"]
+    two = pixels(plot_comparison(data))
+    # A second rate is a column, another policy a row.
+    rates = pixels(plot_comparison({"rows": [full, snap, {**snap, "retention_rate": 0.3}]}))
+    policies = pixels(plot_comparison({"rows": [full, snap, {**snap, "policy": "other"}]}))
+    assert rates.shape == two.shape
+    assert policies.shape[0] > two.shape[0]
+    assert policies.shape[1] == two.shape[1]
+    # Two numbers of tokens, which are no rates, are two rows.
+    tokens = [
+        {**snap, "retention_rate": None, "tokens": {"seen": 99, "kept": kept}} for kept in (9, 18)
+    ]
+    assert pixels(plot_comparison({"rows": [full, *tokens]})).shape[0] == policies.shape[0]
+    assert coloured(two) > 0.02
+    assert coloured(pixels(plot_comparison({"rows": [full]}))) > 0.01
+
+
+def test_the_picture_marks_what_is_unsteady(monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.axes import Axes
+
+    said: list[str] = []
+    write_text = Axes.text
+
+    def text(axes: Axes, x: float, y: float, words: str, **look: Any) -> Any:
+        said.append(words)
+        return write_text(axes, x, y, words, **look)
+
+    monkeypatch.setattr(Axes, "text", text)
+    plot_comparison(with_rounds((1000.0,) * 5, (2000.0,) * 5).as_data())
+    assert said[-4:] == ["1", "2.00", "1", "1.00"]
+    plot_comparison(made_up().as_data())
+    assert said[-4:] == ["1", "3.00?", "1", "2.00?"]
 
 
 def test_study_on_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,7 +341,7 @@ def test_study_on_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixtur
         "tsp_layers.png",
     ]
     data = json.loads((tmp_path / "compare.json").read_text())
-    lines = rendered(comparison_table(study.comparison))
+    lines = comparison_table(study.comparison)
     assert len(lines) == 2 + len(data["rows"])
     for line, row in zip(lines[2:], data["rows"], strict=True):
         match = row["exact_match"]
@@ -229,8 +356,8 @@ def test_study_on_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixtur
         ]
         assert cells[6] == f"{100 * row['kv_bytes']['share']:.1f}"
         assert float(cells[7]) == pytest.approx(row["prefill"]["median_ms"], abs=0.51)
-        assert cells[8] == f"x{row['prefill']['speedup']:.2f}"
-        assert cells[10] == f"x{row['decode']['speedup']:.2f}"
+        for cell, phase in ((cells[8], row["prefill"]), (cells[10], row["decode"])):
+            assert cell == (f"x{phase['speedup']:.2f}?" if "speedup" in phase else "x1")
         token_bytes = row["kv_bytes"]["held"] - row["kv_bytes"]["padding"]
         assert token_bytes == pytest.approx(row["tokens"]["kept"] * 6 * 2 * 2 * 16 * 4)
     assert data["settings"]["count"] == 6

@@ -6,6 +6,7 @@ import pytest
 
 from kvpolicy.evaluation import Phase, measure_latency
 from kvpolicy.evaluation.comparison import latency
+from kvpolicy.evaluation.comparison.speed import Speed
 from kvpolicy.policies import FastKV, FullContext, SnapKV
 from tests.reference import random_tokens, tiny_model
 
@@ -90,6 +91,41 @@ def test_held_is_what_prefill_left() -> None:
     assert (fast.seen, fast.kept, fast.held_bytes) == (43, 11.0, 4 * 11 * slot)
     assert fast.full_bytes == full.held_bytes
     assert found.baseline.held is None
+
+
+def test_no_round_begins_after_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rounds of 10 s each, the first not counted: the one that begins at 20 s is the last."""
+    now = 0.0
+
+    def take_turn(*_: Any) -> Any:
+        nonlocal now
+        now += 10.0
+        return latency._Turn((1.0, 1.0), (1.0, 1.0), None)
+
+    monkeypatch.setattr(latency, "_take_turn", take_turn)
+    monkeypatch.setattr(latency.time, "perf_counter", lambda: now)
+    model = tiny_model("llama", seed=1)
+
+    def rounds(seconds: float | None) -> int:
+        nonlocal now
+        now = 0.0
+        found = measure_latency(model, [1, 2], {}, rounds=4, seconds=seconds)
+        return len(found.baseline.prefill.wall_ms)
+
+    assert (rounds(None), rounds(20.0), rounds(19.0), rounds(0.0)) == (4, 2, 1, 1)
+
+
+def test_interval_of_the_median_by_hand() -> None:
+    """Nine rounds leave out one at each end: 1 - 2 (1 + 9) / 2**9 is 96%, one more 82%."""
+    nine = Speed((9.0, 1.0, 8.0, 2.0, 7.0, 3.0, 6.0, 4.0, 5.0))
+    assert (nine.median, nine.interval) == (5.0, (2.0, 8.0))
+    assert Speed((3.0, 1.0, 2.0, 5.0, 4.0)).interval == (1.0, 5.0)
+    assert Speed((1.0,) * 4).interval is None
+    assert [Speed((1.0,) * count).steady for count in (1, 4, 5, 9)] == [False, False, True, True]
+    assert Speed((0.9, 1.0, 1.0, 1.0, 1.09)).steady
+    assert not Speed((0.9, 1.0, 1.0, 1.0, 1.11)).steady
+    with pytest.raises(ValueError, match="rounds"):
+        Speed(())
 
 
 @pytest.mark.parametrize("bad", [{"rounds": 0}, {"new_tokens": 0}])

@@ -48,7 +48,7 @@ def test_bad_rate(rate: float) -> None:
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(UnknownPolicyError, match="fastkv, full_context"):
+    with pytest.raises(UnknownPolicyError, match="fastkv, fastv, full_context"):
         variants(["nope"])
 
 

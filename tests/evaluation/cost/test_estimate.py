@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kvpolicy import CachePolicy, KVSelector, LayerContext, build
 from kvpolicy.evaluation import ModelShape, estimate, shape_of
-from kvpolicy.evaluation.cost.shapes import PRESETS
+from kvpolicy.evaluation.cost.presets import PRESETS
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.policies import (
@@ -25,6 +25,7 @@ from kvpolicy.policies import (
     StreamingLLM,
     TokenSelectivePropagation,
 )
+from tests.families import FAMILIES
 from tests.reference import random_tokens, tiny_model
 
 LLAMA, MINISTRAL, NEMO = "llama-3.1-8b", "ministral-8b", "mistral-nemo-12b"
@@ -83,6 +84,42 @@ def test_layers_that_differ_are_counted_each() -> None:
     shape = attrs.evolve(TINY, mlp_weights=(1000, 1))
     found = estimate(FastKV(tsp_layer=0, tsp_rate=0.5, retention_rate=0.25), shape, 40)
     assert found.prefill.linear == 2 * 40 * (288 + 1000) + 2 * 20 * (288 + 1)
+
+
+def test_a_window_on_paper() -> None:
+    """Of 5 tokens the first sees 1, the others 2: themselves and the one before."""
+    shape = attrs.evolve(TINY, windows=(2, None))
+    found = estimate(SnapKV(retention_rate=1.0), shape, 40)
+    # The triangle of 40 without that of 38, a product of 12 numbers twice, 2 operations each.
+    assert found.prefill.attention == pytest.approx(4 * 12 * (40**2 - 38**2 + 40**2) / 2)
+    assert found.kept_tokens == (1.0, 40.0)
+    within = attrs.evolve(TINY, windows=(40, None))
+    assert estimate(SnapKV(), within, 40) == estimate(SnapKV(), TINY, 40)
+
+
+def test_tokens_that_went_on_see_fewer_in_a_window() -> None:
+    """Half of the tokens, spread evenly, see half of the window: a quarter of the pairs."""
+    shape = attrs.evolve(TINY, windows=(None, 10))
+    whole = estimate(FullContext(), shape, 40)
+    found = estimate(FastKV(tsp_layer=0, tsp_rate=0.5, retention_rate=0.5), shape, 40)
+    first = 2 * 40**2 * 12
+    assert found.prefill.attention - first == pytest.approx((whole.full.attention - first) / 4)
+    assert found.kept_tokens == (20.0, 0.5 * 9)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3"])
+def test_the_cache_keeps_as_many_tokens_in_windows(family: str) -> None:
+    model = FAMILIES[family].build(seed=4)
+    cache = PolicyCache(SnapKV(0.25))
+    with torch.no_grad(), cache.attached(model):
+        model(torch.tensor([random_tokens(6, 200)]), past_key_values=cache)
+    held = cache.report()
+    shape = shape_of(model.config)
+    assert len(set(shape.windows)) == 2
+    found = estimate(SnapKV(0.25), shape, 200, dtype=torch.float32)
+    assert found.kept_tokens == pytest.approx([layer.kept for layer in held.layers])
+    assert found.kv_bytes == held.total.held_bytes
+    assert found.full_kv_bytes == held.total.full_bytes
 
 
 @attrs.frozen
@@ -266,6 +303,8 @@ def test_estimate_bad_input(
         ({"mlp_weights": ()}, ValueError, "mlp_weights must have an entry for each layer"),
         ({"mlp_weights": (1, 0)}, ValueError, "mlp_weights must be at least 1"),
         ({"max_positions": 0}, ValueError, "max_positions must be at least 1"),
+        ({"windows": (0, None)}, ValueError, "windows must be at least 1, got 0"),
+        ({"windows": (3,)}, ValueError, "an entry for each of 2 layers, or none, got 1"),
     ],
 )
 def test_shape_bad_input(change: dict[str, Any], error: type[Exception], said: str) -> None:

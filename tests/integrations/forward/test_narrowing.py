@@ -142,6 +142,30 @@ def test_a_failed_call_asks_nothing_of_the_next() -> None:
 
 
 @torch.no_grad()
+@torch.no_grad()
+@pytest.mark.parametrize("policy", [FullContext(), SnapKV(0.4), FastKV(tsp_rate=0.2)], ids=repr)
+def test_several_last_logits_are_those_of_the_last_columns(policy: CachePolicy) -> None:
+    """Also where padding between a row's tokens is moved: the last columns are other tokens then.
+
+    With FastKV the logits are those of the tokens that went on, in whose order they are left.
+    """
+    model = tiny_model("llama", seed=1)
+    ids, later = (torch.cat([prompt(length, 0), prompt(length, 1)]) for length in (30, 12))
+    mask = torch.ones(2, 42, dtype=torch.int64)
+    mask[1, 38:40] = 0
+    logits = {}
+    for keep in (0, 5):  # 0: all
+        cache = PolicyCache(policy)
+        with cache.attached(model):
+            model(ids, past_key_values=cache)
+            cache.start_turn()
+            output = model(later, attention_mask=mask, past_key_values=cache, logits_to_keep=keep)
+        logits[keep] = output.logits
+    assert logits[5].shape[1] == 5 < logits[0].shape[1]
+    read = torch.ones(2, 5, dtype=torch.bool) if logits[0].shape[1] < 12 else mask[:, -5:].bool()
+    torch.testing.assert_close(logits[5][read], logits[0][:, -5:][read], atol=1e-5, rtol=0)
+
+
 def run(model: PreTrainedModel, policy: CachePolicy, padded: bool) -> tuple[list[Tensor], Any]:
     """Two turns and three decoded tokens in each; in the second, padding stands in the middle."""
     rows = [random_tokens(0, 60), random_tokens(1, 43)][: 1 + padded]

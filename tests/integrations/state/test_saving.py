@@ -25,6 +25,7 @@ from kvpolicy.policies import (
     LastQueryScorer,
     PassAllPropagation,
     PyramidInfer,
+    SinkAndRecentSelector,
     SnapKV,
     SumScorer,
     WindowMaxPoolScorer,
@@ -541,7 +542,12 @@ def test_a_description_that_fits_nothing() -> None:
         from_description({"type": "os:system", "fields": {}})
     with pytest.raises(ValueError, match="description must be that of a CachePolicy"):
         from_description(describe(GQAGroupSelector()))
-    wrong = describe(SnapKV())
+    policy = CachePolicy(None, SinkAndRecentSelector(), PassAllPropagation())
+    wrong = describe(policy)
     wrong["fields"]["selector"]["fields"]["colour"] = 3
-    with pytest.raises(ValueError, match="gqa_group must fit its fields"):
+    with pytest.raises(ValueError, match="sink_and_recent must fit its fields"):
+        from_description(wrong)
+    wrong = describe(SnapKV())
+    wrong["fields"]["colour"] = 3
+    with pytest.raises(ValueError, match="snapkv must fit its fields"):
         from_description(wrong)

@@ -24,7 +24,7 @@ from tests.reference.vision import StreamingLLM as SlowStreamingLLM
 
 from .conversation import Talk, by_reference, converse
 from .models import FAMILIES, IMAGE
-from .prompts import model_inputs, tokens_of
+from .prompts import model_inputs, tokens_of, words
 from .rows import model_of, prompts_of
 
 TOLERANCE = 1e-4
@@ -164,6 +164,27 @@ def test_a_padded_row_is_what_it_is_alone(name: str, method: str) -> None:
             assert side.kept[row] == own.kept[0]
             assert torch.equal(side.tokens[row], own.tokens[0])
             assert float((side.logits[row] - own.logits[0]).abs().max()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("method", ["streaming_llm", "snapkv", "fastkv"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_further_prompt_is_padded_in_the_middle(name: str, method: str) -> None:
+    """Rows that ask questions of unlike length about the images that they have read."""
+    family, model = FAMILIES[name], model_of(name)
+    questions = [words(6, 5), words(8, 14)]
+    prompts = [
+        [*row, question]
+        for row, question in zip(prompts_of(name, (0, 1), turns=1), questions, strict=True)
+    ]
+    talk = converse(family, model, PolicyCache(both(name, method)[0]), prompts)
+    for index in range(2):
+        chosen = Observed(
+            [turn.kept[index] for turn in talk.turns if turn.kept is not None],
+            [turn.passed[index] for turn in talk.turns if turn.passed is not None],
+        )
+        _, logits = by_reference(family, model_of(name, "eager"), talk.rows[index], chosen)
+        for turn, expected in zip(talk.turns, logits, strict=True):
+            assert float((turn.logits[index] - expected).abs().max()) <= TOLERANCE
 
 
 @pytest.mark.parametrize("method", ["snapkv", "fastkv"])

@@ -224,7 +224,8 @@ def test_a_number_of_tokens_takes_the_place_of_a_default_rate() -> None:
     policy = FastKV(tsp_tokens=300, retention_tokens=100)
     assert policy.selector == GQAGroupSelector(None, 8, 100)
     assert policy.propagation == TokenSelectivePropagation(None, None, 8, 300)
-    assert "retention_rate=None" in repr(policy)
+    assert "retention_rate=None" in repr(policy.selector)
+    assert str(policy) == "FastKV(tsp_tokens=300, retention_tokens=100)"
     assert StreamingLLM(retention_tokens=7).selector == SinkAndRecentSelector(None, 4, 7)
 
 

@@ -87,6 +87,7 @@ NOT_BUILT = {
     "musicgen": _ENCODER_DECODER,
     "musicgen_melody": _ENCODER_DECODER,
     "perception_lm": _TIMM,
+    "pi0": "writes movements, not tokens",
     "pix2struct": _ENCODER_DECODER,
     "pp_formulanet": _ENCODER_DECODER,
     "t5gemma2": _ENCODER_DECODER,

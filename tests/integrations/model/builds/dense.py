@@ -8,6 +8,7 @@ its layer is to see in addition to what the model itself masks.
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,23 +60,27 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 class _Masked(TorchFunctionMode):
     """Takes every softmax of a row's scores under the mask of the layer that is running."""
 
-    def __init__(self, visible: Sequence[Tensor | None], length: int, *, tiled: bool) -> None:
+    def __init__(
+        self, visible: Sequence[Tensor | None], length: int, prompt_len: int, *, tiled: bool
+    ) -> None:
         super().__init__()
         self.visible = visible
         self.length = length
+        # Also where a prompt's tokens see each other in both directions, they see no later ones.
+        place = torch.arange(length)
+        self.known = place[None] < (place + 1).clamp(min=prompt_len)[:, None]
         self.tiled = tiled
         self.layer: int | None = None
         self.reached: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.layer is not None:
-            if func in _SOFTMAX or func in _SUM:
-                scores = args[0] if args else kwargs["input"]
-                rest = {name: value for name, value in kwargs.items() if name != "input"}
-                return func(self._cut(scores), *args[1:], **rest)
-            if func in _SDPA:
-                return self._attend(*args, **kwargs)
+        if func in _SOFTMAX or func in _SUM:
+            scores = args[0] if args else kwargs["input"]
+            rest = {name: value for name, value in kwargs.items() if name != "input"}
+            return func(self._cut(scores), *args[1:], **rest)
+        if func in _SDPA:
+            return self._attend(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _attend(
@@ -109,26 +114,46 @@ class _Masked(TorchFunctionMode):
         more = scores.shape[-1] - self.length if scores.ndim > 2 else -1
         if more not in (0, 1) or scores.shape[-2] != self.length:
             return scores
-        assert self.layer is not None
-        self.reached.add(self.layer)
-        seen = self.visible[self.layer]
-        if seen is None:
-            return scores
         heads = math.prod(scores.shape[:-2])  # of one row
-        if heads % seen.shape[0]:
-            raise UnjudgedError(f"{heads} heads of scores, {seen.shape[0]} of keys")
-        group = heads // seen.shape[0]
-        seen = seen.repeat(group, 1, 1) if self.tiled else seen.repeat_interleave(group, dim=0)
+        seen = self._seen(heads) & self.known
         seen = nn.functional.pad(seen, (0, more), value=True)
         lowest = torch.finfo(scores.dtype).min
         return scores.masked_fill(~seen.view(scores.shape[:-2] + seen.shape[-2:]), lowest)
+
+    def _seen(self, heads: int) -> Tensor:
+        """`[heads, len, len]`, what the layer that is running sees."""
+        if self.layer is not None:
+            self.reached.add(self.layer)
+        seen = None if self.layer is None else self.visible[self.layer]
+        if seen is None:
+            return torch.ones(heads, self.length, self.length, dtype=torch.bool)
+        if heads % seen.shape[0]:
+            raise UnjudgedError(f"{heads} heads of scores, {seen.shape[0]} of keys")
+        group = heads // seen.shape[0]
+        return seen.repeat(group, 1, 1) if self.tiled else seen.repeat_interleave(group, dim=0)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one layer sees of a row.
+
+    Attributes:
+        keys: bool `[kv_heads, len, len]`, whether the query of a row sees the key of a column; None
+            where it sees all that the model lets it.
+        tokens: bool `[len]`, those that reach the layer. Only a layer without keys takes these from
+            here; where there are keys, those of others are not seen.
+    """
+
+    keys: Tensor | None
+    tokens: Tensor
 
 
 @torch.no_grad()
 def dense_logits(
     model: PreTrainedModel,
     token_ids: Sequence[int],
-    visible: Sequence[Tensor | None] = (),
+    prompt_len: int,
+    seen: Sequence[Seen] = (),
     *,
     tiled: bool = False,
 ) -> Tensor:
@@ -137,8 +162,8 @@ def dense_logits(
     Args:
         model: any decoder of Transformers; its own masks hold besides.
         token_ids: the row, prompt and decoded tokens.
-        visible: per layer, bool `[kv_heads, len, len]`, whether the query of a row sees the key of
-            a column; None where it sees all that the model lets it; empty where all layers do.
+        prompt_len: tokens of the prompt, which was read without those that follow.
+        seen: by layer; empty where all layers see all.
         tiled: whether query head `i` has the key head `i % kv_heads`, instead of neighbours
             sharing one.
 
@@ -148,23 +173,15 @@ def dense_logits(
     Raises:
         UnjudgedError: A layer that is to see less than all took no softmax.
     """
-    length = len(token_ids)
-    masked = _Masked(visible, length, tiled=tiled)
-    handles = []
-
-    def enters(index: int) -> Any:
-        def hook(*_: Any) -> None:
-            masked.layer = index
-
-        return hook
-
-    def leaves(*_: Any) -> None:
-        masked.layer = None
-
-    layers = decoder_layers(model) if any(each is not None for each in visible) else []
-    for index, layer in enumerate(layers):
-        handles.append(layer.register_forward_pre_hook(enters(index)))
-        handles.append(layer.register_forward_hook(leaves, always_call=True))
+    masked = _Masked([each.keys for each in seen], len(token_ids), prompt_len, tiled=tiled)
+    handles: list[Any] = []
+    layers = decoder_layers(model) if seen else []
+    if len(layers) != len(seen):
+        raise UnjudgedError(f"{len(layers)} layers, but {len(seen)} in the cache")
+    for index, (layer, each) in enumerate(zip(layers, seen, strict=True)):
+        handles += _hooks(masked, index, layer)
+        if each.keys is None and not bool(each.tokens.all()):
+            handles += _gathering(layer, each.tokens)
     try:
         with masked:
             logits: Tensor = model(**_inputs(model, token_ids), use_cache=False).logits
@@ -173,12 +190,50 @@ def dense_logits(
             handle.remove()
     missed = [
         index
-        for index, seen in enumerate(visible)
-        if seen is not None and index not in masked.reached
+        for index, each in enumerate(seen)
+        if each.keys is not None and index not in masked.reached
     ]
     if missed:
         raise UnjudgedError(f"layers {missed} take no softmax over the tokens")
     return logits[0]
+
+
+def _hooks(masked: _Masked, index: int, layer: nn.Module) -> list[Any]:
+    """Say which layer is running."""
+
+    def enters(*_: Any) -> None:
+        masked.layer = index
+
+    def leaves(*_: Any) -> None:
+        masked.layer = None
+
+    return [
+        layer.register_forward_pre_hook(enters),
+        layer.register_forward_hook(leaves, always_call=True),
+    ]
+
+
+def _gathering(layer: nn.Module, tokens: Tensor) -> list[Any]:
+    """Run a layer that holds a state on the tokens that reach it alone."""
+    places = tokens.nonzero()[:, 0]
+
+    def cut(value: Any) -> Any:
+        whole = isinstance(value, Tensor) and value.shape[1:2] == tokens.shape
+        return value[:, places] if whole else value
+
+    def enters(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return tuple(map(cut, args)), {name: cut(each) for name, each in kwargs.items()}
+
+    def leaves(module: nn.Module, args: Any, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        spread = first.new_zeros(first.shape[0], len(tokens), *first.shape[2:])
+        spread[:, places] = first
+        return (spread, *output[1:]) if isinstance(output, tuple) else spread
+
+    return [
+        layer.register_forward_pre_hook(enters, with_kwargs=True),
+        layer.register_forward_hook(leaves),
+    ]
 
 
 def _inputs(model: PreTrainedModel, token_ids: Sequence[int]) -> dict[str, Tensor]:

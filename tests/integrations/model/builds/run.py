@@ -7,7 +7,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from kvpolicy.integrations.transformers.model import parts
+from kvpolicy.integrations.transformers.model import check
 from tests.integrations.model.builds.catalogue import NOT_BUILT, builds
 from tests.integrations.model.builds.judge import Judge, Verdict
 
@@ -23,32 +23,22 @@ OUTCOMES = ("wrong", "error", "unjudged", "unbuilt", "late", "refused", "right")
 
 
 class _Everything:
-    """In the place of a list of accepted types."""
+    """In the place of the names of families that need no self-check."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
 
 @contextmanager
-def beyond_lists(*, accepted: bool, refused: bool) -> Iterator[None]:
-    """Lets the library take up types that its lists would keep it from.
-
-    Args:
-        accepted: whether to take every type for one of those accepted.
-        refused: whether to forget which are refused.
-    """
-    module: Any = parts
-    before = {name: getattr(module, name, None) for name in ("MODEL_TYPES", "REFUSED")}
-    if accepted and before["MODEL_TYPES"] is not None:
-        module.MODEL_TYPES = _Everything()
-    if refused and before["REFUSED"] is not None:
-        module.REFUSED = {}
+def unchecked() -> Iterator[None]:
+    """Lets the library compute where its self-check would have it refuse."""
+    module: Any = check
+    before = module.TESTED
+    module.TESTED = _Everything()
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is not None:
-                setattr(module, name, value)
+        module.TESTED = before
 
 
 def judged(names: list[str]) -> Iterator[Verdict]:
@@ -90,13 +80,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="builds; all if none is given")
     parser.add_argument("--out", type=Path, help="a JSON file; a table goes beside it, as .txt")
-    parser.add_argument("--beyond-list", action="store_true", help="types that no list names, too")
-    parser.add_argument("--beyond-refusals", action="store_true", help="and those refused by name")
+    parser.add_argument(
+        "--unchecked",
+        action="store_true",
+        help="without the library's self-check: what it computes, not what it lets a user do",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     verdicts = []
-    with beyond_lists(accepted=options.beyond_list, refused=options.beyond_refusals):
+    with unchecked() if options.unchecked else nullcontext():
         for verdict in judged(options.names):
             print(f"{verdict.outcome:9}{verdict.name:26} {verdict.seconds:4.1f} s", flush=True)
             verdicts.append(verdict)

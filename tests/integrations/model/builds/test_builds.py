@@ -3,18 +3,16 @@
 `make families` judges every decoder of the installed Transformers.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from kvpolicy.policies import SnapKV
 from tests.integrations.model.builds import judge
 from tests.integrations.model.builds.catalogue import NOT_BUILT, builds
+from tests.integrations.model.builds.dense import Seen
 from tests.integrations.model.builds.judge import Judge
-from tests.integrations.model.builds.run import beyond_lists
 from tests.integrations.model.builds.sizes import LAYERS
 
 BUILDS = builds()
@@ -34,12 +32,6 @@ RIGHT = (
 SAFE = ("deepseek_v3", "falcon_alibi", "gpt2", "jamba", "llama4_text", "mamba")
 
 
-@pytest.fixture(autouse=True)
-def _whatever_the_lists_say() -> Iterator[None]:
-    with beyond_lists(accepted=True, refused=False):
-        yield
-
-
 @pytest.mark.parametrize("name", RIGHT)
 def test_the_library_is_right(name: str) -> None:
     verdict = Judge(name, BUILDS[name].model())()
@@ -57,17 +49,17 @@ def test_one_key_too_few_in_one_layer_is_noticed(
     layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reference then sees one key less than the library kept."""
-    honest = judge.visible_to
+    honest = judge.seen_by
 
-    def lacking(*args: Any) -> list[Tensor | None]:
-        masks = honest(*args)
-        mask = masks[layer]
-        assert mask is not None
-        first = int(mask[0, -1].nonzero()[0])
-        mask[:, args[2] :, first] = False
-        return masks
+    def lacking(*args: Any) -> list[Seen]:
+        seen = honest(*args)
+        keys = seen[layer].keys
+        assert keys is not None
+        first = int(keys[0, -1].nonzero()[0])
+        keys[:, args[2] :, first] = False
+        return seen
 
-    monkeypatch.setattr(judge, "visible_to", lacking)
+    monkeypatch.setattr(judge, "seen_by", lacking)
     for name in ("full_context", "fastkv", "snapkv"):
         monkeypatch.setitem(judge.POLICIES, name, judge.POLICIES["streaming_llm"])
     verdict = Judge("llama", BUILDS["llama"].model())()

@@ -1,0 +1,30 @@
+"""Draw the picture of a comparison on the needle task again, from its numbers alone.
+
+`make compare-thorough` makes the numbers; ``benchmarks/results/needle`` holds those that are
+reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvpolicy.evaluation.comparison.picture import plot_comparison
+from kvpolicy.evaluation.results import write_all
+
+RESULTS = Path(__file__).parent / "results" / "needle"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read ``compare.json`` of a folder and write ``compare.png`` beside it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=RESULTS)
+    folder: Path = parser.parse_args(arguments).folder
+    data = json.loads((folder / "compare.json").read_text())
+    write_all(folder, {"compare.png": plot_comparison(data)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""A comparison on one's own model and prompts, in Python; `kvpolicy compare` does it in a shell."""
+
+import json
+import tempfile
+from pathlib import Path
+
+from kvpolicy.evaluation import load, measure_accuracy, needle_prompts, read_prompts, variants
+
+loaded = load("needle")  # or a folder, or a name on the Hugging Face Hub
+decode = loaded.tokenizer.decode
+
+# A line for each prompt: {"prompt": "...", "answer": "..."}. Here they are the bundled model's.
+file = Path(tempfile.mkdtemp()) / "questions.jsonl"
+with file.open("w", encoding="utf-8") as lines:
+    for each in needle_prompts(context_len=256, count=8):
+        line = {"prompt": decode(each.input_ids), "answer": decode(each.answers[0])}
+        lines.write(json.dumps(line) + "\n")
+
+prompts = read_prompts(file, loaded.tokenizer)
+for variant in variants(["full_context", "snapkv", "streaming_llm"], rates=[0.2], tsp_layer=2):
+    (score,) = measure_accuracy(loaded.model, prompts, variant.policy).values()
+    print(f"{variant.label:<18} {score.matches} of {score.count}")

@@ -1,0 +1,208 @@
+"""Policies and compositions that a command line asks for, built."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvpolicy.errors import UnknownPolicyError
+from kvpolicy.evaluation.commands.options import PolicyOptions
+from kvpolicy.evaluation.comparison.variant import (
+    Variant,
+    build_policy,
+    parameters_of,
+    takes,
+)
+from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+from kvpolicy.policy import CachePolicy
+from kvpolicy.registry import Part, registered
+
+COMPOSITION = "composition"
+# What a composition has where nothing is named: SnapKV's.
+PARTS = {"scorer": "window_max_pool", "selector": "gqa_group", "propagation": "pass_all"}
+
+
+def chosen_variants(
+    options: PolicyOptions, rates: Sequence[float | None], *, tsp_layer: int | None = None
+) -> list[Variant]:
+    """Build every policy that is asked for, at every retention.
+
+    Args:
+        options: What the command line says.
+        rates: The command's own retention rates, where it says none.
+        tsp_layer: For the policies that have one and are not told another; None for their default.
+
+    Raises:
+        ValueError: A name is unknown, a value out of its range, or an option is taken by none of
+            the policies.
+    """
+    found = []
+    if options.names or not options.parts:
+        found += _methods(options, rates, tsp_layer)
+    if options.parts:
+        found += _compositions(options, rates)
+    _check_taken(options, found)
+    return found
+
+
+def chosen_variant(
+    options: PolicyOptions, default: str, *, tsp_layer: int | None = None
+) -> Variant:
+    """Build the one policy that is asked for.
+
+    Args:
+        options: What the command line says.
+        default: The policy where it says none.
+        tsp_layer: See `chosen_variants`.
+
+    Raises:
+        ValueError: More than one is asked for; else see `chosen_variants`.
+    """
+    asked = [*options.names, *([COMPOSITION] if options.parts else [])]
+    for option, given in (
+        ("--policy", asked),
+        ("--rate", options.rates),
+        ("--retention-tokens", options.tokens),
+    ):
+        if len(given) > 1:
+            raise ValueError(
+                f"{option} must be one here, got {', '.join(map(str, given))}; to hold several "
+                "against each other, see kvpolicy compare"
+            )
+    if not asked:
+        options = attrs.evolve(options, names=(default,))
+    (found,) = chosen_variants(options, (None,), tsp_layer=tsp_layer)
+    return found
+
+
+def _methods(
+    options: PolicyOptions, rates: Sequence[float | None], tsp_layer: int | None
+) -> list[Variant]:
+    found = []
+    for name in _names(options):
+        known = parameters_of(registered("policy")[name])
+        further = {key: value for key, value in options.parameters.items() if key in known}
+        if tsp_layer is not None and "tsp_layer" in known:
+            further = {"tsp_layer": tsp_layer, **further}
+        for rate, tokens in _retentions(options, rates, known):
+            merged = {**_retention(rate, tokens, known), **further}
+            if "tsp_tokens" in further and "tsp_rate" not in further:
+                merged.pop("tsp_rate", None)
+            policy = _built(functools.partial(build_policy, name, **merged))
+            found.append(Variant(name, policy, rate, merged, tokens))
+    return found
+
+
+def _names(options: PolicyOptions) -> list[str]:
+    """The names of registered policies, each checked and once."""
+    names = options.names or tuple(registered("policy"))
+    for name in names:
+        takes(name, "")  # lists the known ones
+    return list(dict.fromkeys(name.replace("-", "_") for name in names))
+
+
+def _compositions(options: PolicyOptions, rates: Sequence[float | None]) -> list[Variant]:
+    """The one composition, at every retention that its parts take and are not told."""
+    parts = {kind: _factory(kind, options) for kind in PARTS}
+    known: dict[str, Any] = {}
+    told: dict[str, dict[str, Any]] = {}
+    for kind, factory in parts.items():
+        known |= parameters_of(factory)
+        told[kind] = options.parts[kind].parameters if kind in options.parts else {}
+    if any("retention_rate" in each or "retention_tokens" in each for each in told.values()):
+        rates = (None,)
+    found = []
+    for rate, tokens in _retentions(options, rates, known):
+        shared = {**_retention(rate, tokens, known), **options.parameters}
+        policy = _built(functools.partial(_compose, parts, told, shared, options))
+        described = {kind: str(getattr(policy, kind)) for kind in PARTS}
+        found.append(Variant(COMPOSITION, policy, rate, described, tokens))
+    return found
+
+
+def _compose(
+    factories: Mapping[str, Callable[..., Part]],
+    told: Mapping[str, Mapping[str, Any]],
+    shared: Mapping[str, Any],
+    options: PolicyOptions,
+) -> CachePolicy:
+    built: dict[str, Any] = {}
+    for kind, factory in factories.items():
+        known = parameters_of(factory)
+        taken = {key: value for key, value in shared.items() if key in known}
+        for key in told[kind]:
+            if key not in known:
+                raise ValueError(
+                    f"--{kind} {options.parts[kind].name} takes no {key}; it takes "
+                    f"{', '.join(known) or 'no parameters'}"
+                )
+        built[kind] = factory(**{**taken, **told[kind]})
+    scorer, selector, propagation = built["scorer"], built["selector"], built["propagation"]
+    assert isinstance(scorer, Scorer)
+    assert isinstance(selector, KVSelector)
+    assert isinstance(propagation, PropagationPolicy)
+    needed = selector.needs_saliency or propagation.needs_saliency
+    return CachePolicy(
+        scorer if needed or "scorer" in options.parts else None, selector, propagation
+    )
+
+
+def _factory(kind: str, options: PolicyOptions) -> Callable[..., Part]:
+    name = options.parts[kind].name if kind in options.parts else PARTS[kind]
+    known = registered(kind)
+    if name.replace("-", "_") not in known:
+        raise UnknownPolicyError(f"no {kind} is named {name!r}; known: {', '.join(known)}")
+    return known[name.replace("-", "_")]
+
+
+def _retentions(
+    options: PolicyOptions, rates: Sequence[float | None], known: Mapping[str, Any]
+) -> list[tuple[float | None, int | None]]:
+    """Rates and numbers of tokens, of which at most one is not None; one pair of None for none."""
+    if options.tokens and "retention_tokens" in known:
+        return [(None, tokens) for tokens in options.tokens]
+    if not options.tokens and "retention_rate" in known:
+        return [(rate, None) for rate in options.rates or rates]
+    return [(None, None)]
+
+
+def _retention(rate: float | None, tokens: int | None, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a retention; layers after a drop cannot keep more than reaches them."""
+    if tokens is not None:
+        return {"retention_tokens": tokens}
+    if rate is None:
+        return {}
+    passed = known.get("tsp_rate")
+    raised = {"tsp_rate": rate} if isinstance(passed, float) and passed < rate <= 1.0 else {}
+    return {"retention_rate": rate, **raised}
+
+
+def _built(build: Callable[[], CachePolicy]) -> CachePolicy:
+    try:
+        return build()
+    except TypeError as error:  # such as half a layer
+        raise ValueError(str(error)) from error
+
+
+def _check_taken(options: PolicyOptions, found: Sequence[Variant]) -> None:
+    """Refuse what none of the policies takes, rather than to ignore it."""
+    known = set[str]()
+    for each in found:
+        if each.name == COMPOSITION:
+            known.update(*(parameters_of(_factory(kind, options)) for kind in PARTS))
+        else:
+            known.update(parameters_of(registered("policy")[each.name]))
+    wanted = {name: f"--set {name}" for name in options.parameters}
+    wanted |= {"protect": "--protect"} if "protect" in wanted else {}
+    wanted |= {"retention_rate": "--rate"} if options.rates else {}
+    wanted |= {"retention_tokens": "--retention-tokens"} if options.tokens else {}
+    for name, option in wanted.items():
+        if name not in known:
+            names = ", ".join(dict.fromkeys(each.name for each in found))
+            raise ValueError(
+                f"{option} must name a parameter of a chosen policy, got none that takes it among "
+                f"{names}; see kvpolicy policies"
+            )

@@ -1,0 +1,232 @@
+"""The options that several commands have, declared once, so that they mean the same everywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+import attrs
+import typer
+
+PolicyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        "--policies",
+        "-p",
+        metavar="NAMES",
+        help="Names from `kvpolicy policies`, comma-separated or repeated.",
+    ),
+]
+RateOption = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--rate",
+        "--retention-rate",
+        "-r",
+        metavar="RATE",
+        help="Fraction of the context that every layer keeps, in (0, 1], repeatable.",
+    ),
+]
+RetentionTokensOption = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--retention-tokens",
+        metavar="N",
+        help="Tokens that every layer keeps, in place of a rate, repeatable.",
+    ),
+]
+ProtectOption = Annotated[
+    int | None,
+    typer.Option(
+        "--protect", metavar="N", help="First tokens of the context that are always kept."
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="A parameter of what takes it, repeatable; such as window_size=16.",
+    ),
+]
+ScorerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--scorer",
+        metavar="PART",
+        help="A composition's scorer: a name, or name:parameter=value,...",
+    ),
+]
+SelectorOption = Annotated[
+    str | None, typer.Option("--selector", metavar="PART", help="Its selector, likewise.")
+]
+PropagationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--propagation",
+        metavar="PART",
+        help="Its propagation policy, likewise; what is not named is SnapKV's.",
+    ),
+]
+TSPLayerOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Layer after which FastKV drops tokens, from 0; default: the policy's own, or the one "
+        "chosen for the bundled model.",
+    ),
+]
+# Parameters that have an option of their own.
+OWN_OPTIONS = {
+    "retention_rate": "--rate",
+    "retention_tokens": "--retention-tokens",
+    "protect": "--protect",
+}
+
+
+@attrs.frozen
+class PartOption:
+    """A part of a composition as it is written: a registered name, and parameters.
+
+    Args:
+        name: Under which it is registered.
+        parameters: Values by name.
+    """
+
+    name: str
+    parameters: dict[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class PolicyOptions:
+    """Which policies a command line asks for.
+
+    Args:
+        names: Of registered policies; none for all, or for a composition alone.
+        rates: KV retention rates; none for the command's own.
+        tokens: Retentions in tokens, in place of rates.
+        parameters: Further parameters, for what takes them, ``protect`` among them.
+        parts: Parts of a composition by kind; empty where none is asked for.
+    """
+
+    names: tuple[str, ...] = ()
+    rates: tuple[float, ...] = ()
+    tokens: tuple[int, ...] = ()
+    parameters: dict[str, Any] = attrs.field(factory=dict)
+    parts: dict[str, PartOption] = attrs.field(factory=dict)
+
+    def refuse(self, command: str, **reasons: str) -> None:
+        """Refuse options that make no sense for a command.
+
+        Args:
+            command: The command.
+            reasons: For each field that must be empty, why; ``protect`` counts as one.
+
+        Raises:
+            ValueError: One is given.
+        """
+        said = {
+            "names": ("--policy", self.names),
+            "rates": ("--rate", self.rates),
+            "tokens": ("--retention-tokens", self.tokens),
+            "parts": ("--scorer, --selector and --propagation", tuple(self.parts)),
+        }
+        for field, reason in reasons.items():
+            option, given = said[field]
+            if given:
+                raise ValueError(
+                    f"{option} must not be given to kvpolicy {command}: {reason}, got "
+                    f"{', '.join(map(str, given))}"
+                )
+
+
+def policy_options(
+    names: Sequence[str] | None = None,
+    rates: Sequence[float] | None = None,
+    tokens: Sequence[int] | None = None,
+    protect: int | None = None,
+    assignments: Sequence[str] | None = None,
+    *,
+    scorer: str | None = None,
+    selector: str | None = None,
+    propagation: str | None = None,
+) -> PolicyOptions:
+    """Read the options as they come from the command line.
+
+    Raises:
+        ValueError: Rates and numbers of tokens are both given, an assignment is none, or it is of a
+            parameter that has an option of its own.
+    """
+    if rates and tokens:
+        raise ValueError("at most one of --rate and --retention-tokens must be given, got both")
+    parameters = parse_assignments(assignments or (), "--set")
+    for name, option in OWN_OPTIONS.items():
+        if name in parameters:
+            raise ValueError(f"{name} must be given by {option}, got --set {name}")
+    if protect is not None:
+        parameters["protect"] = protect
+    parts = {"scorer": scorer, "selector": selector, "propagation": propagation}
+    return PolicyOptions(
+        split_names(names or ()),
+        tuple(dict.fromkeys(rates or ())),
+        tuple(dict.fromkeys(tokens or ())),
+        parameters,
+        {kind: _parse_part(text, f"--{kind}") for kind, text in parts.items() if text is not None},
+    )
+
+
+def split_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Names that may be repeated, comma-separated or both.
+
+    Example:
+        >>> split_names(["snapkv, fastkv", "h2o"])
+        ('snapkv', 'fastkv', 'h2o')
+    """
+    return tuple(name.strip() for each in names for name in each.split(","))
+
+
+def parse_assignments(assignments: Iterable[str], option: str) -> dict[str, Any]:
+    """Values by name, of texts such as ``"window_size=16"``.
+
+    Args:
+        assignments: The texts.
+        option: Whose they are, for messages.
+
+    Raises:
+        ValueError: One is no name and value.
+
+    Example:
+        >>> parse_assignments(["tsp_layer=none", "tsp_rate=0.5", "kernel_size=5"], "--set")
+        {'tsp_layer': None, 'tsp_rate': 0.5, 'kernel_size': 5}
+    """
+    parsed: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = (each.strip() for each in assignment.partition("="))
+        value = _value(text)
+        if not (name.isidentifier() and equals) or value != value:
+            raise ValueError(
+                f"{option} must be NAME=VALUE, a finite number, true, false or none, got "
+                f"{assignment!r}"
+            )
+        parsed[name] = value
+    return parsed
+
+
+def _value(text: str) -> Any:
+    """The value that a text means; NaN where it means none."""
+    named = {"none": None, "true": True, "false": False}
+    if text.lower() in named:
+        return named[text.lower()]
+    try:
+        value: float = int(text) if text.lstrip("+-").isdecimal() else float(text)
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan
+
+
+def _parse_part(text: str, option: str) -> PartOption:
+    name, colon, rest = text.partition(":")
+    assignments = rest.split(",") if colon else []
+    return PartOption(name.strip(), parse_assignments(assignments, option))

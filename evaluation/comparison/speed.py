@@ -1,0 +1,68 @@
+"""A speed against a baseline, and whether its rounds agree enough for it to be relied on."""
+
+from __future__ import annotations
+
+from math import comb
+from statistics import median
+
+import attrs
+
+# Of the median: the width of its interval up to which rounds are said to agree.
+STEADY = 0.2
+_COVERAGE = 0.9
+# Of fewer, no two reach that confidence.
+MIN_ROUNDS = 5
+
+
+@attrs.frozen
+class Speed:
+    """How many times as fast as a baseline, round by round.
+
+    Args:
+        rounds: The baseline's time over this one's, one entry a round; at least one.
+
+    Example:
+        >>> Speed((2.0, 2.1, 1.9, 2.0, 2.05)).text, Speed((14.81,)).text
+        ('x2.00', 'x14.81?')
+    """
+
+    rounds: tuple[float, ...] = attrs.field(validator=attrs.validators.min_len(1))
+
+    @property
+    def median(self) -> float:
+        """The median of the rounds."""
+        return median(self.rounds)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Lowest and highest that the median may be, with a confidence of 90% at least.
+
+        Two of the rounds themselves, as many from below as from above: of nine the second and the
+        eighth. Times are far from normally distributed, and this asks for no distribution. None
+        for fewer than five rounds, of which no two reach the confidence.
+
+        Example:
+            >>> Speed((1.0, 9.0, 2.0, 4.0, 3.0)).interval, Speed((1.0, 9.0, 2.0, 4.0)).interval
+            ((1.0, 9.0), None)
+        """
+        ordered, count = sorted(self.rounds), len(self.rounds)
+        left_out, outside = None, 0.0
+        for index in range((count + 1) // 2):
+            outside += 2 * comb(count, index) / 2**count
+            if 1 - outside < _COVERAGE:
+                break
+            left_out = index
+        return None if left_out is None else (ordered[left_out], ordered[count - 1 - left_out])
+
+    @property
+    def steady(self) -> bool:
+        """Whether there is an interval, and it is no wider than a fifth of the median."""
+        if self.interval is None:
+            return False
+        low, high = self.interval
+        return high - low <= STEADY * self.median
+
+    @property
+    def text(self) -> str:
+        """Such as ``"x2.00"``, with a question mark behind it where it is not steady."""
+        return f"x{self.median:.2f}{'' if self.steady else '?'}"

@@ -1,0 +1,134 @@
+"""Tables as pictures: numbers on coloured cells, a row for each policy."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvpolicy.evaluation.extras import require
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# A colour as matplotlib makes them: red, green, blue, opacity, each in [0, 1].
+Colour = tuple[float, float, float, float]
+# Inches of a row, and of what stands above and below all of them.
+ROW, MARGIN = 0.27, 1.2
+_TEXT = 9
+
+
+@attrs.frozen
+class Cell:
+    """A number on its colour.
+
+    Args:
+        column: Where it begins, from 0.
+        text: What stands on it.
+        value: What its colour stands for.
+        span: Columns that it covers.
+    """
+
+    column: int
+    text: str
+    value: float
+    span: int = 1
+
+
+def new_figure(width: float, rows: int) -> Figure:
+    """A figure with room for so many rows; without pyplot: no window, no global state.
+
+    Args:
+        width: Inches.
+        rows: Of the tables on it, which stand side by side.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    require("matplotlib", extra="plot")
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, MARGIN + ROW * rows), layout="constrained")
+
+
+def row_axis(axes: Axes, names: Sequence[str]) -> None:
+    """Let an axes have a row for each name, the first at the top, and nothing around them."""
+    axes.set_ylim(len(names), 0)
+    axes.set_yticks([index + 0.5 for index in range(len(names))], names, fontsize=_TEXT)
+    axes.tick_params(left=False, bottom=False, top=False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def draw_grid(
+    axes: Axes,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    colour: Callable[[float], Colour],
+) -> None:
+    """Draw cells row by row; a place without a cell stays empty.
+
+    Args:
+        axes: Prepared by `row_axis`, or sharing the rows of one that is.
+        title: Above the columns' names.
+        columns: Their names.
+        rows: The cells of each row.
+        colour: Of a cell's value.
+    """
+    from matplotlib.patches import Rectangle
+
+    axes.set_title(title, fontsize=_TEXT + 1, pad=8)
+    axes.set_xlim(0, len(columns))
+    axes.xaxis.tick_top()
+    axes.set_xticks([index + 0.5 for index in range(len(columns))], columns, fontsize=_TEXT)
+    spot = axes.get_subplotspec()
+    axes.tick_params(left=False, top=False, labelleft=spot is None or spot.is_first_col())
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    for index, cells in enumerate(rows):
+        for cell in cells:
+            look = colour(cell.value)
+            place, size = (cell.column + 0.02, index + 0.04), (cell.span - 0.04, 0.92)
+            axes.add_patch(Rectangle(place, *size, facecolor=look, linewidth=0))
+            middle = cell.column + cell.span / 2
+            style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": _TEXT}
+            axes.text(middle, index + 0.5, cell.text, color=_ink(look), **style)
+
+
+def accuracy_colour() -> Callable[[float], Colour]:
+    """Colours of percentages, darker for more."""
+    from matplotlib import colormaps
+
+    found = colormaps["YlGnBu"]
+    # The darkest end leaves no contrast between near and full.
+    return lambda value: found(0.04 + 0.7 * value / 100)
+
+
+def speed_colour() -> Callable[[float], Colour]:
+    """Colours of speeds: white for as fast as the baseline, green for faster, purple for slower.
+
+    Twice as fast is as far from white as half as fast; what is beyond four times looks the same.
+    """
+    from math import log2
+
+    from matplotlib import colormaps
+
+    found = colormaps["PRGn"]
+    return lambda value: found(0.5 + 0.2 * max(-2.0, min(2.0, log2(value))))
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as the content of a PNG file."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
+    return picture.getvalue()
+
+
+def _ink(background: Colour) -> str:
+    """Black or white, whichever can be read on a colour."""
+    red, green, blue, _ = background
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"

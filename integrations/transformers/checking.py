@@ -1,0 +1,109 @@
+"""What can be done with a model, before anything is read with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import attrs
+from torch import nn
+
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.cache import PolicyCache
+from kvpolicy.integrations.transformers.model.check import Finding, Verdict, verdict_of
+from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.policy import CachePolicy
+
+
+@attrs.frozen(eq=False)
+class ModelCheck:
+    """A model taken apart, and the outcome of the self-check on it.
+
+    Args:
+        name: The model's class.
+        model_type: Its decoder's family, as Transformers calls it.
+        kinds: The kind of every layer, in a few words.
+        refusal: Why no policy can be applied at all; None where some can.
+        verdict: What the self-check found; None where it was not run.
+        parts: The model's modules; None where it could not be taken apart.
+    """
+
+    name: str
+    model_type: str
+    kinds: tuple[str, ...]
+    refusal: str | None
+    verdict: Verdict | None
+    parts: ModelParts | None
+
+    @property
+    def kind_counts(self) -> dict[str, int]:
+        """Layers of each kind, in the order in which kinds appear."""
+        return dict(Counter(self.kinds))
+
+    @property
+    def findings(self) -> dict[str, Finding]:
+        """What the self-check found, for policies that evict and for those that drop tokens."""
+        if self.verdict is None:
+            return {}
+        return {"evicting": self.verdict.evicting, "dropping": self.verdict.dropping}
+
+    @property
+    def pads(self) -> bool:
+        """Whether rows may be padded on the left."""
+        return self.verdict is None or self.verdict.care.pads
+
+    def refusal_of(self, policy: CachePolicy, context_len: int) -> str | None:
+        """Why a policy cannot be applied; None where it can.
+
+        Args:
+            policy: The policy.
+            context_len: Tokens of the context.
+
+        Raises:
+            ValueError: A layer of the policy lies outside the model.
+        """
+        if self.parts is None or self.verdict is None:
+            return self.refusal
+        placed = policy.placed(self.parts.num_layers, self.parts.eligible)
+        placed.check_model(self.parts.num_layers)
+        try:
+            self.verdict.check(policy, self.parts.num_layers)
+            self.parts.check_policy(placed, context_len)
+        except UnsupportedModelError as error:
+            return str(error)
+        return None
+
+
+def check_model(model: nn.Module) -> ModelCheck:
+    """Take a model apart and run the self-check on it, whatever is known of its family.
+
+    A policy is otherwise checked on its first use with a model; see `PolicyCache`.
+
+    Args:
+        model: A model of Transformers.
+
+    Raises:
+        TypeError: ``model`` is no torch module.
+
+    Example:
+        >>> from kvpolicy.evaluation.needle import load_model
+        >>> found = check_model(load_model())
+        >>> found.kind_counts, found.refusal
+        ({'full attention': 6}, None)
+        >>> found.findings["dropping"].error < 1e-3 < found.findings["dropping"].effect
+        True
+    """
+    config = getattr(model, "config", None)
+    try:
+        parts = ModelParts(model)
+    except UnsupportedModelError as error:
+        model_type = str(getattr(config, "model_type", "unknown"))
+        return ModelCheck(type(model).__name__, model_type, (), str(error), None, None)
+    verdict = verdict_of(model, parts, PolicyCache, fresh=True)
+    return ModelCheck(
+        type(model).__name__,
+        str(parts.config.model_type),
+        tuple(kind.name for kind in parts.kinds),
+        verdict.evicting.reason,
+        verdict,
+        parts,
+    )

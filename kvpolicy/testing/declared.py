@@ -1,0 +1,188 @@
+"""What a part declares of itself, and the types of what it returns.
+
+Part of `kvpolicy.testing`. A value of a wrong type may pass through a small test and fail deep
+inside a model, far from the line that returned it.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvpolicy.budgets import Budget
+from kvpolicy.checks import check_kind
+from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise an AssertionError with the message unless the condition holds."""
+    if not condition:
+        raise AssertionError(message)
+
+
+def check_component(component: object, kind: type) -> None:
+    """Check that what an author hands in is a part of a kind, built and not its class.
+
+    Raises:
+        TypeError: It is not.
+    """
+    check_kind("component", component, kind)
+
+
+def check_scorer_declares(scorer: Scorer) -> None:
+    """Check the types of a scorer's properties.
+
+    Raises:
+        AssertionError: One is of a wrong type, or below 0.
+    """
+    if scorer.num_queries is not None:
+        _require_count("num_queries", scorer.num_queries, "an int of at least 0, or None for all")
+    _require_count("unscored_tail", scorer.unscored_tail)
+
+
+def check_selector_declares(selector: KVSelector) -> None:
+    """Check the types of a selector's properties.
+
+    Raises:
+        AssertionError: One is of a wrong type, or below 0.
+    """
+    _check_shared(selector)
+
+
+def check_propagation_declares(propagation: PropagationPolicy) -> None:
+    """Check the types of a propagation policy's properties.
+
+    Raises:
+        AssertionError: One is of a wrong type, or below 0.
+    """
+    _require_flag("restarts", propagation.restarts)
+    _check_shared(propagation)
+
+
+def check_acting_layers(acting: object, num_layers: int) -> None:
+    """Check that a frozenset of layers of the model is returned.
+
+    Raises:
+        AssertionError: It is not.
+    """
+    ints = isinstance(acting, frozenset) and all(_is_int(layer) for layer in acting)
+    require(ints, f"acting_layers must return a frozenset of ints, got {acting!r}")
+    assert isinstance(acting, frozenset)
+    require(
+        all(0 <= layer < num_layers for layer in acting),
+        f"acting_layers must lie in the model of {num_layers} layers, got {sorted(acting)}",
+    )
+
+
+def check_placed(propagation: PropagationPolicy, num_layers: int) -> None:
+    """Check that ``placed`` returns a propagation policy: itself, where every layer is eligible.
+
+    Raises:
+        AssertionError: It does not.
+    """
+    for eligible in (list(range(num_layers)), list(range(1, num_layers, 2))):
+        placed: object = propagation.placed(num_layers, eligible)
+        require(
+            isinstance(placed, PropagationPolicy),
+            f"placed must return a PropagationPolicy, got {placed!r}",
+        )
+        require(
+            placed == propagation or len(eligible) < num_layers,
+            f"placed must change nothing where every layer is eligible, got {placed!r}",
+        )
+
+
+def check_rates(name: str, rates: object, num_layers: int, *, zero: bool = False) -> None:
+    """Check that a list of fractions is returned, one for each layer.
+
+    Args:
+        name: The method, for messages.
+        rates: What it returned.
+        num_layers: Layers of the model.
+        zero: Whether a layer may have 0, since it is not run.
+
+    Raises:
+        AssertionError: It is not.
+    """
+    numeric = isinstance(rates, list) and all(
+        isinstance(rate, numbers.Real) and not isinstance(rate, bool) for rate in rates
+    )
+    require(numeric, f"{name} must return a list of numbers, got {rates!r}")
+    assert isinstance(rates, list)
+    require(
+        len(rates) == num_layers and all(0 < rate <= 1 or (zero and rate == 0) for rate in rates),
+        f"{name} must be {num_layers} fractions in {'[' if zero else '('}0, 1], got {rates}",
+    )
+
+
+def check_passes(propagation: PropagationPolicy, num_layers: int) -> None:
+    """Check ``prefill_passes``: a tuple of lists, two where the prefill restarts.
+
+    Raises:
+        AssertionError: It is not.
+    """
+    passes: object = propagation.prefill_passes(num_layers, context_len=1000)
+    require(
+        isinstance(passes, tuple), f"prefill_passes must return a tuple of lists, got {passes!r}"
+    )
+    assert isinstance(passes, tuple)
+    count = 2 if propagation.restarts else 1
+    require(
+        len(passes) == count,
+        f"prefill_passes must hold {count} pass{'es' * (count > 1)} where restarts is "
+        f"{propagation.restarts}, got {len(passes)}",
+    )
+    for rates in passes:
+        check_rates("prefill_passes", rates, num_layers, zero=True)
+    last = propagation.layer_rates(num_layers, context_len=1000)
+    require(
+        passes[-1] == last, f"prefill_passes must end with layer_rates, {last}, got {passes[-1]}"
+    )
+
+
+def check_tensor(name: str, value: object, dtype: torch.dtype, shape: Sequence[int | None]) -> None:
+    """Check that a tensor of a dtype and shape is returned.
+
+    Args:
+        name: What it is, for messages.
+        value: What was returned.
+        dtype: The dtype.
+        shape: Length of every axis; None where any will do.
+
+    Raises:
+        AssertionError: It is not.
+    """
+    require(isinstance(value, Tensor), f"{name} must be a tensor, got {value!r}")
+    assert isinstance(value, Tensor)
+    require(value.dtype == dtype, f"{name} must be {dtype}, got {value.dtype}")
+    fits = value.ndim == len(shape) and all(
+        want is None or have == want for have, want in zip(value.shape, shape, strict=True)
+    )
+    axes = ", ".join("any" if length is None else str(length) for length in shape)
+    require(fits, f"{name} must be of shape [{axes}], got {list(value.shape)}")
+
+
+def _check_shared(part: KVSelector | PropagationPolicy) -> None:
+    _require_flag("needs_saliency", part.needs_saliency)
+    _require_count("protected_tail", part.protected_tail)
+    _require_count("protected_first", part.protected_first)
+    require(
+        part.budget is None or isinstance(part.budget, Budget),
+        f"budget must be a Budget, or None where no one number holds, got {part.budget!r}",
+    )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require_count(name: str, value: object, wanted: str = "an int of at least 0") -> None:
+    counts = _is_int(value) and isinstance(value, int) and value >= 0
+    require(counts, f"{name} must be {wanted}, got {value!r}")
+
+
+def _require_flag(name: str, value: object) -> None:
+    require(isinstance(value, bool), f"{name} must be True or False, got {value!r}")

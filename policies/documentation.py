@@ -1,0 +1,80 @@
+"""Docstrings of methods and parts, completed with what all of them say alike."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# A class whose own wording must differ documents the argument itself.
+SHARED = {
+    "retention_rate": "Fraction of the context every layer keeps, in (0, 1].",
+    "window_size": "Last tokens that are always kept, at least 0.",
+    "retention_tokens": "Number of tokens every layer keeps, at least 1, in place of the rate.",
+    "protect": "First tokens of the context that are always kept, at least 0.",
+}
+
+_SECTIONS = ("Args", "Raises", "Example", "Source")
+_ENTRY = re.compile(r"^ {4}(\w+): (.*?)(?=^ {4}\w|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def documented(cls: type[T]) -> type[T]:
+    """Complete the docstring of a class, a decorator above ``@attrs.frozen``.
+
+    The docstring describes, under ``Args:``, the arguments that are the class's own or that mean
+    something of their own there. Every other one gets its line of `SHARED`, all in the order of the
+    signature. ``Raises:`` is what all parts raise, unless the class says it itself.
+
+    Raises:
+        TypeError: An argument is documented nowhere, or what is documented is no argument.
+
+    Example:
+        >>> from kvpolicy.policies import KeyDiff
+        >>> print(inspect.getdoc(KeyDiff))
+        Keeps the keys that resemble the others least; needs no query, prefill is complete.
+        <BLANKLINE>
+        Args:
+            retention_rate: Fraction of the context every layer keeps, in (0, 1].
+            window_size: Last tokens that are always kept, at least 0.
+            retention_tokens: Number of tokens every layer keeps, at least 1, in place of the rate.
+            protect: First tokens of the context that are always kept, at least 0.
+        ...
+    """
+    if cls.__doc__ is None:  # Python was told to leave docstrings out
+        return cls
+    sections = _sections(inspect.cleandoc(cls.__doc__))
+    names = list(inspect.signature(cls).parameters)
+    if names:
+        sections["Args"] = _arguments(cls, names, sections["Args"])
+        sections["Raises"] = sections["Raises"] or _raises("retention_tokens" in names)
+    cls.__doc__ = "\n\n".join(text for text in sections.values() if text)
+    return cls
+
+
+def _sections(doc: str) -> dict[str, str]:
+    """What stands before the first heading, under ``""``, and each section with its heading."""
+    parts = re.split(rf"\n+(?=(?:{'|'.join(_SECTIONS)}):)", doc)
+    found = {part.partition(":")[0]: part for part in parts[1:]}
+    return {"": parts[0], **{name: found.get(name, "") for name in _SECTIONS}}
+
+
+def _arguments(cls: type, names: list[str], section: str) -> str:
+    own = {name: text.rstrip() for name, text in _ENTRY.findall(section)}
+    missing = [name for name in names if name not in own and name not in SHARED]
+    if missing or not own.keys() <= set(names):
+        raise TypeError(
+            f"the docstring of {cls.__name__} must describe {', '.join(missing) or 'nothing else'} "
+            f"under Args, since its arguments are {', '.join(names)}, got {', '.join(own)}"
+        )
+    described = SHARED | own
+    return "\n".join(["Args:", *(f"    {name}: {described[name]}" for name in names)])
+
+
+def _raises(budgets: bool) -> str:
+    given = ", or both budgets are given" if budgets else ""
+    return (
+        "Raises:\n    TypeError: An argument is not of its type.\n"
+        f"    ValueError: An argument is out of its range{given}."
+    )

@@ -1,0 +1,55 @@
+"""Methods that read the whole prompt and keep, at every layer, what one scorer ranks highest."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import attrs
+
+from kvpolicy.budgets import DefaultRate
+from kvpolicy.interfaces import KVSelector, Scorer
+from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.methods.method import Method, Parts
+from kvpolicy.policies.propagation.pass_all import PassAllPropagation
+from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
+
+
+@documented
+@attrs.frozen
+class EvictionMethod(Method):
+    """One scorer ranks the tokens of every layer; prefill is complete.
+
+    A method names its scorer, and adds arguments as fields. They stand behind ``window_size`` in
+    its signature; ``retention_tokens`` and ``protect`` are given by name.
+
+    Example:
+        >>> from kvpolicy.policies import LastQueryScorer
+        >>> @documented
+        ... @attrs.frozen
+        ... class LastToken(EvictionMethod):
+        ...     '''Keeps what the last token attends to.'''
+        ...
+        ...     def _scorer(self) -> Scorer:
+        ...         return LastQueryScorer()
+        >>> LastToken(retention_tokens=512).selector.budget
+        Budget(rate=None, tokens=512)
+    """
+
+    retention_rate: float | None = DefaultRate(0.1)
+    window_size: int = 8
+    retention_tokens: int | None = attrs.field(default=None, kw_only=True)
+    protect: int = attrs.field(default=0, kw_only=True)
+
+    @abstractmethod
+    def _scorer(self) -> Scorer:
+        """The scorer that ranks the tokens."""
+
+    def _selector(self) -> KVSelector:
+        """The selector under the shared budget: the same number for every layer and KV head."""
+        return GQAGroupSelector(
+            self.retention_rate, self.window_size, self.retention_tokens, protect=self.protect
+        )
+
+    def _parts(self) -> Parts:
+        """The two, and `PassAllPropagation`."""
+        return self._scorer(), self._selector(), PassAllPropagation()

@@ -1,0 +1,159 @@
+"""The contract checks the type of everything that an author returns."""
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy import CachePolicy, LayerContext
+from kvpolicy.policies import (
+    GQAGroupSelector,
+    KeepAllSelector,
+    PassAllPropagation,
+    RestartPropagation,
+    TokenSelectivePropagation,
+    WindowMaxPoolScorer,
+)
+from kvpolicy.testing import check_propagation, check_scorer, check_selector
+
+
+def with_property(base: Any, name: str, value: object) -> Any:
+    """A part of which one property has a value."""
+    kind = type(f"Odd{base.__name__}", (base,), {name: property(lambda self: value)})
+    return attrs.frozen(kind)()
+
+
+def with_method(base: Any, name: str, returns: Any) -> Any:
+    """A part of which one method's value is changed."""
+
+    def method(self: Any, *arguments: Any, **named: Any) -> Any:
+        return returns(getattr(base, name)(self, *arguments, **named))
+
+    return attrs.frozen(type(f"Odd{base.__name__}", (base,), {name: method}))()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_queries", 8.0),
+        ("num_queries", True),
+        ("num_queries", -1),
+        ("unscored_tail", None),
+        ("unscored_tail", "8"),
+    ],
+)
+def test_properties_of_a_scorer(name: str, value: object) -> None:
+    with pytest.raises(AssertionError, match=f"{name} must be an int of at least 0.* got"):
+        check_scorer(with_property(WindowMaxPoolScorer, name, value))
+
+
+SHARED = [
+    ("needs_saliency", 1, "True or False"),
+    ("protected_tail", 8.0, "an int of at least 0"),
+    ("protected_tail", None, "an int of at least 0"),
+    ("protected_first", -1, "an int of at least 0"),
+    ("protected_first", False, "an int of at least 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "wanted"), SHARED)
+def test_properties_of_a_selector(name: str, value: object, wanted: str) -> None:
+    with pytest.raises(AssertionError, match=f"{name} must be {wanted}.*, got {value}"):
+        check_selector(with_property(GQAGroupSelector, name, value))
+
+
+@pytest.mark.parametrize(("name", "value", "wanted"), [*SHARED, ("restarts", 0, "True or False")])
+def test_properties_of_a_propagation_policy(name: str, value: object, wanted: str) -> None:
+    with pytest.raises(AssertionError, match=f"{name} must be {wanted}.*, got {value}"):
+        check_propagation(with_property(TokenSelectivePropagation, name, value))
+
+
+def test_a_budget_is_one() -> None:
+    message = "budget must be a Budget, or None where no one number holds, got 0.1"
+    with pytest.raises(AssertionError, match=message):
+        check_selector(with_property(KeepAllSelector, "budget", 0.1))
+    with pytest.raises(AssertionError, match=message):
+        check_propagation(with_property(PassAllPropagation, "budget", 0.1))
+
+
+def test_score_returns_a_tensor() -> None:
+    scorer = with_method(WindowMaxPoolScorer, "score", lambda found: found.numpy())
+    with pytest.raises(AssertionError, match="saliency must be a tensor, got"):
+        check_scorer(scorer)
+
+
+@pytest.mark.parametrize(
+    ("name", "returns", "message"),
+    [
+        ("select", lambda found: found.tolist(), "kept .* must be a tensor"),
+        ("select", lambda found: None, "kept .* must be a tensor, got None"),
+        ("select", lambda found: found.int(), "kept .* must be torch.int64, got torch.int32"),
+        ("select", lambda found: found[0], "kept .* must be of shape"),
+        ("protected", lambda found: found.int(), "protected .* must be torch.bool"),
+        ("protected", lambda found: found[:, :1, :0], "protected .* must be of shape"),
+        ("protected", lambda found: found.tolist(), "protected .* must be a tensor"),
+        ("kept_rates", tuple, "kept_rates must return a list of numbers"),
+        ("kept_rates", lambda found: 0.1, "kept_rates must return a list of numbers, got 0.1"),
+        ("kept_rates", lambda found: ["0.1"] * len(found), "must return a list of numbers"),
+        ("kept_rates", lambda found: found[1:], r"kept_rates must be 1 fractions in \(0, 1\]"),
+    ],
+)
+def test_methods_of_a_selector(name: str, returns: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_selector(with_method(GQAGroupSelector, name, returns))
+
+
+@pytest.mark.parametrize(
+    ("name", "returns", "message"),
+    [
+        ("acting_layers", tuple, r"acting_layers must return a frozenset of ints, got \(3,\)"),
+        ("acting_layers", list, "acting_layers must return a frozenset"),
+        ("acting_layers", set, "acting_layers must return a frozenset"),
+        ("acting_layers", lambda found: None, "acting_layers must return a frozenset"),
+        ("acting_layers", lambda found: frozenset({3.0}), "acting_layers must return a frozenset"),
+        ("layer_rates", tuple, "layer_rates must return a list of numbers"),
+        ("layer_rates", torch.tensor, "layer_rates must return a list of numbers"),
+        ("layer_rates", lambda found: [True, *found[1:]], "layer_rates must return a list"),
+        ("prefill_passes", list, "prefill_passes must return a tuple of lists"),
+        ("prefill_passes", lambda found: found * 2, "prefill_passes must hold 1 pass"),
+        ("prefill_passes", lambda found: (tuple(found[0]),), "prefill_passes must return a list"),
+        ("prefill_passes", lambda found: ([0.5] * 8,), "prefill_passes must end with layer_rates"),
+        ("placed", lambda found: None, "placed must return a PropagationPolicy, got None"),
+        ("placed", lambda found: TokenSelectivePropagation(1), "placed must change nothing where"),
+        ("propagate", lambda found: [[0]], "passed_on .* must be a tensor"),
+        ("propagate", lambda found: torch.ones(1, 1), "passed_on .* must be torch.int64"),
+        ("propagate", lambda found: torch.ones(7).long(), "passed_on .* must be of shape"),
+        ("protected", lambda found: found.tolist(), "protected .* must be a tensor"),
+        ("protected", lambda found: found.float(), "protected .* must be torch.bool"),
+    ],
+)
+def test_methods_of_a_propagation_policy(name: str, returns: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_propagation(with_method(TokenSelectivePropagation, name, returns))
+
+
+def test_a_restart_has_two_passes() -> None:
+    restart = with_method(RestartPropagation, "prefill_passes", lambda found: found[1:])
+    with pytest.raises(AssertionError, match="must hold 2 passes where restarts is True, got 1"):
+        check_propagation(restart)
+
+
+def test_a_policy_says_at_once_that_acting_layers_are_no_frozenset() -> None:
+    propagation = with_method(TokenSelectivePropagation, "acting_layers", tuple)
+    policy = CachePolicy(WindowMaxPoolScorer(), KeepAllSelector(), propagation)
+    with pytest.raises(TypeError, match="acting_layers of Odd.* must return a frozenset .* got"):
+        policy.check_model(8)
+
+
+class CountsInTensors(GQAGroupSelector):
+    """Right in all but the dtype, and found by the type alone."""
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        return super().select(saliency, context).to(torch.int16)
+
+
+def test_indices_of_another_dtype() -> None:
+    with pytest.raises(AssertionError, match="must be torch.int64, got torch.int16"):
+        check_selector(CountsInTensors())

@@ -1,0 +1,64 @@
+"""A broken entry of another package is left out, named once, and takes nothing else away."""
+
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, entry_points
+
+import pytest
+
+import kvpolicy
+from kvpolicy import registry
+from kvpolicy.description import describe, from_description
+from kvpolicy.policies import SnapKV
+from kvpolicy.registry import GROUP
+
+OWN = list(kvpolicy.registered())
+BROKEN = {
+    "gone": "kvpolicy.policies:NoSuchScorer",
+    "no_module": "no_such_package_at_all:Scorer",
+    "a_number": "math:pi",
+    "another_class": "builtins:dict",
+    "abstract": "kvpolicy:Scorer",
+    "needs_arguments": "kvpolicy.policies:ValueAwareScorer",
+}
+
+
+@pytest.fixture(autouse=True)
+def _forget_warnings() -> Iterator[None]:
+    registry._warn_of.cache_clear()
+    yield
+    registry._warn_of.cache_clear()
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *broken: str) -> None:
+    own = list(entry_points(group=GROUP))
+    entries = [EntryPoint(name, BROKEN[name], GROUP) for name in broken]
+    monkeypatch.setattr("kvpolicy.registry.entry_points", lambda group: [*entries, *own])
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_entry_is_named_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    install(monkeypatch, name)
+    with pytest.warns(UserWarning, match=f"entry {name} = '{BROKEN[name]}' .* is left out") as said:
+        everything = kvpolicy.registered()
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it has been said
+        assert "snapkv" in kvpolicy.registered("policy")
+        assert kvpolicy.build("snapkv") == SnapKV()
+    assert list(everything) == OWN
+
+
+def test_policies_are_described_and_built_beside_broken_entries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch, *BROKEN)
+    with pytest.warns(UserWarning, match="is left out") as said:
+        assert from_description(describe(SnapKV(0.3))) == SnapKV(0.3)
+    assert len(said) == len(BROKEN)
+
+
+def test_whole_entries_say_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(kvpolicy.registered()) == OWN

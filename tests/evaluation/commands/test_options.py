@@ -1,0 +1,279 @@
+"""Options that several commands have: read alike, refused alike, and never ignored."""
+
+import io
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers.utils import logging
+
+from kvpolicy import CachePolicy
+from kvpolicy.evaluation import load, needle_prompts
+from kvpolicy.evaluation.cli import main
+from kvpolicy.evaluation.commands.chosen import chosen_variant, chosen_variants
+from kvpolicy.evaluation.commands.options import PartOption, policy_options
+from kvpolicy.policies import (
+    FastKV,
+    GemFilter,
+    GQAGroupSelector,
+    LastQueryScorer,
+    PassAllPropagation,
+    SinkAndRecentSelector,
+    SnapKV,
+    TokenSelectivePropagation,
+    WindowMaxPoolScorer,
+)
+
+Run = Callable[..., tuple[int, str, str]]
+ESTIMATE = ("estimate", "--config", "llama-3.1-8b", "--context", 8192)
+QUICK = ("--context", 96, "--count", 2, "--rounds", 1, "--new-tokens", 1, "--threads", 1)
+COMPARE = ("compare", *QUICK)
+CALIBRATE = ("calibrate", "--context", 96, "--count", 2, "--threads", 1)
+
+
+@pytest.fixture(autouse=True)
+def _process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("COLUMNS", "80")
+    threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
+    yield
+    torch.set_num_threads(threads)
+    logging.set_verbosity(verbosity)
+    logging.enable_progress_bar()
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run_main(*arguments: object) -> tuple[int, str, str]:
+        status = main([str(each) for each in arguments])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run_main
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    prompt = needle_prompts(128, count=2, seed=5)[0]
+    decoded: str = load().tokenizer.decode(list(prompt.input_ids))
+    return decoded
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "needle.txt"
+    file.write_text(text)
+    return file
+
+
+def test_options_are_read() -> None:
+    options = policy_options(
+        ["snapkv,fastkv", "h2o"], [0.1, 0.2, 0.1], None, 4, ["window_size=16", "tsp_layer=none"]
+    )
+    assert options.names == ("snapkv", "fastkv", "h2o")
+    assert options.rates == (0.1, 0.2)
+    assert options.parameters == {"window_size": 16, "tsp_layer": None, "protect": 4}
+    part = policy_options(scorer="window-max-pool:window_size=16,kernel_size=5").parts["scorer"]
+    assert part == PartOption("window-max-pool", {"window_size": 16, "kernel_size": 5})
+
+
+def test_every_option_reaches_the_policies_that_take_it() -> None:
+    options = policy_options(
+        ["fastkv", "full-context,gem_filter"], None, [64, 32], 4, ["window_size=16"]
+    )
+    found = {each.label: each.policy for each in chosen_variants(options, [0.1], tsp_layer=3)}
+    assert found == {
+        "fastkv 64 tokens": FastKV(3, retention_tokens=64, window_size=16, protect=4),
+        "fastkv 32 tokens": FastKV(3, retention_tokens=32, window_size=16, protect=4),
+        "full_context": found["full_context"],
+        "gem_filter 64 tokens": GemFilter(retention_tokens=64, protect=4),
+        "gem_filter 32 tokens": GemFilter(retention_tokens=32, protect=4),
+    }
+
+
+def test_a_rate_above_the_tsp_rate_raises_it_alike_for_one_and_for_several() -> None:
+    options = policy_options(["fastkv"], [0.5])
+    assert chosen_variant(options, "snapkv").policy == FastKV(tsp_rate=0.5, retention_rate=0.5)
+    (one,) = chosen_variants(options, [0.1])
+    assert one.policy == FastKV(tsp_rate=0.5, retention_rate=0.5)
+    told = policy_options(["fastkv"], [0.5], assignments=["tsp_tokens=99"])
+    assert chosen_variant(told, "snapkv").policy == FastKV(tsp_tokens=99, retention_rate=0.5)
+
+
+@pytest.mark.parametrize(
+    ("parts", "more", "policy"),
+    [
+        ({"scorer": "window_max_pool"}, {}, SnapKV()),
+        ({"propagation": "token_selective:tsp_layer=3"}, {}, FastKV(3)),
+        (
+            {"selector": "sink-and-recent:num_sinks=2"},
+            {"protect": 1},
+            CachePolicy(None, SinkAndRecentSelector(num_sinks=2, protect=1), PassAllPropagation()),
+        ),
+        (
+            {"scorer": "last_query", "propagation": "token_selective:tsp_rate=0.4"},
+            {"assignments": ["window_size=1"], "rates": [0.3]},
+            CachePolicy(
+                LastQueryScorer(),
+                GQAGroupSelector(0.3, 1),
+                TokenSelectivePropagation(tsp_rate=0.4, window_size=1),
+            ),
+        ),
+        (
+            {"scorer": "window_max_pool:window_size=4"},
+            {"tokens": [99]},
+            CachePolicy(
+                WindowMaxPoolScorer(4), GQAGroupSelector(retention_tokens=99), PassAllPropagation()
+            ),
+        ),
+    ],
+)
+def test_compositions(parts: dict[str, str], more: dict[str, object], policy: CachePolicy) -> None:
+    variant = chosen_variant(policy_options(**parts, **more), "fastkv")  # type: ignore[arg-type]
+    assert variant.name == "composition"
+    parts_of = [(each.scorer, each.selector, each.propagation) for each in (variant.policy, policy)]
+    assert parts_of[0] == parts_of[1]
+
+
+def test_a_composition_stands_beside_policies_at_every_rate() -> None:
+    options = policy_options(["snapkv"], [0.1, 0.2], scorer="last_query")
+    assert [each.label for each in chosen_variants(options, ())] == [
+        *("snapkv 0.1", "snapkv 0.2", "composition 0.1", "composition 0.2")
+    ]
+    own = policy_options(selector="gqa_group:retention_rate=0.4")
+    assert [each.label for each in chosen_variants(own, (0.1, 0.2))] == ["composition"]
+
+
+@pytest.mark.parametrize("command", [ESTIMATE, COMPARE, ("generate",)])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--rate", 0.1, "--retention-tokens", 9), "at most one of --rate and --retention-tokens"),
+        (("--set", "retention_rate=1"), "retention_rate must be given by --rate"),
+        (("--set", "retention_tokens=1"), "must be given by --retention-tokens"),
+        (("--set", "protect=1"), "must be given by --protect"),
+        (("--set", "tsp_layer"), "--set must be NAME=VALUE, a finite number, true, false or none"),
+        (("--set", "tsp_layer=inf"), "--set must be NAME=VALUE"),
+        (("-p", "full_context", "--rate", 0.1), "--rate must name a parameter of a chosen policy"),
+        (("-p", "full_context", "--protect", 1), "--protect must name a parameter of a chosen"),
+        (("-p", "full_context", "--retention-tokens", 9), "--retention-tokens must name a"),
+        (("-p", "snapkv", "--set", "nope=1"), "--set nope must name a parameter"),
+        (("-p", "snapkv", "--retention-tokens", 0), "retention_tokens must be at least 1, got 0"),
+        (("-p", "snapkv", "--protect", -1), "protect must be at least 0, got -1"),
+        (("-p", "nope"), "no policy is named 'nope'; known: ada_kv, fastkv"),
+        (("--scorer", "snapkv"), "no scorer is named 'snapkv'; known: accumulated_attention"),
+        (("--selector", "keep_all:a=1"), "--selector keep_all takes no a; it takes no parameters"),
+        (("--propagation", "staged:x"), "--propagation must be NAME=VALUE"),
+        (
+            ("--scorer", "window_max_pool:window_size=16"),
+            "must be at least 16, the window that WindowMaxPoolScorer(window_size=16) leaves",
+        ),
+    ],
+)
+def test_every_command_refuses_alike(
+    run: Run,
+    prompt_file: Path,
+    command: tuple[object, ...],
+    arguments: tuple[object, ...],
+    said: str,
+) -> None:
+    if command == ("generate",):
+        command = ("generate", "--prompt-file", prompt_file)
+    status, out, err = run(*command, *arguments)
+    assert (status, out) == (1, "")
+    assert re.fullmatch(r"error: .+\n", err)
+    assert said in err
+
+
+def test_generate_takes_one_policy_at_one_retention(run: Run, prompt_file: Path) -> None:
+    for arguments, said in (
+        (("-p", "snapkv,h2o"), "--policy must be one here, got snapkv, h2o"),
+        (("-p", "snapkv", "--scorer", "last_query"), "must be one here, got snapkv, composition"),
+        (("-r", 0.1, "-r", 0.2), "--rate must be one here, got 0.1, 0.2"),
+    ):
+        status, out, err = run("generate", "--prompt-file", prompt_file, *arguments)
+        assert (status, out) == (1, "")
+        assert said in err
+
+
+def test_generate_keeps_what_it_is_told(run: Run, prompt_file: Path) -> None:
+    told = ("--retention-tokens", 40, "--protect", 3, "--set", "window_size=4")
+    arguments = ("generate", "--prompt-file", prompt_file, "--max-new-tokens", 1)
+    status, _, err = run(*arguments, "-p", "snapkv", *told)
+    assert status == 0
+    assert "SnapKV(window_size=4, retention_tokens=40, protect=3), prompt of 128 tokens" in err
+    assert re.search(r"^total +128 +40.0 ", err, flags=re.MULTILINE)
+    status, _, err = run(*arguments, "--selector", "sink_and_recent", "--rate", 0.25)
+    assert status == 0
+    assert re.search(r"^total +128 +32.0 ", err, flags=re.MULTILINE)
+
+
+def test_generate_reads_standard_input(
+    run: Run, prompt_file: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_file = run("generate", "--prompt-file", prompt_file, "--max-new-tokens", 3)[1]
+
+    def piped(content: bytes) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content)))
+        return run("generate", "--prompt-file", "-", "--max-new-tokens", 3)
+
+    assert piped(f"{text}\n".encode())[:2] == (0, of_file)
+    assert piped(b" \n")[2] == "error: prompt on standard input is empty\n"
+    assert "prompt on standard input must be UTF-8 text" in piped(b"\xff")[2]
+
+
+def test_compare_runs_a_composition_beside_tokens(run: Run) -> None:
+    chosen = ("-p", "snapkv", "--scorer", "last_query", "--retention-tokens", 24)
+    status, shown, _ = run(*COMPARE, *chosen)
+    assert status == 0
+    names = [line.split()[0] for line in shown.splitlines() if line]
+    assert {"full_context", "snapkv", "composition"} <= set(names)
+
+
+def test_estimate_says_what_a_composition_is(run: Run) -> None:
+    parts = ("--scorer", "last_query", "--propagation", "token_selective:tsp_layer=9")
+    status, shown, _ = run(
+        *ESTIMATE, *parts, "--retention-tokens", 2048, "--retention-tokens", 1024
+    )
+    assert status == 0
+    said = " ".join(shown.split())
+    assert "composition 2,048" in said
+    assert "composition 1,024" in said
+    assert "CachePolicy(LastQueryScorer(), GQAGroupSelector(retention_tokens=2048)" in said
+    assert "composition drops tokens after layer 9 of 0 to 31." in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--rate", 0.1), "--rate must not be given to kvpolicy calibrate: it measures the drop"),
+        (("--retention-tokens", 9), "--retention-tokens must not be given to kvpolicy calibrate"),
+        (
+            ("-p", "snapkv"),
+            "--policy must not be given to kvpolicy calibrate: it chooses the layer",
+        ),
+        (("--scorer", "last_query"), "--scorer, --selector and --propagation must not be given"),
+        (("--set", "tsp_layer=1"), "--set must name one of tsp_rate, window_size, kernel_size"),
+        (("--set", "window_size=0"), "window_size must be at least 1, got 0"),
+        (("--set", "kernel_size=1.5"), "kernel_size must be an int, got 1.5"),
+        (("--protect", -1), "protect must be at least 0, got -1"),
+    ],
+)
+def test_calibrate_refuses_what_a_drop_does_not_have(
+    run: Run, arguments: tuple[object, ...], said: str
+) -> None:
+    status, out, err = run(*CALIBRATE, *arguments)
+    assert (status, out) == (1, "")
+    assert said in err
+
+
+def test_calibrate_takes_the_parameters_of_a_drop(run: Run) -> None:
+    def table(*arguments: object) -> str:
+        status, shown, _ = run(*CALIBRATE, "-p", "fastkv", *arguments)
+        assert status == 0
+        return shown
+
+    assert table("--set", "tsp_rate=0.5") == table("--tsp-rate", 0.5)
+    assert table("--set", "window_size=4") != table() != table("--protect", 30)

@@ -1,0 +1,55 @@
+"""The scripts of docs/examples and the pages that they stand beside run as they are."""
+
+import contextlib
+import io
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from kvpolicy.testing import check_propagation, check_selector
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "docs" / "examples"
+PAGE = (ROOT / "docs" / "own_parts.md").read_text(encoding="utf-8")
+# What each prints on its last line; numbers in brackets are to be at least so high.
+PRINTED = {
+    "many_questions": r"(\d+) of 16 answers right, from 50% of the document's cache",
+    "chat": r"turn 3: True, (\d+) of 776 tokens held",
+    "composition": r"True, (\d+)% of the prefill, 104 tokens kept per layer",
+    "own_scorer": r"(True|False), 10\.(\d)% of the cache kept",
+    "comparison": r"streaming_llm 0\.2 +\d of 8",
+}
+
+
+def test_every_example_is_here() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(PRINTED)
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) < 40
+
+
+@pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
+@pytest.mark.parametrize("name", PRINTED)
+def test_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    print("\n".join(lines))
+    assert re.fullmatch(PRINTED[name], lines[-1])
+
+
+@pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
+def test_the_page_of_own_parts() -> None:
+    """Its blocks follow on each other; the contracts that they call find nothing."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 4
+    printed = io.StringIO()
+    names: dict[str, object] = {}
+    with contextlib.redirect_stdout(printed):
+        for block in blocks:
+            exec(block, names)
+    said = re.search(r"This prints `(.*?)`", PAGE)
+    assert said is not None
+    assert printed.getvalue().strip() == said[1]
+    assert names["check_selector"] is check_selector
+    assert names["check_propagation"] is check_propagation
