@@ -17,6 +17,7 @@ from transformers import Cache
 from kvpolicy.checks import check_count
 from kvpolicy.description import describe
 from kvpolicy.errors import CacheInUseError
+from kvpolicy.integrations.transformers.adapters import check_adapters
 from kvpolicy.integrations.transformers.forward.reader import Reader
 from kvpolicy.integrations.transformers.forward.static_decoding import StaticDecoding
 from kvpolicy.integrations.transformers.model.attachment import Attachment
@@ -116,6 +117,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 another model.
         """
         parts = ModelParts(model)
+        check_adapters(model)
         self.check_thread()
         if self._reader.attachment is not None:
             if self._reader.attachment.parts.decoder is not parts.decoder:

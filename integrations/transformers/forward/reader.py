@@ -114,6 +114,7 @@ class Reader:
         self._outer_called = False
         self._call_ids: Any = None  # that it was called with, where the decoder gets embeddings
         self._new_kinds: Tensor | None = None
+        self._call_read = False  # whether the call under way has reached the decoder
 
     def start_turn(self, prompt_len: int | None = None) -> None:
         """Let the policy act on the next forward: a new turn begins in a hand-written loop.
@@ -174,7 +175,7 @@ class Reader:
         self._take_thread()
         self.abandon_forward()  # torch tells hooks of no failure by Ctrl-C
         self._outer_called, self._outer_mask, self._new_kinds = False, None, None
-        self._call_ids = None
+        self._call_ids, self._call_read = None, False
         self._keep_last, self._before_call = keep_last, self._snapshot()
 
     def note_call(self, arguments: Mapping[str, Any], kinds: Tensor | None) -> None:
@@ -192,12 +193,22 @@ class Reader:
             self._outer_called, self._outer_mask = True, mask
 
     def end_call(self, *, failed: bool) -> None:
-        """Conclude a call of the model, or undo it, the decoder's forward with it."""
+        """Conclude a call of the model, or undo it, the decoder's forward with it.
+
+        Raises:
+            UnsupportedModelError: The model did not give its decoder the cache.
+        """
         if self._thread is not threading.current_thread():
             return  # it was refused
         if failed:
             self.abandon_forward()
         self._keep_last = self._before_call = self._call_ids = None
+        if not failed and not self._call_read:
+            assert self.attachment is not None
+            raise UnsupportedModelError(
+                f"{type(self.attachment.parts.model).__name__} was called with the cache, but did "
+                "not give it to its decoder, so that no policy has acted; call the model inside"
+            )
 
     @property
     def seen(self) -> int:
@@ -259,6 +270,7 @@ class Reader:
         self._take_thread()
         self._undo_forward(self._undo)
         self._check_cache_is_used(arguments)
+        self._call_read = True
         before = self._snapshot()
         ends = True
         if self.acts_next and self.prompt_end is not None:
