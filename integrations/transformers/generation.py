@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -173,6 +174,12 @@ def check_generation(
             "theirs"
         )
     _check_cache_is_used(model, args, kwargs)
+    if cache.max_new_tokens is not None and config.output_attentions:
+        warnings.warn(
+            "output_attentions keeps generate from decoding into the cache's fixed buffers "
+            "(max_new_tokens), so that nothing is compiled; leave one of them out",
+            stacklevel=3,
+        )
     given = Given.of(args, kwargs)
     given.check_continues(cache.reader.tokens)
     _check_model_keeps_cache(model, cache, config, given.context_len)

@@ -21,6 +21,7 @@ from kvpolicy.errors import (
 )
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.append import Forward
+from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.chunked_prefill import (
     ChunkForward,
     Chunks,
@@ -338,6 +339,7 @@ class Reader:
             "windows": parts.windows,
             "own_masks": outside,
             "spares_masks": self.care.spares_masks,
+            "attended": AttendedKeys() if _asked(arguments, parts, "output_attentions") else None,
         }
         if not acts:
             if ends:
@@ -399,13 +401,10 @@ class Reader:
         # Flash attention is replaced by sdpa there, which knows neither caps nor sinks.
         replaced = parts.implementation in FLASH and not parts.plain_scores
 
-        def asked(name: str) -> bool:
-            return bool(arguments.get(name, getattr(parts.config, name, False)))
-
         # Hidden states are recorded as a layer gets them, which narrowing would cut.
-        states = asked("output_hidden_states")
+        states = _asked(arguments, parts, "output_hidden_states")
         keep_last = None if states else self._keep_last
-        narrows = not (asked("output_attentions") or states or replaced)
+        narrows = not (_asked(arguments, parts, "output_attentions") or states or replaced)
         return {"narrows": narrows and self.care.narrows, "keep_last": keep_last}
 
     def _without_seen(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -626,3 +625,8 @@ class Reader:
 def _is_plain(mask: Any) -> bool:
     """Whether a mask is none, or one ``[batch, columns]`` of tokens and padding."""
     return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
+
+
+def _asked(arguments: dict[str, Any], parts: ModelParts, name: str) -> bool:
+    """Whether a forward is to return something, such as attentions."""
+    return bool(arguments.get(name, getattr(parts.config, name, False)))
