@@ -64,6 +64,14 @@ class PolicyCache(Cache):  # type: ignore[misc]
     Where a policy drops tokens, a prompt's logits and hidden states are those of the tokens that
     went on, the last token always among them.
 
+    A prompt's tokens see all before them, so that its own logits and loss show nothing of a policy
+    that evicts: read the context first, then score what follows. With ``output_attentions`` a
+    layer's columns are those of the input as long as it has evicted nothing; afterwards column
+    ``j`` of a row and KV head is the token at ``layers[i].positions[row, head, j]``.
+
+    The ids of what was read are remembered: `generate` refuses a conversation that begins with
+    others. Of embeddings they are not known.
+
     Example:
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -89,8 +89,7 @@ class Turn:
         """Let a cache know the ids of an answer, which no forward into fixed buffers tells."""
         sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", None)
         if self.may_be_static and isinstance(sequences, Tensor) and self.given.context_len:
-            answer = sequences[:, self.given.ids_len :]
-            cache.reader.note_answer(answer, self.given.context_len)
+            cache.reader.note_answer(sequences[:, self.given.ids_len :])
 
 
 class _StepMasks:

@@ -371,15 +371,14 @@ class Reader:
                 return ids
         return None
 
-    def note_answer(self, ids: Tensor, first: int) -> None:
-        """Learn the ids of tokens that were decoded into buffers of a fixed size.
+    def note_answer(self, ids: Tensor) -> None:
+        """Learn the ids of an answer that was decoded into buffers of a fixed size.
 
         Args:
-            ids: ``[batch, count]``, of an answer; the last ones may not have been read.
-            first: The column at which it begins.
+            ids: ``[batch, count]``; the last ones may not have been read.
         """
         if self.tokens is not None and len(ids) == self.tokens.batch:
-            self.tokens = self.tokens.with_ids(ids, first)
+            self.tokens = self.tokens.with_answer(ids)
             for layer in self.layers:
                 layer.follow(self.tokens)
 

@@ -150,7 +150,7 @@ class ModelPrint:
             known = {str(dtype).removeprefix("torch.") for dtype in ROUNDING}
             if not isinstance(read["config"], dict) or {*dtypes} - {None, *known}:
                 raise ValueError("config must be a dict and every dtype one of weights")
-            parts = samples.split(list(counts))
+            parts = torch.split(samples, list(counts))
             parameters = {
                 name: Parameter(tuple(shape), dtype, part)
                 for name, shape, dtype, part in zip(names, shapes, dtypes, parts, strict=True)

@@ -197,11 +197,14 @@ def _mode_of_new_files() -> int:
 
 
 def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache:
+    ids, appended = tensors["tokens.ids"], tensors["tokens.appended"]
+    acted_len = ids.shape[1] - appended.shape[1]
     tokens = SeenTokens(
         valid=tensors["tokens.valid"],
-        ids=tensors["tokens.ids"],
         lengths=tensors["tokens.lengths"],
-        appended=tensors["tokens.appended"],
+        appended=appended,
+        acted_ids=ids[:, :acted_len],
+        appended_ids=ids[:, acted_len:],
         padded=json.loads(metadata["padded"]),
         skipped=tensors.get("tokens.skipped"),
         kinds=tensors.get("tokens.kinds"),
