@@ -45,10 +45,10 @@ def test_the_example_of_use() -> None:
         return {"input_ids": torch.tensor([random_tokens(0, length)])}
 
     printed = run(
-        USE.replace("256", "4"),
+        USE.replace("256", "4").replace("**longer_inputs", "torch.cat([output, input_ids], dim=1)"),
+        torch=torch,
         model=tiny_model("llama", seed=0),
         inputs=inputs(30),
-        longer_inputs=inputs(60),
         input_ids=torch.tensor([random_tokens(1, 3)]),
     )
     assert printed.splitlines()[-1].startswith("total")
@@ -134,6 +134,6 @@ def test_the_tables_of_results_are_those_of_the_files() -> None:
 
 def test_what_pages_link_exists() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    for page in pages:
-        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page.name} links {link}"
+    for file in pages:
+        for link in re.findall(r"\]\(([^)#:]+)\)", file.read_text()):
+            assert (file.parent / link).exists(), f"{file.name} links {link}"
