@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
 from kvpolicy.integrations.transformers.model.masks import (
     FLASH,
@@ -41,6 +42,7 @@ class Forward:
         spares_masks: Whether a layer may get no mask where its attention function would do right
             without.
         causal: Whether a layer without a mask sees no later token; else it sees all of a prompt.
+        attended: Where to note which keys each layer attends to; None where nobody asks.
     """
 
     acts = False  # whether the policy does, on this forward
@@ -56,6 +58,7 @@ class Forward:
         own_masks: bool = False,
         spares_masks: bool = True,
         causal: bool = True,
+        attended: AttendedKeys | None = None,
     ) -> None:
         self.policy = policy
         self.layers = layers
@@ -71,6 +74,7 @@ class Forward:
         self.tokens = incoming.tokens.extended(
             self.new_positions,
             incoming.columns,
+            ids=incoming.ids,
             padded=incoming.padded,
             acts=self.acts,
             skipped=incoming.skipped,
@@ -95,6 +99,7 @@ class Forward:
         self._own_masks = own_masks
         self._spares_masks = spares_masks
         self._sees_all = not causal and self.first
+        self._attended = attended
         self._own_blocks: dict[int, tuple[Any, Tensor | None]] = {}  # by the id of the mask
 
     # Before a layer.
@@ -120,6 +125,10 @@ class Forward:
                 "length, or one row at a time"
             )
         self._combine(self.layers[index])
+        if self._attended is not None and not (self.first and self._order_of_columns is None):
+            layer = self.layers[index]
+            heads = 1 if layer.held is None else layer.held.shape[1]
+            self._attended.note(index, self._positions(layer, heads, hidden.device))
         return hidden, self._with_mask(index, hidden, self._reaching(kwargs))
 
     def _reaching(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -306,6 +315,7 @@ class Forward:
         Those that come after tokens were dropped are left as they are, in the order of the tokens
         that went on.
         """
+        output = self._attentions_in_order(output)
         if self._order_of_columns is None:
             return output
         if isinstance(output, tuple):
@@ -317,6 +327,23 @@ class Forward:
         ):
             if output.get(name) is not None:
                 output[name] = restore(output[name])
+        return output
+
+    def _attentions_in_order(self, output: Any) -> Any:
+        """The output with attentions by the columns of the input, where nothing was evicted."""
+        if self._attended is None:
+            return output
+        how = self.tokens, self._order_of_columns
+        if isinstance(output, tuple):
+            # Hidden states have three axes, attentions four.
+            return tuple(
+                self._attended.in_columns(part, *how)
+                if isinstance(part, tuple) and all(getattr(each, "ndim", 0) == 4 for each in part)
+                else part
+                for part in output
+            )
+        if output.get("attentions") is not None:
+            output["attentions"] = self._attended.in_columns(output["attentions"], *how)
         return output
 
     def _last_in_order(self, hidden: Tensor) -> Tensor:

@@ -288,6 +288,7 @@ def _read(model: nn.Module, cache: Any, rows: list[Tensor]) -> tuple[Tensor, Ten
         return _read_by_hand(model, cache, ids, mask)
     config = GenerationConfig(
         max_new_tokens=1 + DECODED,
+        use_cache=True,
         do_sample=False,
         num_beams=1,
         return_dict_in_generate=True,
@@ -308,7 +309,9 @@ def _read_by_hand(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> tuple[Te
     found, said, new = [], [], ids
     with cache.attached(model):
         for step in range(1 + DECODED):
-            output = model(input_ids=new, attention_mask=mask, past_key_values=cache)
+            output = model(
+                input_ids=new, attention_mask=mask, past_key_values=cache, use_cache=True
+            )
             found.append(output.last_hidden_state[:, -1])
             new = ids[:, step + 1 : step + 2].clamp(min=1)
             said.append(new)
