@@ -157,9 +157,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def _check_filled_by(self, parts: ModelParts) -> None:
         if self._reader.tokens is None:
-            self.layers[:] = [
-                PolicyLayer(self.storage, self.max_new_tokens or 0) for _ in range(parts.num_layers)
-            ]
+            room = self.max_new_tokens or 0
+            self.layers[:] = [kind.new_layer(self.storage, room) for kind in parts.kinds]
         elif len(self.layers) != parts.num_layers:
             raise ValueError(
                 f"model must have the {len(self.layers)} layers of the model that filled the "
@@ -181,7 +180,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def _find_heads(self, parts: ModelParts) -> None:
         tp_size = getattr(parts.model, "tp_size", None) or 1
         for layer, attention in zip(self.layers, parts.attentions, strict=True):
-            layer.spread = Spread.of(attention, parts.config, tp_size)
+            if attention is not None:
+                layer.spread = Spread.of(attention, parts.config, tp_size)
 
     def _move_to(self, parts: ModelParts) -> None:
         assert self._reader.tokens is not None
@@ -189,12 +189,20 @@ class PolicyCache(Cache):  # type: ignore[misc]
         # That of the embeddings: weights of layers may be quantised.
         dtype = next(each.dtype for each in parts.decoder.parameters() if each.is_floating_point())
         for index, layer in enumerate(self.layers):
-            assert layer.held is not None
-            keys, values = layer.held.read()
-            if keys.dtype != dtype:
-                # The same model, loaded in another precision. Not yet into the cache's storage.
-                layer.held = PlainStorage().hold(keys.to(dtype), values.to(dtype))
+            if layer.held is not None:
+                keys, values = layer.held.read()
+                if keys.dtype != dtype:
+                    self._check_precision(keys.dtype, dtype)
+                    # The same model, loaded in another precision. Not yet into the cache's storage.
+                    layer.held = PlainStorage().hold(keys.to(dtype), values.to(dtype))
             layer.move_to(parts.device_of(index), self._reader.tokens.to(parts.device_of(index)))
+
+    def _check_precision(self, saved: torch.dtype, own: torch.dtype) -> None:
+        if any(layer.state_nbytes() for layer in self.layers):
+            raise ValueError(
+                f"model must be in the precision in which the saved cache was filled, {saved}, "
+                f"where it has recurrent layers, got {own}; a state is summed up in one precision"
+            )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what the cache holds to a file, to go on from it later or elsewhere.
@@ -345,6 +353,52 @@ class PolicyCache(Cache):  # type: ignore[misc]
             return static.layers[layer_idx].write(key_states, value_states)
         return self._reader.update(layer_idx, key_states, value_states)
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of a layer's convolution, which its model may write into; None before any.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self._reader.note_state(layer_idx)
+        state: Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        return state
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The recurrent state of a layer, which its model may write into; None before any.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self._reader.note_state(layer_idx)
+        state: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
+        return state
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Take what a layer's convolution reads; return it behind what it is to see before.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self._reader.note_state(layer_idx)
+        state: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        return state
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Take a layer's recurrent state after the tokens at hand.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self._reader.note_state(layer_idx)
+        state: Tensor = super().update_recurrent_state(
+            recurrent_states, layer_idx, state_idx, **kwargs
+        )
+        return state
+
     @property
     def static(self) -> StaticDecoding | None:
         """The decoding under way into buffers of a fixed size, which compiled hooks look for."""
@@ -396,6 +450,11 @@ class PolicyCache(Cache):  # type: ignore[misc]
             raise ValueError(
                 f"tokens_to_remove must be at least {-appended}: only {appended} tokens were "
                 f"appended since the policy acted, got {tokens_to_remove}"
+            )
+        if count and not all(layer.is_croppable for layer in self.layers):
+            raise ValueError(
+                f"tokens_to_remove must be 0 where layers are recurrent, got {tokens_to_remove}: "
+                "tokens cannot be taken back from a state; use a copy made before they were read"
             )
         if count and self._reader.tokens is not None:
             self._reader.tokens = self._reader.tokens.without_last(count)

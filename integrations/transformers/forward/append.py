@@ -18,6 +18,7 @@ from kvpolicy.integrations.transformers.model.masks import (
 )
 from kvpolicy.integrations.transformers.model.routing import Attend, Scores
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
@@ -107,8 +108,20 @@ class Forward:
             hidden: ``[batch, new_len, hidden]``, its input.
             kwargs: Its other arguments, by name.
         """
-        self._combine(self.layers[index])
+        layer = self.layers[index]
+        if isinstance(layer, RecurrentLayer):
+            layer.own_states()
+        if not layer.attends:
+            return hidden, self._without_keys(hidden, self._reaching(kwargs))
+        self._combine(layer)
         return hidden, self._with_mask(index, hidden, self._reaching(kwargs))
+
+    def _without_keys(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a layer that does not attend: its mask tells tokens from padding."""
+        valid = self.new_valid if self._padded else None
+        if valid is not None:
+            valid = None if bool(valid.all()) else valid.to(hidden.device).long()
+        return {**kwargs, "attention_mask": valid}
 
     def _reaching(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments for the tokens that reach the layer."""
@@ -227,6 +240,10 @@ class Forward:
         self._updated.add(index)
         return layer.append(keys, values, self._before)
 
+    def note_state(self, index: int) -> None:
+        """A layer reads or writes its state."""
+        self._updated.add(index)
+
     def waits_for_queries(self, keys: Tensor | None = None) -> bool:
         """Whether an attention function is still to come; if given, the one for ``keys``."""
         return self._pending is not None and (keys is None or keys is self._pending[0])
@@ -258,8 +275,9 @@ class Forward:
         Raises:
             UnsupportedModelError: A layer did not use the cache, as with gradient checkpointing.
         """
-        if len(self._updated) < len(self.layers):
-            missing = set(range(len(self.layers))) - self._updated
+        layers = enumerate(self.layers)
+        missing = {i for i, each in layers if not isinstance(each, EmptyLayer)} - self._updated
+        if missing:
             raise UnsupportedModelError(
                 f"model must give every layer the cache, but layers {sorted(missing)} did not "
                 "update it; gradient checkpointing has to be off"

@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# What a recurrent layer's states are called: those of its convolutions, and the others.
+STATES = ("conv", "recurrent")
+_OF_KEYS = ("keys", "values", "positions")
+_MOST_STATES = 64
 # Characters of what is no JSON that an error shows.
 _SHOWN = 80
 
@@ -34,6 +38,7 @@ def check_contents(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -
         raise ValueError(f"policy must be the description of one, got {metadata['policy']}")
     acted = _check_tokens(tensors, padded=json.loads(metadata["padded"]))
     _check_layers(query_heads, tensors, acted)
+    _check_states(metadata, query_heads, tensors, len(acted))
     for name, positions in tensors.items():
         group, _, layer = name.partition(".")
         if group == "propagated":
@@ -115,6 +120,8 @@ def _check_layers(query_heads: list[object], tensors: Mapping[str, Tensor], acte
     """Check every layer, and that all are those of one model."""
     first: tuple[int, ...] | None = None
     for index, heads in enumerate(query_heads):
+        if heads is None:  # a layer without keys
+            continue
         sizes = _check_layer(index, heads, tensors, acted)
         first = first or sizes
         if sizes != first:
@@ -131,11 +138,43 @@ def _check_layers(query_heads: list[object], tensors: Mapping[str, Tensor], acte
             )
 
 
+def _check_states(
+    metadata: Mapping[str, str],
+    query_heads: list[object],
+    tensors: Mapping[str, Tensor],
+    batch: int,
+) -> None:
+    """Check the states of recurrent layers, and that no layer holds what it is not to hold."""
+    counts = _read_json(metadata, "states") if "states" in metadata else {}
+    if not isinstance(counts, dict) or not all(
+        type(count) is int and 0 < count <= _MOST_STATES for count in counts.values()
+    ):
+        raise ValueError(f"states must be numbers of states by layer, got {counts!r}")
+    named = {
+        f"layers.{layer}.{kind}.{number}"
+        for layer, count in counts.items()
+        for kind in STATES
+        for number in range(count)
+    }
+    for name, tensor in tensors.items():
+        group, _, rest = name.partition(".")
+        layer, _, what = rest.partition(".")
+        if group != "layers" or (what in _OF_KEYS and query_heads[int(layer)] is not None):
+            continue
+        if name not in named:
+            raise ValueError(f"{name} must be something that its layer holds, got {what!r}")
+        if not tensor.is_floating_point() or tensor.ndim < 2 or len(tensor) != batch:
+            raise ValueError(
+                f"{name} must be of floats, of shape [{batch}, ...], got {tensor.dtype} of shape "
+                f"{list(tensor.shape)}"
+            )
+
+
 def _check_layer(
     index: int, query_heads: object, tensors: Mapping[str, Tensor], acted: Tensor
 ) -> tuple[int, ...]:
     """Check a layer; returns its query heads, KV heads, head_dim of keys and that of values."""
-    names = [f"layers.{index}.{name}" for name in ("keys", "values", "positions")]
+    names = [f"layers.{index}.{name}" for name in _OF_KEYS]
     keys, values, positions = (tensors[name] for name in names)
     if not keys.is_floating_point():
         raise ValueError(f"{names[0]} must be of floats, got {keys.dtype}")

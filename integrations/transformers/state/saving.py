@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from kvpolicy.checks import check_kind
 from kvpolicy.description import Description, describe, from_description
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.saved_contents import check_contents
+from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
+from kvpolicy.integrations.transformers.state.saved_contents import STATES, check_contents
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
@@ -63,10 +64,17 @@ class SavedCache:
             "version": str(VERSION),
             "policy": json.dumps(self.policy),
             "model": self.model,
-            "query_heads": json.dumps([layer.query_heads for layer in self.layers]),
+            "query_heads": json.dumps([layer.query_heads or None for layer in self.layers]),
             "padded": json.dumps(self.tokens.padded),
             "starts_turn": json.dumps(self.starts_turn),
         }
+        recurrent = {
+            str(index): layer.number_of_states
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer, RecurrentLayer)
+        }
+        if recurrent:
+            metadata["states"] = json.dumps(recurrent)
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=".saving-")
         os.close(handle)
         try:
@@ -81,10 +89,13 @@ class SavedCache:
         found: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
             held, positions = layer.state()[:2]
-            assert held is not None
-            assert positions is not None
-            found[f"layers.{index}.keys"], found[f"layers.{index}.values"] = held.read()
-            found[f"layers.{index}.positions"] = positions
+            if held is not None:
+                found[f"layers.{index}.keys"], found[f"layers.{index}.values"] = held.read()
+                found[f"layers.{index}.positions"] = positions
+            if isinstance(layer, RecurrentLayer):
+                for kind, states in zip(STATES, layer.states, strict=True):
+                    for number, each in states.items():
+                        found[f"layers.{index}.{kind}.{number}"] = each
         for name in ("valid", "lengths", "appended", "skipped", "kinds"):
             if getattr(self.tokens, name) is not None:
                 found[f"tokens.{name}"] = getattr(self.tokens, name)
@@ -209,13 +220,17 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
         kinds=tensors.get("tokens.kinds"),
     )
     layers = []
+    states = json.loads(metadata.get("states", "{}"))
     for index, query_heads in enumerate(json.loads(metadata["query_heads"])):
-        keys, values, positions = (
-            tensors[f"layers.{index}.{name}"] for name in ("keys", "values", "positions")
-        )
-        layer = PolicyLayer()
-        layer.load(keys, values, positions, tokens)
-        layer.query_heads = query_heads
+        layer = _empty(query_heads, states.get(str(index), 0))
+        if query_heads is not None:
+            keys, values, positions = (
+                tensors[f"layers.{index}.{name}"] for name in ("keys", "values", "positions")
+            )
+            layer.load(keys, values, positions, tokens)
+            layer.query_heads = query_heads
+        if isinstance(layer, RecurrentLayer):
+            layer.hold_states(*(_numbered(f"layers.{index}.{kind}.", tensors) for kind in STATES))
         layers.append(layer)
     propagated = {
         int(name.partition(".")[2]): tensor
@@ -230,6 +245,22 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
         propagated,
         json.loads(metadata["starts_turn"]),
     )
+
+
+def _empty(query_heads: int | None, states: int) -> PolicyLayer:
+    """A layer that holds nothing yet, of the kind that a file tells of."""
+    if states:
+        return RecurrentLayer(number_of_states=states)
+    return EmptyLayer() if query_heads is None else PolicyLayer()
+
+
+def _numbered(prefix: str, tensors: dict[str, Tensor]) -> dict[int, Tensor]:
+    """Tensors by the number behind a prefix."""
+    return {
+        int(name.removeprefix(prefix)): each
+        for name, each in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 @torch.no_grad()

@@ -7,6 +7,9 @@ from typing import ClassVar
 
 import attrs
 
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.storage import Storage
+
 
 @attrs.frozen
 class LayerKind(abc.ABC):
@@ -17,10 +20,12 @@ class LayerKind(abc.ABC):
 
     Attributes:
         name: In a few words, as tables show it.
+        attends: Whether it has keys, values and queries, which a policy may choose by.
         window: Tokens a layer sees, its own among them; None where it sees all.
     """
 
     name: ClassVar[str]
+    attends: ClassVar[bool] = True
     window: int | None = attrs.field(default=None, kw_only=True)
 
     @classmethod
@@ -33,6 +38,15 @@ class LayerKind(abc.ABC):
         """Why no policy can be applied to a model with such a layer; None where one can."""
         return None
 
+    def new_layer(self, storage: Storage, room: int) -> PolicyLayer:
+        """What a cache holds for such a layer.
+
+        Args:
+            storage: How keys and values are held.
+            room: Slots to have memory for in advance.
+        """
+        return PolicyLayer(storage, room)
+
 
 @attrs.frozen
 class LayerFacts:
@@ -44,9 +58,11 @@ class LayerFacts:
         cached_as: The name of the class that Transformers' own cache has for it; None where it
             has none.
         window: The sliding window of that, in tokens.
+        states: The states of either kind that it holds, if it holds any.
     """
 
     index: int
     kind: str
     cached_as: str | None
     window: int | None
+    states: int = 1

@@ -1,0 +1,31 @@
+"""Layers that read every token by itself."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+
+from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer
+from kvpolicy.integrations.transformers.state.storage import Storage
+
+
+@attrs.frozen
+class Tokenwise(LayerKind):
+    """An MLP or experts alone, where a decoder has them as a layer of their own: nothing is held."""
+
+    name: ClassVar[str] = "without attention"
+    attends: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, layer: LayerFacts) -> LayerKind | None:
+        """See `LayerKind.of`."""
+        # Layers that borrow their keys have a cache of this class as well.
+        alone = layer.cached_as == "DummyLayer" and layer.kind in ("mlp", "moe")
+        return cls() if alone else None
+
+    def new_layer(self, storage: Storage, room: int) -> PolicyLayer:
+        """See `LayerKind.new_layer`."""
+        return EmptyLayer(storage, room)
