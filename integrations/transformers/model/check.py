@@ -173,10 +173,13 @@ def _continues(model: Any, parts: ModelParts, cache: Any) -> bool:
     decoder: Any = parts.decoder
     first, second = _rows(parts)
     whole = torch.cat([first, second])
+    # As `generate` gives them: some decoders count every call's from 0.
+    places = torch.arange(len(whole), device=whole.device)[None]
     with cache.attached(model):
-        decoder(input_ids=first[None], past_key_values=cache)
-        cache.start_turn()
-        found = decoder(input_ids=second[None], past_key_values=cache).last_hidden_state[0]
+        for part, own in ((first, places[:, : len(first)]), (second, places[:, len(first) :])):
+            cache.start_turn()
+            output = decoder(input_ids=part[None], position_ids=own, past_key_values=cache)
+    found = output.last_hidden_state[0]
     everything = torch.ones(1, len(whole), len(whole), dtype=torch.bool).tril()
     want = dense_outputs(decoder, parts, whole[None], [everything] * parts.num_layers)
     want = want[-len(second) :].float()
