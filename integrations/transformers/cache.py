@@ -298,6 +298,12 @@ class PolicyCache(Cache):  # type: ignore[misc]
         """Tokens of an answer there is memory for in advance; None where memory grows."""
         return self._reader.max_new_tokens
 
+    @max_new_tokens.setter
+    def max_new_tokens(self, count: int | None) -> None:
+        if count is not None:
+            check_count("max_new_tokens", count, minimum=1)
+        self._reader.max_new_tokens = count
+
     @property
     def propagated(self) -> dict[int, Tensor]:
         """By layer, the positions passed on; see the class."""
@@ -328,14 +334,15 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what binds the cache to a model: a copy is attached to nothing."""
-        reader = copy.copy(self._reader)
-        state = {**self.__dict__, "_reader": reader, "layers": reader.layers}
-        del state["_thread"]
+        state = {**self.__dict__, "_reader": copy.copy(self._reader)}
+        for own in ("layers", "_thread"):  # the reader's, and of whoever makes the copy
+            del state[own]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Belong to whoever makes the copy."""
         self.__dict__.update(state)
+        self.layers = self._reader.layers
         self._thread = threading.current_thread()
 
     # What Transformers asks of a cache.
