@@ -66,9 +66,19 @@ class Turn:
 
     prompt_end: int | None
     may_be_static: bool
+    takes_back: bool
 
     def of(self, cache: PolicyCache) -> AbstractContextManager[None]:
-        """The turn of a cache."""
+        """The turn of a cache that is attached to its model.
+
+        Raises:
+            UnsupportedGenerationError: Tokens are going to be taken back, and cannot be.
+        """
+        if self.takes_back and not all(layer.is_croppable for layer in cache.layers):
+            raise UnsupportedGenerationError(
+                "assistant_model and prompt_lookup_num_tokens must be None with a model that has "
+                "recurrent layers, from whose state draft tokens cannot be taken back"
+            )
         return cache.reader.new_turn(self.prompt_end, may_be_static=self.may_be_static)
 
 
@@ -164,6 +174,7 @@ def check_generation(
         may_be_static=not (chunked or config.output_attentions)
         and mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         and model.config._attn_implementation in IMPLEMENTATIONS,
+        takes_back=mode == GenerationMode.ASSISTED_GENERATION,
     )
 
 

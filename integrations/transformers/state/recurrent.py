@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
-from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -110,17 +109,6 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
         """Make room for a state; keys and values need none."""
         if not args:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
-
-    def activate_past_recording(self) -> None:
-        """Refuse to prepare for tokens being taken back.
-
-        Raises:
-            UnsupportedGenerationError: Always.
-        """
-        raise UnsupportedGenerationError(
-            "tokens must not be taken back from a PolicyCache of a model with recurrent layers, as "
-            "assisted generation does; leave assistant_model and prompt_lookup_num_tokens at None"
-        )
 
 
 class EmptyLayer(PolicyLayer, DummyLayer):  # type: ignore[misc]
