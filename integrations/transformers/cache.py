@@ -360,6 +360,19 @@ class PolicyCache(Cache):  # type: ignore[misc]
             return static.layers[layer_idx].write(key_states, value_states)
         return self._reader.update(layer_idx, key_states, value_states)
 
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        """Whether a recurrent layer has read anything; of the last such layer, if None is named.
+
+        Raises:
+            NotAttachedError: A layer is named, and the cache is not attached to the model that calls.
+        """
+        if layer_idx is not None and self._reader.tokens is not None:
+            # With Transformers 5.17 a model goes on to take the state from the layer, to write to.
+            self._reader.note_state(layer_idx)
+        return bool(super().has_previous_state(layer_idx, state_idx))
+
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The state of a layer's convolution, which its model may write into; None before any.
 

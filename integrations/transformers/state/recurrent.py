@@ -6,13 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DummyLayer, LinearAttentionLayer
+from transformers import cache_utils
+from transformers.cache_utils import LinearAttentionLayer
 
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 States = dict[int, Tensor]
+
+# Transformers 5.17 has none, and does not ask for it.
+_Dummy: Any = getattr(cache_utils, "DummyLayer", object)
 
 
 class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
@@ -111,7 +115,7 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
 
-class EmptyLayer(PolicyLayer, DummyLayer):  # type: ignore[misc]
+class EmptyLayer(PolicyLayer, _Dummy):  # type: ignore[misc]
     """A layer that reads its tokens one by one, such as experts alone, and holds nothing."""
 
     attends = False

@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
-from tests.integrations.model.builds.catalogue import builds
+from tests.integrations.model.builds.catalogue import Build, builds
 from tests.integrations.model.builds.sizes import FIRST_SPECIAL_ID
 
 # Held against dense attention in all that is tested here.
-FAMILIES = (
+_NAMES = (
     "bamba",
     "granitemoehybrid",
     "lfm2",
@@ -25,14 +25,23 @@ FAMILIES = (
     "qwen3_5_text",
     "qwen3_next",
 )
+FAMILIES = tuple(name for name in _NAMES if name in builds())
 # One of each kind of state: gated delta rule, convolution alone, Mamba 2 beside bare MLPs.
 KINDS = ("qwen3_next", "lfm2", "nemotron_h")
 TOLERANCE = 1e-4
 
 
+# With a recurrence behind the first attention layer, and an MLP at the end.
+_TYPES = ["linear_attention", "moe", "full_attention", "linear_attention", "full_attention", "mlp"]
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "nemotron_h": {"layer_types": _TYPES, "num_hidden_layers": len(_TYPES)}
+}
+
+
 @cache
 def hybrid(name: str) -> PreTrainedModel:
-    return builds()[name].model()
+    build = builds()[name]
+    return Build(name, build.model_type, {**build.patch, **_OPTIONS.get(name, {})}).model()
 
 
 def tokens(seed: int, count: int) -> list[int]:

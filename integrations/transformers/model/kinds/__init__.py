@@ -28,8 +28,8 @@ __all__ = [
 KINDS: tuple[type[LayerKind], ...] = (
     FullAttention,
     SlidingWindow,
-    Recurrent,
     Tokenwise,
+    Recurrent,
     Refused,
 )
 

@@ -22,9 +22,9 @@ class Tokenwise(LayerKind):
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:
         """See `LayerKind.of`."""
-        # Layers that borrow their keys have a cache of this class as well.
-        alone = layer.cached_as == "DummyLayer" and layer.kind in ("mlp", "moe")
-        return cls() if alone else None
+        # Not by the class of their cache, which others share: it is that of layers with borrowed
+        # keys, and was that of recurrent ones.
+        return cls() if layer.kind in ("mlp", "moe") else None
 
     def new_layer(self, storage: Storage, room: int) -> PolicyLayer:
         """See `LayerKind.new_layer`."""
