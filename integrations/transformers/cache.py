@@ -366,7 +366,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         """Whether a recurrent layer has read anything; of the last such layer, if None is named.
 
         Raises:
-            NotAttachedError: A layer is named, and the cache is not attached to the model that calls.
+            NotAttachedError: A layer is named, and the cache is not attached to its model.
         """
         if layer_idx is not None and self._reader.tokens is not None:
             # With Transformers 5.17 a model goes on to take the state from the layer, to write to.

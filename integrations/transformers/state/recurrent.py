@@ -65,9 +65,9 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
             # As Transformers', which learns of a state from that of its convolution.
             self.has_previous_state[index] = index in conv
             self.conv_kernel_size[index] = conv[index].shape[-1] if index in conv else None
-        first = next(iter((*conv.values(), *recurrent.values())), None)
+        device: Any = next((each.device for each in (*conv.values(), *recurrent.values())), None)
         if self.held is None:
-            self.device = None if first is None else first.device
+            self.device = device
 
     def move_to(self, device: torch.device, tokens: SeenTokens) -> None:
         """See `PolicyLayer.move_to`."""

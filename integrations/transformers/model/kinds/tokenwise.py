@@ -14,7 +14,7 @@ from kvpolicy.integrations.transformers.state.storage import Storage
 
 @attrs.frozen
 class Tokenwise(LayerKind):
-    """An MLP or experts alone, where a decoder has them as a layer of their own: nothing is held."""
+    """An MLP or experts alone, where they are a layer of their own: nothing is held."""
 
     name: ClassVar[str] = "without attention"
     attends: ClassVar[bool] = False
