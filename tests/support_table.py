@@ -1,35 +1,107 @@
-"""The README's table of model families, made from what the tests of the families hold.
+"""The tables of model families, made from what `make families` has found.
 
-``python -m tests.support_table`` prints it.
+``python -m tests.support_table`` writes docs/families.md; the README's table is `support_table()`.
 """
 
+import json
+import re
+import textwrap
 from collections import defaultdict
+from pathlib import Path
+from typing import Any
 
-from kvpolicy.integrations.transformers.model.parts import REFUSED
-from tests.families import FAMILIES
-from tests.integrations.model.test_families import SUPPORTED
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "families.json"
+PAGE = ROOT / "docs" / "families.md"
 
-EVERYTHING = "every policy"
-SLIDING = (
-    "evicting policies; layers with a sliding window keep their window, and tokens are dropped "
-    "after layers without one"
+RIGHT = "every policy, padded rows too"
+# What the outcomes say, in a few words; the first that is found in a reason.
+REASONS = (
+    ("rows must not be padded", "every policy, rows without padding"),
+    ("FastKV", "policies that evict; such as drop tokens are refused"),
+    ("recurrent", "refused: layers hold a recurrent state, from which no token can be taken"),
+    ("convolution", "refused: layers hold a recurrent state, from which no token can be taken"),
+    ("AttentionInterface", "refused: attention calls no function that can be seen"),
+    ("an indexer", "refused: layers hold index keys, or compressed ones"),
+    ("cached as", "refused: layers hold index keys, or compressed ones"),
+    ("keys of the cache", "refused: latent attention, or keys made anew from what is cached"),
+    ("layers [1] did not", "refused: layers attend to images, or to keys of other layers"),
+    ("without a cache", "refused: layers attend to images, or to keys of other layers"),
+    ("chunked", "refused: layers attend within chunks"),
+    ("get_decoder", "refused: no decoder is found that runs a list of layers"),
+    ("input_ids or inputs_embeds", "refused: no decoder is found that runs a list of layers"),
+    ("self-check found", "refused: the self-check finds it wrong"),
+    ("text alone", "not judged: the model reads no prompt without an image"),
+    ("pixel_values", "not judged: the model reads no prompt without an image"),
 )
+# Those that a reader looks for first.
+_KNOWN = """
+llama mistral ministral3 mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text
+gemma4_text phi phi3 phimoe olmo2 olmo3 olmoe gpt_oss glm4 glm4_moe minimax_m2 granite
+granitemoe cohere2 exaone4 ernie4_5 hunyuan_v1_dense seed_oss smollm3 starcoder2 llava
+llava_next llava_onevision qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe gemma3 gemma4 internvl
+mistral3 idefics3 smolvlm glm4v aya_vision deepseek_vl
+"""
+KNOWN = _KNOWN.split()
+
+
+def outcomes() -> list[dict[str, Any]]:
+    """What was found, build by build."""
+    found: list[dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return [each for each in found if each["outcome"] != "unbuilt"]
+
+
+def groups() -> dict[str, list[str]]:
+    """Names of builds by what can be done with them, all that are right first."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for each in outcomes():
+        if each["outcome"] == "right":
+            found[RIGHT].append(each["name"])
+            continue
+        reason = re.sub(r"^\[[^]]*\] ", "", each["reason"])
+        said = next((words for part, words in REASONS if part in reason), None)
+        found[said or f"{each['outcome']}: {textwrap.shorten(reason, 80)}"].append(each["name"])
+    order = [RIGHT, *dict.fromkeys(words for _, words in REASONS)]
+    return {said: found[said] for said in [*order, *sorted(set(found) - set(order))] if found[said]}
 
 
 def support_table() -> str:
-    """Markdown: families and what works with them, or why nothing does."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name, family in FAMILIES.items():
-        if name not in SUPPORTED:
-            groups[f"refused: {REFUSED[family.model_type]}"].append(name)
-        elif family.window is None:
-            groups[EVERYTHING].append(name)
-        else:
-            groups[SLIDING].append(name)
-    order = [EVERYTHING, SLIDING, *sorted(set(groups) - {EVERYTHING, SLIDING})]
-    rows = [f"| {', '.join(sorted(groups[verdict]))} | {verdict} |" for verdict in order]
-    return "\n".join(["| families | what works |", "|---|---|", *rows])
+    """Markdown: how many builds, which, and what works with them."""
+    rows = []
+    for said, names in groups().items():
+        shown = [name for name in names if name in KNOWN] if said == RIGHT else names[:4]
+        more = len(names) - len(shown)
+        others = f" and {more} more" if more else ""
+        rows.append(f"| {len(names)} | {', '.join(shown)}{others} | {said} |")
+    return "\n".join(["| builds | families | what works |", "|---|---|---|", *rows])
+
+
+def page() -> str:
+    """The page with all names."""
+    count = len(outcomes())
+    [f"| {len(names)} | {', '.join(sorted(names))} | {said} |" for said, names in groups().items()]
+    lines = [
+        "# Model families",
+        "",
+        f"Transformers makes {count} builds of decoders, 20 of them variants of others, of which a",
+        "tiny random model can be made here. `make families` builds each one and holds it against",
+        "its own dense attention under `FullContext`, `StreamingLLM`, `SnapKV` and `FastKV`, one",
+        "row and a left-padded pair, over six decoded tokens. This page is made of what it found.",
+        "",
+        "No list decides: a model is taken apart into layers of known kinds, and one that is not",
+        "among the tested ones is checked on itself when a cache first meets it.",
+        "`kvpolicy check MODEL` shows the outcome.",
+        "",
+        "| builds | families | what works |",
+        "|---|---|---|",
+        *(
+            f"| {len(each)} | {', '.join(sorted(each))} | {said} |"
+            for said, each in groups().items()
+        ),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
     print(support_table())

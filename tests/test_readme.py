@@ -12,11 +12,14 @@ import torch
 
 from benchmarks.common import BASELINE
 from kvpolicy.evaluation.comparison.speed import Speed
+from kvpolicy.integrations.transformers.model.tested import TESTED
 from kvpolicy.registry import registered
+from tests.integrations.model.builds.catalogue import builds
 from tests.reference import random_tokens, tiny_model
-from tests.support_table import support_table
+from tests.support_table import PAGE, outcomes, page, support_table
 
 ROOT = Path(__file__).parents[1]
+BUILDS = builds()
 README = (ROOT / "README.md").read_text()
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 FIRST, SCORER = PYTHON.findall(README)
@@ -42,10 +45,10 @@ def test_the_example_of_use() -> None:
         return {"input_ids": torch.tensor([random_tokens(0, length)])}
 
     printed = run(
-        USE.replace("256", "4"),
+        USE.replace("256", "4").replace("**longer_inputs", "torch.cat([output, input_ids], dim=1)"),
+        torch=torch,
         model=tiny_model("llama", seed=0),
         inputs=inputs(30),
-        longer_inputs=inputs(60),
         input_ids=torch.tensor([random_tokens(1, 3)]),
     )
     assert printed.splitlines()[-1].startswith("total")
@@ -68,8 +71,19 @@ def test_the_padding_of_ada_kv_is_that_of_the_results() -> None:
         assert f"| {row['retention_rate']:g} | {padding:.1%} | {share:.1%} |" in page
 
 
-def test_the_table_of_families_is_that_of_the_tests() -> None:
+def test_the_tables_of_families_are_what_was_found() -> None:
     assert support_table() in README
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+def test_what_needs_no_self_check_was_found_right() -> None:
+    """Every build of such a type; PaliGemma is held by the tests with images."""
+    found: dict[str, set[str]] = {}
+    for each in outcomes():
+        model_type = BUILDS[each["name"]].model_type
+        found.setdefault(model_type, set()).add(each["outcome"])
+    right = {name for name, outcome in found.items() if outcome == {"right"}}
+    assert TESTED - {"paligemma"} <= right
 
 
 def cells_of(page: str, columns: int) -> dict[str, list[str]]:
@@ -120,6 +134,6 @@ def test_the_tables_of_results_are_those_of_the_files() -> None:
 
 def test_what_pages_link_exists() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    for page in pages:
-        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page.name} links {link}"
+    for file in pages:
+        for link in re.findall(r"\]\(([^)#:]+)\)", file.read_text()):
+            assert (file.parent / link).exists(), f"{file.name} links {link}"

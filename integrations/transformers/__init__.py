@@ -1,5 +1,6 @@
 """Policies inside Hugging Face Transformers."""
 
+from kvpolicy.integrations.transformers.batching import wrap_continuous_batching
 from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.generation import wrap_generate
 from kvpolicy.integrations.transformers.state.report import CacheReport, LayerReport
@@ -22,4 +23,5 @@ __all__ = [
 
 # On import, not when the first cache is built: Python looks `generate` up before it builds the
 # cache in `model.generate(past_key_values=PolicyCache(...))`.
+wrap_continuous_batching()
 wrap_generate()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import Cache
 from kvpolicy.checks import check_count
 from kvpolicy.description import describe
 from kvpolicy.errors import CacheInUseError
+from kvpolicy.integrations.transformers.adapters import check_adapters
 from kvpolicy.integrations.transformers.forward.reader import Reader
 from kvpolicy.integrations.transformers.forward.static_decoding import StaticDecoding
 from kvpolicy.integrations.transformers.model.attachment import Attachment
@@ -23,8 +25,9 @@ from kvpolicy.integrations.transformers.model.check import verdict_of
 from kvpolicy.integrations.transformers.model.parallel import Spread
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.model_print import ModelPrint
 from kvpolicy.integrations.transformers.state.report import CacheReport
-from kvpolicy.integrations.transformers.state.saving import SavedCache, fingerprint
+from kvpolicy.integrations.transformers.state.saving import SavedCache
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
 from kvpolicy.policy import CachePolicy
 
@@ -60,6 +63,14 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     Where a policy drops tokens, a prompt's logits and hidden states are those of the tokens that
     went on, the last token always among them.
+
+    A prompt's tokens see all before them, so that its own logits and loss show nothing of a policy
+    that evicts: read the context first, then score what follows. With ``output_attentions`` a
+    layer's columns are those of the input as long as it has evicted nothing; afterwards column
+    ``j`` of a row and KV head is the token at ``layers[i].positions[row, head, j]``.
+
+    The ids of what was read are remembered: `generate` refuses a conversation that begins with
+    others. Of embeddings they are not known.
 
     Example:
         >>> import torch
@@ -97,7 +108,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         self.layers: list[PolicyLayer]
         self._reader = Reader(policy, storage, max_new_tokens, self.layers)
         self._thread = threading.current_thread()  # that has attached it
-        self._loaded_for: str | None = None  # fingerprint of the model that filled a saved cache
+        self._loaded_for: ModelPrint | None = None  # of the model that filled a saved cache
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[PolicyCache]:
@@ -114,6 +125,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 another model.
         """
         parts = ModelParts(model)
+        check_adapters(model)
         self.check_thread()
         if self._reader.attachment is not None:
             if self._reader.attachment.parts.decoder is not parts.decoder:
@@ -130,7 +142,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         verdict.check(self.policy, parts.num_layers)
         self._check_filled_by(parts)
         self._find_heads(parts)
-        self._reader.placed, self._reader.care = placed, parts.careful(verdict.care)
+        self._reader.placed, self._reader.care = placed, verdict.care
         self._reader.attachment = Attachment(self, self._reader, parts)
         self._thread = threading.current_thread()
         try:
@@ -170,12 +182,23 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 "PolicyCache or reset() this one"
             )
         elif self._reader.filled_by is None and self._loaded_for is not None:
-            if fingerprint(parts.decoder) != self._loaded_for:
-                raise ValueError(
-                    "model must be the one that filled the saved cache, got another one, by its "
-                    "parameters"
-                )
+            self._check_loaded_for(self._loaded_for, ModelPrint.of(parts.decoder))
             self._move_to(parts)
+
+    @staticmethod
+    def _check_loaded_for(saved: ModelPrint, model: ModelPrint) -> None:
+        difference = saved.difference(model)
+        if difference is not None:
+            raise ValueError(
+                f"model must be the one that filled the saved cache, got another one: {difference}"
+            )
+        if not saved.is_comparable(model):
+            warnings.warn(
+                "whether model is the one that filled the saved cache cannot be told, since no "
+                "parameter's values are known both of it and of that one (they are quantised, or "
+                "not in memory); make sure of it, or load it with its embeddings in memory",
+                stacklevel=4,
+            )
 
     def _find_heads(self, parts: ModelParts) -> None:
         tp_size = getattr(parts.model, "tp_size", None) or 1
@@ -209,8 +232,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
         Args:
             path: The file, or a link to it, in the safetensors format: keys, values and positions
-                of every layer, the tokens seen, the policy's description and a fingerprint of the
-                model.
+                of every layer, the tokens seen, the policy's description, and what tells the
+                model from others.
 
         Raises:
             ValueError: The cache has read nothing, or only a part of a prompt, or the model that
@@ -223,14 +246,14 @@ class PolicyCache(Cache):  # type: ignore[misc]
             raise ValueError("cache must have read a prompt to be saved, got one that has not")
         SavedCache(
             policy=describe(self.policy),
-            model=self._fingerprint(),
+            model=self._model_print(),
             tokens=self._reader.tokens,
             layers=self.layers,
             propagated=self.propagated,
             starts_turn=self._reader.starts_turn,
         ).write(path)
 
-    def _fingerprint(self) -> str:
+    def _model_print(self) -> ModelPrint:
         if self._loaded_for is not None:
             return self._loaded_for
         decoder = None if self._reader.filled_by is None else self._reader.filled_by()
@@ -239,7 +262,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 "cache must be saved while the model that filled it exists, since the file says "
                 "which it was; a copy of a cache knows none"
             )
-        return fingerprint(decoder)
+        return ModelPrint.of(decoder)
 
     @classmethod
     def load(
@@ -253,7 +276,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
         """Read a file of `save`: a cache that goes on where the saved one was.
 
         Its tensors move to the model's devices and precision, and into ``storage``, when it is
-        attached.
+        attached. The model must be the one that filled the cache; its weights may be in another
+        precision, quantised, or offloaded. Where no weights can be compared, there is a warning.
 
         Args:
             path: The file.

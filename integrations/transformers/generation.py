@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers.cache import PolicyCache
+from kvpolicy.integrations.transformers.continuation import Given
 from kvpolicy.integrations.transformers.forward.static_decoding import IMPLEMENTATIONS
 
 _lock = threading.Lock()
@@ -53,8 +55,12 @@ def wrap_generate() -> None:
                 return original(self, *args, **kwargs)
             cache.check_thread()
             turn = check_generation(self, cache, args, kwargs)
-            with cache.attached(self), _masks_of_steps(self), turn.of(cache):
-                return original(self, *args, **kwargs)
+            with cache.attached(self), _masks_of_steps(self):
+                turn.given.check_same(cache.reader.tokens)
+                with turn.of(cache):
+                    output = original(self, *args, **kwargs)
+            turn.note_answer(cache, output)
+            return output
 
         generate._kvpolicy_wraps = original  # type: ignore[attr-defined]
         GenerationMixin.generate = generate
@@ -62,10 +68,18 @@ def wrap_generate() -> None:
 
 @attrs.frozen
 class Turn:
-    """What a call of `generate` says of the turn it starts; see `Reader.new_turn`."""
+    """What a call of `generate` says of the turn it starts; see `Reader.new_turn`.
 
-    prompt_end: int | None
+    Args:
+        given: What the call is given.
+        may_be_static: Whether the answer may be decoded into buffers of a fixed size.
+        in_parts: Whether the prompt may come in several forwards, or with draft tokens behind it.
+        takes_back: Whether tokens that were read may be taken back, as drafts that are refused are.
+    """
+
+    given: Given
     may_be_static: bool
+    in_parts: bool
     takes_back: bool
 
     def of(self, cache: PolicyCache) -> AbstractContextManager[None]:
@@ -79,7 +93,14 @@ class Turn:
                 "assistant_model and prompt_lookup_num_tokens must be None with a model that has "
                 "recurrent layers, from whose state draft tokens cannot be taken back"
             )
-        return cache.reader.new_turn(self.prompt_end, may_be_static=self.may_be_static)
+        prompt_end = self.given.context_len if self.in_parts else None
+        return cache.reader.new_turn(prompt_end, may_be_static=self.may_be_static)
+
+    def note_answer(self, cache: PolicyCache, output: Any) -> None:
+        """Let a cache know the ids of an answer, which no forward into fixed buffers tells."""
+        sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", None)
+        if self.may_be_static and isinstance(sequences, Tensor) and self.given.context_len:
+            cache.reader.note_answer(sequences[:, self.given.ids_len :])
 
 
 class _StepMasks:
@@ -162,20 +183,45 @@ def check_generation(
             "in assisted generation with a PolicyCache: they would be cut by columns that are not "
             "theirs"
         )
-    if kwargs.get("use_cache", config.use_cache) is False:
-        raise UnsupportedGenerationError("use_cache must be True with a PolicyCache, got False")
-    prompt_end = _check_continuation(cache, args, kwargs)
-    _check_model_keeps_cache(model, cache, config, prompt_end)
-    one_forward = not chunked and mode != GenerationMode.ASSISTED_GENERATION
+    _check_cache_is_used(model, args, kwargs)
+    if cache.max_new_tokens is not None and config.output_attentions:
+        warnings.warn(
+            "output_attentions keeps generate from decoding into the cache's fixed buffers "
+            "(max_new_tokens), so that nothing is compiled; leave one of them out",
+            stacklevel=3,
+        )
+    given = Given.of(args, kwargs)
+    given.check_continues(cache.reader.tokens)
+    _check_model_keeps_cache(model, cache, config, given.context_len)
     return Turn(
-        # Else the prompt may come in several forwards, or with draft tokens behind it.
-        prompt_end=None if one_forward else prompt_end,
+        given,
+        in_parts=chunked or mode == GenerationMode.ASSISTED_GENERATION,
         # Attentions would be as wide as buffers are long.
         may_be_static=not (chunked or config.output_attentions)
+        and kwargs.get("custom_generate") is None
         and mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         and model.config._attn_implementation in IMPLEMENTATIONS,
         takes_back=mode == GenerationMode.ASSISTED_GENERATION,
     )
+
+
+def _check_cache_is_used(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse to use a cache where a call, or else a configuration, says that none is wanted."""
+    given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    text_config = model.config.get_text_config(decoder=True)
+    called = {"use_cache": kwargs, "use_cache of generation_config": vars(given) if given else {}}
+    own = {
+        "use_cache of the model's generation_config": model.generation_config,
+        "use_cache of the model's config": model.config,
+        "use_cache of the model's text config": text_config,
+    }
+    said = [(name, each.get("use_cache")) for name, each in called.items()]
+    explicit = [each for each in said if each[1] is not None][:1]
+    for name, value in explicit or [(n, getattr(c, "use_cache", None)) for n, c in own.items()]:
+        if value is False:
+            raise UnsupportedGenerationError(
+                f"{name} must be True with a PolicyCache, got False; set it, or pass use_cache=True"
+            )
 
 
 def _check_model_keeps_cache(
@@ -205,29 +251,3 @@ def _effective_config(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         config.update(**{name: value for name, value in known.items() if value is not None})
     assert isinstance(config, GenerationConfig)
     return config
-
-
-def _check_continuation(
-    cache: PolicyCache, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> int | None:
-    """Columns of the whole context that the inputs give; None where they cannot be told."""
-    seen = cache.get_seq_length()
-    embeds = kwargs.get("inputs_embeds")
-    given = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
-    name, given = ("input_ids", given) if embeds is None else ("inputs_embeds", embeds)
-    if not isinstance(given, Tensor) or given.ndim < 2:
-        return None
-    mask = kwargs.get("attention_mask")
-    length = given.shape[1]
-    if not seen:
-        return length
-    if embeds is None and isinstance(mask, Tensor) and mask.ndim == 2:
-        length = mask.shape[1]
-    whole = embeds is None or not isinstance(mask, Tensor) or mask.shape[1:2] == given.shape[1:2]
-    if length <= seen or not whole:
-        raise ValueError(
-            f"{name} must continue the {seen} tokens the cache has seen, got {given.shape[1]}; "
-            "pass the whole conversation, or (as input_ids) the new tokens with an "
-            "attention_mask over the whole conversation, or reset() the cache"
-        )
-    return length

@@ -38,6 +38,12 @@ def model() -> PreTrainedModel:
     return tiny_model("llama", seed=1)
 
 
+def conversation(cache: PolicyCache, added: int) -> Tensor:
+    """What a cache has read, and some more tokens."""
+    assert cache.reader.tokens is not None
+    return torch.cat([cache.reader.tokens.ids, prompt(added, seed=3)], dim=1)
+
+
 @pytest.fixture
 def usable(model: PreTrainedModel) -> Any:
     """Gives a cache in its second turn, and checks that what the test does to it does no harm."""
@@ -47,7 +53,7 @@ def usable(model: PreTrainedModel) -> Any:
     before = trace_of(model)
     yield cache
     assert trace_of(model) == before
-    ids = torch.cat([prompt(66), prompt(30, seed=3)], dim=1)
+    ids = conversation(cache, 30)
     assert tokens_of(model, ids, cache) == tokens_of(model, ids, other)
     for one, two in zip(cache.layers, other.layers, strict=True):
         assert torch.equal(one.positions, two.positions)
@@ -227,7 +233,7 @@ def test_layer_outside_the_model(model: PreTrainedModel) -> None:
 def test_another_model(model: PreTrainedModel, usable: PolicyCache) -> None:
     deeper = tiny_model("llama", seed=1, num_layers=6)
     with pytest.raises(ValueError, match="model must have the 4 layers"):
-        tokens_of(deeper, prompt(80), usable)
+        tokens_of(deeper, conversation(usable, 30), usable)
     with (
         usable.attached(model),
         pytest.raises(ValueError, match="the one the cache is attached to"),
@@ -376,7 +382,7 @@ def test_a_conversation_padded_anew(model: PreTrainedModel) -> None:
 def test_a_mask_that_takes_out_what_others_were_built_on(
     model: PreTrainedModel, usable: PolicyCache, column: int
 ) -> None:
-    ids = torch.cat([prompt(66), prompt(30, seed=3)], dim=1)
+    ids = conversation(usable, 30)
     mask = torch.ones_like(ids)
     mask[0, column] = 0
     with pytest.raises(ValueError, match="must not turn tokens already read into padding"):
@@ -423,9 +429,9 @@ def test_logits_of_tokens_that_may_be_dropped(
     cache = PolicyCache(FASTKV)
     with cache.attached(model), pytest.raises(ValueError, match="a dropped token has no logits"):
         model(prompt(80), past_key_values=cache, **arguments)
-    evicts = PolicyCache(SnapKV(0.3))
-    with torch.no_grad(), evicts.attached(model):
-        model(prompt(80), past_key_values=evicts, **arguments)
+    keeps = PolicyCache(SnapKV(1.0))
+    with torch.no_grad(), keeps.attached(model):
+        model(prompt(80), past_key_values=keeps, **arguments)
 
 
 @pytest.mark.parametrize("count", [-2.0, None, "x", True])

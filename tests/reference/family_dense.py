@@ -1,5 +1,6 @@
 """Dense attention of any family under a policy's mask, by the family's own code without a cache."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,8 +38,10 @@ def family_logits(model: PreTrainedModel, token_ids: Sequence[int], act: Act) ->
         extra = torch.where(visible[index], 0.0, lowest)[None]
 
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            own = kwargs["attention_mask"]
-            return args, {**kwargs, "attention_mask": torch.clamp(own + extra, min=lowest)}
+            given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+            given = {**given, **given.pop("kwargs", {})}
+            own = given["attention_mask"]
+            return (), {**given, "attention_mask": torch.clamp(own + extra, min=lowest)}
 
         return hook
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
 from kvpolicy.integrations.transformers.model.masks import (
     FLASH,
@@ -41,6 +42,8 @@ class Forward:
             than the order of tokens.
         spares_masks: Whether a layer may get no mask where its attention function would do right
             without.
+        causal: Whether a layer without a mask sees no later token; else it sees all of a prompt.
+        attended: Where to note which keys each layer attends to; None where nobody asks.
     """
 
     acts = False  # whether the policy does, on this forward
@@ -55,6 +58,8 @@ class Forward:
         windows: list[int | None],
         own_masks: bool = False,
         spares_masks: bool = True,
+        causal: bool = True,
+        attended: AttendedKeys | None = None,
     ) -> None:
         self.policy = policy
         self.layers = layers
@@ -70,6 +75,7 @@ class Forward:
         self.tokens = incoming.tokens.extended(
             self.new_positions,
             incoming.columns,
+            ids=incoming.ids,
             padded=incoming.padded,
             acts=self.acts,
             skipped=incoming.skipped,
@@ -93,6 +99,8 @@ class Forward:
         self._causal: dict[int, Mask] = {}
         self._own_masks = own_masks
         self._spares_masks = spares_masks
+        self._sees_all = not causal and self.first
+        self._attended = attended
         self._own_blocks: dict[int, tuple[Any, Tensor | None]] = {}  # by the id of the mask
 
     # Before a layer.
@@ -107,13 +115,25 @@ class Forward:
             module: The layer.
             hidden: ``[batch, new_len, hidden]``, its input.
             kwargs: Its other arguments, by name.
+
+        Raises:
+            UnsupportedModelError: The model reads a padded row otherwise than alone.
         """
+        if index == 0 and self._sees_all and self._padded and self._own_block(kwargs) is None:
+            raise UnsupportedModelError(
+                "rows must not be padded where the model sees a prompt both ways without padding "
+                "and one way with it, as PaliGemma without token_type_ids; give rows of one "
+                "length, or one row at a time"
+            )
         layer = self.layers[index]
         if isinstance(layer, RecurrentLayer):
             layer.own_states()
         if not layer.attends:
             return hidden, self._without_keys(hidden, self._reaching(kwargs))
         self._combine(layer)
+        if self._attended is not None and not (self.first and self._order_of_columns is None):
+            heads = 1 if layer.held is None else layer.held.shape[1]
+            self._attended.note(index, self._positions(layer, heads, hidden.device))
         return hidden, self._with_mask(index, hidden, self._reaching(kwargs))
 
     def _without_keys(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -145,11 +165,17 @@ class Forward:
 
     def _own_block(self, kwargs: dict[str, Any]) -> Tensor | None:
         """What a layer's own mask says of the forward's tokens, where it is not order alone."""
-        if not self._own_masks or self._new_len == 1:
+        if not (self._own_masks or self._sees_all) or self._new_len == 1:
             return None
         mask = kwargs.get("attention_mask")
         if id(mask) not in self._own_blocks:
-            block = OwnVisibility.block_of(mask, self._columns, self._order_of_columns)
+            if mask is None and self._sees_all:
+                length = self._new_len
+                block: Tensor | None = torch.ones(
+                    1, length, length, dtype=torch.bool, device=self._columns.device
+                )
+            else:
+                block = OwnVisibility.block_of(mask, self._columns, self._order_of_columns)
             self._own_blocks[id(mask)] = mask, block  # the mask too: its id shall not come again
         return self._own_blocks[id(mask)][1]
 
@@ -292,6 +318,7 @@ class Forward:
         Those that come after tokens were dropped are left as they are, in the order of the tokens
         that went on.
         """
+        output = self._attentions_in_order(output)
         if self._order_of_columns is None:
             return output
         if isinstance(output, tuple):
@@ -303,6 +330,23 @@ class Forward:
         ):
             if output.get(name) is not None:
                 output[name] = restore(output[name])
+        return output
+
+    def _attentions_in_order(self, output: Any) -> Any:
+        """The output with attentions by the columns of the input, where nothing was evicted."""
+        if self._attended is None:
+            return output
+        how = self.tokens, self._order_of_columns
+        if isinstance(output, tuple):
+            # Hidden states have three axes, attentions four.
+            return tuple(
+                self._attended.in_columns(part, *how)
+                if isinstance(part, tuple) and all(getattr(each, "ndim", 0) == 4 for each in part)
+                else part
+                for part in output
+            )
+        if output.get("attentions") is not None:
+            output["attentions"] = self._attended.in_columns(output["attentions"], *how)
         return output
 
     def _last_in_order(self, hidden: Tensor) -> Tensor:

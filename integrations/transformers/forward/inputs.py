@@ -27,6 +27,7 @@ class Incoming:
             keep their places.
         positions: ``[batch, new_len]`` int64, -1 on padding; None where they follow those seen.
         skipped: See `SeenTokens.extended`.
+        ids: ``[batch, new_len]``, in the order of the input's columns; None where not known.
         kinds: ``[batch, new_len]`` int8, the `TokenKind` of each column; None where all are text.
     """
 
@@ -39,6 +40,7 @@ class Incoming:
     order: Tensor | None = None
     positions: Tensor | None = None
     skipped: Tensor | None = None
+    ids: Tensor | None = None
     kinds: Tensor | None = None
 
 
@@ -84,9 +86,7 @@ def read_inputs(
         return _without_mask(arguments, seen, new_len)
     _check_shape(mask, batch, seen.seen, new_len)
     mask = mask.to(device=inputs.device, dtype=torch.bool)
-    tokens, moved = _read_past(
-        mask[:, : seen.seen], seen, starts=acts if starts is None else starts
-    )
+    tokens, moved = read_past(mask[:, : seen.seen], seen, starts=acts if starts is None else starts)
     columns = mask[:, seen.seen :]
     if bool(columns.all()):
         arguments = _with_positions(arguments, tokens, columns)
@@ -158,7 +158,7 @@ def check_step(mask: Tensor, seen: SeenTokens) -> None:
         ValueError: See `read_inputs`.
     """
     _check_shape(mask, seen.batch, seen.seen, 1)
-    _read_past(mask[:, :-1].to(seen.valid.device, torch.bool), seen, starts=False)
+    read_past(mask[:, :-1].to(seen.valid.device, torch.bool), seen, starts=False)
 
 
 def _check_shape(mask: Any, batch: int, seen: int, new_len: int) -> None:
@@ -175,7 +175,20 @@ def _check_shape(mask: Any, batch: int, seen: int, new_len: int) -> None:
         )
 
 
-def _read_past(past: Tensor, seen: SeenTokens, *, starts: bool) -> tuple[SeenTokens, Tensor | None]:
+def read_past(past: Tensor, seen: SeenTokens, *, starts: bool) -> tuple[SeenTokens, Tensor | None]:
+    """Read what a mask says of the tokens seen before.
+
+    Args:
+        past: ``[batch, seen]`` bool, False on padding.
+        seen: Those tokens.
+        starts: Whether a turn starts, so that the last of them may turn out to be padding.
+
+    Returns:
+        See `SeenTokens.with_padding`; None in the second place where nothing moved.
+
+    Raises:
+        ValueError: The mask changes what was read in another way.
+    """
     if torch.equal(past, seen.valid):
         return seen, None
     if bool((past & ~seen.valid).any()):

@@ -21,6 +21,7 @@ from kvpolicy.errors import (
 )
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.append import Forward
+from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.chunked_prefill import (
     ChunkForward,
     Chunks,
@@ -50,6 +51,7 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.policies import KeepAllSelector
 from kvpolicy.policy import CachePolicy
 
 
@@ -113,7 +115,9 @@ class Reader:
         # The mask that the outer model was called with, where the decoder gets another.
         self._outer_mask: Any = None
         self._outer_called = False
+        self._call_ids: Any = None  # that it was called with, where the decoder gets embeddings
         self._new_kinds: Tensor | None = None
+        self._call_read = False  # whether the call under way has reached the decoder
 
     def start_turn(self, prompt_len: int | None = None) -> None:
         """Let the policy act on the next forward: a new turn begins in a hand-written loop.
@@ -174,6 +178,7 @@ class Reader:
         self._take_thread()
         self.abandon_forward()  # torch tells hooks of no failure by Ctrl-C
         self._outer_called, self._outer_mask, self._new_kinds = False, None, None
+        self._call_ids, self._call_read = None, False
         self._keep_last, self._before_call = keep_last, self._snapshot()
 
     def note_call(self, arguments: Mapping[str, Any], kinds: Tensor | None) -> None:
@@ -185,17 +190,28 @@ class Reader:
                 known.
         """
         mask = arguments.get("attention_mask")
+        self._call_ids = arguments.get("input_ids", self._call_ids)
         self._new_kinds = self._new_kinds if kinds is None else kinds
         if not self._outer_called or (isinstance(mask, Tensor) and mask.ndim == 2):
             self._outer_called, self._outer_mask = True, mask
 
     def end_call(self, *, failed: bool) -> None:
-        """Conclude a call of the model, or undo it, the decoder's forward with it."""
+        """Conclude a call of the model, or undo it, the decoder's forward with it.
+
+        Raises:
+            UnsupportedModelError: The model did not give its decoder the cache.
+        """
         if self._thread is not threading.current_thread():
             return  # it was refused
         if failed:
             self.abandon_forward()
-        self._keep_last = self._before_call = None
+        self._keep_last = self._before_call = self._call_ids = None
+        if not failed and not self._call_read:
+            assert self.attachment is not None
+            raise UnsupportedModelError(
+                f"{type(self.attachment.parts.model).__name__} was called with the cache, but did "
+                "not give it to its decoder, so that no policy has acted; call the model inside"
+            )
 
     @property
     def seen(self) -> int:
@@ -216,6 +232,15 @@ class Reader:
     def may_drop(self) -> bool:
         """Whether the next forward may drop tokens."""
         return self.acts_next and self._drops
+
+    @property
+    def may_evict(self) -> bool:
+        """Whether the policy acts on the next forward, and may keep fewer tokens than there are."""
+        selector = self.placed.selector
+        everything = isinstance(selector, KeepAllSelector) or (
+            selector.budget is not None and selector.budget.rate == 1
+        )
+        return self.acts_next and not (everything and not self._drops)
 
     @property
     def _drops(self) -> bool:
@@ -241,11 +266,14 @@ class Reader:
             TypeError: See `read_inputs`.
             ValueError: See `read_inputs`.
             CacheInUseError: Another thread is calling the model with the same cache.
-            UnsupportedGenerationError: A prompt comes in chunks, and the policy drops tokens.
+            UnsupportedGenerationError: A prompt comes in chunks, and the policy drops tokens; or
+                the model is told to use no cache.
             UnsupportedModelError: The context exceeds the model's sliding window.
         """
         self._take_thread()
         self._undo_forward(self._undo)
+        self._check_cache_is_used(arguments)
+        self._call_read = True
         before = self._snapshot()
         ends = True
         if self.acts_next and self.prompt_end is not None:
@@ -264,6 +292,15 @@ class Reader:
         self._undo = before
         self._forward, taken = self._take_up(arguments, ends=ends)
         return taken
+
+    def _check_cache_is_used(self, arguments: dict[str, Any]) -> None:
+        assert self.attachment is not None
+        asked, config = arguments.get("use_cache"), self.attachment.parts.config
+        name = "use_cache" if asked is not None else "use_cache of the model's config"
+        if (getattr(config, "use_cache", None) if asked is None else asked) is False:
+            raise UnsupportedGenerationError(
+                f"{name} must be True with a PolicyCache, got False; set it, or pass use_cache=True"
+            )
 
     def _take_up(self, arguments: dict[str, Any], *, ends: bool) -> tuple[Forward, dict[str, Any]]:
         assert self.attachment is not None
@@ -285,6 +322,7 @@ class Reader:
             starts=starts and self.chunks is None,
             ends=ends,
         )
+        incoming = attrs.evolve(incoming, ids=self._ids_of(arguments))
         if incoming.tokens.padded or incoming.padded:
             parts.check_padding(self.care)
         if parts.holds_states:
@@ -305,6 +343,12 @@ class Reader:
             "windows": parts.windows,
             "own_masks": outside,
             "spares_masks": self.care.spares_masks,
+            "causal": parts.causal,
+            "attended": (
+                AttendedKeys(parts.attending)
+                if _asked(arguments, parts, "output_attentions")
+                else None
+            ),
         }
         if not acts:
             if ends:
@@ -328,6 +372,25 @@ class Reader:
         forward.propagated.update(propagated)
         return forward, incoming.arguments
 
+    def _ids_of(self, arguments: dict[str, Any]) -> Tensor | None:
+        """Ids ``[batch, new_len]`` of a forward's tokens; None where only embeddings are known."""
+        shape = inputs_of(arguments).shape[:2]
+        for ids in (arguments.get("input_ids"), self._call_ids):
+            if isinstance(ids, Tensor) and ids.shape == shape:
+                return ids
+        return None
+
+    def note_answer(self, ids: Tensor) -> None:
+        """Learn the ids of an answer that was decoded into buffers of a fixed size.
+
+        Args:
+            ids: ``[batch, count]``; the last ones may not have been read.
+        """
+        if self.tokens is not None and len(ids) == self.tokens.batch:
+            self.tokens = self.tokens.with_answer(ids)
+            for layer in self.layers:
+                layer.follow(self.tokens)
+
     def _masks_made_outside(self, arguments: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
         """Whether a model around the decoder makes the masks; the arguments with its own mask."""
         made, outer = arguments.get("attention_mask"), self._outer_mask
@@ -346,13 +409,10 @@ class Reader:
         # Flash attention is replaced by sdpa there, which knows neither caps nor sinks.
         replaced = parts.implementation in FLASH and not parts.plain_scores
 
-        def asked(name: str) -> bool:
-            return bool(arguments.get(name, getattr(parts.config, name, False)))
-
         # Hidden states are recorded as a layer gets them, which narrowing would cut.
-        states = asked("output_hidden_states")
+        states = _asked(arguments, parts, "output_hidden_states")
         keep_last = None if states else self._keep_last
-        narrows = not (asked("output_attentions") or states or replaced)
+        narrows = not (_asked(arguments, parts, "output_attentions") or states or replaced)
         return {"narrows": narrows and self.care.narrows, "keep_last": keep_last}
 
     def _without_seen(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -550,6 +610,7 @@ class Reader:
             "_before_call": None,
             "_thread": None,
             "_outer_mask": None,
+            "_call_ids": None,
             "_new_kinds": None,
         }
 
@@ -586,3 +647,8 @@ class Reader:
 def _is_plain(mask: Any) -> bool:
     """Whether a mask is none, or one ``[batch, columns]`` of tokens and padding."""
     return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
+
+
+def _asked(arguments: dict[str, Any], parts: ModelParts, name: str) -> bool:
+    """Whether a forward is to return something, such as attentions."""
+    return bool(arguments.get(name, getattr(parts.config, name, False)))

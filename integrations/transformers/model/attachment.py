@@ -47,6 +47,10 @@ class Listener(Protocol):
         """Whether the next forward may drop tokens."""
 
     @property
+    def may_evict(self) -> bool:
+        """Whether the policy acts on the next forward, and may keep fewer tokens than there are."""
+
+    @property
     def is_static(self) -> bool:
         """Whether an answer is being decoded into buffers of a fixed size."""
 
@@ -243,6 +247,13 @@ class Attachment(_Hooks):
         last = keep if known and isinstance(keep, int) and keep > 0 else None
         self.listener.begin_call(None if arguments.get("labels") is not None else last)
         if not self.listener.may_drop:
+            if arguments.get("labels") is not None and self.listener.may_evict:
+                raise ValueError(
+                    "labels must not be given on a forward where the policy acts, since its "
+                    f"tokens see all before them and the loss is the same without "
+                    f"{self.listener.policy}; read the context first, then score what follows "
+                    "with another call of the model and the same cache"
+                )
             return
         whole = {
             "labels": arguments.get("labels") is not None,

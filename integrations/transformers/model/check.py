@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.model.care import Care
-from kvpolicy.integrations.transformers.model.dense import dense_outputs, visible_to
+from kvpolicy.integrations.transformers.model.dense import dense_outputs, plain_outputs, visible_to
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.tested import TESTED
 from kvpolicy.policies import FastKV, FullContext, SnapKV
@@ -235,28 +235,56 @@ def _of_batch(model: nn.Module, parts: ModelParts, cache: Any, rows: list[Tensor
     found, said = _read(model, cache, rows)
     worst = Finding()
     for row, ids in enumerate(rows):
-        whole = torch.cat([ids, said[row, :-1]])
-        see = visible_to(_left(cache, row, len(ids)), parts.windows, len(ids), len(whole))
-        everything = [torch.ones_like(each).tril() for each in see]
-        want = dense_outputs(model, parts, whole[None], see)[len(ids) - 1 :].float()
-        full = dense_outputs(model, parts, whole[None], everything)[len(ids) - 1 :].float()
-        error = statistics.median(_apart(found[row].float(), want))
-        effect = statistics.median(_apart(full, want))
-        scale = float(want.abs().max())
-        rounding = ROUNDING.get(found.dtype, OTHER_ROUNDING) * max(scale, 1e-3)
-        if error >= worst.error:
-            worst = Finding(error, effect)
-        # NaN is never small enough.
-        if not error <= max(LARGEST_SHARE * effect, rounding):
-            padded = f" padded by {len(rows[0]) - len(ids)}" if len(ids) < len(rows[0]) else ""
-            what = "drops tokens" if cache.propagated else "evicts keys and values"
-            reason = (
-                f"its self-check found wrong logits where a policy {what}: off by {error:.2g} from "
-                f"the model's own dense attention in a row of {len(ids)} tokens{padded}, where "
-                f"what is not seen is worth {effect:.2g}"
-            )
-            return Finding(error, effect, reason)
+        finding = _of_row(model, parts, cache, row, found[row], torch.cat([ids, said[row, :-1]]))
+        if finding.reason is not None:
+            return finding
+        worst = max(worst, finding, key=lambda each: each.error)
     return worst
+
+
+def _of_row(
+    model: nn.Module, parts: ModelParts, cache: Any, row: int, found: Tensor, ids: Tensor
+) -> Finding:
+    """Hold what was read of a row against dense attention.
+
+    Args:
+        model: The model.
+        parts: Its modules.
+        cache: The cache that has read it.
+        row: Of the batch.
+        found: ``[count, vocab]``, logits of its last tokens.
+        ids: ``[len]``, its tokens.
+    """
+    end, prompt = len(ids), len(ids) - len(found) + 1
+    left = _left(cache, row, prompt)
+    whole = [(kept[:, :0], list(range(end))) for kept, _ in left]
+
+    def dense(layers: list[tuple[Tensor, list[int]]], read: int) -> Tensor:
+        see = visible_to(layers, parts.windows, read, end)
+        return dense_outputs(model, parts, ids[None], see)[prompt - 1 :].float()
+
+    want, full = dense(left, prompt), dense(whole, end)
+    plain = plain_outputs(model, ids[None])[prompt - 1 :].float()
+    effect = _apart(full, want)
+    rounding = ROUNDING.get(found.dtype, OTHER_ROUNDING) * max(float(want.abs().max()), 1e-3)
+    bound = max(LARGEST_SHARE * effect, rounding)
+    own, error = _apart(plain, full), _apart(found.float(), want)
+    reason = None
+    if not own <= bound:  # NaN is never small enough
+        reason = (
+            f"its self-check found that the model's attention is not what its layers and windows "
+            f"say: off by {own:.2g} where all is visible"
+        )
+    elif not error <= bound:
+        what = "drops tokens" if cache.propagated else "evicts keys and values"
+        padding = cache.get_seq_length() - end
+        padded = f", {padding} of padding before them" if padding else ""
+        reason = (
+            f"its self-check found wrong logits where a policy {what}: off by {error:.2g} from the "
+            f"model's own dense attention in a row of {prompt} tokens{padded}, where what is not "
+            f"seen is worth {effect:.2g}"
+        )
+    return Finding(error, effect, reason)
 
 
 def _rows(parts: ModelParts) -> list[Tensor]:
@@ -294,6 +322,7 @@ def _read(model: nn.Module, cache: Any, rows: list[Tensor]) -> tuple[Tensor, Ten
         return _read_by_hand(model, cache, ids, mask)
     config = GenerationConfig(
         max_new_tokens=1 + DECODED,
+        use_cache=True,
         do_sample=False,
         num_beams=1,
         return_dict_in_generate=True,
@@ -314,7 +343,9 @@ def _read_by_hand(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> tuple[Te
     found, said, new = [], [], ids
     with cache.attached(model):
         for step in range(1 + DECODED):
-            output = model(input_ids=new, attention_mask=mask, past_key_values=cache)
+            output = model(
+                input_ids=new, attention_mask=mask, past_key_values=cache, use_cache=True
+            )
             found.append(output.last_hidden_state[:, -1])
             new = ids[:, step + 1 : step + 2].clamp(min=1)
             said.append(new)
@@ -334,7 +365,6 @@ def _left(cache: Any, row: int, prompt: int) -> list[tuple[Tensor, list[int]]]:
     return found
 
 
-def _apart(found: Tensor, want: Tensor) -> list[float]:
-    """By token, the largest difference."""
-    apart: list[float] = (found - want).abs().amax(dim=-1).tolist()
-    return apart
+def _apart(found: Tensor, want: Tensor) -> float:
+    """The largest difference of a token's logits, the median over the tokens."""
+    return float(statistics.median((found - want).abs().amax(dim=-1).tolist()))

@@ -34,9 +34,15 @@ def dense_outputs(model: nn.Module, parts: ModelParts, ids: Tensor, see: list[Te
     token = _visible.set(see)
     try:
         with _dense(parts):
-            output: Any = model(input_ids=ids, use_cache=False, return_dict=True)
+            return plain_outputs(model, ids)
     finally:
         _visible.reset(token)
+
+
+@torch.no_grad()
+def plain_outputs(model: nn.Module, ids: Tensor) -> Tensor:
+    """What a model says of one row ``[1, len]``: logits or hidden states ``[len, size]``."""
+    output: Any = model(input_ids=ids, use_cache=False, return_dict=True)
     found = output.logits if "logits" in output else output.last_hidden_state
     rows: Tensor = found[0]
     return rows

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 
@@ -132,12 +131,13 @@ class ModelParts:
     @property
     def eligible(self) -> list[int]:
         """Layers after which tokens may be dropped whatever the context; all if there is none."""
-        attending = self._attending
+        attending = self.attending
         whole = [index for index in attending if self.windows[index] is None]
         return whole or attending
 
     @property
-    def _attending(self) -> list[int]:
+    def attending(self) -> list[int]:
+        """Layers that have keys, values and queries."""
         return [index for index, kind in enumerate(self.kinds) if kind.attends]
 
     @property
@@ -156,11 +156,14 @@ class ModelParts:
         )
         return next((each.device for each in found if not each.is_meta), torch.device("cpu"))
 
-    def careful(self, care: Care) -> Care:
-        """The same, but for modules to which no mask means that all is seen."""
+    @property
+    def causal(self) -> bool:
+        """Whether a layer without a mask sees no later token; else it sees all of a first prompt.
+
+        As of PaliGemma, which reads an image and its prompt both ways.
+        """
         own = filter(None, self.attentions)
-        causal = all(getattr(each, "is_causal", True) for each in own)
-        return care if causal else attrs.evolve(care, spares_masks=False)
+        return all(getattr(each, "is_causal", True) for each in own)
 
     def check_padding(self, care: Care) -> None:
         """Check that the model reads a padded row as it reads it alone.
@@ -182,7 +185,7 @@ class ModelParts:
             UnsupportedModelError: It drops tokens after a layer that cannot see them all.
         """
         acting = policy.propagation.acting_layers(self.num_layers)
-        self._check_attending(policy, acting)
+        self._check_acting(policy, acting)
         short = [
             i for i, window in enumerate(self.windows) if (window or context_len) < context_len
         ]
@@ -207,9 +210,9 @@ class ModelParts:
                 f"{context_len} tokens; layers that see all: {others or 'none'}{nearest}"
             )
 
-    def _check_attending(self, policy: CachePolicy, acting: frozenset[int]) -> None:
+    def _check_acting(self, policy: CachePolicy, acting: frozenset[int]) -> None:
         """Check that a policy asks only layers whose queries can be seen."""
-        attending = self._attending
+        attending = self.attending
         others = sorted(acting - set(attending))
         if others:
             raise UnsupportedModelError(

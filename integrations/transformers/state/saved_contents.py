@@ -36,6 +36,7 @@ def check_contents(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -
             raise ValueError(f"{name} must be true or false, got {metadata[name]}")
     if not isinstance(_read_json(metadata, "policy"), dict):
         raise ValueError(f"policy must be the description of one, got {metadata['policy']}")
+    _check_tensor("model.samples", tensors["model.samples"], torch.float32, None)
     acted = _check_tokens(tensors, padded=json.loads(metadata["padded"]))
     _check_layers(query_heads, tensors, acted)
     _check_states(metadata, query_heads, tensors, len(acted))
@@ -80,6 +81,7 @@ def _check_tokens(tensors: Mapping[str, Tensor], *, padded: bool) -> Tensor:
             f"tokens.lengths must be the numbers of valid tokens, {valid.sum(dim=1).tolist()}, "
             f"got {lengths.tolist()}"
         )
+    _check_tensor("tokens.ids", tensors["tokens.ids"], torch.int64, *valid.shape)
     if "tokens.kinds" in tensors:
         _check_tensor("tokens.kinds", tensors["tokens.kinds"], torch.int8, *valid.shape)
     appended = tensors["tokens.appended"]

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import attrs
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvpolicy.checks import check_kind
 from kvpolicy.description import Description, describe, from_description
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.model_print import ModelPrint
 from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
 from kvpolicy.integrations.transformers.state.saved_contents import STATES, check_contents
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
 FORMAT = "kvpolicy-cache"
-VERSION = 1
-# Values of every parameter that go into a model's fingerprint.
-SAMPLE = 64
+VERSION = 2
 
 
 @attrs.frozen(eq=False)
@@ -36,7 +32,7 @@ class SavedCache:
 
     Args:
         policy: The policy's description.
-        model: The fingerprint of the model that filled the cache.
+        model: The model that filled the cache.
         tokens: The tokens seen.
         layers: What each layer holds.
         propagated: See `PolicyCache.propagated`.
@@ -44,7 +40,7 @@ class SavedCache:
     """
 
     policy: Description
-    model: str
+    model: ModelPrint
     tokens: SeenTokens
     layers: list[PolicyLayer]
     propagated: dict[int, Tensor]
@@ -59,11 +55,12 @@ class SavedCache:
             ValueError: ``path`` names no file.
         """
         target, mode = _target(path)
+        model, samples = self.model.packed()
         metadata = {
             "format": FORMAT,
             "version": str(VERSION),
             "policy": json.dumps(self.policy),
-            "model": self.model,
+            "model": model,
             "query_heads": json.dumps([layer.query_heads or None for layer in self.layers]),
             "padded": json.dumps(self.tokens.padded),
             "starts_turn": json.dumps(self.starts_turn),
@@ -78,7 +75,7 @@ class SavedCache:
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=".saving-")
         os.close(handle)
         try:
-            save_file(self._tensors(), name, metadata)
+            save_file({**self._tensors(), "model.samples": samples}, name, metadata)
             os.chmod(name, mode)
             os.replace(name, target)
         except BaseException:
@@ -96,7 +93,7 @@ class SavedCache:
                 for kind, states in zip(STATES, layer.states, strict=True):
                     for number, each in states.items():
                         found[f"layers.{index}.{kind}.{number}"] = each
-        for name in ("valid", "lengths", "appended", "skipped", "kinds"):
+        for name in ("valid", "ids", "lengths", "appended", "skipped", "kinds"):
             if getattr(self.tokens, name) is not None:
                 found[f"tokens.{name}"] = getattr(self.tokens, name)
         for index, positions in self.propagated.items():
@@ -211,10 +208,14 @@ def _mode_of_new_files() -> int:
 
 
 def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache:
+    ids, appended = tensors["tokens.ids"], tensors["tokens.appended"]
+    acted_len = ids.shape[1] - appended.shape[1]
     tokens = SeenTokens(
         valid=tensors["tokens.valid"],
         lengths=tensors["tokens.lengths"],
-        appended=tensors["tokens.appended"],
+        appended=appended,
+        acted_ids=ids[:, :acted_len],
+        appended_ids=ids[:, acted_len:],
         padded=json.loads(metadata["padded"]),
         skipped=tensors.get("tokens.skipped"),
         kinds=tensors.get("tokens.kinds"),
@@ -239,7 +240,7 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
     }
     return SavedCache(
         json.loads(metadata["policy"]),
-        metadata["model"],
+        ModelPrint.unpacked(metadata["model"], tensors["model.samples"]),
         tokens,
         layers,
         propagated,
@@ -261,27 +262,3 @@ def _numbered(prefix: str, tensors: dict[str, Tensor]) -> dict[int, Tensor]:
         for name, each in tensors.items()
         if name.startswith(prefix)
     }
-
-
-@torch.no_grad()
-def fingerprint(decoder: nn.Module) -> str:
-    """What tells a model from another: names, shapes and samples of all its parameters.
-
-    Of a tensor-parallel model, those of the process's own parts: each has a cache of its own heads.
-
-    Args:
-        decoder: The model without its head.
-    """
-    found = hashlib.sha256()
-    for name, parameter in sorted(decoder.named_parameters()):
-        if hasattr(parameter, "to_local"):
-            parameter = parameter.to_local()
-        found.update(f"{name} {tuple(parameter.shape)}".encode())
-        if parameter.is_meta:
-            continue
-        flat = parameter.detach().flatten()
-        step = max(len(flat) // SAMPLE, 1)
-        # bfloat16 keeps the same of a model that is loaded in half or in full precision.
-        sample: Any = flat[::step][:SAMPLE].to(dtype=torch.bfloat16, device="cpu")
-        found.update(sample.view(torch.int16).numpy().tobytes())
-    return found.hexdigest()

@@ -19,6 +19,9 @@ class SeenTokens:
         lengths: ``[batch]`` int64, tokens of each row.
         appended: ``[batch, appended_len]`` int64, positions of the tokens read since the policy
             last acted, which every layer holds behind what it kept; -1 on padding.
+        acted_ids: ``[batch, seen - appended_len]`` int64, ids of the columns that the policy has
+            acted on, anything on padding; -1 where they are not known, as of embeddings.
+        appended_ids: ``[batch, appended_len]``, likewise, of those read since.
         padded: Whether any column is padding in any row.
         skipped: ``[batch]`` int64, how far each row's rotary positions lie behind its positions:
             the tokens that restarted prefills left out. None where there are none.
@@ -28,6 +31,8 @@ class SeenTokens:
     valid: Tensor
     lengths: Tensor
     appended: Tensor
+    acted_ids: Tensor
+    appended_ids: Tensor
     padded: bool
     skipped: Tensor | None = None
     kinds: Tensor | None = None
@@ -35,10 +40,13 @@ class SeenTokens:
     @staticmethod
     def none(batch: int, device: torch.device) -> SeenTokens:
         """No token seen yet."""
+        none = torch.empty(batch, 0, dtype=torch.int64, device=device)
         return SeenTokens(
             valid=torch.empty(batch, 0, dtype=torch.bool, device=device),
             lengths=torch.zeros(batch, dtype=torch.int64, device=device),
-            appended=torch.empty(batch, 0, dtype=torch.int64, device=device),
+            appended=none,
+            acted_ids=none,
+            appended_ids=none,
             padded=False,
         )
 
@@ -51,6 +59,11 @@ class SeenTokens:
     def seen(self) -> int:
         """Columns, padding included: what Transformers calls the sequence length of a cache."""
         return self.valid.shape[1]
+
+    @property
+    def ids(self) -> Tensor:
+        """``[batch, seen]`` int64, the ids of all columns; see ``acted_ids``."""
+        return torch.cat([self.acted_ids, self.appended_ids], dim=1)
 
     def positions_of(self, new_valid: Tensor) -> Tensor:
         """Positions ``[batch, new_len]`` of the next tokens; -1 where ``new_valid`` is False."""
@@ -69,6 +82,7 @@ class SeenTokens:
         positions: Tensor,
         columns: Tensor,
         *,
+        ids: Tensor | None = None,
         padded: bool,
         acts: bool,
         skipped: Tensor | None,
@@ -79,16 +93,23 @@ class SeenTokens:
         Args:
             positions: ``[batch, new_len]`` int64, in the order the layers hold them.
             columns: ``[batch, new_len]`` bool, in the order of the input.
+            ids: ``[batch, new_len]``, likewise; None where they are not known.
             padded: Whether any column is padding.
             acts: Whether the policy acts on them; then nothing counts as appended.
             skipped: ``[batch]`` int64, how many of them a restarted prefill left out; None where
                 it does not restart.
             kinds: ``[batch, new_len]`` int8, those of the columns; None where all are text.
         """
+        new = torch.full_like(columns, -1, dtype=torch.int64) if ids is None else ids.long()
+        since = torch.cat([self.appended_ids, new], dim=1)
+        # Joined where the policy acts only: a decoded token shall not copy a long prompt's.
+        acted = torch.cat([self.acted_ids, since], dim=1) if acts else self.acted_ids
         return SeenTokens(
             valid=torch.cat([self.valid, columns], dim=1),
             lengths=self.lengths + columns.sum(dim=1),
             appended=(positions[:, :0] if acts else torch.cat([self.appended, positions], dim=1)),
+            acted_ids=acted,
+            appended_ids=since[:, :0] if acts else since,
             padded=self.padded or padded,
             skipped=_sum(self.skipped, skipped),
             kinds=self._with_kinds(kinds, columns),
@@ -125,6 +146,8 @@ class SeenTokens:
             valid=valid,
             lengths=self.lengths - self.valid[:, keep:].sum(dim=1),
             appended=self.appended[:, : self.appended.shape[1] - count],
+            acted_ids=self.acted_ids,
+            appended_ids=self.appended_ids[:, : self.appended.shape[1] - count],
             padded=self.padded and not bool(valid.all()),
             skipped=self.skipped,
             kinds=None if self.kinds is None else self.kinds[:, :keep],
@@ -136,6 +159,8 @@ class SeenTokens:
             valid=self.valid.to(device),
             lengths=self.lengths.to(device),
             appended=self.appended.to(device),
+            acted_ids=self.acted_ids.to(device),
+            appended_ids=self.appended_ids.to(device),
             padded=self.padded,
             skipped=None if self.skipped is None else self.skipped.to(device),
             kinds=None if self.kinds is None else self.kinds.to(device),
@@ -149,6 +174,8 @@ class SeenTokens:
             valid=valid,
             lengths=self.lengths.index_select(0, rows),
             appended=self.appended.index_select(0, rows),
+            acted_ids=self.acted_ids.index_select(0, rows),
+            appended_ids=self.appended_ids.index_select(0, rows),
             padded=self.padded and not bool(valid.all()),
             skipped=None if self.skipped is None else self.skipped.index_select(0, rows),
             kinds=None if self.kinds is None else self.kinds.index_select(0, rows),
@@ -172,10 +199,32 @@ class SeenTokens:
         spare.scatter_(1, before.masked_fill(~self.valid, self.seen), after)
         moved = spare[:, : self.seen]
         appended = moved.gather(1, self.appended.clamp(min=0)).masked_fill(self.appended < 0, -1)
-        tokens = SeenTokens(
-            valid, valid.sum(dim=1), appended, padded=True, skipped=self.skipped, kinds=self.kinds
+        tokens = attrs.evolve(
+            self, valid=valid, lengths=valid.sum(dim=1), appended=appended, padded=True
         )
         return tokens, moved
+
+    def with_answer(self, ids: Tensor) -> SeenTokens:
+        """With the ids ``[batch, count]`` of what was appended, where they were not known."""
+        count = min(self.appended_ids.shape[1], ids.shape[1])
+        known = self.appended_ids[:, :count]
+        new = torch.where(known < 0, ids[:, :count].to(known), known)
+        rest = self.appended_ids[:, count:]
+        return attrs.evolve(self, appended_ids=torch.cat([new, rest], dim=1))
+
+    def first_unlike(self, ids: Tensor) -> tuple[int, int] | None:
+        """Row and column of the first token seen that is another one in a whole conversation.
+
+        Args:
+            ids: ``[batch, len]``, at least the columns seen.
+        """
+        own = self.ids
+        unlike = self.valid & (own >= 0) & (ids[:, : self.seen].to(own) != own)
+        columns = unlike.any(dim=0)
+        if not bool(columns.any()):
+            return None
+        column = int(columns.to(torch.uint8).argmax())
+        return int(unlike[:, column].to(torch.uint8).argmax()), column
 
 
 def _sum(before: Tensor | None, more: Tensor | None) -> Tensor | None:

@@ -195,7 +195,8 @@ def test_generation_on_no_other_kind_is_compiled(model: PreTrainedModel, backend
 def test_attentions_are_as_wide_as_what_is_held() -> None:
     model = tiny_model("llama", seed=1, attn_implementation="eager")
     cache = PolicyCache(SNAPKV, max_new_tokens=ROOM)
-    got = generate(model, cache, batch_of(50), output_attentions=True)
+    with pytest.warns(UserWarning, match="output_attentions keeps generate from decoding into the"):
+        got = generate(model, cache, batch_of(50), output_attentions=True)
     widths = [[each.shape[-1] for each in step] for step in got.attentions[1:]]
     assert widths == [[17 + step] * 4 for step in range(7)]
 

@@ -40,8 +40,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 @cache
 def hybrid(name: str) -> PreTrainedModel:
-    build = builds()[name]
-    return Build(name, build.model_type, {**build.patch, **_OPTIONS.get(name, {})}).model()
+    return Build(name, builds()[name].model_type, hybrid_options(name)).model()
+
+
+def hybrid_options(name: str) -> dict[str, Any]:
+    """Fields of the configuration of a tiny model."""
+    return {**builds()[name].patch, **_OPTIONS.get(name, {})}
 
 
 def tokens(seed: int, count: int) -> list[int]:

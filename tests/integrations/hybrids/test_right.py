@@ -18,10 +18,12 @@ from tests.integrations.hybrids.models import (
     apart,
     generate,
     hybrid,
+    hybrid_options,
     padded,
     states_of,
     tokens,
 )
+from tests.integrations.model.builds.catalogue import Build, builds
 from tests.integrations.model.builds.dense import Seen, decoder_layers, dense_logits
 from tests.integrations.model.builds.judge import Judge
 
@@ -224,3 +226,34 @@ def test_memory_for_an_answer(name: str) -> None:
     assert not fixed.is_compileable
     assert torch.equal(found_tokens, want_tokens)
     assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_attentions_are_those_of_the_layers_that_attend(name: str) -> None:
+    """By the columns of the input, as from the model's own cache, also in a turn after padding."""
+    eager = Build(name, builds()[name].model_type, hybrid_options(name)).model(
+        attn_implementation="eager"
+    )
+    ids, mask = padded(ROWS)
+    cache, own = PolicyCache(FullContext()), DynamicCache(config=eager.config)
+    told = []
+    with torch.no_grad(), cache.attached(eager):
+        for store in (own, cache):
+            eager(
+                ids,
+                attention_mask=mask,
+                position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+                past_key_values=store,
+            )
+            longer = torch.cat([mask, mask[:, -3:]], dim=1)
+            output = eager(
+                ids[:, -3:],
+                attention_mask=longer,
+                position_ids=(longer.cumsum(1) - 1)[:, -3:],
+                past_key_values=store,
+                output_attentions=True,
+            )
+            told.append([each for each in output.attentions if each is not None])
+    assert len(told[0]) == len(told[1]) == sum(layer.attends for layer in cache.layers)
+    for one, other in zip(*told, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)

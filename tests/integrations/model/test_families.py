@@ -1,6 +1,6 @@
-"""Every decoder family: held against its own dense attention, or refused with a reason.
+"""Decoder families made by hand: held against their own dense attention, or refused with a reason.
 
-The support table of the README is made of `SUPPORTED` and `REFUSED`; see `test_readme.py`.
+Every policy on some sixty; `make families` holds every decoder of Transformers with four.
 """
 
 import re
@@ -17,6 +17,7 @@ from kvpolicy import CachePolicy, LayerContext, registered
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.policies import (
     AccumulatedAttentionScorer,
     FastKV,
@@ -29,29 +30,31 @@ from tests.families import FAMILIES, PAD_TOKEN_ID, VOCAB_SIZE
 from tests.reference.dense import Act
 from tests.reference.family_dense import family_logits
 
+_INTERFACE = "AttentionInterface, the only place"
+_RECURRENT = "(recurrent) holds a state in which"
 REFUSED = {
-    "bloom": "AttentionInterface",
-    "codegen": "AttentionInterface",
-    "deepseek_v2": "latent attention",
-    "deepseek_v3": "latent attention",
-    "falcon": "AttentionInterface",
-    "falcon_alibi": "AttentionInterface",
-    "falcon_multi_query": "AttentionInterface",
-    "gemma3n": "keys of earlier ones",
-    "gemma4": "keys of earlier ones",
-    "gpt2": "as many tokens leave its layers",
-    "gpt_bigcode": "as many tokens leave its layers",
-    "gpt_neo": "AttentionInterface",
-    "gptj": "AttentionInterface",
-    "granitemoehybrid": "recurrent state",
-    "jamba": "recurrent state",
-    "lfm2": "recurrent state",
-    "llama4": "within chunks",
-    "mamba": "recurrent state",
-    "mpt": "AttentionInterface",
-    "qwen3_5": "recurrent state",
-    "qwen3_next": "recurrent state",
+    "bloom": _INTERFACE,
+    "codegen": _INTERFACE,
+    "deepseek_v2": "hand the keys of the cache to an attention function as they are",
+    "deepseek_v3": "hand the keys of the cache to an attention function as they are",
+    "falcon": _INTERFACE,
+    "falcon_alibi": _INTERFACE,
+    "falcon_multi_query": _INTERFACE,
+    "gemma3n": "(without a cache) attends to keys of another layer",
+    "gemma4": "(without a cache) attends to keys of another layer",
+    "gpt_neo": _INTERFACE,
+    "gptj": _INTERFACE,
+    "granitemoehybrid": _RECURRENT,
+    "jamba": _RECURRENT,
+    "lfm2": "(convolution) holds a state in which",
+    "llama4": "(chunked attention) attends within chunks",
+    "mamba": _RECURRENT,
+    "mpt": _INTERFACE,
+    "qwen3_5": _RECURRENT,
+    "qwen3_next": _RECURRENT,
 }
+# Their layers take for granted that as many tokens leave them as enter: nothing can be dropped.
+EVICTING_ONLY = ("gpt2", "gpt_bigcode")
 SUPPORTED = [name for name in FAMILIES if name not in REFUSED]
 LENS = (50, 34)
 DECODED = 4
@@ -135,6 +138,10 @@ def test_every_policy_gives_what_dense_attention_gives(family: str) -> None:
         policy = suited(name, model)
         store = PolicyCache(policy)
         acting = policy.propagation.acting_layers(len(windows))
+        if acting and family in EVICTING_ONLY:
+            with pytest.raises(UnsupportedModelError, match="its self-check ended in"):
+                generate(model, store)
+            continue
         if any(windows[layer] for layer in acting) or (any(windows) and name == "gem_filter"):
             with pytest.raises(UnsupportedModelError, match="sliding window"):
                 generate(model, store)
@@ -226,15 +233,29 @@ def test_scores_are_the_models_own_attention(family: str) -> None:
         assert float(own[0].sum(dim=-1).min()) < 0.5  # the sinks take much of it
 
 
-def test_an_unknown_family_is_refused() -> None:
-    model = model_of("llama")
-    kind = model.config.model_type
-    try:
-        model.config.model_type = "apertus"
-        with pytest.raises(UnsupportedModelError, match="have not been held against dense"):
-            ModelParts(model)
-    finally:
-        model.config.model_type = kind
+def test_an_unknown_family_is_checked_on_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for a class and configuration; what is wrong is refused, by what differed."""
+    model, reads = FAMILIES["llama"].build(seed=3), []
+    model.config.model_type = "llama_of_tomorrow"
+    handle = model.model.embed_tokens.register_forward_pre_hook(lambda *_: reads.append(1))
+    with PolicyCache(FastKV()).attached(model):
+        once = len(reads)
+    with PolicyCache(FastKV()).attached(model):
+        assert len(reads) == once > 0
+    handle.remove()
+    other = FAMILIES["llama"].build(seed=3)
+    other.config.model_type = "llama_of_tomorrow"
+    other.config.initializer_range = 0.021  # another configuration
+    hold = PolicyLayer._hold
+
+    def unpaired(layer: PolicyLayer, keys: Tensor, values: Tensor, chosen: Tensor) -> None:
+        hold(layer, keys.roll(1, dims=2), values, chosen)
+
+    monkeypatch.setattr(PolicyLayer, "_hold", unpaired)
+    cache = PolicyCache(FastKV())
+    with pytest.raises(UnsupportedModelError, match="found wrong logits where a policy evicts"):
+        generate(other, cache)
+    assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("family", ["phi3", "phimoe"])

@@ -96,9 +96,15 @@ def saved(model: PreTrainedModel, path: Path, policy: CachePolicy | None = None)
     return path / "cache.safetensors"
 
 
+def going_on(cache: PolicyCache, added: int = 14) -> Tensor:
+    """What a cache has read, and some more tokens."""
+    assert cache.reader.tokens is not None
+    return torch.cat([cache.reader.tokens.ids, torch.tensor([random_tokens(5, added)])], dim=1)
+
+
 def test_another_model_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
     cache = PolicyCache.load(saved(model, tmp_path))
-    ids = torch.tensor([random_tokens(0, 80)])
+    ids = going_on(cache)
     with pytest.raises(ValueError, match="model must be the one that filled the saved cache"):
         generate(tiny_model("llama", seed=2), cache, ids, torch.ones_like(ids))
     generate(tiny_model("llama", seed=1), cache, ids, torch.ones_like(ids))  # the same, loaded anew
@@ -118,7 +124,7 @@ def test_the_same_model_in_another_precision(
         for layer, of_layer in zip(cache.layers, stored, strict=True):
             for tensor, was in zip((layer.keys, layer.values), of_layer, strict=True):
                 assert torch.equal(tensor, was.to(after))
-    ids = torch.tensor([random_tokens(0, 80)])
+    ids = going_on(cache)
     generate(model, cache, ids, torch.ones_like(ids))
     assert all(layer.keys.dtype == layer.values.dtype == after for layer in cache.layers)
     assert all(layer.dtype == after for layer in cache.layers)
@@ -161,7 +167,7 @@ def test_what_is_no_saved_cache(model: PreTrainedModel, tmp_path: Path) -> None:
     save_file({"weights": torch.zeros(2)}, tmp_path / "weights.safetensors")
     with pytest.raises(ValueError, match="path must be a file of PolicyCache.save.*format None"):
         PolicyCache.load(tmp_path / "weights.safetensors")
-    metadata = {"format": "kvpolicy-cache", "version": "1"}
+    metadata = {"format": "kvpolicy-cache", "version": "2"}
     save_file({"weights": torch.zeros(2)}, tmp_path / "part.safetensors", metadata)
     with pytest.raises(ValueError, match="path must be a whole file"):
         PolicyCache.load(tmp_path / "part.safetensors")
@@ -258,6 +264,13 @@ BROKEN: dict[str, tuple[str, Any]] = {
     ),
     "tokens.valid must be torch.bool of shape": ("tokens.valid", torch.zeros(66).bool()),
     "tokens.appended must be torch.int64": ("tokens.appended", torch.zeros(2, 6).long()),
+    r"tokens.ids must be torch.int64 of shape \[1, 66\]": ("tokens.ids", torch.zeros(1, 65).long()),
+    "model must be the print of one": ("model", "[]"),
+    "model must be the print of one: split_with_sizes": ("model.samples", torch.zeros(3)),
+    r"model.samples must be torch.float32 of shape \[any\]": (
+        "model.samples",
+        torch.zeros(3).double(),
+    ),
     r"tokens.skipped must be torch.int64 of shape \[1\]": ("tokens.skipped", torch.zeros(2).long()),
     "propagated must be of layers 0 to 3": ("propagated.x", torch.zeros(1, 6).long()),
     "propagated.2 must be torch.int64": ("propagated.2", torch.zeros(1).long()),
@@ -323,6 +336,7 @@ def all_appended(metadata: dict[str, str], tensors: dict[str, Tensor]) -> None:
     """As if a prompt of no column had been read before what was appended."""
     valid = tensors["tokens.valid"][:, -8:].clone()
     tensors["tokens.valid"], tensors["tokens.lengths"] = valid, valid.sum(dim=1)
+    tensors["tokens.ids"] = tensors["tokens.ids"][:, -8:].clone()
     tensors["tokens.appended"] = (valid.cumsum(dim=1) - 1).masked_fill(~valid, -1)
 
 

@@ -1,0 +1,54 @@
+"""Continuous batching of Transformers has a cache of its own, and would pass a policy by."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers import GenerationMixin
+
+from kvpolicy.errors import UnsupportedGenerationError
+from kvpolicy.integrations.transformers.cache import PolicyCache
+from kvpolicy.integrations.transformers.model.routing import users_of
+
+# The first takes arguments that it does not know; whatever batches continuously begins with the
+# second.
+NAMES = ("generate_batch", "init_continuous_batching")
+
+_lock = threading.Lock()
+
+
+def wrap_continuous_batching() -> None:
+    """Wrap the entries to continuous batching, once, so that they refuse a policy cache.
+
+    Calls without one, of a model that none is attached to, pass straight through.
+    """
+    with _lock:
+        for name in NAMES:
+            original = getattr(GenerationMixin, name, None)  # its own, or one that it inherits
+            if original is not None and not hasattr(original, "_kvpolicy_wraps"):
+                setattr(GenerationMixin, name, _refusing(name, original))
+
+
+def _refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = any(isinstance(each, PolicyCache) for each in (*args, *kwargs.values()))
+        if given or _has_cache(self):
+            raise UnsupportedGenerationError(
+                f"{name} must not be given a PolicyCache, nor be called for a model that one is "
+                "attached to: continuous batching keeps pages of its own, and no policy would act; "
+                "pad the prompts on the left and call model.generate(input_ids, attention_mask="
+                "mask, past_key_values=cache), or call it outside of `with cache.attached(model):`"
+            )
+        return original(self, *args, **kwargs)
+
+    entry._kvpolicy_wraps = original  # type: ignore[attr-defined]
+    return entry
+
+
+def _has_cache(model: nn.Module) -> bool:
+    return any(users_of(each) for each in model.modules() if hasattr(each, "config"))

@@ -1,0 +1,107 @@
+"""What a call of `generate` is given, and whether it goes on from what a cache has read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from kvpolicy.integrations.transformers.forward.inputs import read_past
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+
+
+@attrs.frozen(eq=False)
+class Given:
+    """The inputs of a call of `generate`.
+
+    Args:
+        ids: ``[rows, len]`` token ids; None where there are none.
+        embeds: ``[rows, len, hidden]`` that are read in their place; None where there are none.
+        mask: The attention mask, if any.
+    """
+
+    ids: Tensor | None
+    embeds: Tensor | None
+    mask: Any
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """Those of the call's arguments."""
+        ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+        embeds = kwargs.get("inputs_embeds")
+        return Given(
+            ids if isinstance(ids, Tensor) and ids.ndim >= 2 else None,
+            embeds if isinstance(embeds, Tensor) and embeds.ndim >= 2 else None,
+            kwargs.get("attention_mask"),
+        )
+
+    @property
+    def ids_len(self) -> int:
+        """Columns of ids, which the output begins with."""
+        return 0 if self.ids is None else self.ids.shape[1]
+
+    @property
+    def context_len(self) -> int | None:
+        """Columns of the whole context; None where they cannot be told.
+
+        Ids may be new ones alone, under a mask over the whole conversation.
+        """
+        read = self.ids if self.embeds is None else self.embeds
+        if read is None:
+            return None
+        covered = self.mask.shape[1] if self._flat_mask is not None and self.embeds is None else 0
+        return max(read.shape[1], covered)
+
+    @property
+    def _flat_mask(self) -> Tensor | None:
+        """The mask ``[rows, columns]``, if it is one."""
+        return self.mask if isinstance(self.mask, Tensor) and self.mask.ndim == 2 else None
+
+    def check_continues(self, seen: SeenTokens | None) -> None:
+        """Check that there is more than the tokens a cache has seen.
+
+        Raises:
+            ValueError: There is not, or there are new embeddings alone.
+        """
+        read = self.ids if self.embeds is None else self.embeds
+        length = self.context_len
+        if seen is None or read is None or length is None:
+            return
+        name = "input_ids" if self.embeds is None else "inputs_embeds"
+        mask = self.mask
+        new_alone = isinstance(mask, Tensor) and mask.shape[1:2] != read.shape[1:2]
+        if length <= seen.seen or (self.embeds is not None and new_alone):
+            raise ValueError(
+                f"{name} must continue the {seen.seen} tokens the cache has seen, got "
+                f"{read.shape[1]}; pass the whole conversation, or (as input_ids) the new tokens "
+                "with an attention_mask over the whole conversation, or reset() the cache"
+            )
+
+    def check_same(self, seen: SeenTokens | None) -> None:
+        """Check that a whole conversation begins with the tokens seen, as far as ids are known.
+
+        Raises:
+            ValueError: It begins with others, or the mask changes what was read; see `read_past`.
+        """
+        ids, mask = self.ids, self._flat_mask
+        if seen is None or ids is None or self.embeds is not None or ids.ndim != 2:
+            return
+        # `generate` gives every row to as many beams or answers as are asked for.
+        each, rest = divmod(seen.batch, len(ids))
+        if rest or ids.shape[1] != self.context_len:
+            return  # another batch size, refused when it is read, or new tokens alone
+        if mask is not None and mask.shape == ids.shape:
+            past = mask.repeat_interleave(each, dim=0)[:, : seen.seen]
+            seen = read_past(past.to(seen.valid), seen, starts=True)[0]
+        unlike = seen.first_unlike(ids.repeat_interleave(each, dim=0))
+        if unlike is None:
+            return
+        row, column = unlike
+        raise ValueError(
+            f"input_ids must begin with the tokens that the cache has read, but in row {row} the "
+            f"token at position {int(seen.valid[row, :column].sum())} was "
+            f"{int(seen.ids[row, column])}, got {int(ids[row // each, column])}; go on from the "
+            "very ids of earlier turns, since a text that is tokenised anew may give others, or "
+            "reset() the cache to read another text"
+        )

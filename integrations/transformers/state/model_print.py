@@ -1,0 +1,210 @@
+"""What tells a model from another one, however it was loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+# Values of every parameter that are compared.
+SAMPLE = 64
+# Rounding of a number to each precision in which weights are loaded, and the least it tells apart.
+ROUNDING = {
+    torch.float64: (2.0**-53, 0.0),
+    torch.float32: (2.0**-24, 0.0),
+    torch.float16: (2.0**-11, 2.0**-24),
+    torch.bfloat16: (2.0**-8, 0.0),
+}
+# What of a configuration says how a model is loaded or used, not which it is.
+CIRCUMSTANTIAL = frozenset(
+    {
+        "architectures",
+        "chunk_size_feed_forward",
+        "device_map",
+        "distributed_config",
+        "dtype",
+        "id2label",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pretraining_tp",
+        "problem_type",
+        "quantization_config",
+        "return_dict",
+        "tie_word_embeddings",
+        "torch_dtype",
+        "torchscript",
+        "tp_plan",
+        "tp_size",
+        "transformers_version",
+        "use_bfloat16",
+        "use_cache",
+    }
+)
+
+
+@attrs.frozen
+class Parameter:
+    """One parameter.
+
+    Args:
+        shape: Its axes; of a tensor-parallel model, those of the process's own part.
+        dtype: Its precision, such as ``"bfloat16"``; None where it cannot be compared: it is
+            quantised, or its weights are not in memory.
+        sample: ``[up to SAMPLE]`` float32, some of its values; empty where there is no ``dtype``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str | None
+    sample: Tensor = attrs.field(eq=False)
+
+
+@attrs.frozen(eq=False)
+class ModelPrint:
+    """A model's configuration, and its parameters by name, with samples of those that are numbers.
+
+    The same weights in another precision, quantised, or offloaded are the same model.
+
+    Args:
+        config: What of its configuration says which model it is.
+        parameters: By name.
+    """
+
+    config: dict[str, Any]
+    parameters: dict[str, Parameter]
+
+    @staticmethod
+    @torch.no_grad()
+    def of(decoder: nn.Module) -> ModelPrint:
+        """The print of a model.
+
+        Args:
+            decoder: The model without its head.
+        """
+        found: dict[str, Parameter] = {}
+        for prefix, module in decoder.named_modules():
+            if next(module.parameters(recurse=False), None) is None:
+                continue
+            with _in_memory(module):
+                for name, parameter in module.named_parameters(recurse=False):
+                    found[f"{prefix}.{name}".lstrip(".")] = _sampled(parameter)
+        config: Any = decoder.config
+        return ModelPrint(_identity(config.to_dict()), found)
+
+    def difference(self, other: ModelPrint) -> str | None:
+        """What ``other``, the print of a model to be used in its place, differs in; None if not."""
+        keys = sorted(self.config.keys() | other.config.keys())
+        unlike = [key for key in keys if self.config.get(key) != other.config.get(key)]
+        if unlike:
+            was, got = self.config.get(unlike[0]), other.config.get(unlike[0])
+            return f"{unlike[0]} of its config was {was}, got {got}"
+        names = sorted(self.parameters.keys() ^ other.parameters.keys())
+        if names:
+            where = "only the one" if names[0] in self.parameters else "only the other"
+            return f"{where} has a parameter {names[0]}"
+        for name, own, its in self._compared(other):
+            if own.shape != its.shape:
+                return f"{name} was of shape {list(own.shape)}, got {list(its.shape)}"
+            if not _same(own, its):
+                return f"the values of {name} are others"
+        return None
+
+    def is_comparable(self, other: ModelPrint) -> bool:
+        """Whether values of both are known of any parameter."""
+        return next(self._compared(other), None) is not None
+
+    def _compared(self, other: ModelPrint) -> Iterator[tuple[str, Parameter, Parameter]]:
+        for name, own in self.parameters.items():
+            its = other.parameters.get(name)
+            if its is not None and own.dtype is not None and its.dtype is not None:
+                yield name, own, its
+
+    def packed(self) -> tuple[str, Tensor]:
+        """A string, and a tensor of all samples one after the other; see `unpacked`."""
+        each = [
+            [name, list(own.shape), own.dtype, len(own.sample)]
+            for name, own in self.parameters.items()
+        ]
+        samples = [own.sample for own in self.parameters.values()]
+        text = json.dumps({"config": self.config, "parameters": each})
+        return text, torch.cat([torch.empty(0), *samples])
+
+    @staticmethod
+    def unpacked(text: str, samples: Tensor) -> ModelPrint:
+        """Read what `packed` has written.
+
+        Raises:
+            ValueError: It has not.
+        """
+        try:
+            read = json.loads(text)
+            names, shapes, dtypes, counts = (
+                zip(*read["parameters"], strict=True) if read["parameters"] else ((),) * 4
+            )
+            known = {str(dtype).removeprefix("torch.") for dtype in ROUNDING}
+            if not isinstance(read["config"], dict) or {*dtypes} - {None, *known}:
+                raise ValueError("config must be a dict and every dtype one of weights")
+            parts = torch.split(samples, list(counts))
+            parameters = {
+                name: Parameter(tuple(shape), dtype, part)
+                for name, shape, dtype, part in zip(names, shapes, dtypes, parts, strict=True)
+            }
+        except (KeyError, TypeError, ValueError, RuntimeError, RecursionError) as error:
+            raise ValueError(f"model must be the print of one: {error}") from None
+        return ModelPrint(read["config"], parameters)
+
+
+def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    named = {
+        key: value
+        for key, value in config.items()
+        if key not in CIRCUMSTANTIAL and not key.startswith("_") and not key.endswith("_token_id")
+    }
+    identity: dict[str, Any] = json.loads(json.dumps(named, default=str))
+    return identity
+
+
+def _in_memory(module: nn.Module) -> AbstractContextManager[Any]:
+    """While it lasts, a module's own weights are where they can be read, if Accelerate has them."""
+    if not any(each.is_meta for each in module.parameters(recurse=False)) or not hasattr(
+        module, "_hf_hook"
+    ):
+        return nullcontext()
+    from accelerate.utils import align_module_device
+
+    aligned: AbstractContextManager[Any] = align_module_device(module, torch.device("cpu"))
+    return aligned
+
+
+def _sampled(parameter: Tensor) -> Parameter:
+    if hasattr(parameter, "to_local"):
+        parameter = parameter.to_local()
+    shape = tuple(parameter.shape)
+    # Quantised weights are tensors of a class of their own, or integers.
+    plain = type(parameter) in (Tensor, nn.Parameter) and parameter.dtype in ROUNDING
+    if not plain or parameter.is_meta or not parameter.numel():
+        return Parameter(shape, None, torch.empty(0))
+    flat = parameter.detach().flatten()
+    step = max(len(flat) // SAMPLE, 1)
+    sample = flat[::step][:SAMPLE].to(dtype=torch.float32, device="cpu")
+    return Parameter(shape, str(parameter.dtype).removeprefix("torch."), sample.clone())
+
+
+def _same(own: Parameter, its: Parameter) -> bool:
+    """Whether both are roundings of the same values, or round to the same in bfloat16."""
+    if own.sample.shape != its.sample.shape:
+        return False
+    dtypes = (getattr(torch, str(each.dtype)) for each in (own, its))
+    shares, steps = zip(*(ROUNDING[dtype] for dtype in dtypes), strict=True)
+    largest = torch.maximum(own.sample.abs(), its.sample.abs())
+    near = (own.sample - its.sample).abs() <= sum(shares) * largest * 1.01 + sum(steps)
+    if own.dtype == its.dtype:
+        near = own.sample == its.sample
+    alike = own.sample.to(torch.bfloat16) == its.sample.to(torch.bfloat16)
+    return bool((near | alike | (own.sample.isnan() & its.sample.isnan())).all())

@@ -1,0 +1,108 @@
+"""A cache that a call would pass by: refused, with the way to use it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from kvpolicy.errors import UnsupportedGenerationError
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import SnapKV
+from tests.integrations.test_use import trace_of
+from tests.reference import random_tokens, tiny_model
+
+POLICY = SnapKV(0.3)
+REMEDY = r"model\.generate\(input_ids, attention_mask=mask, past_key_values=cache\)"
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_model("llama", seed=1)
+
+
+def prompt(length: int, seed: int = 0) -> Tensor:
+    return torch.tensor([random_tokens(seed, length)])
+
+
+def test_continuous_batching(model: PreTrainedModel) -> None:
+    cache, prompts, before = PolicyCache(POLICY), prompt(60).tolist(), trace_of(model)
+    with pytest.raises(UnsupportedGenerationError, match=REMEDY):
+        model.generate_batch(prompts, past_key_values=cache, max_new_tokens=3)
+    with cache.attached(model):
+        with pytest.raises(UnsupportedGenerationError, match="generate_batch must not be"):
+            model.generate_batch(prompts, max_new_tokens=3)
+        with pytest.raises(UnsupportedGenerationError, match="init_continuous_batching must not"):
+            model.init_continuous_batching()
+        with (
+            pytest.raises(UnsupportedGenerationError, match="init_continuous_batching must not"),
+            model.continuous_batching_context_manager(),
+        ):
+            pass
+    with pytest.raises(UnsupportedGenerationError, match=REMEDY):
+        model.generate(
+            prompt(60), past_key_values=cache, cache_implementation="paged", max_new_tokens=3
+        )
+    assert trace_of(model) == before
+    assert cache.get_seq_length() == 0
+    model.generate(prompt(60), past_key_values=cache, max_new_tokens=3)
+    assert cache.get_seq_length() == 62
+
+
+def test_continuous_batching_without_a_cache(model: PreTrainedModel) -> None:
+    expected = model.generate(prompt(60), max_new_tokens=3, do_sample=False)[0, 60:].tolist()
+    (answer,) = model.generate_batch(prompt(60).tolist(), max_new_tokens=3).values()
+    assert answer.generated_tokens == expected
+
+
+def of_the_call(model: PreTrainedModel) -> dict[str, Any]:
+    return {"use_cache": False}
+
+
+def of_the_given_config(model: PreTrainedModel) -> dict[str, Any]:
+    return {"generation_config": GenerationConfig(use_cache=False)}
+
+
+def of_the_models_generation_config(model: PreTrainedModel) -> dict[str, Any]:
+    model.generation_config.use_cache = False
+    return {}
+
+
+def of_the_models_config(model: PreTrainedModel) -> dict[str, Any]:
+    model.config.use_cache = False
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [
+        (of_the_call, "^use_cache must be True with a PolicyCache, got False"),
+        (of_the_given_config, "^use_cache of generation_config must be True"),
+        (
+            of_the_models_generation_config,
+            "^use_cache of the model's generation_config",
+        ),
+        (of_the_models_config, "^use_cache of the model's config must be True"),
+    ],
+)
+def test_no_cache_wanted(model: PreTrainedModel, says: Any, message: str) -> None:
+    cache, arguments = PolicyCache(POLICY), says(model)
+    with pytest.raises(UnsupportedGenerationError, match=message):
+        model.generate(prompt(60), past_key_values=cache, max_new_tokens=3, **arguments)
+    assert cache.get_seq_length() == 0
+    model.generate(prompt(60), past_key_values=cache, max_new_tokens=3, use_cache=True)
+    assert cache.get_seq_length() == 62
+
+
+def test_no_cache_wanted_in_a_loop(model: PreTrainedModel) -> None:
+    cache = PolicyCache(POLICY)
+    with torch.no_grad(), cache.attached(model):
+        with pytest.raises(UnsupportedGenerationError, match="^use_cache must be True"):
+            model(prompt(60), past_key_values=cache, use_cache=False)
+        model.config.use_cache = False
+        with pytest.raises(UnsupportedGenerationError, match="^use_cache of the model's config"):
+            model(prompt(60), past_key_values=cache)
+        assert cache.get_seq_length() == 0
+        model(prompt(60), past_key_values=cache, use_cache=True)
+    assert cache.get_seq_length() == 60
