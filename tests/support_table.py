@@ -19,8 +19,10 @@ RIGHT = "every policy, padded rows too"
 REASONS = (
     ("rows must not be padded", "every policy, rows without padding"),
     ("FastKV", "policies that evict; such as drop tokens are refused"),
-    ("recurrent", "refused: layers hold a recurrent state, from which no token can be taken"),
-    ("convolution", "refused: layers hold a recurrent state, from which no token can be taken"),
+    ("(attention and recurrent)", "refused: layers hold keys and a recurrent state side by side"),
+    ("some layer must hold", "refused: no layer attends, so that there is nothing to choose"),
+    ("cache of its own", "refused: states are not held in a cache of Transformers' kind"),
+    ("layers [0, 2] did not", "refused: states are not held in a cache of Transformers' kind"),
     ("AttentionInterface", "refused: attention calls no function that can be seen"),
     ("an indexer", "refused: layers hold index keys, or compressed ones"),
     ("cached as", "refused: layers hold index keys, or compressed ones"),

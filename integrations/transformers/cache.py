@@ -26,6 +26,7 @@ from kvpolicy.integrations.transformers.model.parallel import Spread
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.model_print import ModelPrint
+from kvpolicy.integrations.transformers.state.recurrent import layer_for
 from kvpolicy.integrations.transformers.state.report import CacheReport
 from kvpolicy.integrations.transformers.state.saving import SavedCache
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
@@ -170,7 +171,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def _check_filled_by(self, parts: ModelParts) -> None:
         if self._reader.tokens is None:
             room = self.max_new_tokens or 0
-            self.layers[:] = [kind.new_layer(self.storage, room) for kind in parts.kinds]
+            self.layers[:] = [layer_for(kind, self.storage, room) for kind in parts.kinds]
         elif len(self.layers) != parts.num_layers:
             raise ValueError(
                 f"model must have the {len(self.layers)} layers of the model that filled the "

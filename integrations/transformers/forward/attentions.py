@@ -34,7 +34,7 @@ class AttendedKeys:
         """The attentions with the columns of the input, of layers that hold all of its tokens.
 
         Args:
-            attentions: By layer, ``[batch, query_heads, new_len, key_len]``; of all layers, or of those
+            attentions: ``[batch, query_heads, new_len, key_len]`` of every layer, or of those
                 that attend.
             tokens: Those seen, the forward's among them.
             order: ``[batch, new_len]``, which column of the input each query is; None where they

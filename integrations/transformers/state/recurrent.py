@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import LinearAttentionLayer
 
+from kvpolicy.integrations.transformers.model.kinds import LayerKind, Recurrent
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -122,6 +123,19 @@ class EmptyLayer(PolicyLayer, _Dummy):  # type: ignore[misc]
 
     def __init__(self, storage: Storage | None = None, room: int = 0) -> None:
         PolicyLayer.__init__(self, storage, room)
+
+
+def layer_for(kind: LayerKind, storage: Storage, room: int) -> PolicyLayer:
+    """What a cache holds for a layer of a kind, nothing yet.
+
+    Args:
+        kind: The layer's.
+        storage: How keys and values are held.
+        room: Slots to have memory for in advance.
+    """
+    if isinstance(kind, Recurrent):
+        return RecurrentLayer(storage, room, kind.states)
+    return PolicyLayer(storage, room) if kind.attends else EmptyLayer(storage, room)
 
 
 def _held(states: dict[int, Tensor | None]) -> States:

@@ -7,9 +7,6 @@ from typing import ClassVar
 
 import attrs
 
-from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.storage import Storage
-
 
 @attrs.frozen
 class LayerKind(abc.ABC):
@@ -37,15 +34,6 @@ class LayerKind(abc.ABC):
     def refusal(self) -> str | None:
         """Why no policy can be applied to a model with such a layer; None where one can."""
         return None
-
-    def new_layer(self, storage: Storage, room: int) -> PolicyLayer:
-        """What a cache holds for such a layer.
-
-        Args:
-            storage: How keys and values are held.
-            room: Slots to have memory for in advance.
-        """
-        return PolicyLayer(storage, room)
 
 
 @attrs.frozen

@@ -7,9 +7,6 @@ from typing import ClassVar
 import attrs
 
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
-from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
-from kvpolicy.integrations.transformers.state.storage import Storage
 
 
 @attrs.frozen
@@ -31,7 +28,3 @@ class Recurrent(LayerKind):
     def of(cls, layer: LayerFacts) -> LayerKind | None:
         """See `LayerKind.of`."""
         return cls(layer.states) if layer.cached_as == "LinearAttentionLayer" else None
-
-    def new_layer(self, storage: Storage, room: int) -> PolicyLayer:
-        """See `LayerKind.new_layer`."""
-        return RecurrentLayer(storage, room, self.states)

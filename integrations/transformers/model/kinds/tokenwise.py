@@ -7,9 +7,6 @@ from typing import ClassVar
 import attrs
 
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
-from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer
-from kvpolicy.integrations.transformers.state.storage import Storage
 
 
 @attrs.frozen
@@ -25,7 +22,3 @@ class Tokenwise(LayerKind):
         # Not by the class of their cache, which others share: it is that of layers with borrowed
         # keys, and was that of recurrent ones.
         return cls() if layer.kind in ("mlp", "moe") else None
-
-    def new_layer(self, storage: Storage, room: int) -> PolicyLayer:
-        """See `LayerKind.new_layer`."""
-        return EmptyLayer(storage, room)
