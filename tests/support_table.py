@@ -42,8 +42,8 @@ llama mistral ministral3 mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 ge
 gemma4_text phi phi3 phimoe olmo2 olmo3 olmoe gpt_oss glm4 glm4_moe minimax_m2 granite
 granitemoe cohere2 exaone4 ernie4_5 hunyuan_v1_dense seed_oss smollm3 starcoder2 llava
 llava_next llava_onevision qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe gemma3 gemma4 internvl
-mistral3 idefics3 smolvlm glm4v aya_vision deepseek_vl qwen3_next qwen3_5 nemotron_h granitemoehybrid
-bamba jamba lfm2 lfm3 olmo_hybrid
+mistral3 idefics3 smolvlm glm4v aya_vision deepseek_vl qwen3_next qwen3_5 nemotron_h
+granitemoehybrid bamba jamba lfm2 lfm3 olmo_hybrid
 """
 KNOWN = _KNOWN.split()
 

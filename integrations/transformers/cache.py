@@ -47,8 +47,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
             `OffloadedStorage`. As they are, if None.
         max_new_tokens: Tokens of an answer to have memory for when the prompt is read. With it
             `generate` can compile their decoding (greedy or sampling, eager or sdpa attention,
-            plain storage), as it does by itself on a GPU. A longer answer gets as much again, and
-            is compiled again. None: memory grows.
+            plain storage, no recurrent layers), as it does by itself on a GPU. A longer answer
+            gets as much again, and is compiled again. None: memory grows.
 
     Attributes:
         policy: The policy.
@@ -184,6 +184,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
             )
         elif self._reader.filled_by is None and self._loaded_for is not None:
             self._check_loaded_for(self._loaded_for, ModelPrint.of(parts.decoder))
+            self._check_kinds(parts)
             self._move_to(parts)
 
     @staticmethod
@@ -200,6 +201,14 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 "not in memory); make sure of it, or load it with its embeddings in memory",
                 stacklevel=4,
             )
+
+    def _check_kinds(self, parts: ModelParts) -> None:
+        for index, (layer, kind) in enumerate(zip(self.layers, parts.kinds, strict=True)):
+            if type(layer) is not type(layer_for(kind, self.storage, 0)):
+                raise ValueError(
+                    f"saved cache must hold what layer {index} of the model holds, which is "
+                    f"{kind.name}, got something else; the file was changed"
+                )
 
     def _find_heads(self, parts: ModelParts) -> None:
         tp_size = getattr(parts.model, "tp_size", None) or 1

@@ -128,16 +128,17 @@ class Forward:
         layer = self.layers[index]
         if isinstance(layer, RecurrentLayer):
             layer.own_states()
+            return hidden, self._for_state(hidden, self._reaching(kwargs))
         if not layer.attends:
-            return hidden, self._without_keys(hidden, self._reaching(kwargs))
+            return hidden, self._reaching(kwargs)
         self._combine(layer)
         if self._attended is not None and not (self.first and self._order_of_columns is None):
             heads = 1 if layer.held is None else layer.held.shape[1]
             self._attended.note(index, self._positions(layer, heads, hidden.device))
         return hidden, self._with_mask(index, hidden, self._reaching(kwargs))
 
-    def _without_keys(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a layer that does not attend: its mask tells tokens from padding."""
+    def _for_state(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a recurrent layer: its mask tells tokens from padding."""
         valid = self.new_valid if self._padded else None
         if valid is not None:
             valid = None if bool(valid.all()) else valid.to(hidden.device).long()

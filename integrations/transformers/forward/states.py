@@ -24,7 +24,8 @@ def check_states_go_on(incoming: Incoming, *, several: bool) -> None:
             "to the last token, or read rows one at a time"
         )
     valid, started = incoming.new_valid, incoming.tokens.lengths > 0
-    between = (valid[:, :-1] & ~valid[:, 1:]).any(dim=1) | (started & ~valid.all(dim=1))
+    if incoming.padded:
+        between = (valid[:, :-1] & ~valid[:, 1:]).any(dim=1) | (started & ~valid.all(dim=1))
     if incoming.padded and bool(between.any()):
         row = int(between.nonzero()[0])
         raise UnsupportedModelError(

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What a recurrent layer's states are called: those of its convolutions, and the others.
-STATES = ("conv", "recurrent")
-_OF_KEYS = ("keys", "values", "positions")
-_MOST_STATES = 64
+from kvpolicy.integrations.transformers.state.saved_states import check_states
+
 # Characters of what is no JSON that an error shows.
 _SHOWN = 80
 
@@ -39,7 +37,8 @@ def check_contents(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -
     _check_tensor("model.samples", tensors["model.samples"], torch.float32, None)
     acted = _check_tokens(tensors, padded=json.loads(metadata["padded"]))
     _check_layers(query_heads, tensors, acted)
-    _check_states(metadata, query_heads, tensors, len(acted))
+    states = _read_json(metadata, "states") if "states" in metadata else {}
+    check_states(states, query_heads, tensors, len(acted))
     for name, positions in tensors.items():
         group, _, layer = name.partition(".")
         if group == "propagated":
@@ -140,43 +139,11 @@ def _check_layers(query_heads: list[object], tensors: Mapping[str, Tensor], acte
             )
 
 
-def _check_states(
-    metadata: Mapping[str, str],
-    query_heads: list[object],
-    tensors: Mapping[str, Tensor],
-    batch: int,
-) -> None:
-    """Check the states of recurrent layers, and that no layer holds what it is not to hold."""
-    counts = _read_json(metadata, "states") if "states" in metadata else {}
-    if not isinstance(counts, dict) or not all(
-        type(count) is int and 0 < count <= _MOST_STATES for count in counts.values()
-    ):
-        raise ValueError(f"states must be numbers of states by layer, got {counts!r}")
-    named = {
-        f"layers.{layer}.{kind}.{number}"
-        for layer, count in counts.items()
-        for kind in STATES
-        for number in range(count)
-    }
-    for name, tensor in tensors.items():
-        group, _, rest = name.partition(".")
-        layer, _, what = rest.partition(".")
-        if group != "layers" or (what in _OF_KEYS and query_heads[int(layer)] is not None):
-            continue
-        if name not in named:
-            raise ValueError(f"{name} must be something that its layer holds, got {what!r}")
-        if not tensor.is_floating_point() or tensor.ndim < 2 or len(tensor) != batch:
-            raise ValueError(
-                f"{name} must be of floats, of shape [{batch}, ...], got {tensor.dtype} of shape "
-                f"{list(tensor.shape)}"
-            )
-
-
 def _check_layer(
     index: int, query_heads: object, tensors: Mapping[str, Tensor], acted: Tensor
 ) -> tuple[int, ...]:
     """Check a layer; returns its query heads, KV heads, head_dim of keys and that of values."""
-    names = [f"layers.{index}.{name}" for name in _OF_KEYS]
+    names = [f"layers.{index}.{name}" for name in ("keys", "values", "positions")]
     keys, values, positions = (tensors[name] for name in names)
     if not keys.is_floating_point():
         raise ValueError(f"{names[0]} must be of floats, got {keys.dtype}")

@@ -18,7 +18,12 @@ from kvpolicy.description import Description, describe, from_description
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.model_print import ModelPrint
 from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
-from kvpolicy.integrations.transformers.state.saved_contents import STATES, check_contents
+from kvpolicy.integrations.transformers.state.saved_contents import check_contents
+from kvpolicy.integrations.transformers.state.saved_states import (
+    read_states,
+    state_metadata,
+    state_tensors,
+)
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
@@ -64,14 +69,8 @@ class SavedCache:
             "query_heads": json.dumps([layer.query_heads or None for layer in self.layers]),
             "padded": json.dumps(self.tokens.padded),
             "starts_turn": json.dumps(self.starts_turn),
+            **state_metadata(self.layers),
         }
-        recurrent = {
-            str(index): layer.number_of_states
-            for index, layer in enumerate(self.layers)
-            if isinstance(layer, RecurrentLayer)
-        }
-        if recurrent:
-            metadata["states"] = json.dumps(recurrent)
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=".saving-")
         os.close(handle)
         try:
@@ -89,10 +88,7 @@ class SavedCache:
             if held is not None:
                 found[f"layers.{index}.keys"], found[f"layers.{index}.values"] = held.read()
                 found[f"layers.{index}.positions"] = positions
-            if isinstance(layer, RecurrentLayer):
-                for kind, states in zip(STATES, layer.states, strict=True):
-                    for number, each in states.items():
-                        found[f"layers.{index}.{kind}.{number}"] = each
+        found |= state_tensors(self.layers)
         for name in ("valid", "ids", "lengths", "appended", "skipped", "kinds"):
             if getattr(self.tokens, name) is not None:
                 found[f"tokens.{name}"] = getattr(self.tokens, name)
@@ -221,17 +217,20 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
         kinds=tensors.get("tokens.kinds"),
     )
     layers = []
-    states = json.loads(metadata.get("states", "{}"))
     for index, query_heads in enumerate(json.loads(metadata["query_heads"])):
-        layer = _empty(query_heads, states.get(str(index), 0))
-        if query_heads is not None:
-            keys, values, positions = (
-                tensors[f"layers.{index}.{name}"] for name in ("keys", "values", "positions")
-            )
+        number, *states = read_states(metadata, tensors, index)
+        if number:
+            layer: PolicyLayer = RecurrentLayer(number_of_states=number)
+            assert isinstance(layer, RecurrentLayer)
+            layer.hold_states(*states)
+        elif query_heads is None:
+            layer = EmptyLayer()
+        else:
+            layer = PolicyLayer()
+            names = ("keys", "values", "positions")
+            keys, values, positions = (tensors[f"layers.{index}.{name}"] for name in names)
             layer.load(keys, values, positions, tokens)
             layer.query_heads = query_heads
-        if isinstance(layer, RecurrentLayer):
-            layer.hold_states(*(_numbered(f"layers.{index}.{kind}.", tensors) for kind in STATES))
         layers.append(layer)
     propagated = {
         int(name.partition(".")[2]): tensor
@@ -246,19 +245,3 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
         propagated,
         json.loads(metadata["starts_turn"]),
     )
-
-
-def _empty(query_heads: int | None, states: int) -> PolicyLayer:
-    """A layer that holds nothing yet, of the kind that a file tells of."""
-    if states:
-        return RecurrentLayer(number_of_states=states)
-    return EmptyLayer() if query_heads is None else PolicyLayer()
-
-
-def _numbered(prefix: str, tensors: dict[str, Tensor]) -> dict[int, Tensor]:
-    """Tensors by the number behind a prefix."""
-    return {
-        int(name.removeprefix(prefix)): each
-        for name, each in tensors.items()
-        if name.startswith(prefix)
-    }

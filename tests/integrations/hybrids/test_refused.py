@@ -158,7 +158,7 @@ def test_the_self_check_notices_states_that_have_read_padding(
     model = builds()["lfm2"].model()
     assert check_model(model).pads
     monkeypatch.setattr(
-        Forward, "_without_keys", lambda self, hidden, given: {**given, "attention_mask": None}
+        Forward, "_for_state", lambda self, hidden, given: {**given, "attention_mask": None}
     )
     found = check_model(model)
     assert not found.pads
@@ -170,14 +170,14 @@ def test_the_self_check_notices_states_that_have_read_what_was_dropped(
 ) -> None:
     """Here later layers carry on from the tokens that went on, in the wrong order."""
     model = builds()["lfm2"].model()
-    honest = Forward._without_keys
+    honest = Forward._for_state
 
     def backwards(self: Any, hidden: Any, given: Any) -> Any:
         if self.propagated:
             hidden.copy_(hidden.flip(1))
         return honest(self, hidden, given)
 
-    monkeypatch.setattr(Forward, "_without_keys", backwards)
+    monkeypatch.setattr(Forward, "_for_state", backwards)
     found = check_model(model)
     assert found.findings["evicting"].reason is None
     assert "wrong logits where a policy drops tokens" in str(found.findings["dropping"].reason)

@@ -73,15 +73,23 @@ def test_a_saved_cache_goes_on(name: str, tmp_path: Path) -> None:
     assert torch.equal(found, want)
 
 
-BROKEN = {
+BROKEN: dict[str, dict[str, Any]] = {
     "states must be JSON": {"states": "{"},
-    "states must be numbers of states by layer": {"states": '{"0": 0}'},
-    "layers.0.conv.0 must be something that its layer holds": {"states": '{"2": 1}'},
+    "states must tell numbers and names": {"states": '{"0": 0}'},
+    "states must tell numbers and": {"states": '{"0": {"number": 1, "held": ["conv.1"]}}'},
+    "states must tell numbers": {"states": '{"0": {"number": 1, "held": []}}'},
+    "states must be of layers without query_heads, got layers .'1'": {
+        "states": '{"1": {"number": 1, "held": ["conv.0"]}}'
+    },
+    "layers.0.conv.0 must be something that its layer holds": {
+        "states": '{"2": {"number": 1, "held": ["conv.0", "recurrent.0"]}}'
+    },
+    "lacks 'layers.0.conv.1'": {"states": '{"0": {"number": 2, "held": ["conv.1"]}}'},
     "layers.0.conv.0 must be of floats, of shape": {"layers.0.conv.0": torch.zeros(1, 2).long()},
     "layers.0.recurrent.0 must be of floats": {"layers.0.recurrent.0": torch.zeros(3, 2)},
     "layers.0.keys must be something that its layer holds": {"layers.0.keys": torch.zeros(1, 2)},
     "layers.1.conv.0 must be something": {"layers.1.conv.0": torch.zeros(1, 2)},
-    "layers.7.conv.0 of": {"layers.7.conv.0": torch.zeros(1, 2)},
+    "query_heads must have an entry for each layer": {"layers.7.conv.0": torch.zeros(1, 2)},
 }
 
 
@@ -92,12 +100,31 @@ def test_a_file_whose_states_do_not_fit(message: str, tmp_path: Path) -> None:
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         tensors = {each: file.get_tensor(each) for each in file.keys()}  # noqa: SIM118
-    assert json.loads(metadata["states"]) == {"0": 1, "2": 1}
+    held = {"number": 1, "held": ["conv.0", "recurrent.0"]}
+    assert json.loads(metadata["states"]) == {"0": held, "2": held}
     for part, value in BROKEN[message].items():
         (metadata if isinstance(value, str) else tensors)[part] = value
     save_file(tensors, path, metadata)
-    with pytest.raises(ValueError, match=message.removesuffix(" of")):
+    with pytest.raises(ValueError, match=message):
         PolicyCache.load(path)
+
+
+def test_a_file_without_a_states_layer_is_no_file_of_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    read("qwen3_next", ROWS[:1])[0].save(path)
+    with safe_open(path, framework="pt") as file:
+        metadata = {name: each for name, each in file.metadata().items() if name != "states"}
+        tensors = {each: file.get_tensor(each) for each in file.keys()}  # noqa: SIM118
+    kept = {name: each for name, each in tensors.items() if not _is_state(name)}
+    save_file(kept, path, metadata)
+    cache = PolicyCache.load(path)
+    message = "must hold what layer 0 of the model holds, which is recurrent"
+    with pytest.raises(ValueError, match=message), cache.attached(hybrid("qwen3_next")):
+        pass
+
+
+def _is_state(name: str) -> bool:
+    return ".conv." in name or ".recurrent." in name
 
 
 def test_a_saved_state_in_another_precision_is_refused(tmp_path: Path) -> None:
