@@ -241,11 +241,11 @@ class Attachment(_Hooks):
         if not self._carries_cache(args, kwargs):
             return
         arguments = _by_name(module, args, kwargs)
-        self.listener.note_call(arguments, self.parts.kinds_of(arguments))
         keep = arguments.get("logits_to_keep")
         known = "logits_to_keep" in _signature(type(module).forward).parameters
         last = keep if known and isinstance(keep, int) and keep > 0 else None
         self.listener.begin_call(None if arguments.get("labels") is not None else last)
+        self.listener.note_call(arguments, self.parts.kinds_of(arguments))
         if not self.listener.may_drop:
             if arguments.get("labels") is not None and self.listener.may_evict:
                 raise ValueError(
