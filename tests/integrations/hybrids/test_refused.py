@@ -181,3 +181,13 @@ def test_the_self_check_notices_states_that_have_read_what_was_dropped(
     found = check_model(model)
     assert found.findings["evicting"].reason is None
     assert "wrong logits where a policy drops tokens" in str(found.findings["dropping"].reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "continues"), [*((name, True) for name in KINDS), ("jamba", False)]
+)
+def test_the_self_check_reads_a_row_in_two_parts(name: str, continues: bool) -> None:
+    found = check_model(hybrid(name))
+    assert found.refusal is None
+    assert found.verdict is not None
+    assert found.verdict.care.continues is continues
