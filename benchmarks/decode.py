@@ -201,7 +201,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             "model": attrs.asdict(spec),
             "rounds": options.rounds,
             "new_tokens": options.new_tokens,
-            "policies": {name: str(policy) for name, policy in POLICIES.items()},
+            "policies": {name: repr(policy) for name, policy in POLICIES.items()},
         },
         **facts(model.device),
         "rows": [],

@@ -194,7 +194,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             "dtype": str(model.dtype),
             "rounds": {str(each): options.rounds or rounds_for(each) for each in options.contexts},
             "new_tokens": options.new_tokens,
-            "policies": {name: str(policy) for name, policy in options.policies.items()},
+            "policies": {name: repr(policy) for name, policy in options.policies.items()},
         },
         **facts(model.device),
         "rows": [],

@@ -19,8 +19,10 @@ RIGHT = "every policy, padded rows too"
 REASONS = (
     ("rows must not be padded", "every policy, rows without padding"),
     ("FastKV", "policies that evict; such as drop tokens are refused"),
-    ("recurrent", "refused: layers hold a recurrent state, from which no token can be taken"),
-    ("convolution", "refused: layers hold a recurrent state, from which no token can be taken"),
+    ("(attention and recurrent)", "refused: layers hold keys and a recurrent state side by side"),
+    ("some layer must hold", "refused: no layer attends, so that there is nothing to choose"),
+    ("cache of its own", "refused: states are not held in a cache of Transformers' kind"),
+    ("layers [0, 2] did not", "refused: states are not held in a cache of Transformers' kind"),
     ("AttentionInterface", "refused: attention calls no function that can be seen"),
     ("an indexer", "refused: layers hold index keys, or compressed ones"),
     ("cached as", "refused: layers hold index keys, or compressed ones"),
@@ -41,6 +43,8 @@ granitemoe cohere2 exaone4 ernie4_5 hunyuan_v1_dense seed_oss smollm3 starcoder2
 llava_next llava_onevision qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe gemma3 gemma4 internvl
 mistral3 idefics3 smolvlm glm4v aya_vision deepseek_vl deepseek_v2 deepseek_v3 kimi_k25
 glm4_moe_lite mistral4 minicpm3
+qwen3_next qwen3_5 nemotron_h
+granitemoehybrid bamba jamba lfm2 lfm3 olmo_hybrid
 """
 KNOWN = _KNOWN.split()
 

@@ -26,6 +26,7 @@ from kvpolicy.integrations.transformers.model.parallel import Spread
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.model_print import ModelPrint
+from kvpolicy.integrations.transformers.state.recurrent import layer_for
 from kvpolicy.integrations.transformers.state.report import CacheReport
 from kvpolicy.integrations.transformers.state.saving import SavedCache
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
@@ -46,8 +47,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
             `OffloadedStorage`. As they are, if None.
         max_new_tokens: Tokens of an answer to have memory for when the prompt is read. With it
             `generate` can compile their decoding (greedy or sampling, eager or sdpa attention,
-            plain storage), as it does by itself on a GPU. A longer answer gets as much again, and
-            is compiled again. None: memory grows.
+            plain storage, no recurrent layers), as it does by itself on a GPU. A longer answer
+            gets as much again, and is compiled again. None: memory grows.
 
     Attributes:
         policy: The policy.
@@ -169,9 +170,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def _check_filled_by(self, parts: ModelParts) -> None:
         if self._reader.tokens is None:
-            self.layers[:] = [
-                PolicyLayer(self.storage, self.max_new_tokens or 0) for _ in range(parts.num_layers)
-            ]
+            room = self.max_new_tokens or 0
+            self.layers[:] = [layer_for(kind, self.storage, room) for kind in parts.kinds]
         elif len(self.layers) != parts.num_layers:
             raise ValueError(
                 f"model must have the {len(self.layers)} layers of the model that filled the "
@@ -184,6 +184,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
             )
         elif self._reader.filled_by is None and self._loaded_for is not None:
             self._check_loaded_for(self._loaded_for, ModelPrint.of(parts.decoder))
+            self._check_kinds(parts)
             self._move_to(parts)
 
     @staticmethod
@@ -201,10 +202,19 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 stacklevel=4,
             )
 
+    def _check_kinds(self, parts: ModelParts) -> None:
+        for index, (layer, kind) in enumerate(zip(self.layers, parts.kinds, strict=True)):
+            if type(layer) is not type(layer_for(kind, self.storage, 0)):
+                raise ValueError(
+                    f"saved cache must hold what layer {index} of the model holds, which is "
+                    f"{kind.name}, got something else; the file was changed"
+                )
+
     def _find_heads(self, parts: ModelParts) -> None:
         tp_size = getattr(parts.model, "tp_size", None) or 1
         for layer, attention in zip(self.layers, parts.attentions, strict=True):
-            layer.spread = Spread.of(attention, parts.config, tp_size)
+            if attention is not None:
+                layer.spread = Spread.of(attention, parts.config, tp_size)
 
     def _move_to(self, parts: ModelParts) -> None:
         assert self._reader.tokens is not None
@@ -212,12 +222,20 @@ class PolicyCache(Cache):  # type: ignore[misc]
         # That of the embeddings: weights of layers may be quantised.
         dtype = next(each.dtype for each in parts.decoder.parameters() if each.is_floating_point())
         for index, layer in enumerate(self.layers):
-            assert layer.held is not None
-            keys, values = layer.held.read()
-            if keys.dtype != dtype:
-                # The same model, loaded in another precision. Not yet into the cache's storage.
-                layer.held = PlainStorage().hold(keys.to(dtype), values.to(dtype))
+            if layer.held is not None:
+                keys, values = layer.held.read()
+                if keys.dtype != dtype:
+                    self._check_precision(keys.dtype, dtype)
+                    # The same model, loaded in another precision. Not yet into the cache's storage.
+                    layer.held = PlainStorage().hold(keys.to(dtype), values.to(dtype))
             layer.move_to(parts.device_of(index), self._reader.tokens.to(parts.device_of(index)))
+
+    def _check_precision(self, saved: torch.dtype, own: torch.dtype) -> None:
+        if any(layer.state_nbytes() for layer in self.layers):
+            raise ValueError(
+                f"model must be in the precision in which the saved cache was filled, {saved}, "
+                f"where it has recurrent layers, got {own}; a state is summed up in one precision"
+            )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what the cache holds to a file, to go on from it later or elsewhere.
@@ -376,6 +394,65 @@ class PolicyCache(Cache):  # type: ignore[misc]
             return static.layers[layer_idx].write(key_states, value_states)
         return self._reader.update(layer_idx, key_states, value_states)
 
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        """Whether a recurrent layer has read anything; of the last such layer, if None is named.
+
+        Raises:
+            NotAttachedError: A layer is named, and the cache is not attached to its model.
+        """
+        if layer_idx is not None and self._reader.tokens is not None:
+            # With Transformers 5.17 a model goes on to take the state from the layer, to write to.
+            self._reader.note_state(layer_idx)
+        return bool(super().has_previous_state(layer_idx, state_idx))
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of a layer's convolution, which its model may write into; None before any.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self._reader.note_state(layer_idx)
+        state: Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        return state
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The recurrent state of a layer, which its model may write into; None before any.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self._reader.note_state(layer_idx)
+        state: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
+        return state
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Take what a layer's convolution reads; return it behind what it is to see before.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self._reader.note_state(layer_idx)
+        state: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        return state
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Take a layer's recurrent state after the tokens at hand.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self._reader.note_state(layer_idx)
+        state: Tensor = super().update_recurrent_state(
+            recurrent_states, layer_idx, state_idx, **kwargs
+        )
+        return state
+
     @property
     def static(self) -> StaticDecoding | None:
         """The decoding under way into buffers of a fixed size, which compiled hooks look for."""
@@ -427,6 +504,11 @@ class PolicyCache(Cache):  # type: ignore[misc]
             raise ValueError(
                 f"tokens_to_remove must be at least {-appended}: only {appended} tokens were "
                 f"appended since the policy acted, got {tokens_to_remove}"
+            )
+        if count and not all(layer.is_croppable for layer in self.layers):
+            raise ValueError(
+                f"tokens_to_remove must be 0 where layers are recurrent, got {tokens_to_remove}: "
+                "tokens cannot be taken back from a state; use a copy made before they were read"
             )
         if count and self._reader.tokens is not None:
             self._reader.tokens = self._reader.tokens.without_last(count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from kvpolicy.integrations.transformers.forward.inputs import read_past
@@ -93,8 +94,8 @@ class Given:
             return  # another batch size, refused when it is read, or new tokens alone
         if mask is not None and mask.shape == ids.shape:
             past = mask.repeat_interleave(each, dim=0)[:, : seen.seen]
-            seen = read_past(past.to(seen.valid), seen, starts=True)[0]
-        unlike = seen.first_unlike(ids.repeat_interleave(each, dim=0))
+            seen = read_past(past.to(seen.valid.device, torch.bool), seen, starts=True)[0]
+        unlike = seen.first_unlike(ids.repeat_interleave(each, dim=0).to(seen.valid.device))
         if unlike is None:
             return
         row, column = unlike

@@ -74,14 +74,25 @@ class Turn:
         given: What the call is given.
         may_be_static: Whether the answer may be decoded into buffers of a fixed size.
         in_parts: Whether the prompt may come in several forwards, or with draft tokens behind it.
+        takes_back: Whether tokens that were read may be taken back, as drafts that are refused are.
     """
 
     given: Given
     may_be_static: bool
     in_parts: bool
+    takes_back: bool
 
     def of(self, cache: PolicyCache) -> AbstractContextManager[None]:
-        """The turn of a cache."""
+        """The turn of a cache that is attached to its model.
+
+        Raises:
+            UnsupportedGenerationError: Tokens are going to be taken back, and cannot be.
+        """
+        if self.takes_back and not all(layer.is_croppable for layer in cache.layers):
+            raise UnsupportedGenerationError(
+                "assistant_model and prompt_lookup_num_tokens must be None with a model that has "
+                "recurrent layers, from whose state draft tokens cannot be taken back"
+            )
         prompt_end = self.given.context_len if self.in_parts else None
         return cache.reader.new_turn(prompt_end, may_be_static=self.may_be_static)
 
@@ -190,6 +201,7 @@ def check_generation(
         and kwargs.get("custom_generate") is None
         and mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         and model.config._attn_implementation in IMPLEMENTATIONS,
+        takes_back=mode == GenerationMode.ASSISTED_GENERATION,
     )
 
 

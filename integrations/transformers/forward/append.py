@@ -19,6 +19,7 @@ from kvpolicy.integrations.transformers.model.masks import (
 )
 from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
@@ -124,12 +125,24 @@ class Forward:
                 "and one way with it, as PaliGemma without token_type_ids; give rows of one "
                 "length, or one row at a time"
             )
-        self._combine(self.layers[index])
+        layer = self.layers[index]
+        if isinstance(layer, RecurrentLayer):
+            layer.own_states()
+            return hidden, self._for_state(hidden, self._reaching(kwargs))
+        if not layer.attends:
+            return hidden, self._reaching(kwargs)
+        self._combine(layer)
         if self._attended is not None and not (self.first and self._order_of_columns is None):
-            layer = self.layers[index]
             heads = 1 if layer.held is None else layer.held.shape[1]
             self._attended.note(index, self._positions(layer, heads, hidden.device))
         return hidden, self._with_mask(index, hidden, self._reaching(kwargs))
+
+    def _for_state(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a recurrent layer: its mask tells tokens from padding."""
+        valid = self.new_valid if self._padded else None
+        if valid is not None:
+            valid = None if bool(valid.all()) else valid.to(hidden.device).long()
+        return {**kwargs, "attention_mask": valid}
 
     def _reaching(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments for the tokens that reach the layer."""
@@ -253,6 +266,10 @@ class Forward:
         self._updated.add(index)
         return layer.append(keys, values, self._before)
 
+    def note_state(self, index: int) -> None:
+        """A layer reads or writes its state."""
+        self._updated.add(index)
+
     def waits_for_queries(self) -> bool:
         """Whether an attention function is still to come."""
         return self._pending is not None
@@ -299,8 +316,9 @@ class Forward:
         Raises:
             UnsupportedModelError: A layer did not use the cache, as with gradient checkpointing.
         """
-        if len(self._updated) < len(self.layers):
-            missing = set(range(len(self.layers))) - self._updated
+        layers = enumerate(self.layers)
+        missing = {i for i, each in layers if not isinstance(each, EmptyLayer)} - self._updated
+        if missing:
             raise UnsupportedModelError(
                 f"model must give every layer the cache, but layers {sorted(missing)} did not "
                 "update it; gradient checkpointing has to be off"

@@ -16,8 +16,12 @@ class AttendedKeys:
 
     What a layer holds lies without a gap, and without the padding of the input. Where it holds
     every token, its attentions can be given the columns of the input, as without a cache.
+
+    Args:
+        layers: Those that attend; the attentions of others are not returned, or None.
     """
 
+    layers: list[int]
     _positions: dict[int, Tensor] = attrs.field(factory=dict)
 
     def note(self, index: int, positions: Tensor) -> None:
@@ -30,7 +34,8 @@ class AttendedKeys:
         """The attentions with the columns of the input, of layers that hold all of its tokens.
 
         Args:
-            attentions: By layer, ``[batch, query_heads, new_len, key_len]``.
+            attentions: ``[batch, query_heads, new_len, key_len]`` of every layer, or of those
+                that attend.
             tokens: Those seen, the forward's among them.
             order: ``[batch, new_len]``, which column of the input each query is; None where they
                 are in its order.
@@ -39,11 +44,14 @@ class AttendedKeys:
             By layer, ``[batch, query_heads, new_len, seen]``, 0 on padding; as they are where a
             layer has evicted or never got some.
         """
+        alone = len(attentions) == len(self.layers)
         return tuple(
             attention
             if attention is None or index not in self._positions
             else _in_columns(attention, self._positions[index], tokens, order)
-            for index, attention in enumerate(attentions)
+            for index, attention in zip(
+                self.layers if alone else range(len(attentions)), attentions, strict=True
+            )
         )
 
 

@@ -84,7 +84,9 @@ class ActingForward(Forward):
 
     def _few_go_on(self, index: int) -> bool:
         """Whether so few tokens leave a layer that it is worth to run it for these alone."""
-        if not self._narrows or self._window(index) is not None:
+        # What has a state would read the tokens twice.
+        narrows = self._narrows and type(self.layers[index]) is PolicyLayer
+        if not narrows or self._window(index) is not None:
             return False
         new_len, num_layers = self.new_valid.shape[1], len(self.layers)
         if index == num_layers - 1:

@@ -36,6 +36,7 @@ from kvpolicy.integrations.transformers.forward.inputs import (
 )
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.integrations.transformers.forward.restart import FilterPass
+from kvpolicy.integrations.transformers.forward.states import check_states_go_on
 from kvpolicy.integrations.transformers.forward.static_decoding import (
     BeforeLayer,
     StaticDecoding,
@@ -47,6 +48,7 @@ from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
+from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policies import KeepAllSelector
@@ -323,6 +325,8 @@ class Reader:
         incoming = attrs.evolve(incoming, ids=self._ids_of(arguments))
         if incoming.tokens.padded or incoming.padded:
             parts.check_padding(self.care)
+        if parts.holds_states:
+            check_states_go_on(incoming, several=self.care.continues)
         kinds, self._new_kinds = self._new_kinds, None
         if kinds is not None and kinds.shape == incoming.columns.shape:
             incoming = attrs.evolve(incoming, kinds=kinds)
@@ -340,7 +344,11 @@ class Reader:
             "own_masks": outside,
             "spares_masks": self.care.spares_masks,
             "causal": parts.causal,
-            "attended": AttendedKeys() if _asked(arguments, parts, "output_attentions") else None,
+            "attended": (
+                AttendedKeys(parts.attending)
+                if _asked(arguments, parts, "output_attentions")
+                else None
+            ),
         }
         if not acts:
             if ends:
@@ -462,7 +470,9 @@ class Reader:
     def is_compileable(self) -> bool:
         """Whether `generate` may compile the decoding of an answer."""
         plain = isinstance(self.storage, PlainStorage)
-        return self.max_new_tokens is not None and plain and self._may_be_static
+        # A state is a tensor of one size, but is copied before every forward.
+        grows = not any(isinstance(layer, RecurrentLayer) for layer in self.layers)
+        return self.max_new_tokens is not None and plain and self._may_be_static and grows
 
     def mask_of_step(self, attention_mask: Tensor | None) -> Tensor | None:
         """The mask that `generate` is to give the model at the next forward.
@@ -577,7 +587,7 @@ class Reader:
         """All but what binds the cache to a model: a copy is attached to nothing."""
         # A forward under way, or one that was interrupted, is not part of the copy.
         held = self._before_call or self._undo or self._snapshot()
-        layers = [PolicyLayer(self.storage, self.max_new_tokens or 0) for _ in held.layers]
+        layers = [each.fresh() for each in self.layers]
         for layer, own, each in zip(layers, self.layers, held.layers, strict=True):
             layer.restore(each)
             layer.query_heads, layer.spread = own.query_heads, own.spread
@@ -604,22 +614,35 @@ class Reader:
             "_new_kinds": None,
         }
 
-    def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Take a layer's new keys and values; return all that its attention is to see.
+    def note_state(self, index: int) -> None:
+        """A layer reads or writes its state.
 
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
         """
+        self._attached_forward().note_state(index)
+
+    def _attached_forward(self) -> Forward:
         if self._forward is None:
             raise NotAttachedError(
                 "cache must be attached to the model for its policy to act: use "
                 "model.generate(past_key_values=cache), or call the model inside "
                 "`with cache.attached(model):`"
             )
+        return self._forward
+
+    def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take a layer's new keys and values; return all that its attention is to see.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self._forward = self._attached_forward()
         keys, values = self._forward.update(index, keys, values)
         if self._forward.waits_for_queries():
             assert self.attachment is not None
             module = self.attachment.parts.attentions[index]
+            assert module is not None  # whose keys these are
             routing.waiting.set((self._forward, index, module))
         return keys, values
 

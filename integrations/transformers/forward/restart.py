@@ -61,10 +61,13 @@ class FilterPass(ActingForward):
 
     def run(self, decoder: nn.Module) -> Incoming:
         """Run the pass; returns the tokens of the second."""
+        states = [layer.state() for layer in self.layers]
         try:
             # Not through the decoder's hooks, one of which has brought us here.
             decoder.forward(**self._incoming.arguments)
         except _Chosen:
+            for layer, state in zip(self.layers, states, strict=True):
+                layer.restore(state)  # recurrent layers have read tokens that were not chosen
             return self._second()
         raise AssertionError("the filter layer was never reached")
 

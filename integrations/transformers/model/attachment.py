@@ -156,7 +156,7 @@ class Attachment(_Hooks):
         """Register the hooks; if that fails, none is left."""
         self.detach()
         try:
-            for attention in self.parts.attentions:
+            for attention in filter(None, self.parts.attentions):
                 route(attention)
                 self._routed.append(attention)
             decoder = self.parts.decoder
@@ -186,7 +186,7 @@ class Attachment(_Hooks):
     @property
     def alone(self) -> bool:
         """Whether no other cache is attached to the model, whose hooks would be compiled too."""
-        return all(users_of(attention) == 1 for attention in self.parts.attentions)
+        return all(users_of(attention) == 1 for attention in filter(None, self.parts.attentions))
 
     def decode(self, before_decoder: DecoderHook, before_layers: Sequence[DecoderHook]) -> None:
         """Register the hooks of a decoding that may be compiled, in the place of the others.

@@ -15,8 +15,11 @@ class Care:
             without.
         pads: Whether rows may be padded: a model that counts padding as positions does not read a
             padded row as it reads it alone, with any cache.
+        continues: Whether several tokens may follow what recurrent layers have read: not in a model
+            whose layers then begin anew, with any cache.
     """
 
     narrows: bool = True
     spares_masks: bool = True
     pads: bool = True
+    continues: bool = True

@@ -24,13 +24,14 @@ from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.dense import dense_outputs, plain_outputs, visible_to
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.tested import TESTED
-from kvpolicy.policies import FastKV, SnapKV
+from kvpolicy.policies import FastKV, FullContext, SnapKV
 from kvpolicy.policy import CachePolicy
 
 LENS = (40, 27)
 DECODED = 3
 EVICTING = SnapKV(retention_rate=0.5, window_size=4, kernel_size=3)
 DROPPING = FastKV(tsp_rate=0.7, retention_rate=0.4, window_size=4, kernel_size=3)
+EVERYTHING = FullContext()
 # A wrong computation is off by about what was evicted is worth; a right one by rounding.
 LARGEST_SHARE = 0.1
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -137,6 +138,8 @@ def verdict_of(
             break
         more = _tried(model, parts, make_cache, care, tested=tested)
         verdict = more if more.reasons < verdict.reasons else verdict
+    if parts.holds_states and not verdict.evicting.reason:
+        verdict = attrs.evolve(verdict, care=_with_continuing(model, parts, make_cache, verdict))
     with _lock:
         _verdicts[key] = verdict
     return verdict
@@ -151,6 +154,37 @@ def _tried(
         if evicting.reason is None:
             dropping = _found(model, parts, make_cache(DROPPING))
     return Verdict(tested, evicting, dropping, care)
+
+
+def _with_continuing(
+    model: nn.Module, parts: ModelParts, make_cache: MakeCache, verdict: Verdict
+) -> Care:
+    """Whether recurrent layers go on from their states when several tokens come at once."""
+    with _as_check(model, verdict.care):
+        try:
+            right = _continues(model, parts, make_cache(EVERYTHING))
+        except Exception:  # whatever a model that nobody knows may raise
+            right = False
+    return attrs.evolve(verdict.care, continues=right)
+
+
+def _continues(model: Any, parts: ModelParts, cache: Any) -> bool:
+    """Of a row read in two parts: whether what is said of its end is what is said of it whole."""
+    decoder: Any = parts.decoder
+    first, second = _rows(parts)
+    whole = torch.cat([first, second])
+    # As `generate` gives them: some decoders count every call's from 0.
+    places = torch.arange(len(whole), device=whole.device)[None]
+    with cache.attached(model):
+        for part, own in ((first, places[:, : len(first)]), (second, places[:, len(first) :])):
+            cache.start_turn()
+            output = decoder(input_ids=part[None], position_ids=own, past_key_values=cache)
+    found = output.last_hidden_state[0]
+    everything = torch.ones(1, len(whole), len(whole), dtype=torch.bool).tril()
+    want = dense_outputs(decoder, parts, whole[None], [everything] * parts.num_layers)
+    want = want[-len(second) :].float()
+    rounding = ROUNDING.get(found.dtype, OTHER_ROUNDING) * max(float(want.abs().max()), 1e-3)
+    return _apart(found.float(), want) <= rounding
 
 
 @contextmanager
@@ -323,7 +357,8 @@ def _left(cache: Any, row: int, prompt: int) -> list[tuple[Tensor, list[int]]]:
     """By layer, what is kept of a row's prompt, and which of its tokens reached it."""
     reached, found = list(range(prompt)), []
     for index, layer in enumerate(cache.layers):
-        kept = layer.positions[row]
+        # Without attention, what has reached a layer is all that counts there.
+        kept = torch.tensor([reached]) if layer.positions is None else layer.positions[row]
         found.append((kept.masked_fill(kept >= prompt, -1), reached))
         if index in cache.propagated:
             reached = [each for each in cache.propagated[index][row].tolist() if each >= 0]

@@ -26,7 +26,7 @@ def dense_outputs(model: nn.Module, parts: ModelParts, ids: Tensor, see: list[Te
         parts: Its modules.
         ids: ``[1, len]`` int64.
         see: By layer, ``[kv_heads or 1, len, len]`` bool: whether a token (second axis) sees
-            another.
+            another. A layer without attention reads the tokens that the last one sees.
 
     Returns:
         Logits, or the last hidden states, ``[len, size]``.
@@ -52,8 +52,65 @@ def plain_outputs(model: nn.Module, ids: Tensor) -> Tensor:
 def _dense(parts: ModelParts) -> Iterator[None]:
     with ExitStack() as stack:
         for index, attention in enumerate(parts.attentions):
-            stack.enter_context(routing.replaced(attention, _Dense(index)))
+            if attention is not None:
+                stack.enter_context(routing.replaced(attention, _Dense(index)))
+            else:
+                stack.enter_context(_reading_some(parts.layers[index], index))
         yield
+
+
+@contextmanager
+def _reading_some(layer: nn.Module, index: int) -> Iterator[None]:
+    """Run a layer without attention on the tokens that reach it, one after the other.
+
+    The others leave it as zeros: nobody reads them. Calls of other threads pass through.
+    """
+
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        there = _reaching(index)
+        if there is None:
+            return args, kwargs
+        cut = {name: _cut(each, there) for name, each in kwargs.items()}
+        return tuple(_cut(each, there) for each in args), {**cut, "attention_mask": None}
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        there = _reaching(index)
+        if there is None:
+            return output
+        hidden = output[0] if isinstance(output, tuple) else output
+        whole = hidden.new_zeros(hidden.shape[0], len(there), *hidden.shape[2:])
+        whole[:, there.to(hidden.device)] = hidden
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+    handles = [
+        layer.register_forward_pre_hook(before, with_kwargs=True),
+        layer.register_forward_hook(after),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _reaching(index: int) -> Tensor | None:
+    """The tokens ``[len]`` that reach a layer: its last one sees them all."""
+    see = _visible.get()
+    return None if see is None else see[index][0, -1]
+
+
+def _cut(value: Any, there: Tensor) -> Any:
+    """What a layer is given for each token of a row, for some of them."""
+    if isinstance(value, tuple):
+        return tuple(_cut(part, there) for part in value)
+    if not isinstance(value, Tensor) or value.ndim < 2:
+        return value
+    axes = [axis for axis in range(1, value.ndim) if value.shape[axis] == len(there)]
+    if not axes:
+        return value
+    return value.index_select(axes[0], there.nonzero()[:, 0].to(value.device))
 
 
 class _Dense:

@@ -19,7 +19,7 @@ from kvpolicy.integrations.transformers.model.finding import (
     modules_between,
     placeholders_of,
 )
-from kvpolicy.integrations.transformers.model.kinds import kinds_of
+from kvpolicy.integrations.transformers.model.kinds import Recurrent, kinds_of
 from kvpolicy.integrations.transformers.model.masks import FLASH, IMPLEMENTATIONS
 from kvpolicy.interfaces import nearest_layer
 from kvpolicy.policy import CachePolicy
@@ -36,7 +36,7 @@ class ModelParts:
         between: The modules through which a call of the model reaches it.
         layers: Its decoder layers.
         kinds: The kind of each.
-        attentions: The attention module of each.
+        attentions: The attention module of each; None where a layer does not attend.
         windows: For each, the tokens its sliding window sees, itself among them; None where it
             sees all.
 
@@ -69,9 +69,17 @@ class ModelParts:
                     "every layer must hold keys and values of its own, one for each token, but "
                     f"layer {index} {kind.refusal}; a policy has nothing to choose there"
                 )
+        if not any(kind.attends for kind in self.kinds):
+            raise UnsupportedModelError(
+                "some layer must hold keys and values, but all of them hold a recurrent state or "
+                "nothing; a policy has nothing to choose there"
+            )
         self.windows = [kind.window for kind in self.kinds]
-        self.attentions = [find_attention(layer, i) for i, layer in enumerate(self.layers)]
-        for attention in self.attentions:
+        self.attentions = [
+            find_attention(layer, index) if kind.attends else None
+            for index, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True))
+        ]
+        for attention in filter(None, self.attentions):
             check_uncompiled(attention)
         _ = self.implementation
 
@@ -94,7 +102,8 @@ class ModelParts:
     def plain_scores(self) -> bool:
         """Whether attention is a softmax of products, without a cap or sinks."""
         capped = getattr(self.config, "attn_logit_softcapping", None) is not None
-        return not capped and not any(hasattr(each, "sinks") for each in self.attentions)
+        own = filter(None, self.attentions)
+        return not capped and not any(hasattr(each, "sinks") for each in own)
 
     @property
     def num_layers(self) -> int:
@@ -122,8 +131,19 @@ class ModelParts:
     @property
     def eligible(self) -> list[int]:
         """Layers after which tokens may be dropped whatever the context; all if there is none."""
-        whole = [index for index, window in enumerate(self.windows) if window is None]
-        return whole or list(range(self.num_layers))
+        attending = self.attending
+        whole = [index for index in attending if self.windows[index] is None]
+        return whole or attending
+
+    @property
+    def attending(self) -> list[int]:
+        """Layers that have keys, values and queries."""
+        return [index for index, kind in enumerate(self.kinds) if kind.attends]
+
+    @property
+    def holds_states(self) -> bool:
+        """Whether some layer carries a state from token to token."""
+        return any(isinstance(kind, Recurrent) for kind in self.kinds)
 
     def device_of(self, index: int) -> torch.device:
         """The device on which a layer computes.
@@ -142,7 +162,8 @@ class ModelParts:
 
         As of PaliGemma, which reads an image and its prompt both ways.
         """
-        return all(getattr(each, "is_causal", True) for each in self.attentions)
+        own = filter(None, self.attentions)
+        return all(getattr(each, "is_causal", True) for each in own)
 
     def check_padding(self, care: Care) -> None:
         """Check that the model reads a padded row as it reads it alone.
@@ -164,6 +185,7 @@ class ModelParts:
             UnsupportedModelError: It drops tokens after a layer that cannot see them all.
         """
         acting = policy.propagation.acting_layers(self.num_layers)
+        self._check_acting(policy, acting)
         short = [
             i for i, window in enumerate(self.windows) if (window or context_len) < context_len
         ]
@@ -186,4 +208,15 @@ class ModelParts:
                 f"layers after which {policy.propagation} drops tokens must see the whole context, "
                 f"but the sliding window of layers {blind} sees {self.windows[blind[0]]} of "
                 f"{context_len} tokens; layers that see all: {others or 'none'}{nearest}"
+            )
+
+    def _check_acting(self, policy: CachePolicy, acting: frozenset[int]) -> None:
+        """Check that a policy asks only layers whose queries can be seen."""
+        attending = self.attending
+        others = sorted(acting - set(attending))
+        if others:
+            raise UnsupportedModelError(
+                f"layers after which {policy.propagation} drops tokens must attend, but layers "
+                f"{others} hold a recurrent state or nothing; layers that attend: {attending}; the "
+                f"nearest is {nearest_layer(others[0], attending)}"
             )

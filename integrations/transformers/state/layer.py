@@ -14,7 +14,7 @@ from kvpolicy.integrations.transformers.state.storage import Held, Plain, PlainS
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_positions, gather_slots
 
-State = tuple[Held | None, Tensor | None, bool, bool, SeenTokens | None]
+State = tuple[Any, ...]  # what `PolicyLayer.restore` takes; to be read by it alone
 
 
 class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -30,8 +30,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         padded: Whether some row or head holds fewer tokens than others.
         ragged: Whether heads of one row do.
         spread: How the model's heads of this layer are spread over processes.
+        attends: Whether the layer has keys and values at all.
     """
 
+    attends = True
     is_sliding = False
     is_compileable = False
     is_croppable = True
@@ -48,6 +50,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.spread = Spread()
         self._chosen: Tensor | None = None  # positions of what the policy kept, without appended
         self._tokens: SeenTokens | None = None
+
+    def fresh(self) -> PolicyLayer:
+        """A layer like it that holds nothing yet."""
+        return type(self)(self.storage, self.room)
 
     @property
     def keys(self) -> Tensor | None:
@@ -124,6 +130,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def move_to(self, device: torch.device, tokens: SeenTokens) -> None:
         """Hold the same on a device, where ``tokens`` are as well."""
+        self.follow(tokens)
         if self.held is not None and self._chosen is not None:
             keys, values = self.held.read()
             self.load(keys.to(device), values.to(device), self._chosen.to(device), tokens)
@@ -194,6 +201,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         """Bytes of memory behind the keys and values, whole storages."""
         return 0 if self.held is None else self.held.nbytes()
 
+    def state_nbytes(self) -> int:
+        """Bytes of what is held besides, whatever the number of tokens."""
+        return 0
+
     # What Transformers asks of a layer.
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -219,4 +230,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything."""
-        self.restore((None, None, False, False, None))
+        self.restore(self._nothing())
+
+    def _nothing(self) -> State:
+        """The state of a layer that holds nothing."""
+        return (None, None, False, False, None)

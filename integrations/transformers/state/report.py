@@ -21,6 +21,8 @@ class LayerReport:
         full_bytes: Bytes of the keys and values a full cache would hold, padding included.
         padding_bytes: Those of ``held_bytes`` that hold no token: where heads or rows keep unlike
             numbers of tokens, all have as many slots as the one that keeps most.
+        holds_tokens: Whether the layer has keys and values at all; others hold a state, which is as
+            large in a full cache, or nothing.
     """
 
     seen: int
@@ -28,6 +30,7 @@ class LayerReport:
     held_bytes: int
     full_bytes: int
     padding_bytes: int = 0
+    holds_tokens: bool = True
 
     @property
     def share(self) -> float:
@@ -66,6 +69,10 @@ class CacheReport:
         reports = []
         for layer in layers:
             keys, values, positions = layer.keys, layer.values, layer.positions
+            if not layer.attends:
+                state = layer.state_nbytes()
+                reports.append(LayerReport(seen, 0.0, state, state, holds_tokens=False))
+                continue
             if keys is None or values is None or positions is None:
                 reports.append(LayerReport(0, 0.0, 0, 0))
                 continue
@@ -80,8 +87,8 @@ class CacheReport:
 
     @property
     def total(self) -> LayerReport:
-        """All layers: bytes are sums; tokens seen and kept are means over the layers."""
-        count = max(len(self.layers), 1)
+        """All layers: bytes are sums; tokens kept are the mean over the layers that hold some."""
+        count = max(sum(layer.holds_tokens for layer in self.layers), 1)
         return LayerReport(
             seen=max((layer.seen for layer in self.layers), default=0),
             kept=sum(layer.kept for layer in self.layers) / count,
@@ -97,8 +104,9 @@ class CacheReport:
         ]
         rows = [(str(index), layer) for index, layer in enumerate(self.layers)]
         for name, row in [*rows, ("total", self.total)]:
+            kept = f"{row.kept:,.1f}" if row.holds_tokens else "-"
             lines.append(
-                f"{name:<5}{row.seen:>12,}{row.kept:>12,.1f}{row.held_bytes:>15,}"
+                f"{name:<5}{row.seen:>12,}{kept:>12}{row.held_bytes:>15,}"
                 f"{row.padding_bytes:>13,}{row.full_bytes:>16,}{row.share:>7.1%}"
             )
         return "\n".join(lines)

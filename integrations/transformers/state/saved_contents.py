@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpolicy.integrations.transformers.state.saved_states import check_states
+
 # Characters of what is no JSON that an error shows.
 _SHOWN = 80
 
@@ -35,6 +37,8 @@ def check_contents(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -
     _check_tensor("model.samples", tensors["model.samples"], torch.float32, None)
     acted = _check_tokens(tensors, padded=json.loads(metadata["padded"]))
     _check_layers(query_heads, tensors, acted)
+    states = _read_json(metadata, "states") if "states" in metadata else {}
+    check_states(states, query_heads, tensors, len(acted))
     for name, positions in tensors.items():
         group, _, layer = name.partition(".")
         if group == "propagated":
@@ -117,6 +121,8 @@ def _check_layers(query_heads: list[object], tensors: Mapping[str, Tensor], acte
     """Check every layer, and that all are those of one model."""
     first: tuple[int, ...] | None = None
     for index, heads in enumerate(query_heads):
+        if heads is None:  # a layer without keys
+            continue
         sizes = _check_layer(index, heads, tensors, acted)
         first = first or sizes
         if sizes != first:

@@ -17,7 +17,13 @@ from kvpolicy.checks import check_kind
 from kvpolicy.description import Description, describe, from_description
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.model_print import ModelPrint
+from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
 from kvpolicy.integrations.transformers.state.saved_contents import check_contents
+from kvpolicy.integrations.transformers.state.saved_states import (
+    read_states,
+    state_metadata,
+    state_tensors,
+)
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
@@ -60,9 +66,10 @@ class SavedCache:
             "version": str(VERSION),
             "policy": json.dumps(self.policy),
             "model": model,
-            "query_heads": json.dumps([layer.query_heads for layer in self.layers]),
+            "query_heads": json.dumps([layer.query_heads or None for layer in self.layers]),
             "padded": json.dumps(self.tokens.padded),
             "starts_turn": json.dumps(self.starts_turn),
+            **state_metadata(self.layers),
         }
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=".saving-")
         os.close(handle)
@@ -78,10 +85,10 @@ class SavedCache:
         found: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
             held, positions = layer.state()[:2]
-            assert held is not None
-            assert positions is not None
-            found[f"layers.{index}.keys"], found[f"layers.{index}.values"] = held.read()
-            found[f"layers.{index}.positions"] = positions
+            if held is not None:
+                found[f"layers.{index}.keys"], found[f"layers.{index}.values"] = held.read()
+                found[f"layers.{index}.positions"] = positions
+        found |= state_tensors(self.layers)
         for name in ("valid", "ids", "lengths", "appended", "skipped", "kinds"):
             if getattr(self.tokens, name) is not None:
                 found[f"tokens.{name}"] = getattr(self.tokens, name)
@@ -211,12 +218,19 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
     )
     layers = []
     for index, query_heads in enumerate(json.loads(metadata["query_heads"])):
-        keys, values, positions = (
-            tensors[f"layers.{index}.{name}"] for name in ("keys", "values", "positions")
-        )
-        layer = PolicyLayer()
-        layer.load(keys, values, positions, tokens)
-        layer.query_heads = query_heads
+        number, *states = read_states(metadata, tensors, index)
+        if number:
+            layer: PolicyLayer = RecurrentLayer(number_of_states=number)
+            assert isinstance(layer, RecurrentLayer)
+            layer.hold_states(*states)
+        elif query_heads is None:
+            layer = EmptyLayer()
+        else:
+            layer = PolicyLayer()
+            names = ("keys", "values", "positions")
+            keys, values, positions = (tensors[f"layers.{index}.{name}"] for name in names)
+            layer.load(keys, values, positions, tokens)
+            layer.query_heads = query_heads
         layers.append(layer)
     propagated = {
         int(name.partition(".")[2]): tensor

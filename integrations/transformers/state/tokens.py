@@ -219,7 +219,7 @@ class SeenTokens:
             ids: ``[batch, len]``, at least the columns seen.
         """
         own = self.ids
-        unlike = self.valid & (own >= 0) & (ids[:, : self.seen].to(own) != own)
+        unlike = self.valid & (own >= 0) & (ids[:, : self.seen].to(own.device, own.dtype) != own)
         columns = unlike.any(dim=0)
         if not bool(columns.any()):
             return None

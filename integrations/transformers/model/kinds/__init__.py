@@ -9,8 +9,10 @@ from transformers import DynamicCache
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 from kvpolicy.integrations.transformers.model.kinds.full_attention import FullAttention
 from kvpolicy.integrations.transformers.model.kinds.latent_attention import LatentAttention
+from kvpolicy.integrations.transformers.model.kinds.recurrent import Recurrent
 from kvpolicy.integrations.transformers.model.kinds.refused import Refused
 from kvpolicy.integrations.transformers.model.kinds.sliding_window import SlidingWindow
+from kvpolicy.integrations.transformers.model.kinds.tokenwise import Tokenwise
 
 __all__ = [
     "KINDS",
@@ -18,12 +20,21 @@ __all__ = [
     "LatentAttention",
     "LayerFacts",
     "LayerKind",
+    "Recurrent",
     "Refused",
     "SlidingWindow",
+    "Tokenwise",
 ]
 
 # In the order in which they are asked; the last takes whatever is left.
-KINDS: tuple[type[LayerKind], ...] = (LatentAttention, FullAttention, SlidingWindow, Refused)
+KINDS: tuple[type[LayerKind], ...] = (
+    LatentAttention,
+    FullAttention,
+    SlidingWindow,
+    Tokenwise,
+    Recurrent,
+    Refused,
+)
 
 
 def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
@@ -45,7 +56,8 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
             called[index] if index < len(called) else "full_attention",
             None if cached is None else type(cached).__name__,
             getattr(cached, "sliding_window", None),
-            getattr(config, "kv_lora_rank", None) is not None,
+            latent=getattr(config, "kv_lora_rank", None) is not None,
+            states=getattr(cached, "number_of_states", 1),
         )
         kinds.append(next(kind for each in KINDS if (kind := each.of(facts)) is not None))
     return kinds

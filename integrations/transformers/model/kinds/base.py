@@ -17,10 +17,12 @@ class LayerKind(abc.ABC):
 
     Attributes:
         name: In a few words, as tables show it.
+        attends: Whether it has keys, values and queries, which a policy may choose by.
         window: Tokens a layer sees, its own among them; None where it sees all.
     """
 
     name: ClassVar[str]
+    attends: ClassVar[bool] = True
     window: int | None = attrs.field(default=None, kw_only=True)
 
     @classmethod
@@ -45,6 +47,7 @@ class LayerFacts:
             has none.
         window: The sliding window of that, in tokens.
         latent: Whether attention makes keys and values of a latent that all heads share.
+        states: The states of either kind that it holds, if it holds any.
     """
 
     index: int
@@ -52,3 +55,4 @@ class LayerFacts:
     cached_as: str | None
     window: int | None
     latent: bool = False
+    states: int = 1

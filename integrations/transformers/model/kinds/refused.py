@@ -11,10 +11,6 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 _STATE = "holds a state in which tokens cannot be told apart"
 _REASONS = {
     "chunked_attention": ("chunked attention", "attends within chunks of the context"),
-    "conv": ("convolution", _STATE),
-    "linear_attention": ("recurrent", _STATE),
-    "mamba": ("recurrent", _STATE),
-    "recurrent": ("recurrent", _STATE),
     "hybrid": ("attention and recurrent", _STATE),
     "hybrid_sliding": ("attention and recurrent", _STATE),
 }

@@ -85,7 +85,11 @@ PATCHES: dict[str, dict[str, Any]] = {
     "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
     "mpt": {"attn_config": {"attn_pdrop": 0}},
     "muse_spark_audio": {"num_hidden_layers": 4, "hidden_sizes": (8, 8, 16, 16)},
+    # Below it, prefill takes time steps for longer than they are, which decoding does not.
+    "nemotron_h": {"time_step_min": 1e-9},
     "radio": {"video_temporal_patch_size": 2},
+    # Linear attention may yield nearly nothing, which a norm without this would blow up.
+    "qwen3_next": {"rms_norm_eps": 1e-2},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,

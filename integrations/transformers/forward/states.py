@@ -1,0 +1,41 @@
+"""Which forwards a model with recurrent layers can be given: a state skips nothing."""
+
+from __future__ import annotations
+
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.inputs import Incoming
+
+
+def check_states_go_on(incoming: Incoming, *, several: bool) -> None:
+    """Check that recurrent layers can read a forward's tokens behind what they have read.
+
+    Args:
+        incoming: The forward's tokens and those seen before.
+        several: Whether the model's layers go on from a state with more than one token.
+
+    Raises:
+        UnsupportedModelError: Padding stands behind a row's tokens, or several tokens come where
+            the model can only take one.
+    """
+    if incoming.moved is not None:
+        raise UnsupportedModelError(
+            "attention_mask must not turn tokens already read into padding where layers are "
+            "recurrent, since they cannot be taken back from a state; give every row its answer up "
+            "to the last token, or read rows one at a time"
+        )
+    valid, started = incoming.new_valid, incoming.tokens.lengths > 0
+    if incoming.padded:
+        between = (valid[:, :-1] & ~valid[:, 1:]).any(dim=1) | (started & ~valid.all(dim=1))
+    if incoming.padded and bool(between.any()):
+        row = int(between.nonzero()[0])
+        raise UnsupportedModelError(
+            "padding must stand before all tokens of a row where layers are recurrent, since a "
+            f"state cannot skip it, but row {row} has tokens before its padding; give rows turns "
+            "of one length, or read them one at a time"
+        )
+    if not several and valid.shape[1] > 1 and bool(started.any()):
+        raise UnsupportedModelError(
+            f"one token at a time must follow what the cache has read, got {valid.shape[1]}: the "
+            "model's recurrent layers begin anew with several, with any cache; give the whole "
+            "conversation to a new PolicyCache, in one forward"
+        )

@@ -1,0 +1,1 @@
+"""Decoders that mix attention with recurrences and convolutions."""

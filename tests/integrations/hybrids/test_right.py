@@ -1,0 +1,259 @@
+"""What hybrids say under policies: dense attention, and recurrences over what reaches them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from kvpolicy import CachePolicy
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.model.tested import TESTED
+from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV
+from tests.integrations.hybrids.models import (
+    FAMILIES,
+    KINDS,
+    TOLERANCE,
+    apart,
+    generate,
+    hybrid,
+    hybrid_options,
+    padded,
+    states_of,
+    tokens,
+)
+from tests.integrations.model.builds.catalogue import Build, builds
+from tests.integrations.model.builds.dense import Seen, decoder_layers, dense_logits
+from tests.integrations.model.builds.judge import Judge
+
+ROWS = [tokens(0, 47), tokens(1, 31)]
+TWO_TURNS: dict[str, CachePolicy] = {
+    "snapkv": SnapKV(retention_rate=0.4, window_size=4),
+    "fastkv": FastKV(tsp_rate=0.25, retention_rate=0.2, window_size=4),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_policies_are_right(name: str) -> None:
+    assert hybrid(name).config.model_type in TESTED
+    verdict = Judge(name, hybrid(name))()
+    assert verdict.outcome == "right", verdict
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "jamba"])
+def test_keeping_everything_is_the_models_own_cache(name: str) -> None:
+    model, (ids, mask) = hybrid(name), padded(ROWS)
+    own, cache = DynamicCache(config=model.config), PolicyCache(FullContext())
+    want_tokens, want = generate(model, own, ids, mask)
+    found_tokens, found = generate(model, cache, ids, mask)
+    assert torch.equal(found_tokens, want_tokens)
+    assert apart(found, want) < 1e-5
+    held = [
+        each
+        for layer in own.layers
+        for part in ("conv_states", "recurrent_states")
+        for each in getattr(layer, part, {}).values()
+        if each is not None
+    ]
+    for one, other in zip(states_of(cache), held, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def cut_in_two(model: PreTrainedModel, ids: Tensor, layer: int, passed: Tensor) -> Tensor:
+    """The last layer's output where the layers after one read some tokens of a row alone.
+
+    Args:
+        model: A decoder; of its layers' masks only those of sliding windows are needed.
+        ids: `[1, len]`.
+        layer: The last that reads all.
+        passed: `[count]`, the tokens that the others read.
+    """
+    layers, given, left = decoder_layers(model), {}, {}
+
+    def enters(index: int) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            given[index] = kwargs
+
+        return hook
+
+    def leaves(module: nn.Module, args: Any, output: Any) -> None:
+        left[0] = output[0] if isinstance(output, tuple) else output
+
+    handles = [
+        each.register_forward_pre_hook(enters(index), with_kwargs=True)
+        for index, each in enumerate(layers)
+    ]
+    handles.append(layers[layer].register_forward_hook(leaves))
+    model(ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(cut, value))
+        if not isinstance(value, Tensor) or ids.shape[1] not in value.shape[1:]:
+            return value
+        return value.index_select(list(value.shape).index(ids.shape[1], 1), passed)
+
+    hidden = left[0][:, passed]
+    for index in range(layer + 1, len(layers)):
+        kwargs = {name: cut(value) for name, value in given[index].items()}
+        own = given[index]["attention_mask"]
+        if own is not None:  # a sliding window, in the positions of the whole row
+            kwargs["attention_mask"] = own[..., passed, :][..., passed]
+        output = layers[index](hidden, **kwargs)
+        hidden = output[0] if isinstance(output, tuple) else output
+    return hidden
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "jamba"])
+def test_after_a_drop_later_layers_read_what_went_on(name: str) -> None:
+    """Against the decoder cut in two: its upper half never sees a dropped token."""
+    model, ids = hybrid(name), torch.tensor(ROWS[:1])
+    cache, last = PolicyCache(FastKV(tsp_rate=0.4, retention_rate=0.3, window_size=4)), []
+    with torch.no_grad(), cache.attached(model):
+        handle = decoder_layers(model)[-1].register_forward_hook(
+            lambda module, args, output: last.append(
+                output[0] if isinstance(output, tuple) else output
+            )
+        )
+        model(ids, past_key_values=cache)
+        handle.remove()
+    ((layer, passed),) = cache.propagated.items()
+    assert len(passed[0]) == 18
+    want = cut_in_two(model, ids, layer, passed[0])
+    everything = cut_in_two(model, ids, layer, torch.arange(47))
+    assert last[0].shape == want.shape
+    assert apart(last[0], want) < TOLERANCE
+    assert apart(everything[:, -1], want[:, -1]) > 1e-2
+
+
+def seen_in_two_turns(
+    kept: list[list[Tensor | None]], passed: list[dict[int, Tensor]], ends: list[int], length: int
+) -> list[Seen]:
+    """By layer, what every token sees of a row that was read in two turns.
+
+    Args:
+        kept: By turn and layer, the positions held after its prompt; None without attention.
+        passed: By turn, the positions that layers passed on, by layer.
+        ends: Columns at the first prompt's end, at the second's start, and at its end.
+        length: Of the row.
+    """
+    first, start, second = ends
+    place = torch.arange(length)
+    reaching, layers = torch.ones(length, dtype=torch.bool), []
+    for index, (early, late) in enumerate(zip(*kept, strict=True)):
+        keys = None
+        if early is not None and late is not None:
+            heads = []
+            for one, other in zip(early, late, strict=True):
+                see = reaching.expand(length, -1).clone()
+                for held, since, until in ((one, first, second), (other, second, length)):
+                    row = place >= since
+                    row[held[held >= 0]] = True
+                    see[since:until] = row & (reaching | (place < start))
+                heads.append((see & (place[:, None] >= place)) | (place[:, None] == place))
+            keys = torch.stack(heads)
+        layers.append(Seen(keys, reaching))
+        prompts = (slice(0, first), slice(start, second))
+        reaching = reaching.clone()
+        for turn, prompt in zip(passed, prompts, strict=True):
+            if index in turn:
+                reaching[prompt] = False
+                reaching[turn[index][0]] = True
+    return layers
+
+
+@pytest.mark.parametrize("policy", TWO_TURNS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_turns(name: str, policy: str) -> None:
+    model, cache = hybrid(name), PolicyCache(TWO_TURNS[policy])
+    kept, passed = [], []
+    said, _ = generate(model, cache, torch.tensor([tokens(0, 40)]))
+    for turn in range(2):
+        if turn:
+            question = torch.cat([said, torch.tensor([tokens(5, 21)])], dim=1)
+            whole, found = generate(model, cache, question)
+        held = [layer.positions for layer in cache.layers]
+        kept.append([None if each is None else each[0, :, :-3] for each in held])
+        passed.append(cache.propagated)
+    length = whole.shape[1] - 1
+    ends = [40, 43, question.shape[1]]
+    seen = seen_in_two_turns(kept, passed, ends, length)
+    ids = whole[0, :length].tolist()
+    want = dense_logits(model, ids, ends[2], seen)[ends[2] - 1 :]
+    everything = dense_logits(model, ids, ends[2])[ends[2] - 1 :]
+    assert apart(found[0], want) < TOLERANCE
+    assert apart(everything, want) > 1e-2
+    assert all(bool(each) for each in passed) is (policy == "fastkv")
+
+
+@pytest.mark.parametrize("name", [*KINDS, "jamba"])
+def test_a_restart_leaves_nothing_of_its_first_pass(name: str) -> None:
+    """The answer is that to the chosen tokens alone."""
+    model, cache = hybrid(name), PolicyCache(GemFilter(retention_rate=0.4))
+    ids, mask = padded(ROWS)
+    said, found = generate(model, cache, ids, mask)
+    (chosen,) = cache.propagated.values()
+    for row, ids_of_row in enumerate(ROWS):
+        alone = [ids_of_row[place] for place in chosen[row].tolist() if place >= 0]
+        assert len(alone) == int(0.4 * len(ids_of_row))
+        answer = said[row, 47:-1].tolist()
+        want = dense_logits(model, alone + answer, len(alone))[len(alone) - 1 :]
+        assert apart(found[row], want) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_prompt_in_chunks(name: str) -> None:
+    model, (ids, mask) = hybrid(name), padded(ROWS)
+    whole, chunked = (PolicyCache(SnapKV(0.4, window_size=4)) for _ in range(2))
+    _, want = generate(model, whole, ids, mask)
+    _, found = generate(model, chunked, ids, mask, prefill_chunk_size=9)
+    assert apart(found, want) < TOLERANCE
+    for one, other in zip(chunked.layers, whole.layers, strict=True):
+        assert (one.positions is None) == (other.positions is None)
+        assert one.positions is None or torch.equal(one.positions, other.positions)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_memory_for_an_answer(name: str) -> None:
+    model, ids = hybrid(name), torch.tensor(ROWS[:1])
+    fixed = PolicyCache(SnapKV(0.4, window_size=4), max_new_tokens=8)
+    found_tokens, found = generate(model, fixed, ids)
+    want_tokens, want = generate(model, PolicyCache(SnapKV(0.4, window_size=4)), ids)
+    assert not fixed.is_compileable
+    assert torch.equal(found_tokens, want_tokens)
+    assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_attentions_are_those_of_the_layers_that_attend(name: str) -> None:
+    """By the columns of the input, as from the model's own cache, also in a turn after padding."""
+    eager = Build(name, builds()[name].model_type, hybrid_options(name)).model(
+        attn_implementation="eager"
+    )
+    ids, mask = padded(ROWS)
+    cache, own = PolicyCache(FullContext()), DynamicCache(config=eager.config)
+    told = []
+    with torch.no_grad(), cache.attached(eager):
+        for store in (own, cache):
+            eager(
+                ids,
+                attention_mask=mask,
+                position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+                past_key_values=store,
+            )
+            longer = torch.cat([mask, mask[:, -3:]], dim=1)
+            output = eager(
+                ids[:, -3:],
+                attention_mask=longer,
+                position_ids=(longer.cumsum(1) - 1)[:, -3:],
+                past_key_values=store,
+                output_attentions=True,
+            )
+            told.append([each for each in output.attentions if each is not None])
+    assert len(told[0]) == len(told[1]) == sum(layer.attends for layer in cache.layers)
+    for one, other in zip(*told, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
