@@ -195,13 +195,14 @@ def test_padding_on_the_right_is_moved(model: PreTrainedModel, record: Record) -
 
 
 def test_moved_rows_by_hand() -> None:
-    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    """A column of padding alone is left out."""
+    ids = torch.tensor([[1, 2, 3, 9], [4, 5, 6, 9], [7, 8, 9, 9]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 0, 1, 0]])
 
     moved = Arguments((ids,), {"attention_mask": mask, "num_beams": 2}).padded_left()
 
-    assert moved.positional[0].tolist() == [[3, 1, 2], [5, 6, 4]]
-    assert moved.named["attention_mask"].tolist() == [[0, 1, 1], [0, 0, 1]]
+    assert moved.positional[0].tolist() == [[1, 2, 3], [6, 9, 4], [9, 7, 9]]
+    assert moved.named["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
     assert moved.named["num_beams"] == 2
 
 
@@ -254,6 +255,16 @@ def test_hidden_states_of_padding_are_not_compared() -> None:
     }
     assert differences(own, {**own, "logits": (at_token,)}, mask) == {
         "logits": "NoneType and tuple"
+    }
+
+
+def test_attentions_under_a_window_may_have_fewer_columns() -> None:
+    narrow, wide = torch.tensor([[[[0.4, 0.6]]]]), torch.tensor([[[[0.0, 0.4, 0.6]]]])
+    other = torch.tensor([[[[0.1, 0.3, 0.6]]]])
+
+    assert not differences({"attentions": ((narrow,),)}, {"attentions": ((wide,),)}, None)
+    assert differences({"attentions": ((narrow,),)}, {"attentions": ((other,),)}, None) == {
+        "attentions": "off by 1.0e-01[0][0]"
     }
 
 

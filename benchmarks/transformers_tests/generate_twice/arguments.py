@@ -54,15 +54,21 @@ class Arguments:
         return Arguments(*copy.deepcopy((self.positional, named), shared))
 
     def padded_left(self) -> Arguments:
-        """The same rows with their padding moved before their tokens."""
+        """The same rows with their padding moved before their tokens.
+
+        Columns of padding alone are left out: a draft's outputs are returned in the places of the
+        first columns, where they could not be told from padding.
+        """
         mask = self.mask
         assert mask is not None
         order = mask.bool().to(torch.uint8).argsort(dim=1, stable=True)
+        order = order[:, -max(1, int(mask.bool().sum(dim=1).max())) :]
 
         def moved(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.shape[:2] != mask.shape:
                 return value
-            index = order.view(*order.shape, *[1] * (value.ndim - 2)).expand(value.shape)
+            index = order.view(*order.shape, *[1] * (value.ndim - 2))
+            index = index.expand(*order.shape, *value.shape[2:])
             return value.gather(1, index)
 
         return Arguments(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 FIELDS = (
     "sequences",
@@ -57,6 +58,8 @@ def _difference(
         return None
     if not (isinstance(own, Tensor) and isinstance(other, Tensor)):
         return f"{type(own).__name__} and {type(other).__name__}{where}"
+    if field == "attentions":
+        own, other = _as_wide(own, other)
     if own.shape != other.shape:
         return f"{list(own.shape)} and {list(other.shape)}{where}"
     if not own.is_floating_point():
@@ -69,6 +72,16 @@ def _difference(
     return f"off by {float((own - other).abs().nan_to_num(torch.inf, torch.inf).max()):.1e}{where}"
 
 
+def _as_wide(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Attentions to the same keys: a key that one does not know has no weight in the other.
+
+    Under a sliding window `generate`'s own cache has the columns of the window. A policy's cache
+    has those of all that it holds, with zeros outside of the window.
+    """
+    width = max(own.shape[-1], other.shape[-1])
+    return pad(own, (width - own.shape[-1], 0)), pad(other, (width - other.shape[-1], 0))
+
+
 def _real(value: Tensor, field: str, mask: Tensor | None) -> Tensor:
     """Which of the numbers belong to tokens, in a shape that fits the value's."""
     everything = torch.ones((), dtype=torch.bool, device=value.device)
@@ -76,10 +89,11 @@ def _real(value: Tensor, field: str, mask: Tensor | None) -> Tensor:
         return everything
     # Beams and answers of one row stand beside each other.
     mask = mask.bool().to(value.device).repeat_interleave(len(value) // len(mask), dim=0)
-    columns = mask.shape[1]
-    if value.shape[-2] != columns:
+    new = value.shape[-2] - mask.shape[1]
+    if new < 0:
         return everything  # a decoded token, which is always one
-    tokens = mask.view(len(mask), *[1] * (value.ndim - 3), columns, 1)
-    if field == "hidden_states":
-        return tokens
-    return tokens & mask[:, None, None] if value.shape[-1] == columns else tokens
+    mask = pad(mask, (0, new), value=True)  # a draft may come with the prompt
+    tokens = mask.view(len(mask), *[1] * (value.ndim - 3), mask.shape[1], 1)
+    if field == "attentions" and value.shape[-1] == mask.shape[1]:
+        return tokens & mask[:, None, None]
+    return tokens

@@ -70,6 +70,11 @@ class Record:
 
     def lines(self) -> Iterator[str]:
         """The account."""
+        outcomes = Counter(each.outcome for each in self.comparisons)
+        yield (
+            f"{outcomes.total() - outcomes['refused']} comparisons, {outcomes['differs']} of them "
+            f"differing; {outcomes['refused']} refused, {len(self.left_out)} calls left out"
+        )
         yield from self._table()
         moved = sum(each.moved and each.refused is None for each in self.comparisons)
         yield f"{moved} of the comparisons with the padding moved from the right to the left"
