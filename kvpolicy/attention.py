@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
+from kvpolicy.heads import sum_of_heads
 
 # Bytes of attention logits computed at a time: on a CPU what its caches hold, on a GPU what keeps
 # it busy. Scoring holds up to about four times as much: the logits, their softmax, a mask, and keys
@@ -131,5 +132,6 @@ def group_mean(saliency: Tensor, kv_heads: int) -> Tensor:
     """
     if saliency.shape[1] == kv_heads:
         return saliency
-    batch, _, key_len = saliency.shape
-    return saliency.view(batch, kv_heads, -1, key_len).mean(dim=2)
+    batch, query_heads, key_len = saliency.shape
+    grouped = saliency.view(batch, kv_heads, -1, key_len)
+    return sum_of_heads(grouped) / (query_heads // kv_heads)

@@ -40,6 +40,10 @@ class LayerContext:
         kinds: ``[batch, kv_heads, key_len]`` int8, the `TokenKind` of each key's token; what stands
             on padding is ignored. By slot like ``positions``, since in a later turn the heads of a
             row hold unlike tokens. None where the model reads text only.
+        stored: What the layer holds, two tensors ``[batch, stored_heads, key_len, width]``, where
+            attention makes keys and values of more heads of it, as latent attention does: tokens
+            are then kept for all heads together; see `for_selector`. None where keys and values
+            are held as they are.
 
     Raises:
         ShapeError: The axes do not fit together.
@@ -58,6 +62,7 @@ class LayerContext:
     softcap: float | None = None
     sinks: Tensor | None = None
     kinds: Tensor | None = None
+    stored: tuple[Tensor, Tensor] | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.keys.ndim != 4 or self.queries.ndim != 4:
@@ -92,6 +97,12 @@ class LayerContext:
                 f"kinds must be [batch, kv_heads, key_len] = {list(self.positions.shape)}, got "
                 f"{list(self.kinds.shape)}"
             )
+        for each in self.stored or ():
+            if each.ndim != 4 or (each.shape[0], each.shape[2]) != (batch, key_len):
+                raise ShapeError(
+                    f"stored must be two tensors [batch, stored_heads, key_len, width] with "
+                    f"batch={batch} and key_len={key_len}, got {list(each.shape)}"
+                )
         if self.new_valid.ndim != 2 or self.new_valid.shape[0] != batch:
             raise ShapeError(
                 f"new_valid must be [batch, new_len] with batch={batch}, got "
@@ -110,6 +121,26 @@ class LayerContext:
             raise ShapeError(
                 f"seen_len must have one entry per row (batch={batch}), got {self.seen_len}"
             )
+
+    def for_selector(self) -> LayerContext:
+        """The context in which a selector chooses: itself, or one of a single KV head.
+
+        The second where all heads share what is stored. The head's keys and values are then what
+        is stored, side by side if that has several heads, and no queries are shown.
+        """
+        if self.stored is None:
+            return self
+        keys, values = (each.transpose(1, 2).flatten(2)[:, None] for each in self.stored)
+        return attrs.evolve(
+            self,
+            queries=keys.new_empty(self.batch, self.query_heads, 0, keys.shape[3]),
+            keys=keys,
+            values=values,
+            positions=self.positions[:, :1],
+            kinds=None if self.kinds is None else self.kinds[:, :1],
+            heads=Heads(),
+            stored=None,
+        )
 
     @property
     def valid(self) -> Tensor:

@@ -41,7 +41,7 @@ class Heads:
             >>> Heads().mean(torch.tensor([[[1.0, 2.0], [3.0, 6.0]]]))
             tensor([[2., 4.]])
         """
-        return per_head.mean(dim=1)
+        return sum_of_heads(per_head) / per_head.shape[1]
 
     def gather(self, per_head: Tensor) -> Tensor:
         """What the heads here have, with what all others have.
@@ -78,7 +78,7 @@ class HeadShare(Heads, abc.ABC):
         """Mean over all heads of the layer; see `Heads.mean`."""
         # Sums are exchanged, not reduced on the way: every process then adds the same numbers in
         # the same order, whatever the collective does.
-        sums = torch.stack(self.exchange(per_head.sum(dim=1)))
+        sums = torch.stack(self.exchange(sum_of_heads(per_head)))
         return sums.sum(dim=0) / (self.shares * per_head.shape[1])
 
     def gather(self, per_head: Tensor) -> Tensor:
@@ -90,3 +90,18 @@ class HeadShare(Heads, abc.ABC):
         sent = per_head.to(torch.uint8) if per_head.dtype == torch.bool else per_head
         padded = torch.cat([sent.new_zeros(batch, heads, missing), sent], dim=2)
         return torch.cat(self.exchange(padded), dim=1).to(per_head.dtype)
+
+
+def sum_of_heads(per_head: Tensor) -> Tensor:
+    """Sum over heads, in the same order for every token.
+
+    Tokens that are equal in all heads, as pooling makes neighbours, stay equal: a sum along any
+    other axis than the innermost adds up some columns in another order than the rest.
+
+    Args:
+        per_head: float ``[..., heads, length]``.
+
+    Returns:
+        ``[..., length]``.
+    """
+    return per_head.transpose(-1, -2).contiguous().sum(dim=-1)

@@ -21,7 +21,12 @@ from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 
 @attrs.frozen(eq=False)
 class Decision:
-    """What a policy decided at one layer; see `KVSelector.select` and its like."""
+    """What a policy decided at one layer; see `KVSelector.select` and its like.
+
+    Args:
+        kept: ``[batch, kv_heads, kept_len]``; of one head where all heads share what is stored.
+        passed_on: ``[batch, passed_len]``; None for all.
+    """
 
     kept: Tensor
     passed_on: Tensor | None
@@ -168,9 +173,7 @@ class CachePolicy:
         saliency = None
         if self.selector.needs_saliency or (propagates and self.propagation.needs_saliency):
             saliency = self._score(context, checks)
-        kept = self.selector.select(saliency, context)
-        heads = context.batch, context.kv_heads
-        _check_indices(self.selector, kept, heads, context.key_len, checks)
+        kept = self._select(saliency, context, checks)
         passed = self._propagate(saliency, context, checks) if propagates else None
         return Decision(kept, passed)
 
@@ -199,6 +202,16 @@ class CachePolicy:
         saliency = self.scorer.score(context)
         _check_saliency(self.scorer, saliency, context, checks)
         return saliency
+
+    def _select(self, saliency: Tensor | None, context: LayerContext, checks: _Checks) -> Tensor:
+        shared = context.stored is not None
+        if shared and saliency is not None:
+            saliency = context.heads.mean(saliency)[:, None]  # [batch, 1, key_len]
+        context = context.for_selector()
+        kept = self.selector.select(saliency, context)
+        heads = context.batch, context.kv_heads
+        _check_indices(self.selector, kept, heads, context.key_len, checks)
+        return kept
 
     def _propagate(
         self, saliency: Tensor | None, context: LayerContext, checks: _Checks

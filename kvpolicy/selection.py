@@ -136,12 +136,12 @@ def gather_slots(tensor: Tensor, indices: Tensor) -> Tensor:
 
     Args:
         tensor: ``[batch, heads, length, head_dim]``.
-        indices: int64 ``[batch, heads, count]``.
+        indices: int64 ``[batch, heads or 1, count]``; of 1 where they are those of all heads.
 
     Returns:
         ``[batch, heads, count, head_dim]``, a copy of its own.
     """
-    index = indices.clamp(min=0)[..., None].expand(-1, -1, -1, tensor.shape[-1])
+    index = indices.clamp(min=0)[..., None].expand(-1, tensor.shape[1], -1, tensor.shape[-1])
     return tensor.gather(2, index).masked_fill_((indices < 0)[..., None], 0)
 
 

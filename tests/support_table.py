@@ -24,7 +24,6 @@ REASONS = (
     ("AttentionInterface", "refused: attention calls no function that can be seen"),
     ("an indexer", "refused: layers hold index keys, or compressed ones"),
     ("cached as", "refused: layers hold index keys, or compressed ones"),
-    ("keys of the cache", "refused: latent attention, or keys made anew from what is cached"),
     ("layers [1] did not", "refused: layers attend to images, or to keys of other layers"),
     ("without a cache", "refused: layers attend to images, or to keys of other layers"),
     ("chunked", "refused: layers attend within chunks"),
@@ -40,7 +39,8 @@ llama mistral ministral3 mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 ge
 gemma4_text phi phi3 phimoe olmo2 olmo3 olmoe gpt_oss glm4 glm4_moe minimax_m2 granite
 granitemoe cohere2 exaone4 ernie4_5 hunyuan_v1_dense seed_oss smollm3 starcoder2 llava
 llava_next llava_onevision qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe gemma3 gemma4 internvl
-mistral3 idefics3 smolvlm glm4v aya_vision deepseek_vl
+mistral3 idefics3 smolvlm glm4v aya_vision deepseek_vl deepseek_v2 deepseek_v3 kimi_k25
+glm4_moe_lite mistral4 minicpm3
 """
 KNOWN = _KNOWN.split()
 

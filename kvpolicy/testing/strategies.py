@@ -110,6 +110,12 @@ def row_alone(context: LayerContext, row: int) -> LayerContext:
     new = int(context.new_valid[row].sum())
     keys = slice(context.key_len - held, None)
     queries = slice(max(context.query_len - new, 0), None)
+    stored = context.stored
+    if stored is not None:
+        stored = (
+            stored[0][row : row + 1, :, keys].clone(),
+            stored[1][row : row + 1, :, keys].clone(),
+        )
     return attrs.evolve(
         context,
         queries=context.queries[row : row + 1, :, queries].clone(),
@@ -119,4 +125,5 @@ def row_alone(context: LayerContext, row: int) -> LayerContext:
         kinds=None if context.kinds is None else context.kinds[row : row + 1, :, keys].clone(),
         new_valid=context.new_valid[row : row + 1, context.new_len - new :].clone(),
         seen_len=context.seen_len[row : row + 1],
+        stored=stored,
     )

@@ -11,6 +11,7 @@ from hypothesis import given
 from kvpolicy import LayerContext, attention
 from kvpolicy.attention import causal_attention_sums, group_mean, query_key_products
 from kvpolicy.errors import ShapeError
+from kvpolicy.heads import Heads
 from kvpolicy.testing import layer_contexts
 
 
@@ -139,3 +140,15 @@ def test_many_queries_with_and_without_padding(monkeypatch: pytest.MonkeyPatch) 
         torch.testing.assert_close(causal_attention_sums(drawn, weights), whole)
         assert not sums.equal(whole)
     assert not sums[..., :3].any()
+
+
+@pytest.mark.parametrize("heads", [5, 7, 16])
+@pytest.mark.parametrize("length", [41, 103])
+def test_tokens_that_are_equal_in_all_heads_stay_equal(heads: int, length: int) -> None:
+    """Which of them is kept is by their order, wherever padding moves them."""
+    for seed in range(10):
+        one = torch.rand(2, heads, 1, generator=torch.Generator().manual_seed(seed))
+        saliency = one.expand(2, heads, length).contiguous()
+        for mean in (group_mean(saliency, 1)[:, 0], Heads().mean(saliency)):
+            assert torch.equal(mean, mean[:, :1].expand(2, length))
+            torch.testing.assert_close(mean[:, 0], one.mean(dim=1)[:, 0])

@@ -308,16 +308,32 @@ def test_attention_that_bypasses_the_interface() -> None:
     assert trace_of(other) == before
 
 
-def test_keys_that_do_not_reach_attention_as_they_are(model: PreTrainedModel) -> None:
+def test_keys_that_do_not_all_reach_attention(model: PreTrainedModel) -> None:
+    class ForgetfulCache(PolicyCache):
+        def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            keys, values = super().update(*args, **kwargs)
+            return keys[:, :, 1:], values[:, :, 1:]
+
+    before = trace_of(model)
+    with pytest.raises(UnsupportedModelError, match="LlamaDecoderLayer at 0 did not"):
+        tokens_of(model, prompt(60), ForgetfulCache(FASTKV))
+    assert trace_of(model) == before
+
+
+def test_keys_that_reach_attention_as_copies(model: PreTrainedModel) -> None:
+    """As where a model casts them; what is held, head by head, is what the cache was given."""
+
     class CopyingCache(PolicyCache):
         def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             keys, values = super().update(*args, **kwargs)
             return keys.clone(), values
 
-    before = trace_of(model)
-    with pytest.raises(UnsupportedModelError, match="LlamaDecoderLayer at 0 did not"):
-        tokens_of(model, prompt(60), CopyingCache(FASTKV))
-    assert trace_of(model) == before
+    plain, copying = PolicyCache(FASTKV), CopyingCache(FASTKV)
+    said = tokens_of(model, prompt(60), plain)
+    assert tokens_of(model, prompt(60), copying) == said
+    for layer, twin in zip(plain.layers, copying.layers, strict=True):
+        assert torch.equal(layer.positions, twin.positions)
+        assert torch.equal(layer.keys, twin.keys)
 
 
 def test_another_attention_implementation() -> None:

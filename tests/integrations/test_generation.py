@@ -70,7 +70,7 @@ def assert_same_state(one: PolicyCache, other: PolicyCache) -> None:
     assert one.get_seq_length() == other.get_seq_length()
     for layer, twin in zip(one.layers, other.layers, strict=True):
         assert torch.equal(layer.positions, twin.positions)
-        tokens = layer.positions >= 0
+        tokens = (layer.positions >= 0).expand(layer.keys.shape[:3])
         assert torch.allclose(layer.keys[tokens], twin.keys[tokens], atol=1e-5)
 
 

@@ -17,7 +17,7 @@ from kvpolicy.integrations.transformers.model.masks import (
     Visibility,
     causal_mask,
 )
-from kvpolicy.integrations.transformers.model.routing import Attend, Scores
+from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
@@ -197,7 +197,7 @@ class Forward:
         self._order = self._combined = None
         if not (self._padded or layer.padded):
             return
-        heads = 1 if layer.held is None else layer.held.shape[1]
+        heads = layer.choices
         new = self.new_positions[:, None].expand(-1, heads, -1)
         held = layer.positions
         if held is not None and self._moved is not None:
@@ -216,8 +216,7 @@ class Forward:
         query_len = self.new_valid.shape[1]
         key_len = layer.kept_len + query_len
         if self._combined is not None or window is not None or own is not None:
-            kv_heads = 1 if layer.held is None else layer.held.shape[1]
-            positions = self._positions(layer, kv_heads, hidden.device)
+            positions = self._positions(layer, layer.choices, hidden.device)
             # Heads may hold different tokens, which shows where some are padding, or too far
             # away; elsewhere what is not new lies before all queries.
             if not (layer.ragged or self._moved is not None or window is not None):
@@ -244,7 +243,7 @@ class Forward:
             return self._combined.to(device).expand(-1, kv_heads, -1)
         new = self.new_positions.to(device)[:, None].expand(-1, kv_heads, -1)
         held = layer.positions
-        return new if held is None else torch.cat([held, new], dim=2)
+        return new if held is None else torch.cat([held.expand(-1, kv_heads, -1), new], dim=2)
 
     # Inside its attention.
 
@@ -254,11 +253,26 @@ class Forward:
         self._updated.add(index)
         return layer.append(keys, values, self._before)
 
-    def waits_for_queries(self, keys: Tensor | None = None) -> bool:
-        """Whether an attention function is still to come; if given, the one for ``keys``."""
-        return self._pending is not None and (keys is None or keys is self._pending[0])
+    def waits_for_queries(self) -> bool:
+        """Whether an attention function is still to come."""
+        return self._pending is not None
 
-    def before_attention(self, index: int, queries: Tensor, scores: Scores) -> None:
+    def waits_for(self, keys: Tensor, *, own: bool) -> bool:
+        """Whether the attention function that got ``keys`` is one that is still to come.
+
+        A module with latent attention makes them of what was handed out, each of one token.
+
+        Args:
+            keys: The function's.
+            own: Whether the layer's own module calls it.
+        """
+        if self._pending is None:
+            return False
+        given = self._pending[0]
+        alike = (keys.shape[0], keys.shape[-2]) == (given.shape[0], given.shape[-2])
+        return keys is given or (own and alike)
+
+    def before_attention(self, index: int, inputs: AttentionInputs) -> None:
         """The layer's queries are known, its attention is not computed yet."""
 
     def attend(
@@ -270,7 +284,7 @@ class Forward:
             kwargs.pop("position_ids", None)
         return attend(module, query, *others, **kwargs)
 
-    def observe(self, index: int, queries: Tensor, scores: Scores) -> None:
+    def observe(self, index: int, inputs: AttentionInputs) -> None:
         """The layer has attended."""
 
     # After a layer, and after the last.

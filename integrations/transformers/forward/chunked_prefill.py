@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy.integrations.transformers.forward.append import Forward
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
-from kvpolicy.integrations.transformers.model.routing import Scores
+from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 
 
 @attrs.frozen(eq=False)
@@ -114,10 +114,14 @@ class ChunkForward(Forward):
         self._pending = super().update(index, keys, values)
         return self._pending
 
-    def observe(self, index: int, queries: Tensor, scores: Scores) -> None:
+    def observe(self, index: int, inputs: AttentionInputs) -> None:
         """Remember the layer's queries."""
+        assert self._pending is not None
+        layer, queries = self.layers[index], inputs.queries
+        if inputs.keys.shape[1] != self._pending[0].shape[1]:
+            layer.choose_once()
         self._pending = None
-        self.layers[index].query_heads = queries.shape[1]
+        layer.query_heads = queries.shape[1]
         if self.policy.num_queries != 0:
             self._queries[index] = queries
 

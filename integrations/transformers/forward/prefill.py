@@ -14,7 +14,7 @@ from kvpolicy.integrations.transformers.forward.append import Forward, cut_argum
 from kvpolicy.integrations.transformers.forward.inputs import take_columns
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
 from kvpolicy.integrations.transformers.model.masks import FLASH
-from kvpolicy.integrations.transformers.model.routing import Attend, Scores
+from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.selection import compress, gather_positions, gather_slots
 
@@ -131,8 +131,8 @@ class ActingForward(Forward):
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values that the layer's attention is to see, with the new ones."""
-        if self._seen is not None:
-            self._pending = self._seen
+        if self._seen is not None:  # whatever the module makes of these, `Narrowed` has them all
+            self._pending = keys, values
             return self._pending
         layer = self.layers[index]
         self._updated.add(index)
@@ -145,11 +145,11 @@ class ActingForward(Forward):
         self._pending = keys, values
         return keys, values
 
-    def before_attention(self, index: int, queries: Tensor, scores: Scores) -> None:
+    def before_attention(self, index: int, inputs: AttentionInputs) -> None:
         """In the first of two runs, let the policy decide, and end the run."""
         if self._looking:
-            self._seen = self._pending
-            self._decide(index, queries, scores)
+            self._seen = inputs.keys, inputs.values
+            self._decide(index, inputs)
             raise LayerSeen
 
     def attend(
@@ -160,24 +160,26 @@ class ActingForward(Forward):
             return super().attend(attend, module, query, *others, **kwargs)
         return self._narrowed.attend(attend, module, query, **kwargs), None
 
-    def observe(self, index: int, queries: Tensor, scores: Scores) -> None:
+    def observe(self, index: int, inputs: AttentionInputs) -> None:
         """Let the policy decide, now that the layer has attended, if it has not."""
         if self._seen is None:
-            self._decide(index, queries, scores)
+            self._decide(index, inputs)
         self._pending = self._seen = self._narrowed = None
 
-    def _decide(self, index: int, queries: Tensor, scores: Scores) -> None:
+    def _decide(self, index: int, inputs: AttentionInputs) -> None:
         layer, window = self.layers[index], self._window(index)
-        layer.query_heads = queries.shape[1]
-        context = self._context(index, queries, scores)
+        layer.query_heads = inputs.queries.shape[1]
+        context = self._context(index, inputs)
+        assert self._pending is not None
+        keys, values = self._pending
         self._pending = None
+        # Of one head where one choice is for all.
+        positions = context.positions if context.stored is None else context.positions[:, :1]
         if window is not None:
-            layer.store(
-                context.keys, context.values, context.positions, self._near(context, window)
-            )
+            layer.store(keys, values, positions, self._near(context, positions, window))
             return
         decision = self.policy.decide(context)
-        layer.store(context.keys, context.values, context.positions, decision.kept)
+        layer.store(keys, values, positions, decision.kept)
         passed = self._here(decision.passed_on)
         if passed is not None and passed.shape == self.new_valid.shape:
             passed = None if torch.equal(passed >= 0, self.new_valid) else passed
@@ -187,14 +189,14 @@ class ActingForward(Forward):
         """What a layer passes on, on the inputs' device."""
         return None if passed is None else passed.to(self.new_valid.device)
 
-    def _near(self, context: LayerContext, window: int) -> Tensor:
+    def _near(self, context: LayerContext, positions: Tensor, window: int) -> Tensor:
         """What a sliding layer keeps: all that the next token's window will see.
 
         The window is bound enough for the policy not to choose there; in rows that are shorter than
         it, which it does not bound, the policy does.
         """
         lengths = self.tokens.lengths.to(context.keys.device)[:, None, None]
-        near = context.valid & (context.positions > lengths - window)
+        near = (positions >= 0) & (positions > lengths - window)
         kept = compress(near, int(near.sum(dim=-1).max()))
         if self.implementation in FLASH or not bool((lengths <= window).any()):
             return kept
@@ -206,9 +208,11 @@ class ActingForward(Forward):
         kept = torch.where(lengths <= window, chosen, kept)
         return kept[:, :, int((kept < 0).all(dim=0).all(dim=0).sum()) :]
 
-    def _context(self, index: int, queries: Tensor, scores: Scores) -> LayerContext:
+    def _context(self, index: int, inputs: AttentionInputs) -> LayerContext:
         assert self._pending is not None
-        keys, values = self._pending
+        queries, keys, scores = inputs.queries, inputs.keys, inputs.scores
+        # By whichever heads there are: keys that are only bent are still one head's each.
+        held_as_shown = keys.shape[1] == self._pending[0].shape[1]
         shown, new_valid = self._observed(index, queries)
         positions = self._positions(self.layers[index], keys.shape[1], keys.device)
         return LayerContext(
@@ -216,7 +220,8 @@ class ActingForward(Forward):
             num_layers=len(self.layers),
             queries=shown,
             keys=keys,
-            values=values,
+            values=inputs.values,
+            stored=None if held_as_shown else self._pending,
             positions=positions,
             kinds=self.tokens.kinds_at(positions),
             new_valid=new_valid.to(keys.device),

@@ -618,7 +618,9 @@ class Reader:
             )
         keys, values = self._forward.update(index, keys, values)
         if self._forward.waits_for_queries():
-            routing.waiting.set((self._forward, index))
+            assert self.attachment is not None
+            module = self.attachment.parts.attentions[index]
+            routing.waiting.set((self._forward, index, module))
         return keys, values
 
 

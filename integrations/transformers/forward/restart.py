@@ -12,7 +12,7 @@ from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
-from kvpolicy.integrations.transformers.model.routing import Scores
+from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.policy import CachePolicy
 from kvpolicy.selection import gather_positions
@@ -84,14 +84,14 @@ class FilterPass(ActingForward):
             )
         return super().enter_layer(index, module, hidden, kwargs)
 
-    def before_attention(self, index: int, queries: Tensor, scores: Scores) -> None:
+    def before_attention(self, index: int, inputs: AttentionInputs) -> None:
         """At the filter layer, choose and end the pass."""
         if index == self.filter_layer:
-            context = self._context(index, queries, scores)
+            context = self._context(index, inputs)
             self._chosen = self._here(self.policy.decide_restart(context))
             raise _Chosen
 
-    def observe(self, index: int, queries: Tensor, scores: Scores) -> None:
+    def observe(self, index: int, inputs: AttentionInputs) -> None:
         """Keep nothing."""
         self._pending = None
 

@@ -28,7 +28,7 @@ class Passage(Protocol):
     ) -> tuple[Tensor, dict[str, Any]]:
         """The arguments under which a decoder layer sees only the tokens that reach it."""
 
-    def waits_for_queries(self, keys: Tensor | None = None) -> bool:
+    def waits_for_queries(self) -> bool:
         """Whether the layer's attention function is still to come."""
 
     def leave_layer(self, index: int, output: Any) -> Any:
@@ -128,8 +128,9 @@ class LayerHooks(_Hooks):
             return None
         if self.listener.forward.waits_for_queries():
             raise UnsupportedModelError(
-                f"model must hand the keys of the cache to an attention function as they are, "
-                f"but {type(module).__name__} at {self.index} did not; the policy saw no queries"
+                f"model must hand the keys of the cache, or what it makes of each of them, to an "
+                f"attention function, but {type(module).__name__} at {self.index} did not; the "
+                "policy saw no queries"
             )
         return self.listener.forward.leave_layer(self.index, rest[1])
 
@@ -241,11 +242,11 @@ class Attachment(_Hooks):
         if not self._carries_cache(args, kwargs):
             return
         arguments = _by_name(module, args, kwargs)
-        self.listener.note_call(arguments, self.parts.kinds_of(arguments))
         keep = arguments.get("logits_to_keep")
         known = "logits_to_keep" in _signature(type(module).forward).parameters
         last = keep if known and isinstance(keep, int) and keep > 0 else None
         self.listener.begin_call(None if arguments.get("labels") is not None else last)
+        self.listener.note_call(arguments, self.parts.kinds_of(arguments))
         if not self.listener.may_drop:
             if arguments.get("labels") is not None and self.listener.may_evict:
                 raise ValueError(

@@ -37,13 +37,36 @@ class Scores:
     sinks: Tensor | None = None
 
 
+@attrs.frozen(eq=False)
+class AttentionInputs:
+    """What an attention function is called with.
+
+    Args:
+        queries: ``[batch, query_heads, query_len, head_dim]``.
+        keys: ``[batch, kv_heads, key_len, head_dim]``.
+        values: Likewise; the head dimension may be another.
+        scores: How scores are made of products.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    scores: Scores
+
+
 class Observer(Protocol):
     """A forward that wants to see the queries of a layer whose keys it has handed out."""
 
-    def waits_for_queries(self, keys: Tensor | None = None) -> bool:
-        """Whether an attention function is still to come; if given, the one for ``keys``."""
+    def waits_for(self, keys: Tensor, *, own: bool) -> bool:
+        """Whether the attention function that got ``keys`` is one that is still to come.
 
-    def before_attention(self, index: int, queries: Tensor, scores: Scores) -> None:
+        Args:
+            keys: The function's.
+            own: Whether the layer's own module calls it, which may have made these keys of those
+                that were handed out.
+        """
+
+    def before_attention(self, index: int, inputs: AttentionInputs) -> None:
         """The layer's queries are known, its attention is not computed yet."""
 
     def attend(
@@ -51,12 +74,14 @@ class Observer(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Call the module's attention function."""
 
-    def observe(self, index: int, queries: Tensor, scores: Scores) -> None:
+    def observe(self, index: int, inputs: AttentionInputs) -> None:
         """The layer has attended."""
 
 
-# The forward whose keys went to an attention module of this thread, and the layer's index.
-waiting: ContextVar[tuple[Observer, int] | None] = ContextVar("kvpolicy_waiting", default=None)
+# The forward whose keys went to an attention module of this thread, the layer's index, the module.
+waiting: ContextVar[tuple[Observer, int, nn.Module] | None] = ContextVar(
+    "kvpolicy_waiting", default=None
+)
 
 # Functions that modules call in the place of their own, by the module's id.
 _replacing: ContextVar[dict[int, Attend]] = ContextVar("kvpolicy_replacing", default={})  # noqa: B039 -- never written to
@@ -180,19 +205,20 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     attend = _replacing.get().get(id(module)) or _own_function(module)
     pending = waiting.get()
-    if pending is None or not pending[0].waits_for_queries(key):
+    if pending is None or not pending[0].waits_for(key, own=pending[2] is module):
         return attend(module, query, key, value, attention_mask, **kwargs)
     waiting.set(None)
-    forward, layer_idx = pending
+    forward, layer_idx, _ = pending
     scaling = kwargs.get("scaling")
     scores = Scores(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         kwargs.get("softcap"),
         kwargs.get("s_aux"),
     )
-    forward.before_attention(layer_idx, query, scores)
+    inputs = AttentionInputs(query, key, value, scores)
+    forward.before_attention(layer_idx, inputs)
     output = forward.attend(attend, module, query, key, value, attention_mask, **kwargs)
-    forward.observe(layer_idx, query, scores)
+    forward.observe(layer_idx, inputs)
     return output
 
 

@@ -61,12 +61,20 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def positions(self) -> Tensor | None:
-        """``[batch, kv_heads, kept_len]`` int64 original positions, -1 on slots without a token."""
+        """``[batch, kv_heads, kept_len]`` int64 original positions, -1 on slots without a token.
+
+        Of one head where one choice is for all heads, as under latent attention.
+        """
         if self._chosen is None or self._tokens is None:
             return None
         appended = self._tokens.appended.to(self._chosen.device)
         appended = appended[:, None].expand(-1, self._chosen.shape[1], -1)
         return torch.cat([self._chosen, appended], dim=2)
+
+    @property
+    def choices(self) -> int:
+        """Heads of `positions`: every KV head, or 1 where one choice is for all of them."""
+        return 1 if self._chosen is None else self._chosen.shape[1]
 
     @property
     def kept_len(self) -> int:
@@ -79,7 +87,15 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return 0 if self.held is None else self.held.capacity
 
     def store(self, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor) -> None:
-        """Keep the slots ``kept`` ``[batch, kv_heads, kept_len]`` of all that the layer sees."""
+        """Keep some slots of all that the layer sees.
+
+        Args:
+            keys: ``[batch, kv_heads, key_len, head_dim]``, as attention or, where it expands them,
+                as the module gave them to the cache.
+            values: Likewise.
+            positions: ``[batch, kv_heads or 1, key_len]``; of 1 where one choice is for all heads.
+            kept: ``[batch, kv_heads or 1, kept_len]``.
+        """
         everything = torch.arange(keys.shape[2], device=kept.device)
         as_many = kept.shape[2] == keys.shape[2]  # asked first: to compare waits for the device
         if not (as_many and torch.equal(kept, torch.where(positions >= 0, everything, -1))):
@@ -100,6 +116,11 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.ragged = self.padded and not bool((valid == valid[:, :1]).all())
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
+
+    def choose_once(self) -> None:
+        """Take the positions, which are the same in all heads so far, for those of all heads."""
+        if self._chosen is not None:
+            self._chosen = self._chosen[:, :1]
 
     def move_to(self, device: torch.device, tokens: SeenTokens) -> None:
         """Hold the same on a device, where ``tokens`` are as well."""

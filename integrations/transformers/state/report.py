@@ -75,7 +75,7 @@ class CacheReport:
             held = layer.nbytes() * layer.kept_len // max(layer.capacity, 1)
             full = batch * kv_heads * columns * slot_bytes
             padding = held * (positions.numel() - tokens) // max(positions.numel(), 1)
-            reports.append(LayerReport(seen, tokens / kv_heads, held, full, padding))
+            reports.append(LayerReport(seen, tokens / positions.shape[1], held, full, padding))
         return CacheReport(tuple(reports))
 
     @property

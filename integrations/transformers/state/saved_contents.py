@@ -151,7 +151,8 @@ def _check_layer(
                 f"{list(tensor.shape)}"
             )
     chosen_len = kept_len - tensors["tokens.appended"].shape[1]
-    _check_tensor(names[2], positions, torch.int64, len(acted), kv_heads, chosen_len)
+    choices = 1 if positions.ndim > 1 and positions.shape[1] == 1 else kv_heads
+    _check_tensor(names[2], positions, torch.int64, len(acted), choices, chosen_len)
     _check_positions(names[2], positions, acted)
     if type(query_heads) is not int or query_heads < 1 or query_heads % kv_heads:
         raise ValueError(

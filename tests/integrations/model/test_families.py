@@ -35,8 +35,6 @@ _RECURRENT = "(recurrent) holds a state in which"
 REFUSED = {
     "bloom": _INTERFACE,
     "codegen": _INTERFACE,
-    "deepseek_v2": "hand the keys of the cache to an attention function as they are",
-    "deepseek_v3": "hand the keys of the cache to an attention function as they are",
     "falcon": _INTERFACE,
     "falcon_alibi": _INTERFACE,
     "falcon_multi_query": _INTERFACE,

@@ -8,13 +8,22 @@ from transformers import DynamicCache
 
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 from kvpolicy.integrations.transformers.model.kinds.full_attention import FullAttention
+from kvpolicy.integrations.transformers.model.kinds.latent_attention import LatentAttention
 from kvpolicy.integrations.transformers.model.kinds.refused import Refused
 from kvpolicy.integrations.transformers.model.kinds.sliding_window import SlidingWindow
 
-__all__ = ["KINDS", "FullAttention", "LayerFacts", "LayerKind", "Refused", "SlidingWindow"]
+__all__ = [
+    "KINDS",
+    "FullAttention",
+    "LatentAttention",
+    "LayerFacts",
+    "LayerKind",
+    "Refused",
+    "SlidingWindow",
+]
 
 # In the order in which they are asked; the last takes whatever is left.
-KINDS: tuple[type[LayerKind], ...] = (FullAttention, SlidingWindow, Refused)
+KINDS: tuple[type[LayerKind], ...] = (LatentAttention, FullAttention, SlidingWindow, Refused)
 
 
 def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
@@ -36,6 +45,7 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
             called[index] if index < len(called) else "full_attention",
             None if cached is None else type(cached).__name__,
             getattr(cached, "sliding_window", None),
+            getattr(config, "kv_lora_rank", None) is not None,
         )
         kinds.append(next(kind for each in KINDS if (kind := each.of(facts)) is not None))
     return kinds

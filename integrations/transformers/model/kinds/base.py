@@ -44,9 +44,11 @@ class LayerFacts:
         cached_as: The name of the class that Transformers' own cache has for it; None where it
             has none.
         window: The sliding window of that, in tokens.
+        latent: Whether attention makes keys and values of a latent that all heads share.
     """
 
     index: int
     kind: str
     cached_as: str | None
     window: int | None
+    latent: bool = False

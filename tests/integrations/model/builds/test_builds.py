@@ -18,9 +18,11 @@ from tests.integrations.model.builds.sizes import LAYERS
 BUILDS = builds()
 RIGHT = (
     "cohere2",  # a parallel block, windows in some layers
+    "deepseek_v3",  # latent attention
     "gemma2",  # capped scores
     "gpt_neox",  # queries, keys and values from one projection
     "gpt_oss",  # sinks, experts
+    "jetmoe",  # keys repeated behind the cache
     "llama_multi_query",
     "llava",  # a decoder inside of a model of images
     "mistral_sliding",  # windows in all layers
@@ -29,7 +31,7 @@ RIGHT = (
     "qwen3_moe",
 )
 # Not to be applied to, or right: never wrong, and never an exception of another kind.
-SAFE = ("deepseek_v3", "falcon_alibi", "gpt2", "jamba", "llama4_text", "mamba")
+SAFE = ("falcon_alibi", "gpt2", "jamba", "llama4_text", "mamba")
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -1,0 +1,83 @@
+"""`LayerContext`: what is shown of a layer whose heads share what is stored."""
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy import CachePolicy, LayerContext, Scorer
+from kvpolicy.errors import ShapeError
+from kvpolicy.kinds import TokenKind
+from kvpolicy.policies import AdaptiveHeadSelector, GQAGroupSelector, PassAllPropagation
+
+BATCH, HEADS, LENGTH, STORED = 2, 3, 5, 7
+
+
+@attrs.frozen
+class Given(Scorer):
+    """The saliency it is given."""
+
+    saliency: Any = attrs.field(eq=False)
+
+    def score(self, context: LayerContext) -> Tensor:
+        assert context.kv_heads == HEADS  # a scorer is shown all of them
+        return torch.tensor(self.saliency)
+
+
+def shared(**changes: Any) -> LayerContext:
+    """A layer of two rows, the second of three tokens, whose heads share what is stored."""
+    positions = torch.tensor([[0, 1, 2, 3, 4], [-1, -1, 0, 1, 2]])[:, None].expand(-1, HEADS, -1)
+    context = LayerContext(
+        layer_idx=0,
+        num_layers=1,
+        queries=torch.randn(BATCH, HEADS, 2, 11),
+        keys=torch.randn(BATCH, HEADS, LENGTH, 11),
+        values=torch.randn(BATCH, HEADS, LENGTH, 13),
+        positions=positions,
+        new_valid=positions[:, 0] >= 0,
+        seen_len=(5, 3),
+        scaling=1.0,
+        sinks=torch.zeros(HEADS),
+        kinds=torch.full((BATCH, HEADS, LENGTH), TokenKind.IMAGE, dtype=torch.int8),
+        stored=(torch.randn(BATCH, 1, LENGTH, STORED), torch.randn(BATCH, 1, LENGTH, 2)),
+    )
+    return attrs.evolve(context, **changes)
+
+
+def test_a_selector_chooses_among_what_is_stored() -> None:
+    context = shared()
+    assert context.stored is not None
+    shown = context.for_selector()
+    assert torch.equal(shown.keys, context.stored[0])
+    assert torch.equal(shown.values, context.stored[1])
+    assert (shown.kv_heads, shown.query_heads, shown.query_len) == (1, HEADS, 0)
+    assert torch.equal(shown.positions, context.positions[:, :1])
+    assert shown.is_kind(TokenKind.IMAGE).tolist() == shown.valid.tolist()
+    assert shown.stored is None
+    assert shown.for_selector() is shown
+
+
+def test_several_heads_that_are_stored_stand_side_by_side() -> None:
+    keys, values = torch.randn(BATCH, 2, LENGTH, 3), torch.randn(BATCH, 2, LENGTH, 5)
+    shown = shared(stored=(keys, values)).for_selector()
+    assert torch.equal(shown.keys[:, 0], torch.cat([keys[:, 0], keys[:, 1]], dim=-1))
+    assert torch.equal(shown.values[:, 0], torch.cat([values[:, 0], values[:, 1]], dim=-1))
+
+
+@pytest.mark.parametrize("kind", [GQAGroupSelector, AdaptiveHeadSelector])
+def test_the_mean_of_all_heads_decides(kind: Any) -> None:
+    """Row 0: token 1 is second in every head, and first on average."""
+    saliency = [
+        [[9.0, 8.0, 0.0, 0.0, 0.0], [0.0, 8.0, 9.0, 0.0, 0.0], [0.0, 8.0, 0.0, 9.0, 0.0]],
+        [[9.0, 9.0, 1.0, 0.0, 0.0], [9.0, 9.0, 0.0, 2.0, 0.0], [9.0, 9.0, 0.0, 0.0, 0.0]],
+    ]
+    selector = kind(retention_tokens=2, window_size=1)
+    policy = CachePolicy(Given(saliency), selector, PassAllPropagation())
+    assert policy.decide(shared()).kept.tolist() == [[[1, 4]], [[3, 4]]]
+
+
+def test_what_is_stored_has_the_keys_tokens() -> None:
+    with pytest.raises(ShapeError, match=r"stored must be two tensors .* got \[2, 1, 4, 7\]"):
+        shared(stored=(torch.randn(BATCH, 1, 4, STORED), torch.randn(BATCH, 1, 4, 2)))

@@ -1,0 +1,313 @@
+"""Latent attention, and keys that are repeated after the cache: one choice for all heads.
+
+Every family of `make families` is held against its own dense attention there; here are what one
+choice is, against a slow one, and what else a cache has to do with what it stores.
+"""
+
+import copy
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvpolicy import CachePolicy
+from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache, QuantizedStorage
+from kvpolicy.policies import (
+    AdaKV,
+    FastKV,
+    FullContext,
+    GemFilter,
+    KeyNorm,
+    PyramidInfer,
+    PyramidKV,
+    SnapKV,
+    StreamingLLM,
+)
+from tests.families import FAMILIES
+from tests.integrations.forward.test_static import Counting, everywhere
+from tests.integrations.model.builds.catalogue import builds
+from tests.integrations.support.own_attention import dense, window_choice
+from tests.integrations.test_generation import assert_same_state
+from tests.reference.dense import Act
+
+FAMILY_NAMES = ("deepseek_v2", "deepseek_v3", "mistral4", "jetmoe")
+WINDOW, KERNEL, RATE = 4, 3, 0.4
+SNAPKV = SnapKV(RATE, window_size=WINDOW, kernel_size=KERNEL)
+PROMPTS, DECODED, TURNS = (41, 29), 2, (13, 7)
+POLICIES: dict[str, CachePolicy] = {
+    "snapkv": SNAPKV,
+    "ada_kv": AdaKV(RATE),
+    "pyramid_kv": PyramidKV(RATE, beta=3),
+    "fastkv": FastKV(tsp_rate=0.6, retention_rate=0.3),
+    "gem_filter": GemFilter(retention_rate=RATE),
+    "pyramid_infer": PyramidInfer(0.2, 0.5, min_context=4),
+    "full_context": FullContext(),
+}
+
+
+@cache
+def model_of(name: str, implementation: str = "sdpa") -> PreTrainedModel:
+    if name in FAMILIES:
+        return FAMILIES[name].build(seed=1, attn_implementation=implementation)
+    return builds()[name].model(attn_implementation=implementation)
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 60, (count,), generator=generator).tolist()
+
+
+def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    longest = max(map(len, rows))
+    ids = [[0] * (longest - len(row)) + list(row) for row in rows]
+    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+def positions_of(store: PolicyCache, row: int) -> list[list[int]]:
+    """By layer, those of the one choice."""
+    for layer in store.layers:
+        assert layer.positions.shape == (len(PROMPTS), 1, layer.kept_len)
+    return [
+        [each for each in layer.positions[row, 0].tolist() if each >= 0] for layer in store.layers
+    ]
+
+
+def generate(model: PreTrainedModel, store: Any, rows: Any = None, **how: Any) -> Any:
+    ids, mask = padded([tokens(row, count) for row, count in enumerate(PROMPTS)])
+    if rows is not None:
+        ids, mask = rows
+    given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return model.generate(ids, attention_mask=mask, past_key_values=store, **given, **how)
+
+
+def again(sequences: Tensor) -> tuple[Tensor, Tensor]:
+    """What was said, and a few tokens more in every row."""
+    rows = sequences.shape[0]
+    more = torch.tensor([tokens(7 + row, 9) for row in range(rows)])
+    mask = torch.ones(rows, sequences.shape[1] + 9, dtype=torch.int64)
+    for row, count in enumerate(PROMPTS[:rows]):
+        mask[row, : PROMPTS[0] - count] = 0
+    return torch.cat([sequences, more], dim=1), mask
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_two_turns_against_a_slow_choice(name: str) -> None:
+    """Kept positions and logits of both rows, each against the model's own attention alone."""
+    model, eager = model_of(name), model_of(name, "eager")
+    first = [tokens(row, count) for row, count in enumerate(PROMPTS)]
+    said = [tokens(10 + row, DECODED) for row in range(2)]
+    later = [tokens(20 + row, count) for row, count in enumerate(TURNS)]
+    store, logits, mask, held = PolicyCache(SNAPKV), [], torch.zeros(2, 0), []
+    steps = [padded(first), *((torch.tensor(said)[:, [i]], torch.ones(2, 1)) for i in range(2))]
+    with store.attached(model):
+        for index, (ids, valid) in enumerate([*steps, padded(later)]):
+            mask = torch.cat([mask, valid], dim=1).long()
+            if index == len(steps):
+                store.start_turn()
+            output = model(ids, attention_mask=mask, past_key_values=store)
+            logits.append(output.logits[:, -1])
+            if index in (0, len(steps)):
+                held.append([positions_of(store, row) for row in range(2)])
+    for row in range(2):
+        prompt, turn = len(first[row]), len(first[row]) + DECODED
+        whole = first[row] + said[row] + later[row]
+        full = [[list(range(prompt))]] * len(store.layers)
+        _, weights = dense(eager, whole[:prompt], [Act(0, prompt, full)])
+        how = {"window": WINDOW, "kernel": KERNEL}
+        kept = [
+            window_choice(each, [], range(prompt), int(RATE * prompt), **how) for each in weights
+        ]
+        assert held[0][row] == kept
+        acts = [Act(0, prompt, [[each] for each in kept])]
+        want, weights = dense(eager, whole, acts)
+        for step, found in enumerate(logits):
+            at = prompt - 1 + step if step < len(steps) else len(whole) - 1
+            torch.testing.assert_close(found[row], want[at], atol=2e-4, rtol=1e-4)
+        new = range(turn, len(whole))
+        assert held[1][row] == [
+            window_choice(each, [*old, *range(prompt, turn)], new, int(RATE * len(whole)), **how)
+            for each, old in zip(weights, kept, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_what_goes_on_is_chosen_by_all_heads(name: str) -> None:
+    """The layers behind the drop choose by the attention of what reached them."""
+    model, eager = model_of(name), model_of(name, "eager")
+    store = PolicyCache(FastKV(tsp_layer=1, tsp_rate=0.6, retention_rate=0.3, window_size=4))
+    rows = [tokens(row, count) for row, count in enumerate(PROMPTS)]
+    ids, mask = padded(rows)
+    with store.attached(model), torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=store, logits_to_keep=1)
+    for row, each in enumerate(rows):
+        length, layers = len(each), len(store.layers)
+        everything, full = list(range(length)), [[list(range(length))]] * layers
+        _, weights = dense(eager, each, [Act(0, length, full)])
+        how = {"window": 4, "kernel": 7}
+        passed = window_choice(weights[1], [], everything, int(0.6 * length), **how)
+        assert [p for p in store.propagated[1][row].tolist() if p >= 0] == passed
+        reached = [everything] * 2 + [passed] * (layers - 2)
+        _, weights = dense(eager, each, [Act(0, length, full, reached)])
+        assert positions_of(store, row) == [
+            window_choice(layer, [], there, int(0.3 * length), **how)
+            for layer, there in zip(weights, reached, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "mistral4"])
+def test_keys_alone_are_scored_as_attention_expands_them(name: str) -> None:
+    model = model_of(name)
+    whole, store = PolicyCache(FullContext()), PolicyCache(KeyNorm(retention_tokens=12))
+    ids = torch.tensor([tokens(3, 40)])
+    with torch.no_grad():
+        for each in (whole, store):
+            with each.attached(model):
+                model(ids, past_key_values=each)
+        for index, (full, kept) in enumerate(zip(whole.layers, store.layers, strict=True)):
+            keys, _ = model.get_decoder().layers[index].self_attn.expand_kv(full.keys, full.values)
+            assert keys.shape[1] == model.config.num_attention_heads
+            window = store.policy.selector.window_size
+            norms = keys[0].norm(dim=-1).mean(dim=0)[: 40 - window].tolist()
+            least = sorted(sorted(range(len(norms)), key=norms.__getitem__)[: 12 - window])
+            assert kept.positions[0, 0].tolist() == [*least, *range(40 - window, 40)]
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_heads_have_no_budgets_of_their_own(name: str) -> None:
+    """What shares a budget among heads has one to share it among."""
+    model = model_of(name)
+    one, other = PolicyCache(SnapKV(RATE)), PolicyCache(AdaKV(RATE))
+    generate(model, one)
+    generate(model, other)
+    assert_same_state(one, other)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "mistral4"])
+def test_latents_are_what_is_held(name: str) -> None:
+    """Shapes and bytes; a full cache is the model's own."""
+    model = model_of(name)
+    ids = torch.tensor([tokens(3, 40)])
+    own, store = DynamicCache(config=model.config), PolicyCache(StreamingLLM(retention_tokens=10))
+    with torch.no_grad():
+        model(ids, past_key_values=own)
+        with store.attached(model):
+            model(ids, past_key_values=store)
+    config, report = model.config, store.report()
+    for layer, line, full in zip(store.layers, report.layers, own.layers, strict=True):
+        chosen = [*range(4), *range(34, 40)]
+        assert layer.positions.tolist() == [[chosen]]
+        assert layer.keys.shape == (1, 1, 10, config.kv_lora_rank)
+        assert layer.values.shape == (1, 1, 10, config.qk_rope_head_dim)
+        # In the first layer; behind it, hidden states are rounded otherwise where none is masked.
+        torch.testing.assert_close(layer.keys, full.keys[:, :, chosen])
+        torch.testing.assert_close(layer.values, full.values[:, :, chosen])
+        assert line.kept == 10
+        assert line.held_bytes == layer.keys.nbytes + layer.values.nbytes
+        assert line.full_bytes == full.keys.nbytes + full.values.nbytes
+        held = sum(each.untyped_storage().nbytes() for each in (layer.held.keys, layer.held.values))
+        assert line.held_bytes == held
+
+
+@pytest.mark.parametrize("storage", [None, OffloadedStorage()])
+@pytest.mark.parametrize("name", ["deepseek_v3", "jetmoe"])
+def test_a_file_and_a_copy_go_on_alike(name: str, storage: Any, tmp_path: Path) -> None:
+    model = model_of(name)
+    store = PolicyCache(SNAPKV, storage)
+    said = generate(model, store)
+    store.save(tmp_path / "cache")
+    loaded, fork = PolicyCache.load(tmp_path / "cache"), copy.deepcopy(store)
+    turn = again(said)
+    want = generate(model, store, turn)
+    for other in (loaded, fork):
+        assert torch.equal(generate(model, other, turn), want)
+        assert_same_state(store, other)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "jetmoe"])
+def test_rows_are_taken_and_tokens_taken_back(name: str) -> None:
+    model = model_of(name)
+    store = PolicyCache(SNAPKV)
+    generate(model, store)
+    whole = copy.deepcopy(store)
+    store.crop(-2)
+    store.batch_select_indices(torch.tensor([1, 0, 1]))
+    for layer, twin in zip(store.layers, whole.layers, strict=True):
+        assert torch.equal(layer.positions, twin.positions[[1, 0, 1], :, :-2])
+        assert torch.equal(layer.keys, twin.keys[[1, 0, 1], :, :-2])
+        assert torch.equal(layer.values, twin.values[[1, 0, 1], :, :-2])
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_beams_are_the_models_own(name: str) -> None:
+    model = model_of(name)
+    own = generate(model, DynamicCache(config=model.config), num_beams=3)
+    assert torch.equal(generate(model, PolicyCache(FullContext()), num_beams=3), own)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "ada_kv", "pyramid_kv", "full_context"])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_chunks_and_drafts_change_nothing(name: str, policy: str) -> None:
+    model = model_of(name)
+    plain = PolicyCache(POLICIES[policy])
+    want = generate(model, plain)
+    later = generate(model, plain, again(want))
+    store = PolicyCache(POLICIES[policy])
+    assert torch.equal(generate(model, store, prefill_chunk_size=16), want)
+    assert torch.equal(generate(model, store, again(want), prefill_chunk_size=5), later)
+    assert_same_state(plain, store)
+    row = torch.tensor([tokens(0, 40)])
+    alone = (row, torch.ones_like(row))
+    want = generate(model, PolicyCache(POLICIES[policy]), alone)
+    found = generate(model, PolicyCache(POLICIES[policy]), alone, prompt_lookup_num_tokens=3)
+    assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_fixed_decoding_over_two_turns(name: str, policy: str) -> None:
+    model = model_of(name)
+    grows, fixed = PolicyCache(POLICIES[policy]), PolicyCache(POLICIES[policy], max_new_tokens=8)
+    turn = None
+    for _ in range(2):
+        want, found = (generate(model, each, turn) for each in (grows, fixed))
+        assert torch.equal(want, found)
+        assert_same_state(grows, fixed)
+        assert fixed.layers[0].capacity > grows.layers[0].kept_len
+        turn = again(want)
+
+
+def test_fixed_decoding_is_one_graph() -> None:
+    model = model_of("deepseek_v3")
+    torch._dynamo.reset()
+    backend = Counting()
+    want = generate(model, PolicyCache(SNAPKV))
+    found = generate(
+        model, PolicyCache(SNAPKV, max_new_tokens=8), compile_config=everywhere(backend)
+    )
+    torch._dynamo.reset()
+    assert torch.equal(want, found)
+    assert (backend.graphs, backend.calls) == (1, 5)
+
+
+@pytest.mark.skipif(find_spec("optimum") is None, reason="optimum-quanto is not installed")
+def test_latents_may_be_quantised() -> None:
+    """The same tokens, what is held of them near to what they are, in fewer bytes."""
+    model = model_of("deepseek_v3")
+    plain = PolicyCache(StreamingLLM(RATE))
+    store = PolicyCache(StreamingLLM(RATE), QuantizedStorage(q_group_size=4))
+    for each in (plain, store):
+        with each.attached(model), torch.no_grad():
+            model(torch.tensor([tokens(0, 40)]), past_key_values=each)
+    for layer, twin in zip(store.layers, plain.layers, strict=True):
+        assert torch.equal(layer.positions, twin.positions)
+        for found, want in ((layer.keys, twin.keys), (layer.values, twin.values)):
+            assert 0 < float((found - want).abs().max()) < 0.1 * float(want.abs().max())
+    assert store.report().total.full_bytes == plain.report().total.full_bytes
