@@ -6,13 +6,16 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 OLDEST_TRANSFORMERS := 5.17.0
 KVPRESS := .venv-kvpress
+TRANSFORMERS_TESTS := .venv-transformers
+TRANSFORMERS ?=
 ARGS ?=
 FUZZ_MINUTES ?= 10
 # A process of tests for every core; the models are tiny, and each has one thread.
 WORKERS := -n logical --maxprocesses 4
 
 .PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest bench pictures \
-	bench-scaling bench-decode bench-gpu bench-prefill bench-kvpress families format clean
+	bench-scaling bench-decode bench-gpu bench-prefill bench-kvpress families \
+	transformers-tests format clean
 
 compare: $(VENV)/installed
 	$(BIN)/kvpolicy compare --out results/compare $(ARGS)
@@ -69,6 +72,24 @@ families: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.integrations.model.builds.run \
 		--out results/families.json $(ARGS)
 
+$(TRANSFORMERS_TESTS)/installed: pyproject.toml constraints.txt \
+		benchmarks/transformers_tests/constraints.txt
+	$(PYTHON) -m venv $(TRANSFORMERS_TESTS)
+	$(TRANSFORMERS_TESTS)/bin/pip install --quiet -c constraints.txt torch
+	$(TRANSFORMERS_TESTS)/bin/pip install --quiet -c constraints.txt \
+		-c benchmarks/transformers_tests/constraints.txt -e '.[test]' parameterized
+	touch $@
+
+# Transformers' own generation tests, every call again with a cache of ours. TRANSFORMERS names a
+# checkout of its repository, of the pinned version.
+transformers-tests: $(TRANSFORMERS_TESTS)/installed
+	OMP_NUM_THREADS=1 $(TRANSFORMERS_TESTS)/bin/python benchmarks/transformers_tests/run.py \
+		$(TRANSFORMERS) --out results/transformers-tests.json $(ARGS)
+
+ifneq ($(filter transformers-tests,$(MAKECMDGOALS)),)
+$(if $(TRANSFORMERS),,$(error TRANSFORMERS must name a checkout of Transformers' repository))
+endif
+
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/methods.py $(ARGS)
 
@@ -104,4 +125,4 @@ format: $(VENV)/installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(KVPRESS) build results
+	rm -rf $(VENV) $(OLDEST) $(KVPRESS) $(TRANSFORMERS_TESTS) build results
