@@ -211,6 +211,7 @@ def dispatched(model: PreTrainedModel, folder: Any) -> Any:
     )
 
 
+@pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")  # of weights on meta
 @pytest.mark.parametrize("spread", [offloaded, dispatched])
 @pytest.mark.parametrize("name", POLICIES)
 def test_weights_elsewhere(model: PreTrainedModel, tmp_path: Any, spread: Any, name: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from tests import reference
+from tests.integrations.test_generation import CHUNKS_GO_ON
 from tests.reference.vision import KeepAll, SnapKV, StreamingLLM, VisionRow, read
 
 from .conversation import ANSWER, by_reference, converse
@@ -42,6 +43,8 @@ def test_with_everything_visible_it_is_the_model(name: str, rows: tuple[int, ...
 @pytest.mark.parametrize("name", FAMILIES)
 def test_it_is_generation_over_two_turns(name: str, rows: tuple[int, ...]) -> None:
     """By the family's own cache, with a further image in the second turn where it takes one."""
+    if name == "gemma3" and not CHUNKS_GO_ON:
+        pytest.skip("this Transformers cuts the masks of a later turn's images wrongly")
     family, model = FAMILIES[name], model_of(name)
     store = DynamicCache(config=model.config.get_text_config())
     talk = converse(family, model, store, prompts_of(name, rows, turns=2))
