@@ -84,12 +84,19 @@ def load(name: str = NEEDLE, *, dtype: str = "auto", device: str = "cpu") -> Loa
 
 
 def _from_pretrained(name: str, dtype: torch.dtype | str, device: torch.device) -> Loaded:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoTokenizer,
+    )
 
     try:
-        AutoConfig.from_pretrained(name)  # without a network this fails in half the time
+        config = AutoConfig.from_pretrained(name)  # without a network this fails in half the time
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        known = type(config) in AutoModelForCausalLM._model_mapping
+        auto = AutoModelForCausalLM if known else AutoModelForImageTextToText
+        model = auto.from_pretrained(name, dtype=dtype)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"model {name} could not be loaded: {reason}") from error
