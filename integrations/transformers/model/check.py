@@ -34,6 +34,8 @@ DROPPING = FastKV(tsp_rate=0.7, retention_rate=0.4, window_size=4, kernel_size=3
 EVERYTHING = FullContext()
 # A wrong computation is off by about what was evicted is worth; a right one by rounding.
 LARGEST_SHARE = 0.1
+# In half precision rounding alone may send a token to other experts.
+OTHER_LARGEST_SHARE = 0.3
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4}
 OTHER_ROUNDING = 3e-2
 
@@ -183,7 +185,10 @@ def _continues(model: Any, parts: ModelParts, cache: Any) -> bool:
     everything = torch.ones(1, len(whole), len(whole), dtype=torch.bool).tril()
     want = dense_outputs(decoder, parts, whole[None], [everything] * parts.num_layers)
     want = want[-len(second) :].float()
-    rounding = ROUNDING.get(found.dtype, OTHER_ROUNDING) * max(float(want.abs().max()), 1e-3)
+    # That of the embeddings: logits may have been converted.
+    dtype = next(each.dtype for each in parts.decoder.parameters() if each.is_floating_point())
+    exact = dtype in ROUNDING
+    rounding = ROUNDING.get(dtype, OTHER_ROUNDING) * max(float(want.abs().max()), 1e-3)
     return _apart(found.float(), want) <= rounding
 
 
@@ -266,8 +271,11 @@ def _of_row(
     want, full = dense(left, prompt), dense(whole, end)
     plain = plain_outputs(model, ids[None])[prompt - 1 :].float()
     effect = _apart(full, want)
-    rounding = ROUNDING.get(found.dtype, OTHER_ROUNDING) * max(float(want.abs().max()), 1e-3)
-    bound = max(LARGEST_SHARE * effect, rounding)
+    # That of the embeddings: logits may have been converted.
+    dtype = next(each.dtype for each in parts.decoder.parameters() if each.is_floating_point())
+    exact = dtype in ROUNDING
+    rounding = ROUNDING.get(dtype, OTHER_ROUNDING) * max(float(want.abs().max()), 1e-3)
+    bound = max((LARGEST_SHARE if exact else OTHER_LARGEST_SHARE) * effect, rounding)
     own, error = _apart(plain, full), _apart(found.float(), want)
     reason = None
     if not own <= bound:  # NaN is never small enough
