@@ -185,11 +185,7 @@ def _continues(model: Any, parts: ModelParts, cache: Any) -> bool:
     everything = torch.ones(1, len(whole), len(whole), dtype=torch.bool).tril()
     want = dense_outputs(decoder, parts, whole[None], [everything] * parts.num_layers)
     want = want[-len(second) :].float()
-    # That of the embeddings: logits may have been converted.
-    dtype = next(each.dtype for each in parts.decoder.parameters() if each.is_floating_point())
-    exact = dtype in ROUNDING
-    rounding = ROUNDING.get(dtype, OTHER_ROUNDING) * max(float(want.abs().max()), 1e-3)
-    return _apart(found.float(), want) <= rounding
+    return _apart(found.float(), want) <= _rounding(_dtype(parts), want)
 
 
 @contextmanager
@@ -271,11 +267,10 @@ def _of_row(
     want, full = dense(left, prompt), dense(whole, end)
     plain = plain_outputs(model, ids[None])[prompt - 1 :].float()
     effect = _apart(full, want)
-    # That of the embeddings: logits may have been converted.
-    dtype = next(each.dtype for each in parts.decoder.parameters() if each.is_floating_point())
-    exact = dtype in ROUNDING
-    rounding = ROUNDING.get(dtype, OTHER_ROUNDING) * max(float(want.abs().max()), 1e-3)
-    bound = max((LARGEST_SHARE if exact else OTHER_LARGEST_SHARE) * effect, rounding)
+    dtype = _dtype(parts)
+    rounding = _rounding(dtype, want)
+    share = LARGEST_SHARE if dtype in ROUNDING else OTHER_LARGEST_SHARE
+    bound = max(share * effect, rounding)
     own, error = _apart(plain, full), _apart(found.float(), want)
     reason = None
     if not own <= bound:  # NaN is never small enough
@@ -371,6 +366,16 @@ def _left(cache: Any, row: int, prompt: int) -> list[tuple[Tensor, list[int]]]:
         if index in cache.propagated:
             reached = [each for each in cache.propagated[index][row].tolist() if each >= 0]
     return found
+
+
+def _dtype(parts: ModelParts) -> torch.dtype:
+    """That of the weights: logits may have been converted."""
+    return next(each.dtype for each in parts.decoder.parameters() if each.is_floating_point())
+
+
+def _rounding(dtype: torch.dtype, want: Tensor) -> float:
+    """How far apart logits as large as these may be that are the same but for rounding."""
+    return ROUNDING.get(dtype, OTHER_ROUNDING) * max(float(want.abs().max()), 1e-3)
 
 
 def _apart(found: Tensor, want: Tensor) -> float:
