@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where the user stopped it. Other than 0 comes with a line ``error: ...`` on stderr.
     """
     try:
+        # Transformers imports torchao where it is installed, which complains of what it lacks.
+        for noisy in ("torchao", "torch.utils._pytree"):
+            logging.getLogger(noisy).setLevel(logging.ERROR)
         require("typer", extra="cli")
         require("rich", extra="cli")
         from kvpolicy.evaluation.commands.app import run
