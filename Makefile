@@ -47,8 +47,9 @@ typecheck: $(VENV)/installed
 	$(BIN)/pip install --quiet --no-deps --target build/typecheck .
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p kvpolicy
 
+# Of tests with more than eight cases eight, spread over all; `make thorough` runs each.
 check: $(VENV)/installed
-	$(BIN)/pytest $(WORKERS)
+	$(BIN)/pytest $(WORKERS) --cases 8
 
 thorough: $(VENV)/installed
 	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest $(WORKERS)
@@ -65,7 +66,7 @@ $(OLDEST)/installed: pyproject.toml constraints.txt
 	touch $@
 
 oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/pytest $(WORKERS) tests/integrations
+	$(OLDEST)/bin/pytest $(WORKERS) --cases 3 tests/integrations
 
 # Every decoder of the installed Transformers, built tiny and held against its own dense attention.
 families: $(VENV)/installed

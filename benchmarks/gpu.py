@@ -228,9 +228,15 @@ def settings_of(options: argparse.Namespace, bench: Bench) -> dict[str, Any]:
         "dtype": str(dtype),
         "attention": model.config._attn_implementation,
         "sdpa_backend": sdpa_backend(spec, dtype, model.device),
-        "policies": {name: repr(policies[name] or "DynamicCache") for name in options.policies},
+        "policies": {
+            name: repr(policies[name]) if policies[name] else "DynamicCache"
+            for name in options.policies
+        },
         "compiled": {
-            "policies": {name: repr(policies[name] or "StaticCache") for name in options.compiled},
+            "policies": {
+                name: repr(policies[name]) if policies[name] else "StaticCache"
+                for name in options.compiled
+            },
             "config": "by generate itself" if compiling is None else compiling.to_dict(),
         },
     }

@@ -183,7 +183,10 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             "dtype": "torch.float32",
             "rounds": [options.rounds or rounds_for(point) for point in points],
             "new_tokens": options.new_tokens,
-            "policies": {name: repr(policy_of(name) or "DynamicCache") for name in METHODS},
+            "policies": {
+                name: repr(policy_of(name)) if policy_of(name) else "DynamicCache"
+                for name in METHODS
+            },
         },
         **facts(torch.device("cpu")),
         "points": [],

@@ -20,12 +20,20 @@ QUICK_TESTS_A_FILE = 2
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="the first tests of every file")
+    parser.addoption(
+        "--cases", type=int, metavar="N", help="of tests with more cases, N spread over all"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = items
     if config.getoption("--quick"):
         chosen = quick(items)
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    elif config.getoption("--cases"):
+        chosen = spread(items, config.getoption("--cases"))
+    if chosen is not items:
+        kept = set(chosen)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = chosen
 
 
@@ -44,6 +52,22 @@ def quick(items: list[pytest.Item]) -> list[pytest.Item]:
             seen.append(name)
             chosen.append(item)
     return chosen
+
+
+def spread(items: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """Of every test at most so many cases, the first and the last among them.
+
+    Families, policies and rows multiply to hundreds of cases; any few of them cover each.
+    """
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        cases.setdefault((item.path, name), []).append(item)
+    kept: set[pytest.Item] = set()
+    for each in cases.values():
+        count = min(most, len(each))
+        kept |= {each[round(at * (len(each) - 1) / max(count - 1, 1))] for at in range(count)}
+    return [item for item in items if item in kept]
 
 
 @pytest.fixture(autouse=True)
