@@ -170,7 +170,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def _check_filled_by(self, parts: ModelParts) -> None:
         if self._reader.tokens is None:
-            room = self.max_new_tokens or 0
+            room = self._reader.room
             self.layers[:] = [layer_for(kind, self.storage, room) for kind in parts.kinds]
         elif len(self.layers) != parts.num_layers:
             raise ValueError(
@@ -228,6 +228,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
                     self._check_precision(keys.dtype, dtype)
                     # The same model, loaded in another precision. Not yet into the cache's storage.
                     layer.held = PlainStorage().hold(keys.to(dtype), values.to(dtype))
+                    layer.observed = layer.observed.in_precision(dtype)
             layer.move_to(parts.device_of(index), self._reader.tokens.to(parts.device_of(index)))
 
     def _check_precision(self, saved: torch.dtype, own: torch.dtype) -> None:
@@ -306,7 +307,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         policy = saved.policy_of(path, policy)
         cache = cls(policy, storage, max_new_tokens=max_new_tokens)
         for layer in saved.layers:
-            layer.storage, layer.room = cache.storage, max_new_tokens or 0
+            layer.storage, layer.room = cache.storage, cache._reader.room
         cache.layers[:] = saved.layers
         cache._reader.propagated = saved.propagated
         cache._reader.tokens, cache._reader.starts_turn = saved.tokens, saved.starts_turn
@@ -478,6 +479,10 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back tokens that were appended since the policy last acted.
+
+        Where it evicts while it decodes, since layers last chose: what went cannot come back. The
+        queries of what is taken back are forgotten; of those before them there are then as many
+        fewer to choose by, until others come.
 
         Args:
             tokens_to_remove: Minus their number, as in Transformers.

@@ -175,6 +175,12 @@ def check_generation(
             f"prefill_chunk_size must be None where {cache.policy} drops tokens, got "
             f"{config.prefill_chunk_size}; the prompt must come in one forward"
         )
+    if mode == GenerationMode.ASSISTED_GENERATION and cache.policy.decoding is not None:
+        raise UnsupportedGenerationError(
+            "assistant_model and prompt_lookup_num_tokens must be None with a policy that evicts "
+            f"while it decodes, got {cache.policy}: what went for draft tokens that are then "
+            "refused cannot come back"
+        )
     if mode == GenerationMode.ASSISTED_GENERATION and (
         config.output_attentions or (config.output_hidden_states and drops)
     ):

@@ -28,6 +28,7 @@ from kvpolicy.integrations.transformers.forward.chunked_prefill import (
     LastChunkForward,
     joined_outputs,
 )
+from kvpolicy.integrations.transformers.forward.decoding import DecodingForward
 from kvpolicy.integrations.transformers.forward.inputs import (
     check_step,
     inputs_of,
@@ -214,6 +215,15 @@ class Reader:
             )
 
     @property
+    def room(self) -> int:
+        """Slots that a layer is to have memory for behind what the policy keeps."""
+        longest = self.max_new_tokens
+        if self.policy.decoding is None:
+            return longest or 0
+        every = self.policy.decoding.every
+        return every if longest is None else min(longest, every)
+
+    @property
     def seen(self) -> int:
         """Columns seen, padding included."""
         return 0 if self.tokens is None else self.tokens.seen
@@ -352,7 +362,9 @@ class Reader:
         }
         if not acts:
             if ends:
-                forward = Forward(self.placed, self.layers, incoming, **kind)
+                bounded = self.placed.decoding is not None
+                append = DecodingForward if bounded else Forward
+                forward = append(self.placed, self.layers, incoming, **kind)
             else:
                 chunks = self.chunks or Chunks(self.placed.num_queries)
                 forward = ChunkForward(self.placed, self.layers, incoming, chunks=chunks, **kind)

@@ -10,6 +10,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvpolicy.errors import NotAttachedError
 from kvpolicy.integrations.transformers.model.parallel import Spread
+from kvpolicy.integrations.transformers.model.routing import Scores
+from kvpolicy.integrations.transformers.state.observed import Observed
 from kvpolicy.integrations.transformers.state.storage import Held, Plain, PlainStorage, Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_positions, gather_slots
@@ -31,6 +33,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         ragged: Whether heads of one row do.
         spread: How the model's heads of this layer are spread over processes.
         attends: Whether the layer has keys and values at all.
+        observed: What it remembers of an answer, for the policy to choose by while it is decoded.
+        scores: How its attention makes scores of products; None before the first forward that a
+            policy acts on.
     """
 
     attends = True
@@ -48,6 +53,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.ragged = False
         self.query_heads = 0
         self.spread = Spread()
+        self.observed = Observed()
+        self.scores: Scores | None = None
         self._chosen: Tensor | None = None  # positions of what the policy kept, without appended
         self._tokens: SeenTokens | None = None
 
@@ -92,8 +99,15 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         """Slots per row and head that there is memory for."""
         return 0 if self.held is None else self.held.capacity
 
-    def store(self, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor) -> None:
-        """Keep some slots of all that the layer sees.
+    def store(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        kept: Tensor,
+        carried: Tensor | None = None,
+    ) -> None:
+        """Keep some slots of all that the layer sees; no query is remembered then.
 
         Args:
             keys: ``[batch, kv_heads, key_len, head_dim]``, as attention or, where it expands them,
@@ -101,7 +115,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             values: Likewise.
             positions: ``[batch, kv_heads or 1, key_len]``; of 1 where one choice is for all heads.
             kept: ``[batch, kv_heads or 1, kept_len]``.
+            carried: ``[batch, heads, key_len, carries]``, what a scorer carries for each; None
+                for nothing.
         """
+        self.observed = Observed(carried=None if carried is None else gather_slots(carried, kept))
         everything = torch.arange(keys.shape[2], device=kept.device)
         as_many = kept.shape[2] == keys.shape[2]  # asked first: to compare waits for the device
         if not (as_many and torch.equal(kept, torch.where(positions >= 0, everything, -1))):
@@ -134,6 +151,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.held is not None and self._chosen is not None:
             keys, values = self.held.read()
             self.load(keys.to(device), values.to(device), self._chosen.to(device), tokens)
+            self.observed = self.observed.to(device)
 
     def append(self, keys: Tensor, values: Tensor, tokens: SeenTokens) -> tuple[Tensor, Tensor]:
         """Add the tokens of one forward behind what is held, and return all of it.
@@ -180,21 +198,23 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         """Take back the last ``count`` appended slots."""
         if count and self.held is not None:
             self.held = self.held.first(self.kept_len - count)
+            self.observed = self.observed.without_last(count)
 
     def take_rows(self, rows: Tensor, tokens: SeenTokens) -> None:
         """Continue with the rows ``[count]`` of the batch, whose tokens are ``tokens``."""
         if self.held is not None and self._chosen is not None:
             self.held = self.held.rows(rows)
             self._chosen = self._chosen.index_select(0, rows.to(self._chosen.device))
+            self.observed = self.observed.rows(rows)
         self.follow(tokens)
 
     def state(self) -> State:
         """All that `restore` needs to bring the layer back to this moment."""
-        return self.held, self._chosen, self.padded, self.ragged, self._tokens
+        return self.held, self._chosen, self.padded, self.ragged, self._tokens, self.observed
 
     def restore(self, state: State) -> None:
         """Bring the layer back to the moment of `state`."""
-        self.held, self._chosen, self.padded, self.ragged, self._tokens = state
+        self.held, self._chosen, self.padded, self.ragged, self._tokens, self.observed = state
         self.is_initialized = self.held is not None
 
     def nbytes(self) -> int:
@@ -234,4 +254,4 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _nothing(self) -> State:
         """The state of a layer that holds nothing."""
-        return (None, None, False, False, None)
+        return (None, None, False, False, None, Observed())

@@ -23,6 +23,8 @@ class LayerReport:
             numbers of tokens, all have as many slots as the one that keeps most.
         holds_tokens: Whether the layer has keys and values at all; others hold a state, which is as
             large in a full cache, or nothing.
+        observed_bytes: Bytes of the queries and sums that a policy chooses by while it decodes,
+            which a full cache has none of; not among ``held_bytes``.
     """
 
     seen: int
@@ -31,6 +33,7 @@ class LayerReport:
     full_bytes: int
     padding_bytes: int = 0
     holds_tokens: bool = True
+    observed_bytes: int = 0
 
     @property
     def share(self) -> float:
@@ -82,7 +85,8 @@ class CacheReport:
             held = layer.nbytes() * layer.kept_len // max(layer.capacity, 1)
             full = batch * kv_heads * columns * slot_bytes
             padding = held * (positions.numel() - tokens) // max(positions.numel(), 1)
-            reports.append(LayerReport(seen, tokens / positions.shape[1], held, full, padding))
+            kept, observed = tokens / positions.shape[1], layer.observed.nbytes()
+            reports.append(LayerReport(seen, kept, held, full, padding, observed_bytes=observed))
         return CacheReport(tuple(reports))
 
     @property
@@ -95,6 +99,7 @@ class CacheReport:
             held_bytes=sum(layer.held_bytes for layer in self.layers),
             full_bytes=sum(layer.full_bytes for layer in self.layers),
             padding_bytes=sum(layer.padding_bytes for layer in self.layers),
+            observed_bytes=sum(layer.observed_bytes for layer in self.layers),
         )
 
     def __str__(self) -> str:
@@ -108,5 +113,9 @@ class CacheReport:
             lines.append(
                 f"{name:<5}{row.seen:>12,}{kept:>12}{row.held_bytes:>15,}"
                 f"{row.padding_bytes:>13,}{row.full_bytes:>16,}{row.share:>7.1%}"
+            )
+        if self.total.observed_bytes:
+            lines.append(
+                f"and {self.total.observed_bytes:,} bytes of queries and sums to choose by"
             )
         return "\n".join(lines)

@@ -13,7 +13,7 @@ from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer, S
 
 # What the states of convolutions and the others are called, before their numbers.
 PARTS = ("conv", "recurrent")
-_OF_KEYS = ("keys", "values", "positions")
+_OF_KEYS = ("keys", "values", "positions", "queries", "carried")
 # More than any layer has, so that a broken file makes no room for what is not there.
 _MOST = 64
 

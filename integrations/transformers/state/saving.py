@@ -17,6 +17,7 @@ from kvpolicy.checks import check_kind
 from kvpolicy.description import Description, describe, from_description
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.model_print import ModelPrint
+from kvpolicy.integrations.transformers.state.observed import Observed
 from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
 from kvpolicy.integrations.transformers.state.saved_contents import check_contents
 from kvpolicy.integrations.transformers.state.saved_states import (
@@ -28,7 +29,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
 FORMAT = "kvpolicy-cache"
-VERSION = 2
+VERSION = 3
 
 
 @attrs.frozen(eq=False)
@@ -88,6 +89,9 @@ class SavedCache:
             if held is not None:
                 found[f"layers.{index}.keys"], found[f"layers.{index}.values"] = held.read()
                 found[f"layers.{index}.positions"] = positions
+            for name in ("queries", "carried"):
+                if getattr(layer.observed, name) is not None:
+                    found[f"layers.{index}.{name}"] = getattr(layer.observed, name)
         found |= state_tensors(self.layers)
         for name in ("valid", "ids", "lengths", "appended", "skipped", "kinds"):
             if getattr(self.tokens, name) is not None:
@@ -140,12 +144,23 @@ class SavedCache:
 
         Raises:
             TypeError: ``policy`` is no `CachePolicy`.
-            ValueError: ``policy`` is another, or must be given.
+            ValueError: ``policy`` is another, or must be given; or the layers carry what its
+                scorer does not.
         """
         try:
-            return self._built_policy(path) if policy is None else self._same(path, policy)
+            policy = self._built_policy(path) if policy is None else self._same(path, policy)
         except RecursionError as error:
             raise _broken(path, f"policy is nested too deeply: {error}") from None
+        carries = 0 if policy.decoding is None else policy.decoding.carries
+        for index, layer in enumerate(self.layers):
+            carried = layer.observed.carried
+            if carried is not None and carried.shape[3] != carries:
+                raise _broken(
+                    path,
+                    f"layers.{index}.carried must hold the {carries} numbers a key that the "
+                    f"policy's scorer carries, got {carried.shape[3]}",
+                )
+        return policy
 
     def _built_policy(self, path: str | os.PathLike[str]) -> CachePolicy:
         try:
@@ -231,6 +246,10 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
             keys, values, positions = (tensors[f"layers.{index}.{name}"] for name in names)
             layer.load(keys, values, positions, tokens)
             layer.query_heads = query_heads
+            queries, carried = (
+                tensors.get(f"layers.{index}.{name}") for name in ("queries", "carried")
+            )
+            layer.observed = Observed(queries, tokens.seen, carried)
         layers.append(layer)
     propagated = {
         int(name.partition(".")[2]): tensor

@@ -126,6 +126,15 @@ class SeenTokens:
                 text[:, start : start + known.shape[1]] = known
         return text
 
+    def settled(self) -> SeenTokens:
+        """With nothing that counts as appended: the policy has acted on all of it."""
+        return attrs.evolve(
+            self,
+            appended=self.appended[:, :0],
+            acted_ids=self.ids,
+            appended_ids=self.appended_ids[:, :0],
+        )
+
     def kinds_at(self, positions: Tensor) -> Tensor | None:
         """The kinds of the tokens at ``positions`` ``[batch, kv_heads, key_len]``; None as there.
 
