@@ -253,6 +253,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 was.
         """
         self._reader.abandon_forward()
+        self._reader.read_queries()
         if self._reader.tokens is None or self._reader.chunks is not None:
             raise ValueError("cache must have read a prompt to be saved, got one that has not")
         SavedCache(
@@ -316,6 +317,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def report(self) -> CacheReport:
         """Tokens and bytes held against what a full cache would hold; prints as a table."""
+        self._reader.read_queries()
         return CacheReport.of(self.layers, sum(self.seen_lengths), self.get_seq_length())
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.append import Forward, cut_arguments
-from kvpolicy.integrations.transformers.forward.choosing import Near, carried_for
+from kvpolicy.integrations.transformers.forward.decoding.choosing import Near, carried_for
 from kvpolicy.integrations.transformers.forward.inputs import take_columns
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
 from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
@@ -172,6 +172,7 @@ class ActingForward(Forward):
         layer, window = self.layers[index], self._window(index)
         layer.query_heads, layer.scores = inputs.queries.shape[1], inputs.scores
         context = self._with_carried(layer, self._context(index, inputs))
+        layer.expands = context.stored is not None
         assert self._pending is not None
         keys, values = self._pending
         self._pending = None

@@ -28,7 +28,8 @@ from kvpolicy.integrations.transformers.forward.chunked_prefill import (
     LastChunkForward,
     joined_outputs,
 )
-from kvpolicy.integrations.transformers.forward.decoding import DecodingForward
+from kvpolicy.integrations.transformers.forward.decoding.bounded import DecodingForward
+from kvpolicy.integrations.transformers.forward.decoding.static_choosing import StaticChoice
 from kvpolicy.integrations.transformers.forward.inputs import (
     check_step,
     inputs_of,
@@ -46,6 +47,7 @@ from kvpolicy.integrations.transformers.forward.static_decoding import (
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.model.care import Care
+from kvpolicy.integrations.transformers.model.kinds import LatentAttention
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
@@ -484,7 +486,15 @@ class Reader:
         plain = isinstance(self.storage, PlainStorage)
         # A state is a tensor of one size, but is copied before every forward.
         grows = not any(isinstance(layer, RecurrentLayer) for layer in self.layers)
+        grows = grows and not (self.policy.decoding is not None and self._expands)
         return self.max_new_tokens is not None and plain and self._may_be_static and grows
+
+    @property
+    def _expands(self) -> bool:
+        """Whether attention makes keys of what layers hold, which no step shows between steps."""
+        kinds = [] if self.attachment is None else self.attachment.parts.kinds
+        latent = any(isinstance(kind, LatentAttention) for kind in kinds)
+        return latent or any(layer.expands for layer in self.layers)
 
     def mask_of_step(self, attention_mask: Tensor | None) -> Tensor | None:
         """The mask that `generate` is to give the model at the next forward.
@@ -504,7 +514,10 @@ class Reader:
         tokens = self.tokens
         assert tokens is not None
         if self.static is not None and self.static.steps == self.static.room:
-            self.end_static()
+            if self.placed.decoding is None or not self._choose_static():
+                self.end_static()
+            tokens = self.tokens
+            assert tokens is not None
         if self.static is None:
             # From then on nothing but `generate` itself makes masks longer and tokens more.
             if attention_mask is not None:
@@ -526,11 +539,36 @@ class Reader:
         assert self.max_new_tokens is not None
         self.abandon_forward()
         parts, tokens = self.attachment.parts, self.tokens
+        decoding, room = self.placed.decoding, self.max_new_tokens
+        if decoding is not None:
+            room = decoding.every - tokens.appended.shape[1]
         self.static = StaticDecoding.of(
-            self.layers, tokens, parts.windows, parts.implementation, self.max_new_tokens
+            self.layers, tokens, parts.windows, parts.implementation, room, decoding
         )
         layers = [BeforeLayer.of(index, layer) for index, layer in enumerate(parts.layers)]
-        self.attachment.decode(before_decoder, layers)
+        observes = decoding is not None and decoding.num_queries != 0
+        self.attachment.decode(before_decoder, layers, observes=observes)
+
+    def _choose_static(self) -> bool:
+        """Let layers choose between two steps; whether the next goes into the same buffers."""
+        static, tokens = self.static, self.tokens
+        assert static is not None
+        assert static.choice is not None
+        assert tokens is not None
+        static.choice.check_noted(static.steps)
+        static.read_queries(self.layers, tokens.seen)
+        static.choice.choose(self.layers, tokens)
+        self._take_chosen(static.choice)
+        static.rests = True
+        assert self.tokens is not None
+        return static.go_on(self.layers, self.tokens)
+
+    def _take_chosen(self, choice: StaticChoice) -> None:
+        choice.take()
+        assert self.tokens is not None
+        self.tokens = self.tokens.settled()
+        for layer in self.layers:
+            layer.follow(self.tokens)
 
     def end_static(self, *, failed: bool = False) -> None:
         """Go on with buffers that grow; take back a token that not every layer has written.
@@ -545,14 +583,25 @@ class Reader:
         assert self.attachment is not None
         assert self.tokens is not None
         self.attachment.attach()
+        choice = static.choice
+        if choice is not None and choice.pending:  # it was interrupted in between
+            self._take_chosen(choice)
+            return
         for layer in self.layers:
             layer.release()
+        if static.rests:
+            return
         count = max(static.unwritten(), int(failed and static.steps > 0))
+        static.read_queries(self.layers, self.tokens.seen)
         if count:
             self.tokens = self.tokens.without_last(count)
             for layer in self.layers:
                 layer.drop_last(count)
                 layer.follow(self.tokens)
+        if choice is not None and self.tokens.appended.shape[1] >= choice.decoding.every:
+            choice.check_noted(static.steps)
+            choice.choose(self.layers, self.tokens)
+            self._take_chosen(choice)
 
     def fail_forward(self) -> None:
         """Take back a forward of the decoder, unless it was refused as another thread's."""
@@ -595,14 +644,22 @@ class Reader:
         self.starts_turn, self.prompt_end = before.starts_turn, before.prompt_end
         self.chunks = before.chunks
 
+    def read_queries(self) -> None:
+        """Let layers remember the queries that are in fixed buffers."""
+        if self.static is not None and self.tokens is not None and not self.static.rests:
+            self.static.read_queries(self.layers, self.tokens.seen)
+
     def __getstate__(self) -> dict[str, Any]:
         """All but what binds the cache to a model: a copy is attached to nothing."""
+        self.read_queries()
         # A forward under way, or one that was interrupted, is not part of the copy.
         held = self._before_call or self._undo or self._snapshot()
         layers = [each.fresh() for each in self.layers]
         for layer, own, each in zip(layers, self.layers, held.layers, strict=True):
             layer.restore(each)
             layer.query_heads, layer.spread = own.query_heads, own.spread
+            if self.static is not None and self.static.choice is not None:
+                layer.own()  # what is bounded is written over
         return {
             **self.__dict__,
             "layers": layers,

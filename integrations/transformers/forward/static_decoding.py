@@ -9,6 +9,7 @@ which tokens have been seen, is kept outside of what is compiled.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -17,8 +18,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import Cache
 
+from kvpolicy.decoding import DecodingEviction
 from kvpolicy.errors import UnsupportedGenerationError
+from kvpolicy.integrations.transformers.forward.decoding.static_choosing import StaticChoice
 from kvpolicy.integrations.transformers.model.masks import Mask, Visibility
+from kvpolicy.integrations.transformers.model.routing import observed_by
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
@@ -87,6 +91,76 @@ class StaticMask:
         self.slot += 1
 
 
+@attrs.define(eq=False)
+class LayerMasks:
+    """The masks of all layers; those that hold equally much, none of it padding, share one.
+
+    Args:
+        masks: Each once.
+        places: By layer, its mask's place among them.
+    """
+
+    masks: list[StaticMask]
+    places: list[int]
+
+    @staticmethod
+    def of(
+        layers: Sequence[PolicyLayer],
+        tokens: SeenTokens,
+        windows: Sequence[int | None],
+        implementation: str,
+        capacities: Sequence[int],
+        room: int,
+    ) -> LayerMasks:
+        """The masks of the next token.
+
+        Args:
+            layers: What each layer holds.
+            tokens: Those seen.
+            windows: Each layer's sliding window; None where it sees all.
+            implementation: The model's attention implementation.
+            capacities: By layer, the slots of its buffers.
+            room: The most tokens to come.
+        """
+        found: dict[Any, StaticMask] = {}
+        kinds = []
+        for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
+            assert layer.held is not None
+            how = capacities[index], implementation, layer.dtype
+            slides = window is not None and window < tokens.seen + room
+            alike = (layer.kept_len, capacities[index], layer.device)
+            kind: Any = index if slides or layer.padded else alike
+            if slides and window is not None:
+                found[kind] = StaticMask.sliding(layer, tokens, window, *how)
+            elif kind not in found:
+                found[kind] = StaticMask.of(layer, *how)
+            kinds.append(kind)
+        places = {kind: place for place, kind in enumerate(found)}
+        return LayerMasks(list(found.values()), [places[kind] for kind in kinds])
+
+    def of_layer(self, index: int) -> StaticMask:
+        """A layer's mask."""
+        return self.masks[self.places[index]]
+
+    def advance(self, step: int) -> None:
+        """Show the token of a step, counted from 0."""
+        for mask in self.masks:
+            mask.advance(step)
+
+    def take(self, others: LayerMasks) -> bool:
+        """Become others in the same memory, if they are of the same layers and fit its shapes."""
+        pairs = list(zip(self.masks, others.masks, strict=False))
+        if self.places != others.places or not all(
+            torch.broadcast_shapes(own.mask.shape, new.mask.shape) == own.mask.shape
+            for own, new in pairs
+        ):
+            return False
+        for own, new in pairs:
+            own.mask.copy_(new.mask)
+            own.slot, own.window = new.slot, new.window
+        return True
+
+
 def _tensor(mask: Mask) -> Tensor:
     assert isinstance(mask, Tensor)  # those of `IMPLEMENTATIONS` are
     return mask
@@ -108,6 +182,11 @@ class StaticKeys:
     filled: Tensor
     mask: Tensor
 
+    @property
+    def capacity(self) -> int:
+        """Slots."""
+        return self.keys.shape[2]
+
     def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write one token; returns the whole buffers, whose unused slots the mask hides."""
         self.keys.index_copy_(2, self.filled, keys)
@@ -124,18 +203,23 @@ class StaticDecoding:
         layers: Every layer's buffers.
         positions: ``[batch, 1]`` int64: rotary positions of the token at hand, where a restart left
             tokens out; None where they are those that the model is given.
-        masks: Those of the layers, each once.
-        starts: By layer, the slots taken when decoding began.
+        masks: Those of the layers.
         room: Tokens there is room for.
-        steps: Tokens whose forward has been asked for.
+        starts: By layer, the slots taken when decoding began, or when layers last chose.
+        choice: How layers stay bounded; None where they do not.
+        steps: Tokens whose forward has been asked for since.
+        rests: Whether the layers hold what they have chosen in memory of their own, and the buffers
+            nothing.
     """
 
     layers: list[StaticKeys]
     positions: Tensor | None
-    masks: list[StaticMask]
-    starts: list[int]
+    masks: LayerMasks
     room: int
+    starts: list[int]
+    choice: StaticChoice | None = None
     steps: int = 0
+    rests: bool = False
 
     @staticmethod
     def of(
@@ -144,6 +228,7 @@ class StaticDecoding:
         windows: list[int | None],
         implementation: str,
         room: int,
+        decoding: DecodingEviction | None = None,
     ) -> StaticDecoding:
         """Take up what a prompt has left.
 
@@ -152,35 +237,40 @@ class StaticDecoding:
             tokens: Those seen.
             windows: Each layer's sliding window; None where it sees all.
             implementation: The model's attention implementation.
-            room: The most tokens to come.
+            room: The most tokens to come; with ``decoding``, before layers choose.
+            decoding: What bounds the layers.
         """
+        choice = None
+        if decoding is not None:
+            choice = StaticChoice.of(decoding, layers, windows, implementation)
+        held = [
+            layer.claim(None if choice is None else choice.capacity_for(index, layer))
+            for index, layer in enumerate(layers)
+        ]
+        capacities = [keys.shape[2] for keys, _ in held]
+        masks = LayerMasks.of(layers, tokens, windows, implementation, capacities, room)
         buffers: list[StaticKeys] = []
-        masks: dict[Any, StaticMask] = {}
-        starts = [layer.kept_len for layer in layers]
-        for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
-            keys, values = layer.claim()
-            kind: Any = (layer.kept_len, keys.shape[2], keys.device)
-            if window is not None and window < tokens.seen + room:
-                how = window, keys.shape[2], implementation, keys.dtype
-                masks[index] = mask = StaticMask.sliding(layer, tokens, *how)
-            elif layer.padded or kind not in masks:
-                # Layers that hold equally much, none of it padding, see alike.
-                mask = StaticMask.of(layer, keys.shape[2], implementation, keys.dtype)
-                masks[index if layer.padded else kind] = mask
-            else:
-                mask = masks[kind]
+        for index, (layer, (keys, values)) in enumerate(zip(layers, held, strict=True)):
             filled = torch.full((1,), layer.kept_len, device=keys.device)
-            for tensor in (keys, values, filled, mask.mask):
+            mask, ring = masks.of_layer(index).mask, None if choice is None else choice.rings[index]
+            tensors = [keys, values, filled, mask]
+            if ring is not None:
+                # Attention is given it, and shows its queries to whom it names.
+                mask = observed_by(mask.view(mask.shape), ring)
+                tensors += [mask, ring.queries, ring.slot, ring.noted]
+            for tensor in tensors:
                 # One address for as long as it lives, which CUDA graphs have to be told.
                 torch._dynamo.mark_static_address(tensor)
-            buffers.append(StaticKeys(keys, values, filled, mask.mask))
+            buffers.append(StaticKeys(keys, values, filled, mask))
         positions = None if tokens.skipped is None else torch.zeros_like(tokens.lengths)[:, None]
-        return StaticDecoding(buffers, positions, list(masks.values()), starts, room)
+        starts = [layer.kept_len for layer in layers]
+        return StaticDecoding(buffers, positions, masks, room, starts, choice)
 
     def advance(self, positions: Tensor) -> None:
         """Make ready for the next token, which is read at ``positions`` ``[batch, 1]``."""
-        for mask in self.masks:
-            mask.advance(self.steps)
+        self.masks.advance(self.steps)
+        if self.choice is not None:
+            self.choice.advance(self.steps)
         if self.positions is not None:
             self.positions.copy_(positions)
         self.steps += 1
@@ -191,6 +281,39 @@ class StaticDecoding:
         filled = torch.stack([each.filled.to(device) for each in self.layers])
         written = filled - torch.tensor(self.starts, device=device)[:, None]
         return self.steps - int(written.min())
+
+    def read_queries(self, layers: list[PolicyLayer], seen: int) -> None:
+        """Let the layers remember the queries of the steps so far; ``seen`` are the columns."""
+        if self.choice is not None:
+            self.choice.read(layers, self.steps, seen)
+
+    def go_on(self, layers: list[PolicyLayer], tokens: SeenTokens) -> bool:
+        """Go on in the same buffers with what the layers have just chosen.
+
+        Args:
+            layers: What each layer holds, in memory of its own.
+            tokens: Those seen.
+
+        Returns:
+            Whether what is held fits the buffers and the shapes of the masks: else nothing has
+            changed, and others are to be made.
+        """
+        choice = self.choice
+        assert choice is not None
+        capacities = [each.capacity for each in self.layers]
+        of_layers = enumerate(zip(layers, capacities, strict=True))
+        if not all(choice.fits(index, layer, capacity) for index, (layer, capacity) in of_layers):
+            return False
+        how = choice.windows, choice.implementation, capacities, self.room
+        if not self.masks.take(LayerMasks.of(layers, tokens, *how)):
+            return False
+        for layer, buffers in zip(layers, self.layers, strict=True):
+            layer.move_into(buffers.keys, buffers.values)
+            buffers.filled.fill_(layer.kept_len)
+        choice.load(layers)
+        self.starts, self.steps = [layer.kept_len for layer in layers], 0
+        self.room, self.rests = choice.decoding.every, False
+        return True
 
 
 # Hooks know no cache but the one in the call: what was compiled with one is right for all. Those of

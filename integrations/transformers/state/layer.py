@@ -36,6 +36,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         observed: What it remembers of an answer, for the policy to choose by while it is decoded.
         scores: How its attention makes scores of products; None before the first forward that a
             policy acts on.
+        expands: Whether attention makes keys of more heads of what is held.
     """
 
     attends = True
@@ -55,6 +56,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.spread = Spread()
         self.observed = Observed()
         self.scores: Scores | None = None
+        self.expands = False
         self._chosen: Tensor | None = None  # positions of what the policy kept, without appended
         self._tokens: SeenTokens | None = None
 
@@ -106,6 +108,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         positions: Tensor,
         kept: Tensor,
         carried: Tensor | None = None,
+        *,
+        room: int | None = None,
     ) -> None:
         """Keep some slots of all that the layer sees; no query is remembered then.
 
@@ -117,6 +121,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             kept: ``[batch, kv_heads or 1, kept_len]``.
             carried: ``[batch, heads, key_len, carries]``, what a scorer carries for each; None
                 for nothing.
+            room: Slots to have memory for behind what is kept; the layer's own if None.
         """
         self.observed = Observed(carried=None if carried is None else gather_slots(carried, kept))
         everything = torch.arange(keys.shape[2], device=kept.device)
@@ -124,15 +129,15 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         if not (as_many and torch.equal(kept, torch.where(positions >= 0, everything, -1))):
             keys, values = gather_slots(keys, kept), gather_slots(values, kept)
             positions = gather_positions(positions, kept)
-        self._hold(keys, values, positions)
+        self._hold(keys, values, positions, self.room if room is None else room)
 
     def load(self, keys: Tensor, values: Tensor, chosen: Tensor, tokens: SeenTokens) -> None:
         """Hold what a file has: ``chosen`` are the positions of what the policy kept."""
-        self._hold(keys, values, chosen)
+        self._hold(keys, values, chosen, self.room)
         self.follow(tokens)
 
-    def _hold(self, keys: Tensor, values: Tensor, chosen: Tensor) -> None:
-        self.held = self.storage.hold(keys, values).with_room(self.room)
+    def _hold(self, keys: Tensor, values: Tensor, chosen: Tensor, room: int) -> None:
+        self.held = self.storage.hold(keys, values).with_room(room)
         self._chosen = chosen
         valid = chosen >= 0
         self.padded = not bool(valid.all())
@@ -168,16 +173,31 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.held = self.held.appended(keys, values)
         return self.held.read()
 
-    def claim(self) -> tuple[Tensor, Tensor]:
+    def claim(self, capacity: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values ``[batch, kv_heads, capacity, head_dim]`` with room, to be written to.
 
         Until `release`, only whoever has claimed them appends, and tells so by `written`.
+
+        Args:
+            capacity: Slots of buffers that nobody else holds, so that any slot may be written to;
+                None for those there are, with the layer's room behind what is held.
         """
         assert isinstance(self.held, Plain)
-        held = self.held.with_room(self.room)
+        held = self.held.with_room(self.room) if capacity is None else self.held.moved(capacity)
         assert isinstance(held, Plain)
         self.held = held
         return held.claim()
+
+    def move_into(self, keys: Tensor, values: Tensor) -> None:
+        """Hold the same in buffers that `claim` has given before, which are claimed again."""
+        assert isinstance(self.held, Plain)
+        self.held = self.held.into(keys, values)
+        self.held.claim()
+
+    def own(self) -> None:
+        """Hold the same in memory that nobody else writes to."""
+        if isinstance(self.held, Plain):
+            self.held = self.held.moved(self.kept_len)
 
     def written(self, tokens: SeenTokens) -> None:
         """One more slot of what was claimed is taken; ``tokens`` have been seen then."""

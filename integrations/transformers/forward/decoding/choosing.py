@@ -193,9 +193,9 @@ class Chosen:
     carried: Tensor | None
     observed: Observed | None
 
-    def store(self) -> None:
-        """Let the layer hold it."""
-        layer = self.held.layer
-        layer.store(*self.held.stored, self.held.positions, self.indices, self.carried)
+    def store(self, *, room: int | None = None) -> None:
+        """Let the layer hold it, with memory for ``room`` more; the layer's own if None."""
+        layer, positions = self.held.layer, self.held.positions
+        layer.store(*self.held.stored, positions, self.indices, self.carried, room=room)
         if self.observed is not None:
             layer.observed = attrs.evolve(self.observed, carried=layer.observed.carried)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.integrations.transformers.forward.append import Forward
-from kvpolicy.integrations.transformers.forward.choosing import Held
+from kvpolicy.integrations.transformers.forward.decoding.choosing import Held
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
