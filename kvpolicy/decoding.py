@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.asking import Checks, advanced, kept_by, saliency_of
+from kvpolicy.brief import brief
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
@@ -62,6 +63,9 @@ class DecodingEviction:
                     f"scorer must be a Scorer, since {self.selector} needs saliency, got None"
                 )
             check_tail(self.scorer, self.selector)
+
+    def __str__(self) -> str:
+        return brief(self)
 
     @property
     def num_queries(self) -> int | None:

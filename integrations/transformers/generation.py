@@ -99,8 +99,9 @@ class Turn:
     def note_answer(self, cache: PolicyCache, output: Any) -> None:
         """Let a cache know the ids of an answer, which no forward into fixed buffers tells."""
         sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", None)
-        if self.may_be_static and isinstance(sequences, Tensor) and self.given.context_len:
-            cache.reader.note_answer(sequences[:, self.given.ids_len :])
+        first = self.given.context_len
+        if self.may_be_static and isinstance(sequences, Tensor) and first:
+            cache.reader.note_answer(sequences[:, self.given.ids_len :], first)
 
 
 class _StepMasks:

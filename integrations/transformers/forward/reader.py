@@ -286,6 +286,7 @@ class Reader:
         self._undo_forward(self._undo)
         self._check_cache_is_used(arguments)
         self._call_read = True
+        self._choose_if_due()
         before = self._snapshot()
         ends = True
         if self.acts_next and self.prompt_end is not None:
@@ -394,14 +395,15 @@ class Reader:
                 return ids
         return None
 
-    def note_answer(self, ids: Tensor) -> None:
+    def note_answer(self, ids: Tensor, first: int) -> None:
         """Learn the ids of an answer that was decoded into buffers of a fixed size.
 
         Args:
             ids: ``[batch, count]``; the last ones may not have been read.
+            first: The column of the first.
         """
         if self.tokens is not None and len(ids) == self.tokens.batch:
-            self.tokens = self.tokens.with_answer(ids)
+            self.tokens = self.tokens.with_answer(ids, first)
             for layer in self.layers:
                 layer.follow(self.tokens)
 
@@ -563,6 +565,20 @@ class Reader:
         assert self.tokens is not None
         return static.go_on(self.layers, self.tokens)
 
+    def _choose_if_due(self) -> None:
+        """Let layers choose now where they were to do so between two steps, as in a copy."""
+        decoding, tokens = self.placed.decoding, self.tokens
+        if decoding is None or tokens is None or self.acts_next:
+            return
+        known = all(layer.scores is not None for layer in self.layers if layer.held is not None)
+        if tokens.appended.shape[1] < decoding.every or not known:
+            return
+        assert self.attachment is not None
+        parts = self.attachment.parts
+        choice = StaticChoice(decoding, parts.windows, parts.implementation, [])
+        choice.choose(self.layers, tokens)
+        self._take_chosen(choice)
+
     def _take_chosen(self, choice: StaticChoice) -> None:
         choice.take()
         assert self.tokens is not None
@@ -658,6 +674,7 @@ class Reader:
         for layer, own, each in zip(layers, self.layers, held.layers, strict=True):
             layer.restore(each)
             layer.query_heads, layer.spread = own.query_heads, own.spread
+            layer.scores, layer.expands = own.scores, own.expands
             if self.static is not None and self.static.choice is not None:
                 layer.own()  # what is bounded is written over
         return {
