@@ -203,4 +203,4 @@ def test_a_choice_that_is_interrupted_is_finished(
     assert_same_state(cache, want)
     assert str(cache.report()) == str(want.report())
     later = torch.randint(1, 97, (2, 20))
-    assert torch.equal(go_on(model, cache, later), go_on(model, want, later))
+    assert torch.allclose(go_on(model, cache, later), go_on(model, want, later), atol=1e-4)
