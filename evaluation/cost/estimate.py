@@ -144,9 +144,9 @@ def estimate(
         ValueError: ``context_len`` is below 1, or a layer of the policy lies outside the model.
 
     Example:
-        >>> from kvpolicy.evaluation.cost.presets import PRESETS
+        >>> from kvpolicy.evaluation import load_shape
         >>> from kvpolicy.policies import FastKV
-        >>> found = estimate(FastKV(), PRESETS["llama-3.1-8b"], 131072)
+        >>> found = estimate(FastKV(), load_shape("llama-3.1-8b"), 131072)
         >>> round(found.compute_rate, 2), round(found.speedup, 2), round(found.kv_share, 2)
         (0.6, 1.84, 0.1)
 
