@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
@@ -31,7 +32,7 @@ from tests.integrations.support.conversation import (
 )
 from tests.reference import Act, Method, random_tokens
 from tests.reference.cut import cut_logits
-from tests.reference.hybrid import HybridState
+from tests.reference.hybrid import HybridState, default_layer
 from tests.reference.mixed_models import FULL, LINEAR, hybrid_model
 
 # A state skips no padding: in the second turn all rows are given as many tokens, and few enough
@@ -99,6 +100,17 @@ def test_rows_of_one_length_drop_in_both_turns(name: str) -> None:
         for turn, of_row in zip(turns, expected, strict=True):
             assert_same(turn, row, of_row)
             assert of_row.propagated
+
+
+@pytest.mark.parametrize("attending", [(3, 7), (1, 5), (0, 6), (7,)], ids=str)
+@pytest.mark.parametrize("policy", [FastKV(), GemFilter()], ids=["fastkv", "gem_filter"])
+def test_defaults_take_the_layer_nearest_to_half_depth(
+    policy: CachePolicy, attending: tuple[int, ...]
+) -> None:
+    layer_types = tuple(FULL if index in attending else LINEAR for index in range(8))
+    store = PolicyCache(policy)
+    run_turn(model_of(layer_types), store, torch.tensor([random_tokens(0, 60)]), None, 1)
+    assert list(store.propagated) == [default_layer(attending, 8)]
 
 
 @pytest.mark.parametrize("name", ["snapkv", "fastkv"])
