@@ -185,7 +185,10 @@ class KindConversation(RuleBasedStateMachine):
             return
         lengths = st.integers(9, 24) if self.later else st.integers(20, 47)
         count = data.draw(lengths)
-        even = self.later and "padding" in self.kind.refused
+        # A state skips no padding; nor may rows pass on unlike numbers of tokens, which are rates
+        # of all that they have seen.
+        state = "padding" in self.kind.refused
+        even = state and (self.later or bool(self.cache.policy.propagation.acting_layers(9)))
         drawn = [count if even else data.draw(lengths) for _ in self.rows]
         seeds = [data.draw(st.integers(0, 999)) for _ in self.rows]
         new = [random_tokens(seed, length) for seed, length in zip(seeds, drawn, strict=True)]
