@@ -13,14 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.model.observing import observe, unobserve
 from kvpolicy.integrations.transformers.model.parts import ModelParts
-from kvpolicy.integrations.transformers.model.routing import (
-    observe,
-    route,
-    unobserve,
-    unroute,
-    users_of,
-)
+from kvpolicy.integrations.transformers.model.routing import route, unroute, users_of
 from kvpolicy.policy import CachePolicy
 
 DecoderHook = Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]
