@@ -64,7 +64,7 @@ def _bounded(found: Sequence[Variant], options: PolicyOptions) -> list[Variant]:
             rule = policy.decoding_rule(tokens, every)
         else:
             bounds: dict[str, Any] = {"retention_rate": None, "retention_tokens": tokens}
-            selector = attrs.evolve(policy.selector, **bounds)
+            selector: KVSelector = attrs.evolve(policy.selector, **bounds)  # type: ignore[misc]
             rule = DecodingEviction(
                 policy.scorer, selector, Method.every if every is None else every
             )

@@ -53,9 +53,11 @@ kernel_size=7)
     decoding: DecodingEviction | None = attrs.field(default=None, kw_only=True, converter=_as_given)
 
     def __str__(self) -> str:
-        tokens = getattr(getattr(self.decoding, "selector", None), "retention_tokens", None)
-        own = tokens is not None and hasattr(self.selector, "retention_tokens")
-        if own and self.decoding == self.decoding_rule(tokens):
+        tokens: int | None = getattr(
+            getattr(self.decoding, "selector", None), "retention_tokens", None
+        )
+        own = hasattr(self.selector, "retention_tokens")
+        if tokens is not None and own and self.decoding == self.decoding_rule(tokens):
             return brief(self, instead={"decoding": tokens})  # as it was written
         return brief(self)
 

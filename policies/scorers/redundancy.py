@@ -81,8 +81,8 @@ class RedundancyScorer(Scorer):
     def _importance(self, context: LayerContext, before: int) -> Tensor:
         """``[batch, kv_heads, before]``."""
         products = query_key_products(context.queries, context.keys[:, :, :before])
-        group = context.query_heads // context.kv_heads
-        highest = products.unflatten(1, (-1, group)).amax(dim=2) * context.scaling
+        grouped = products.view(context.batch, context.kv_heads, -1, *products.shape[2:])
+        highest = grouped.amax(dim=2) * context.scaling
         weights = _softmax(highest, context.valid[:, :, None, :before])
         real = context.query_valid[:, None, :, None]
         mean = (weights * real).sum(dim=2) / real.sum(dim=2).clamp(min=1)

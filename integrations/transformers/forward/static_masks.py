@@ -136,7 +136,10 @@ class LayerMasks:
         """Become others in the same memory, if they are of the same layers and fit its shapes."""
         pairs = list(zip(self.masks, others.masks, strict=False))
         if self.places != others.places or not all(
-            torch.broadcast_shapes(own.mask.shape, new.mask.shape) == own.mask.shape
+            own.mask.ndim == new.mask.ndim
+            and all(
+                size in (1, room) for size, room in zip(new.mask.shape, own.mask.shape, strict=True)
+            )
             for own, new in pairs
         ):
             return False
