@@ -5,7 +5,7 @@ turns, by the processor's time; ratios are of the same round. Accuracy: needle p
 bundled model are fed token by token after a short prompt, as if it had said them itself; then comes
 the question, which no rule has seen when it chose. Writes ``decoding.json``.
 
-    python benchmarks/decoding.py [--rounds 9] [--count 40] [--context 256] [--threads 1]
+    python benchmarks/decoding.py [--rounds 9] [--budget 1024] [--count 40] [--threads 1]
     python benchmarks/decoding.py --quick
     python benchmarks/decoding.py --show FILE
 """
@@ -86,25 +86,28 @@ def token_ms(model: PreTrainedModel, cache: PolicyCache, prompt: Tensor, count: 
     return 1e3 * (times[-1] - times[2]) / count
 
 
-def costs(model: PreTrainedModel, budget: int, every: int, rounds: int) -> list[dict[str, Any]]:
+def costs(
+    model: PreTrainedModel, rules: Sequence[type[Method]], budget: int, every: int, rounds: int
+) -> list[dict[str, Any]]:
     """Every rule against none, on buffers of ``budget + every`` slots.
 
     Without a bound a prompt of ``budget`` tokens is given an answer of ``every``; with one, an
     answer that is evicted from twice.
     """
     prompt = random_prompt(model.config.vocab_size, budget)
-    times: dict[str, list[float]] = {"none": []} | {each.__name__: [] for each in RULES}
+    times: dict[str, list[float]] = {"none": []} | {each.__name__: [] for each in rules}
     for turn in range(rounds + 1):
         for name, taken in times.items():
             if name == "none":
                 cache = PolicyCache(FullContext(), max_new_tokens=every)
                 found = token_ms(model, cache, prompt, every - 2)
             else:
-                method = next(each for each in RULES if each.__name__ == name)
+                method = next(each for each in rules if each.__name__ == name)
                 cache = PolicyCache(bounded(method, budget, every), max_new_tokens=every * 3)
                 found = token_ms(model, cache, prompt, every * 2)
             if turn:
                 taken.append(found)
+        print(f"round {turn} of {rounds}", file=sys.stderr, flush=True)
     return [
         {
             "rule": name,
@@ -180,6 +183,8 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=at_least(1), help="of costs, default 9")
     parser.add_argument("--count", type=at_least(1), help="prompts of each kind, default 40")
     parser.add_argument("--context", type=at_least(128), default=256, help="default 256")
+    parser.add_argument("--budget", type=at_least(16), default=1024, help="of costs, default 1024")
+    parser.add_argument("--rules", default="", help="of costs, comma-separated; default all")
     parser.add_argument("--no-costs", action="store_true", help="accuracy alone")
     parser.add_argument("--no-accuracy", action="store_true", help="costs alone")
     options = parser.parse_args(arguments)
@@ -191,7 +196,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 def measure(options: argparse.Namespace, folder: Path) -> None:
     """Measure everything; the result is written after each part."""
     spec = TINY if options.quick else SMALL
-    budget, every = (32, 16) if options.quick else (1024, 128)
+    budget, every = (32, 16) if options.quick else (options.budget, 128)
     budgets = [64] if options.quick else [32, 64, 128]
     model = spec.build()
     record: dict[str, Any] = {
@@ -208,7 +213,8 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         "accuracy": [],
     }
     if not options.no_costs:
-        record["costs"] = costs(model, budget, every, options.rounds)
+        rules = [each for each in RULES if each.__name__ in options.rules] or RULES
+        record["costs"] = costs(model, rules, budget, every, options.rounds)
         print("\n".join([COST_HEADER, *map(cost_line, record["costs"])]), flush=True)
         write_json(folder, "decoding.json", record)
     if not options.no_accuracy:

@@ -50,8 +50,8 @@ def check_selector_declares(selector: KVSelector) -> None:
     Raises:
         AssertionError: One is of a wrong type, or below 0.
     """
-    _require_flag("is_bounded", selector.is_bounded)
     _check_shared(selector)
+    _require_flag("is_bounded", selector.is_bounded)
 
 
 def check_propagation_declares(propagation: PropagationPolicy) -> None:

@@ -98,14 +98,16 @@ class RedundancyScorer(Scorer):
         sums = torch.zeros(valid.shape, device=directions.device)
         limit = BLOCK_BYTES.get(directions.device.type, OTHER_BLOCK_BYTES)
         count = max(limit // (4 * context.batch * context.kv_heads * length), 1)
+        places = slots + 1.0  # 0 is no place; exact in float32 up to 2**24 tokens
         for start in range(0, length, count):
             rows = slots[start : start + count]
             cosines = directions[:, :, rows] @ directions.transpose(-1, -2)
-            cosines.masked_fill_(rows[:, None] == slots, 0.0)
-            last = torch.where(cosines > self.threshold, slots, -1).amax(dim=-1, keepdim=True)
-            # Where there is none, what is on the diagonal, which is 0, is set to 0.
-            last = torch.where(last < 0, rows[:, None], last)
-            sums += cosines.scatter(-1, last, 0.0).sum(dim=2)
+            cosines[:, :, rows - start, rows] = 0.0
+            last = ((cosines > self.threshold) * places).amax(dim=-1).long() - 1
+            # Where there is none, what is on the diagonal, which is 0, is left out.
+            last = torch.where(last < 0, rows, last)
+            sums += cosines.sum(dim=2)
+            sums.scatter_add_(-1, last, -cosines.gather(-1, last[..., None])[..., 0])
         return _softmax(sums / valid.sum(dim=-1, keepdim=True).clamp(min=1), valid)
 
 

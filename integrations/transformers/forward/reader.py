@@ -557,8 +557,8 @@ class Reader:
         assert static is not None
         assert static.choice is not None
         assert tokens is not None
-        static.choice.check_noted(static.steps)
         static.read_queries(self.layers, tokens.seen)
+        static.choice.check_shown(self.layers)
         static.choice.choose(self.layers, tokens)
         self._take_chosen(static.choice)
         static.rests = True
@@ -615,7 +615,7 @@ class Reader:
                 layer.drop_last(count)
                 layer.follow(self.tokens)
         if choice is not None and self.tokens.appended.shape[1] >= choice.decoding.every:
-            choice.check_noted(static.steps)
+            choice.check_shown(self.layers)
             choice.choose(self.layers, self.tokens)
             self._take_chosen(choice)
 

@@ -119,7 +119,7 @@ class StaticDecoding:
             if ring is not None:
                 # Attention is given it, and shows its queries to whom it names.
                 mask = observed_by(mask.view(mask.shape), ring)
-                tensors += [mask, ring.queries, ring.slot, ring.noted]
+                tensors += [mask, ring.queries, ring.slot]
             for tensor in tensors:
                 # One address for as long as it lives, which CUDA graphs have to be told.
                 torch._dynamo.mark_static_address(tensor)

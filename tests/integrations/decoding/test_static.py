@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.forward import static_decoding
 from kvpolicy.integrations.transformers.forward.decoding.choosing import Chosen
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.policies import H2O, RKV, TOVA, AdaKV, KeyDiff, SnapKV, StreamingLLM
@@ -115,6 +117,15 @@ def test_inductor(model: PreTrainedModel) -> None:
     torch._dynamo.reset()
     compare(model, "H2O", compile_config=everywhere("inductor"))
     torch._dynamo.reset()
+
+
+def test_a_model_that_makes_another_mask_is_refused(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(static_decoding, "observed_by", lambda mask, ring: mask)
+    cache = PolicyCache(POLICIES["SnapKV"], max_new_tokens=40)
+    with pytest.raises(UnsupportedModelError, match="leave max_new_tokens of the cache at None"):
+        generate(model, cache, batch_of(60), max_new_tokens=40)
 
 
 class Forking:

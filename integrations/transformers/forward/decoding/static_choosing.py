@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import attrs
 import torch
+from torch import Tensor
 
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.errors import UnsupportedModelError
@@ -44,10 +45,13 @@ class StaticChoice:
     ) -> StaticChoice:
         """Take up what layers remember."""
         rings: list[StaticQueries | None] = []
+        slots: dict[torch.device, Tensor] = {}
         for layer in layers:
-            ring = None
-            if layer.keys is not None and decoding.num_queries != 0:
-                ring = StaticQueries.like(layer.keys, layer.query_heads, decoding)
+            ring, keys = None, layer.keys
+            if keys is not None and decoding.num_queries != 0:
+                zero = torch.zeros(1, dtype=torch.int64, device=keys.device)
+                slot = slots.setdefault(keys.device, zero)
+                ring = StaticQueries.like(keys, layer.query_heads, decoding, slot)
             rings.append(ring)
         choice = StaticChoice(decoding, windows, implementation, rings)
         choice.load(layers)
@@ -63,9 +67,14 @@ class StaticChoice:
 
     def advance(self, step: int) -> None:
         """Make ready for the token of a step, counted from 0."""
-        for ring, begun in zip(self.rings, self.begun, strict=True):
-            if ring is not None:
-                ring.slot.fill_((begun + step) % ring.capacity)
+        for ring, begun in self._first_rings():
+            ring.slot.fill_((begun + step) % ring.capacity)
+
+    def _first_rings(self) -> list[tuple[StaticQueries, int]]:
+        """One ring for each slot that several share, with what it began with."""
+        pairs = zip(self.rings, self.begun, strict=True)
+        found = {id(ring.slot): (ring, begun) for ring, begun in pairs if ring is not None}
+        return list(found.values())
 
     def read(self, layers: Sequence[PolicyLayer], steps: int, seen: int) -> None:
         """Let the layers remember what the rings hold after a number of steps.
@@ -79,22 +88,23 @@ class StaticChoice:
             if ring is not None:
                 layer.observed = ring.read(begun, steps, seen, layer.observed)
 
-    def check_noted(self, steps: int) -> None:
+    def check_shown(self, layers: Sequence[PolicyLayer]) -> None:
         """Check that attention has shown the queries of every step.
 
         Raises:
             UnsupportedModelError: It has not.
         """
-        rings = [ring for ring in self.rings if ring is not None]
-        if not rings:
+        shown = [each for layer in layers if (each := layer.observed.queries) is not None]
+        if self.decoding.num_queries == 0 or not shown:
             return
-        home = rings[0].noted.device
-        noted = int(torch.stack([ring.noted.to(home) for ring in rings]).min())
-        if noted < steps:
+        home = shown[0].device
+        # A token's queries are all there or none.
+        missing = [each[..., 0].isnan().any().to(home) for each in shown]
+        if bool(torch.stack(missing).any()):
             raise UnsupportedModelError(
                 "model must hand the mask of a layer to its attention function as it is where a "
-                f"policy looks at the queries of an answer, but only {noted} of {steps} were seen; "
-                "leave max_new_tokens of the cache at None"
+                "policy looks at the queries of an answer, but did not show them all; leave "
+                "max_new_tokens of the cache at None"
             )
 
     def choose(self, layers: Sequence[PolicyLayer], tokens: SeenTokens) -> None:

@@ -16,24 +16,23 @@ class StaticQueries:
 
     Args:
         queries: ``[batch, query_heads, capacity, head_dim]``.
-        slot: ``[1]`` int64: where the token at hand goes; set between two steps.
-        noted: ``[1]`` int64: queries written since `load`.
+        slot: ``[1]`` int64: where the token at hand goes; set between two steps, one for all layers
+            on a device.
     """
 
     queries: Tensor
     slot: Tensor
-    noted: Tensor
 
     @staticmethod
-    def like(keys: Tensor, query_heads: int, decoding: DecodingEviction) -> StaticQueries:
+    def like(
+        keys: Tensor, query_heads: int, decoding: DecodingEviction, slot: Tensor
+    ) -> StaticQueries:
         """A ring for a layer with keys ``[batch, kv_heads, ..., head_dim]``."""
         asked = decoding.num_queries
         # One more than is asked for: the last token may be taken back.
         capacity = decoding.every if asked is None else asked + 1
         batch, _, _, head_dim = keys.shape
-        counters = torch.zeros(2, 1, dtype=torch.int64, device=keys.device)
-        queries = keys.new_zeros(batch, query_heads, capacity, head_dim)
-        return StaticQueries(queries, counters[0].clone(), counters[1].clone())
+        return StaticQueries(keys.new_zeros(batch, query_heads, capacity, head_dim), slot)
 
     @property
     def capacity(self) -> int:
@@ -43,15 +42,13 @@ class StaticQueries:
     def write(self, queries: Tensor) -> None:
         """Write those of one token, ``[batch, query_heads, 1, head_dim]``."""
         self.queries.index_copy_(2, self.slot, queries)
-        self.noted.add_(1)
 
     def load(self, observed: Observed) -> None:
         """Begin with what a layer remembers."""
         count = min(observed.count, self.capacity)
+        self.queries.fill_(torch.nan)  # until they are written
         if count and observed.queries is not None:
             self.queries[:, :, :count] = observed.queries[:, :, observed.count - count :]
-        self.slot.fill_(count % self.capacity)
-        self.noted.zero_()
 
     def read(self, begun: int, steps: int, end: int, observed: Observed) -> Observed:
         """What the layer remembers now.
