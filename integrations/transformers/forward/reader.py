@@ -29,6 +29,7 @@ from kvpolicy.integrations.transformers.forward.chunked_prefill import (
     joined_outputs,
 )
 from kvpolicy.integrations.transformers.forward.inputs import (
+    Incoming,
     check_step,
     inputs_of,
     read_inputs,
@@ -323,6 +324,8 @@ class Reader:
             ends=ends,
         )
         incoming = attrs.evolve(incoming, ids=self._ids_of(arguments))
+        if not self.care.counts:
+            self._check_positions_given(arguments, incoming)
         if incoming.tokens.padded or incoming.padded:
             parts.check_padding(self.care)
         if parts.holds_states:
@@ -371,6 +374,22 @@ class Reader:
         forward = ActingForward(self.placed, self.layers, incoming, features=features, **kind)
         forward.propagated.update(propagated)
         return forward, incoming.arguments
+
+    def _check_positions_given(self, arguments: dict[str, Any], incoming: Incoming) -> None:
+        """Check that a model that counts positions from a number of its own is given all it needs.
+
+        Raises:
+            UnsupportedModelError: It is not, and a cache cannot know that number.
+        """
+        needed = incoming.arguments.get("position_ids") is not None
+        restarts = self.acts_next and self.placed.propagation.restarts
+        if arguments.get("position_ids") is None and (needed or restarts):
+            assert self.attachment is not None
+            raise UnsupportedModelError(
+                f"position_ids must be given with {type(self.attachment.parts.model).__name__}, "
+                "which counts from a number of its own without them, where rows are padded or a "
+                "policy restarts the prefill; give each row's own, as generate does"
+            )
 
     def _ids_of(self, arguments: dict[str, Any]) -> Tensor | None:
         """Ids ``[batch, new_len]`` of a forward's tokens; None where only embeddings are known."""

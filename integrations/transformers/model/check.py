@@ -134,8 +134,10 @@ def verdict_of(
         known = _verdicts.get(key)
     if known is not None and not fresh:
         return known
-    verdict = _tried(model, parts, make_cache, CARES[0], tested=tested)
-    for care in CARES[1:]:
+    counts = _counts_from_zero(model, parts)
+    cares = [attrs.evolve(each, counts=counts) for each in CARES]
+    verdict = _tried(model, parts, make_cache, cares[0], tested=tested)
+    for care in cares[1:]:
         if not verdict.reasons:
             break
         more = _tried(model, parts, make_cache, care, tested=tested)
@@ -156,6 +158,18 @@ def _tried(
         if evicting.reason is None:
             dropping = _found(model, parts, make_cache(DROPPING))
     return Verdict(tested, evicting, dropping, care)
+
+
+def _counts_from_zero(model: Any, parts: ModelParts) -> bool:
+    """Whether a model says the same of a row with the positions that ``generate`` gives it."""
+    row = _rows(parts)[0][None]
+    with _as_check(model, Care()):
+        try:
+            own = plain_outputs(model, row).float()
+            given = plain_outputs(model, row, placed=True).float()
+        except Exception:  # one that takes no positions, or no text alone
+            return True
+    return _apart(given, own) <= _rounding(_dtype(parts), own)
 
 
 def _with_continuing(
@@ -259,13 +273,15 @@ def _of_row(
     end, prompt = len(ids), len(ids) - len(found) + 1
     left = _left(cache, row, prompt)
     whole = [(kept[:, :0], list(range(end))) for kept, _ in left]
+    placed = _places_given()
 
     def dense(layers: list[tuple[Tensor, list[int]]], read: int) -> Tensor:
         see = visible_to(layers, parts.windows, read, end)
-        return dense_outputs(model, parts, ids[None], see)[prompt - 1 :].float()
+        found = dense_outputs(model, parts, ids[None], see, placed=placed)
+        return found[prompt - 1 :].float()
 
     want, full = dense(left, prompt), dense(whole, end)
-    plain = plain_outputs(model, ids[None])[prompt - 1 :].float()
+    plain = plain_outputs(model, ids[None], placed=placed)[prompt - 1 :].float()
     effect = _apart(full, want)
     dtype = _dtype(parts)
     rounding = _rounding(dtype, want)
@@ -307,6 +323,12 @@ def _rows(parts: ModelParts) -> list[Tensor]:
     return [plain[each].to(device) for each in drawn]
 
 
+def _places_given() -> bool:
+    """Whether positions are given in the check that is under way."""
+    care = _checking.get()
+    return care is not None and not care.counts
+
+
 def _reads_text(model: Any, row: Tensor) -> bool:
     try:
         model.generate(row[None], max_new_tokens=1, do_sample=False)
@@ -346,8 +368,10 @@ def _read_by_hand(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> tuple[Te
     found, said, new = [], [], ids
     with cache.attached(model):
         for step in range(1 + DECODED):
+            places = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -new.shape[1] :]
+            given = {"position_ids": places} if _places_given() else {}
             output = model(
-                input_ids=new, attention_mask=mask, past_key_values=cache, use_cache=True
+                input_ids=new, attention_mask=mask, past_key_values=cache, use_cache=True, **given
             )
             found.append(output.last_hidden_state[:, -1])
             new = ids[:, step + 1 : step + 2].clamp(min=1)

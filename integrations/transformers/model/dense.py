@@ -18,7 +18,9 @@ _visible: ContextVar[Sequence[Tensor] | None] = ContextVar("kvpolicy_visible", d
 
 
 @torch.no_grad()
-def dense_outputs(model: nn.Module, parts: ModelParts, ids: Tensor, see: list[Tensor]) -> Tensor:
+def dense_outputs(
+    model: nn.Module, parts: ModelParts, ids: Tensor, see: list[Tensor], *, placed: bool = False
+) -> Tensor:
     """What a model says of one row, every layer's attention narrowed to what is visible there.
 
     Args:
@@ -27,6 +29,7 @@ def dense_outputs(model: nn.Module, parts: ModelParts, ids: Tensor, see: list[Te
         ids: ``[1, len]`` int64.
         see: By layer, ``[kv_heads or 1, len, len]`` bool: whether a token (second axis) sees
             another. A layer without attention reads the tokens that the last one sees.
+        placed: See `plain_outputs`.
 
     Returns:
         Logits, or the last hidden states, ``[len, size]``.
@@ -34,15 +37,23 @@ def dense_outputs(model: nn.Module, parts: ModelParts, ids: Tensor, see: list[Te
     token = _visible.set(see)
     try:
         with _dense(parts):
-            return plain_outputs(model, ids)
+            return plain_outputs(model, ids, placed=placed)
     finally:
         _visible.reset(token)
 
 
 @torch.no_grad()
-def plain_outputs(model: nn.Module, ids: Tensor) -> Tensor:
-    """What a model says of one row ``[1, len]``: logits or hidden states ``[len, size]``."""
-    output: Any = model(input_ids=ids, use_cache=False, return_dict=True)
+def plain_outputs(model: nn.Module, ids: Tensor, *, placed: bool = False) -> Tensor:
+    """What a model says of one row ``[1, len]``: logits or hidden states ``[len, size]``.
+
+    Args:
+        model: The model, or its decoder.
+        ids: ``[1, len]`` int64.
+        placed: Whether it is given positions, as by ``generate``, and does not count them itself.
+    """
+    places = torch.arange(ids.shape[1], device=ids.device)[None]
+    given = {"position_ids": places} if placed else {}
+    output: Any = model(input_ids=ids, use_cache=False, return_dict=True, **given)
     found = output.logits if "logits" in output else output.last_hidden_state
     rows: Tensor = found[0]
     return rows

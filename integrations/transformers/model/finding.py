@@ -29,10 +29,33 @@ def find_decoder(model: Any) -> nn.Module:
     check_uncompiled(model)
     for each in _candidates(model):
         if layer_list(each) is not None:
-            return each
+            return _reading_tokens(model, each)
     raise UnsupportedModelError(
         f"model must have get_decoder() with a list of decoder layers, got {name}"
     )
+
+
+def _reading_tokens(model: nn.Module, module: nn.Module) -> nn.Module:
+    """The innermost module around one, or that one, whose calls bring tokens or their embeddings.
+
+    A model of BERT's like embeds the tokens before it calls the module that has the layers.
+    """
+    named = dict(model.named_modules())
+    name = next(name for name, each in named.items() if each is module)
+    parts = name.split(".") if name else []
+    for end in range(len(parts), -1, -1):
+        each = named[".".join(parts[:end])]
+        check_uncompiled(each)
+        if {"input_ids", "inputs_embeds"} & inspect.signature(type(each).forward).parameters.keys():
+            break
+    else:
+        return module
+    if each is not module and getattr(model.config, "is_decoder", True) is False:
+        raise UnsupportedModelError(
+            "model must be a decoder, got one whose config.is_decoder is False, so that tokens see "
+            "later ones; load it with is_decoder=True"
+        )
+    return each
 
 
 def _candidates(model: Any) -> Iterator[nn.Module]:
@@ -93,6 +116,12 @@ def layer_list(decoder: Any) -> nn.ModuleList | None:
         if isinstance(module, nn.ModuleList) and len(module) == count and count:
             return module
     return None
+
+
+def layers_within(decoder: nn.Module) -> nn.ModuleList:
+    """The list of a decoder's layers, its own or that of a module within."""
+    found = map(layer_list, _candidates(decoder))
+    return next(each for each in found if each is not None)
 
 
 def find_attention(layer: nn.Module, index: int) -> nn.Module:

@@ -15,7 +15,7 @@ from kvpolicy.integrations.transformers.model.finding import (
     check_uncompiled,
     find_attention,
     find_decoder,
-    layer_list,
+    layers_within,
     modules_between,
     placeholders_of,
 )
@@ -57,9 +57,7 @@ class ModelParts:
                 check_uncompiled(module)
         self.config: Any = self.decoder.config
         self._placeholders = placeholders_of(self.model)
-        layers = layer_list(self.decoder)
-        assert layers is not None
-        self.layers: list[nn.Module] = list(layers)
+        self.layers: list[nn.Module] = list(layers_within(self.decoder))
         for layer in self.layers:
             check_uncompiled(layer)
         self.kinds = kinds_of(self.config, len(self.layers))

@@ -23,7 +23,15 @@ _SDPA = (nn.functional.scaled_dot_product_attention, torch._C._nn.scaled_dot_pro
 _BESIDE = re.compile(r"vision|visual|image|audio|speech|vq|qformer|perceiver|depth_decoder|encoder")
 
 # Without position ids, which `generate` gives them, these count positions from their padding id on.
-COUNTED = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xmod")
+COUNTED = (
+    "camembert",
+    "data2vec-text",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
 
 
 class UnjudgedError(Exception):
