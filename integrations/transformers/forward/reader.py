@@ -424,7 +424,7 @@ class Reader:
         return outside, {**arguments, "attention_mask": outer} if outside else arguments
 
     def _narrowing(self, arguments: dict[str, Any], parts: ModelParts) -> dict[str, Any]:
-        """Whether layers may be run for some tokens only, and whether the last one for the last."""
+        """How layers may be run for some tokens only, and the last one for the last."""
         # Flash attention is replaced by sdpa there, which knows neither caps nor sinks.
         replaced = parts.implementation in FLASH and not parts.plain_scores
 
@@ -432,7 +432,11 @@ class Reader:
         states = _asked(arguments, parts, "output_hidden_states")
         keep_last = None if states else self._keep_last
         narrows = not (_asked(arguments, parts, "output_attentions") or states or replaced)
-        return {"narrows": narrows and self.care.narrows, "keep_last": keep_last}
+        return {
+            "narrows": narrows and self.care.narrows,
+            "keep_last": keep_last,
+            "refills": self.care.refills,
+        }
 
     def _without_seen(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """A forward over the whole conversation as one over its new columns."""

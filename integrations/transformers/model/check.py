@@ -65,6 +65,7 @@ class Finding:
 # What is tried, in this order.
 CARES = (
     Care(),
+    Care(refills=True),
     Care(narrows=False),
     Care(narrows=False, spares_masks=False),
     Care(pads=False),
