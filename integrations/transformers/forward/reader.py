@@ -431,7 +431,8 @@ class Reader:
         # Hidden states are recorded as a layer gets them, which narrowing would cut.
         states = _asked(arguments, parts, "output_hidden_states")
         keep_last = None if states else self._keep_last
-        narrows = not (_asked(arguments, parts, "output_attentions") or states or replaced)
+        whole = states or replaced or not parts.passes_on
+        narrows = not (_asked(arguments, parts, "output_attentions") or whole)
         return {
             "narrows": narrows and self.care.narrows,
             "keep_last": keep_last,

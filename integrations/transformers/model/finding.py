@@ -30,9 +30,41 @@ def find_decoder(model: Any) -> nn.Module:
     for each in _candidates(model):
         if layer_list(each) is not None:
             return _reading_tokens(model, each)
-    raise UnsupportedModelError(
-        f"model must have get_decoder() with a list of decoder layers, got {name}"
-    )
+    # One whose layers attend several times: the innermost module around them.
+    around = [each for each in _candidates(model) if attending_in_turn(each)]
+    if around:
+        return _reading_tokens(model, around[-1])
+    raise UnsupportedModelError(_without_layers(model))
+
+
+def _without_layers(model: nn.Module) -> str:
+    """Why a model has no list of decoder layers that a cache could go by."""
+    name, count = type(model).__name__, getattr(model.config, "num_hidden_layers", None)
+    attending = [each for each in model.modules() if _calls_interface(each)]
+    if count and attending and len(attending) < count:
+        return (
+            f"model must run each of its layers once for a token, got {name}, whose {count} layers "
+            f"of keys and values are those of {len(attending)} modules that it runs several times"
+        )
+    for each in model.modules():
+        if isinstance(each, nn.ModuleList) and len(each) and (bias := column_bias(each[0])):
+            return bias
+    return f"model must have get_decoder() with a list of decoder layers, got {name}"
+
+
+def column_bias(layer: nn.Module) -> str | None:
+    """What a layer's arguments say of scores that depend on the columns of keys; None if nothing.
+
+    What a policy leaves lies in other columns than it did, so that such scores would be wrong.
+    """
+    signs = ("alibi", "position_bias", "relative_position")
+    for name in inspect.signature(type(layer).forward).parameters:
+        if any(sign in name for sign in signs):
+            return (
+                "scores of attention must not depend on the columns in which keys stand, but "
+                f"{type(layer).__name__} adds {name} to them"
+            )
+    return None
 
 
 def _reading_tokens(model: nn.Module, module: nn.Module) -> nn.Module:
@@ -118,10 +150,24 @@ def layer_list(decoder: Any) -> nn.ModuleList | None:
     return None
 
 
-def layers_within(decoder: nn.Module) -> nn.ModuleList:
-    """The list of a decoder's layers, its own or that of a module within."""
+def layers_within(decoder: nn.Module) -> list[nn.Module]:
+    """A decoder's layers: of its own list or that of a module within, or what attends in turn."""
     found = map(layer_list, _candidates(decoder))
-    return next(each for each in found if each is not None)
+    return list(next((each for each in found if each is not None), attending_in_turn(decoder)))
+
+
+def attending_in_turn(decoder: nn.Module) -> list[nn.Module]:
+    """The modules that attend, in order; empty unless there is one for each layer of a cache."""
+    count = getattr(getattr(decoder, "config", None), "num_hidden_layers", None)
+    found = [each for each in decoder.modules() if _calls_interface(each)]
+    in_turn = [getattr(each, "layer_idx", None) for each in found] == list(range(count or 0))
+    return found if in_turn else []
+
+
+def _calls_interface(module: nn.Module) -> bool:
+    forward: Any = inspect.unwrap(type(module).forward)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS" in names
 
 
 def find_attention(layer: nn.Module, index: int) -> nn.Module:
@@ -133,9 +179,7 @@ def find_attention(layer: nn.Module, index: int) -> nn.Module:
     found = [
         module
         for module in layer.modules()
-        if getattr(module, "layer_idx", None) == index
-        and hasattr(module, "config")
-        and "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names
+        if getattr(module, "layer_idx", None) == index and _calls_interface(module)
     ]
     # Beside it may stand one for the tokens of an encoder, which a decoder alone does not call.
     found = [each for each in found if not _is_cross(layer, each)] or found

@@ -57,7 +57,7 @@ class ModelParts:
                 check_uncompiled(module)
         self.config: Any = self.decoder.config
         self._placeholders = placeholders_of(self.model)
-        self.layers: list[nn.Module] = list(layers_within(self.decoder))
+        self.layers = layers_within(self.decoder)
         for layer in self.layers:
             check_uncompiled(layer)
         self.kinds = kinds_of(self.config, len(self.layers))
@@ -132,6 +132,15 @@ class ModelParts:
         attending = self.attending
         whole = [index for index in attending if self.windows[index] is None]
         return whole or attending
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether a layer's output is that of its tokens, so that some may be left out of it.
+
+        Where the modules that attend are taken for layers, something is added to their output.
+        """
+        pairs = zip(self.layers, self.attentions, strict=True)
+        return all(layer is not attention for layer, attention in pairs)
 
     @property
     def attending(self) -> list[int]:
@@ -210,6 +219,12 @@ class ModelParts:
 
     def _check_acting(self, policy: CachePolicy, acting: frozenset[int]) -> None:
         """Check that a policy asks only layers whose queries can be seen."""
+        if acting and not self.passes_on:
+            raise UnsupportedModelError(
+                f"{policy.propagation} cannot be applied to {type(self.model).__name__}, whose "
+                "layers attend several times each: no token can leave the prompt between two of "
+                "these times; use a policy that drops no tokens"
+            )
         attending = self.attending
         others = sorted(acting - set(attending))
         if others:
