@@ -66,6 +66,7 @@ class ModelCheck:
         placed = policy.placed(self.parts.num_layers, self.parts.eligible)
         placed.check_model(self.parts.num_layers)
         try:
+            self.parts.check_queries(placed)
             self.verdict.check(policy, self.parts.num_layers)
             self.parts.check_policy(placed, context_len)
         except UnsupportedModelError as error:

@@ -14,7 +14,11 @@ from kvpolicy.integrations.transformers.forward.append import Forward, cut_argum
 from kvpolicy.integrations.transformers.forward.inputs import take_columns
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
 from kvpolicy.integrations.transformers.model.masks import FLASH
-from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
+from kvpolicy.integrations.transformers.model.routing import (
+    Attend,
+    AttentionInputs,
+    without_queries,
+)
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.selection import compress, gather_positions, gather_slots
 
@@ -90,7 +94,8 @@ class ActingForward(Forward):
     def _few_go_on(self, index: int) -> bool:
         """Whether so few tokens leave a layer that it is worth to run it for these alone."""
         # What has a state would read the tokens twice.
-        narrows = self._narrows and type(self.layers[index]) is PolicyLayer
+        layer = self.layers[index]
+        narrows = self._narrows and type(layer) is PolicyLayer and layer.shows_queries
         if not narrows or self._window(index) is not None:
             return False
         new_len, num_layers = self.new_valid.shape[1], len(self.layers)
@@ -150,6 +155,8 @@ class ActingForward(Forward):
         if self._order is not None:
             keys, values = gather_slots(keys, self._order), gather_slots(values, self._order)
         self._pending = keys, values
+        if not layer.shows_queries:
+            self._decide(index, without_queries(layer.query_heads, keys, values))
         return keys, values
 
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:

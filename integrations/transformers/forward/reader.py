@@ -496,7 +496,8 @@ class Reader:
         plain = isinstance(self.storage, PlainStorage)
         # A state is a tensor of one size, but is copied before every forward.
         grows = not any(isinstance(layer, RecurrentLayer) for layer in self.layers)
-        return self.max_new_tokens is not None and plain and self._may_be_static and grows
+        seen = all(layer.shows_queries for layer in self.layers if layer.attends)
+        return self.max_new_tokens is not None and plain and self._may_be_static and grows and seen
 
     def mask_of_step(self, attention_mask: Tensor | None) -> Tensor | None:
         """The mask that `generate` is to give the model at the next forward.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
+from kvpolicy.integrations.transformers.model import unseen
 from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.dense import dense_outputs, plain_outputs, visible_to
 from kvpolicy.integrations.transformers.model.parts import ModelParts
@@ -153,11 +154,12 @@ def verdict_of(
 def _tried(
     model: nn.Module, parts: ModelParts, make_cache: MakeCache, care: Care, *, tested: bool
 ) -> Verdict:
+    own = None if parts.shows_queries else unseen
     with _as_check(model, care):
-        evicting = _found(model, parts, make_cache(EVICTING))
+        evicting = _found(model, parts, make_cache(own.EVICTING if own else EVICTING))
         dropping = evicting
         if evicting.reason is None:
-            dropping = _found(model, parts, make_cache(DROPPING))
+            dropping = _found(model, parts, make_cache(own.DROPPING if own else DROPPING))
     return Verdict(tested, evicting, dropping, care)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -65,9 +66,42 @@ def _dense(parts: ModelParts) -> Iterator[None]:
         for index, attention in enumerate(parts.attentions):
             if attention is not None:
                 stack.enter_context(routing.replaced(attention, _Dense(index)))
+            elif parts.kinds[index].attends:
+                how = parts.implementation
+                stack.enter_context(_given_mask(parts.layers[index], index, how))
             else:
                 stack.enter_context(_reading_some(parts.layers[index], index))
         yield
+
+
+@contextmanager
+def _given_mask(layer: nn.Module, index: int, implementation: str) -> Iterator[None]:
+    """Give a layer with an attention function of its own what is visible there as its mask.
+
+    What is visible is no more than what comes before, so that the model's own mask adds nothing.
+    """
+
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        see = _visible.get()
+        if see is None:
+            return None
+        names = list(inspect.signature(type(module).forward).parameters)[1:]  # after self
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        hidden, visible = given.pop(names[0]), see[index]
+        assert bool((visible == visible[:1]).all())  # some take one mask for all heads
+        mask = visible[:1].to(hidden.device)[None]
+        if implementation != "sdpa":
+            lowest = torch.finfo(hidden.dtype).min
+            mask = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill_(~mask, lowest)
+        return (hidden,), {**given, "attention_mask": mask}
+
+    handle = layer.register_forward_pre_hook(before, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.model.unseen import column_bias, takes_cache
 from kvpolicy.kinds import TokenKind
 
 # Where models with several inputs keep the part that decodes text.
@@ -39,6 +40,11 @@ def find_decoder(model: Any) -> nn.Module:
 
 def _without_layers(model: nn.Module) -> str:
     """Why a model has no list of decoder layers that a cache could go by."""
+    if not takes_cache(model):
+        return (
+            "model must take past_key_values, the cache in which a policy chooses, but "
+            f"{type(model).__name__} does not"
+        )
     name, count = type(model).__name__, getattr(model.config, "num_hidden_layers", None)
     attending = [each for each in model.modules() if _calls_interface(each)]
     if count and attending and len(attending) < count:
@@ -50,21 +56,6 @@ def _without_layers(model: nn.Module) -> str:
         if isinstance(each, nn.ModuleList) and len(each) and (bias := column_bias(each[0])):
             return bias
     return f"model must have get_decoder() with a list of decoder layers, got {name}"
-
-
-def column_bias(layer: nn.Module) -> str | None:
-    """What a layer's arguments say of scores that depend on the columns of keys; None if nothing.
-
-    What a policy leaves lies in other columns than it did, so that such scores would be wrong.
-    """
-    signs = ("alibi", "position_bias", "relative_position")
-    for name in inspect.signature(type(layer).forward).parameters:
-        if any(sign in name for sign in signs):
-            return (
-                "scores of attention must not depend on the columns in which keys stand, but "
-                f"{type(layer).__name__} adds {name} to them"
-            )
-    return None
 
 
 def _reading_tokens(model: nn.Module, module: nn.Module) -> nn.Module:
@@ -170,11 +161,11 @@ def _calls_interface(module: nn.Module) -> bool:
     return hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS" in names
 
 
-def find_attention(layer: nn.Module, index: int) -> nn.Module:
-    """The one module of a layer that calls an attention function of Transformers.
+def find_attention(layer: nn.Module, index: int) -> nn.Module | None:
+    """The one module of a layer that calls an attention function of Transformers; None without.
 
     Raises:
-        UnsupportedModelError: There is none, or several.
+        UnsupportedModelError: There are several.
     """
     found = [
         module
@@ -183,13 +174,13 @@ def find_attention(layer: nn.Module, index: int) -> nn.Module:
     ]
     # Beside it may stand one for the tokens of an encoder, which a decoder alone does not call.
     found = [each for each in found if not _is_cross(layer, each)] or found
-    if len(found) != 1:
+    if len(found) > 1:
         raise UnsupportedModelError(
-            "every decoder layer must have one module that calls Transformers' AttentionInterface, "
-            f"the only place where queries can be seen, but {type(layer).__name__} at {index} has "
-            f"{len(found)}"
+            "no decoder layer may have several modules that call Transformers' "
+            "AttentionInterface, the only place where queries can be seen, but "
+            f"{type(layer).__name__} at {index} has {len(found)}"
         )
-    return found[0]
+    return found[0] if found else None
 
 
 def _is_cross(layer: nn.Module, attention: nn.Module) -> bool:
