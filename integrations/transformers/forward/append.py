@@ -261,6 +261,8 @@ class Forward:
             # away; elsewhere what is not new lies before all queries.
             if not (layer.ragged or self._moved is not None or window is not None):
                 positions = positions[:, :1]
+            elif not layer.shows_queries and bool((positions == positions[:, :1]).all()):
+                positions = positions[:, :1]  # some take one mask for all heads
             heads = layer.query_heads if positions.shape[1] > 1 else 1
             places = self.new_positions.to(hidden.device)
             among = self._own_visibility(own, positions)
