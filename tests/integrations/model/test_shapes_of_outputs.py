@@ -59,6 +59,7 @@ def test_other_ways_to_drop(policy: Any) -> None:
     torch.testing.assert_close(logits[1], want[0], atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.skipif("longcat_flash" not in builds(), reason="not in this Transformers")
 def test_layers_that_attend_twice() -> None:
     model, store = decoder("longcat_flash"), PolicyCache(SnapKV(0.3, window_size=4))
     worst, effect = off_in_two_turns(model, store, [40, 23], [9, 21])
