@@ -45,7 +45,8 @@ def _without_layers(model: nn.Module) -> str:
             "model must take past_key_values, the cache in which a policy chooses, but "
             f"{type(model).__name__} does not"
         )
-    name, count = type(model).__name__, getattr(model.config, "num_hidden_layers", None)
+    config = getattr(model, "config", None)
+    name, count = type(model).__name__, getattr(config, "num_hidden_layers", None)
     attending = [each for each in model.modules() if _calls_interface(each)]
     if count and attending and len(attending) < count:
         return (
@@ -66,19 +67,22 @@ def _reading_tokens(model: nn.Module, module: nn.Module) -> nn.Module:
     named = dict(model.named_modules())
     name = next(name for name, each in named.items() if each is module)
     parts = name.split(".") if name else []
-    for end in range(len(parts), -1, -1):
-        each = named[".".join(parts[:end])]
+    around = [named[".".join(parts[:end])] for end in range(len(parts), -1, -1)]
+    found = next((each for each in around if _takes_tokens(each)), module)
+    for each in around[: around.index(found) + 1]:
         check_uncompiled(each)
-        if {"input_ids", "inputs_embeds"} & inspect.signature(type(each).forward).parameters.keys():
-            break
-    else:
-        return module
-    if each is not module and getattr(model.config, "is_decoder", True) is False:
+    is_decoder = getattr(getattr(model, "config", None), "is_decoder", True)
+    if found is not module and is_decoder is False:
         raise UnsupportedModelError(
             "model must be a decoder, got one whose config.is_decoder is False, so that tokens see "
             "later ones; load it with is_decoder=True"
         )
-    return each
+    return found
+
+
+def _takes_tokens(module: nn.Module) -> bool:
+    names = inspect.signature(type(module).forward).parameters.keys()
+    return bool({"input_ids", "inputs_embeds"} & names)
 
 
 def _candidates(model: Any) -> Iterator[nn.Module]:
