@@ -9,8 +9,8 @@ from transformers import (
     BloomConfig,
     BloomForCausalLM,
     DynamicCache,
-    GPT2Config,
-    GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -249,15 +249,12 @@ def test_no_policy(policy: Any) -> None:
 
 
 def unsupported_models() -> dict[str, tuple[Any, str]]:
-    gpt2 = GPT2Config(vocab_size=97, n_embd=16, n_layer=2, n_head=2)
+    gptj = GPTJConfig(vocab_size=97, n_embd=16, n_layer=2, n_head=2, rotary_dim=4)
     bloom = BloomConfig(vocab_size=97, hidden_size=16, n_layer=2, n_head=2)
     t5 = T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
     return {
-        "as many out as in": (GPT2LMHeadModel(gpt2), "its self-check ended in RuntimeError: shape"),
-        "own attention": (
-            BloomForCausalLM(bloom),
-            "must have one module that calls Transformers' Attention",
-        ),
+        "own attention": (GPTJForCausalLM(gptj), "shows no queries: it looks at queries"),
+        "counting in columns": (BloomForCausalLM(bloom), "but BloomBlock adds alibi to them"),
         "encoder-decoder": (T5ForConditionalGeneration(t5), "must be decoder-only"),
     }
 
@@ -284,7 +281,7 @@ def test_no_model() -> None:
     ):
         pass
     with (
-        pytest.raises(UnsupportedModelError, match="must have get_decoder"),
+        pytest.raises(UnsupportedModelError, match="must take past_key_values.* Linear does not"),
         PolicyCache(FASTKV).attached(nn.Linear(2, 2)),
     ):
         pass
