@@ -276,7 +276,8 @@ class ActingForward(Forward):
         def cut(states: Any) -> Any:
             if isinstance(states, tuple):  # before each layer and after the last, or of attention
                 return (*states[:-1], cut(states[-1])) if states else states
-            return states[:, self._filled :] if getattr(states, "ndim", 0) == 3 else states
+            whole = getattr(states, "ndim", 0) == 3 and states.shape[1] == self._new_len
+            return states[:, self._filled :] if whole else states
 
         if isinstance(output, tuple):
             return tuple(map(cut, output))

@@ -324,10 +324,10 @@ class Reader:
             ends=ends,
         )
         incoming = attrs.evolve(incoming, ids=self._ids_of(arguments))
-        if not self.care.counts:
-            self._check_positions_given(arguments, incoming)
         if incoming.tokens.padded or incoming.padded:
             parts.check_padding(self.care)
+        if not self.care.counts:
+            self._check_positions_given(arguments, incoming)
         if parts.holds_states:
             check_states_go_on(incoming, several=self.care.continues)
         kinds, self._new_kinds = self._new_kinds, None

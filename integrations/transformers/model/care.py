@@ -20,6 +20,7 @@ class Care:
         counts: Whether a model that is given no positions counts a row's tokens from 0: RoBERTa's
             like counts from another number then, so that nobody but the caller can say where a
             padded row begins.
+        placed: Whether ``generate`` gives such a model positions, which count from 0.
         refills: Whether the last layer's output is filled up to the input's length, in a model that
             gives it the input's shape, whichever tokens went on.
     """
@@ -29,4 +30,5 @@ class Care:
     pads: bool = True
     continues: bool = True
     counts: bool = True
+    placed: bool = False
     refills: bool = False

@@ -136,8 +136,9 @@ def verdict_of(
         known = _verdicts.get(key)
     if known is not None and not fresh:
         return known
-    counts = _counts_from_zero(model, parts)
-    cares = [attrs.evolve(each, counts=counts) for each in CARES]
+    with _as_check(model, Care()):
+        positions = _positions(model, _rows(parts)[0][None], _dtype(parts))
+    cares = [attrs.evolve(each, **positions) for each in CARES]
     verdict = _tried(model, parts, make_cache, cares[0], tested=tested)
     for care in cares[1:]:
         if not verdict.reasons:
@@ -163,16 +164,30 @@ def _tried(
     return Verdict(tested, evicting, dropping, care)
 
 
-def _counts_from_zero(model: Any, parts: ModelParts) -> bool:
-    """Whether a model says the same of a row with the positions that ``generate`` gives it."""
-    row = _rows(parts)[0][None]
-    with _as_check(model, Care()):
-        try:
-            own = plain_outputs(model, row).float()
-            given = plain_outputs(model, row, placed=True).float()
-        except Exception:  # one that takes no positions, or no text alone
-            return True
-    return _apart(given, own) <= _rounding(_dtype(parts), own)
+def _positions(model: Any, row: Tensor, dtype: torch.dtype) -> dict[str, bool]:
+    """How a model counts: see `Care.counts` and `Care.placed`.
+
+    Args:
+        model: The model.
+        row: ``[1, len]`` int64.
+        dtype: Of its weights.
+    """
+    try:
+        own = plain_outputs(model, row).float()
+        given = plain_outputs(model, row, placed=True).float()
+    except Exception:  # one that takes no positions, or no text alone
+        return {"counts": True, "placed": False}
+    if _apart(given, own) <= _rounding(dtype, own):
+        return {"counts": True, "placed": False}
+    config = GenerationConfig(
+        max_new_tokens=1, return_dict_in_generate=True, output_logits=True, pad_token_id=0
+    )
+    try:
+        logits = model.generate(row, generation_config=config).logits[0].float()
+    except Exception:  # a decoder, or one that generates from images only: read by hand
+        return {"counts": False, "placed": True}
+    nearer = (logits[0] - given[-1]).abs().max() < (logits[0] - own[-1]).abs().max()
+    return {"counts": False, "placed": bool(nearer)}
 
 
 def _with_continuing(
@@ -329,7 +344,7 @@ def _rows(parts: ModelParts) -> list[Tensor]:
 def _places_given() -> bool:
     """Whether positions are given in the check that is under way."""
     care = _checking.get()
-    return care is not None and not care.counts
+    return care is not None and care.placed
 
 
 def _reads_text(model: Any, row: Tensor) -> bool:
