@@ -101,6 +101,12 @@ class Verdict:
         Raises:
             UnsupportedModelError: It is one; says why.
         """
+        if policy.propagation.restarts and not self.care.pads:
+            raise UnsupportedModelError(
+                f"{policy} cannot be applied to this model: it restarts the prefill at positions "
+                "without gaps, but the model counts columns, which is why it reads a padded row "
+                "otherwise than alone, too; use a policy that does not restart"
+            )
         drops = bool(policy.propagation.acting_layers(num_layers))
         for finding in (self.evicting, *([self.dropping] if drops else [])):
             if finding.reason is not None:
