@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -25,7 +26,7 @@ from kvpolicy.errors import (
     UnsupportedModelError,
 )
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import FastKV, SnapKV
+from kvpolicy.policies import FastKV, SnapKV, StreamingLLM
 from tests.integrations.support.conversation import left_padded
 from tests.integrations.test_use import prompt, tokens_of, trace_of
 from tests.reference import random_tokens, tiny_model
@@ -298,11 +299,41 @@ def test_attention_that_bypasses_the_interface() -> None:
     attention.__class__ = OwnAttention
     before = trace_of(other)
     cache = PolicyCache(FASTKV)
-    with pytest.raises(
-        UnsupportedModelError, match="AttentionInterface, .* but LlamaDecoderLayer at 2 has 0"
-    ):
+    with pytest.raises(UnsupportedModelError, match="shows no queries: it looks at queries"):
         tokens_of(other, prompt(60), cache)
+    with pytest.raises(UnsupportedModelError, match=r"but layers \[2\] did not update it"):
+        tokens_of(other, prompt(60), PolicyCache(StreamingLLM(0.3)))
     assert trace_of(other) == before
+
+
+def test_own_attention_in_a_tested_family_is_checked() -> None:
+    """Here one that forgets the mask, so that what is padding or comes later is seen."""
+    other = tiny_model("llama", seed=1)
+
+    class Blind(type(other.model.layers[2].self_attn)):  # type: ignore[misc]
+        def forward(
+            self,
+            hidden_states: Tensor,
+            position_embeddings: Any = None,
+            attention_mask: Any = None,
+            past_key_values: Any = None,
+            **kwargs: Any,
+        ) -> tuple[Tensor, None]:
+            batch, length, _ = hidden_states.shape
+            each = (batch, length, -1, self.head_dim)
+            queries, keys, values = (
+                part(hidden_states).view(each).transpose(1, 2)
+                for part in (self.q_proj, self.k_proj, self.v_proj)
+            )
+            if past_key_values is not None:
+                keys, values = past_key_values.update(keys, values, self.layer_idx)
+            output = scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+            return self.o_proj(output.transpose(1, 2).reshape(batch, length, -1)), None
+
+    for layer in other.model.layers:
+        layer.self_attn.__class__ = Blind
+    with pytest.raises(UnsupportedModelError, match="its self-check found"):
+        tokens_of(other, prompt(60), PolicyCache(StreamingLLM(0.3)))
 
 
 def test_keys_that_do_not_all_reach_attention(model: PreTrainedModel) -> None:

@@ -130,13 +130,16 @@ def verdict_of(
     if care is not None:
         return Verdict(False, untold, untold, care)
     # Of the model as a whole: one with images around a decoder that is known is not known itself.
-    tested = getattr(getattr(model, "config", None), "model_type", None) in TESTED
+    named = getattr(getattr(model, "config", None), "model_type", None) in TESTED
+    # Nor is one whose attention is another than its family's.
+    tested = named and parts.shows_queries
     if tested and not fresh:
         return Verdict(True, untold, untold)
     key = (
         f"{type(model).__module__}.{type(model).__qualname__}",
         parts.config.to_json_string(),
         parts.implementation,
+        *_own_modules(parts),
     )
     with _lock:
         known = _verdicts.get(key)
@@ -168,6 +171,13 @@ def _tried(
         if evicting.reason is None:
             dropping = _found(model, parts, make_cache(own.DROPPING if own else DROPPING))
     return Verdict(tested, evicting, dropping, care)
+
+
+def _own_modules(parts: ModelParts) -> list[str]:
+    """The classes of modules in layers whose attention is a function of their own."""
+    layers = [parts.layers[i] for i in parts.attending if parts.attentions[i] is None]
+    kinds = {type(each) for layer in layers for each in layer.modules()}
+    return sorted(f"{each.__module__}.{each.__qualname__}" for each in kinds)
 
 
 def _positions(model: Any, row: Tensor, dtype: torch.dtype) -> dict[str, bool]:
