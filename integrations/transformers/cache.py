@@ -394,6 +394,18 @@ class PolicyCache(Cache):  # type: ignore[misc]
             return static.layers[layer_idx].write(key_states, value_states)
         return self._reader.update(layer_idx, key_states, value_states)
 
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Take a layer's new index keys; return all that its indexer is to see.
+
+        Args:
+            indexer_key_states: ``[batch, new_len, index_dim]``.
+            layer_idx: The layer's.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        return self._reader.update_index(layer_idx, indexer_key_states)
+
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:

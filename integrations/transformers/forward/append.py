@@ -18,6 +18,7 @@ from kvpolicy.integrations.transformers.model.masks import (
     causal_mask,
 )
 from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -96,7 +97,7 @@ class Forward:
         self._combined: Tensor | None = None  # positions of the keys of the layer at hand
         self._order: Tensor | None = None  # that brings padding in the middle to the left
         self._pending: tuple[Tensor, Tensor] | None = None
-        self._causal: dict[int, Mask] = {}
+        self._causal: dict[tuple[int, bool], Mask] = {}  # by length, and whether none will do
         self._own_masks = own_masks
         self._spares_masks = spares_masks
         self._sees_all = not causal and self.first
@@ -162,7 +163,12 @@ class Forward:
             # which it measures in columns.
             return kwargs
         own = self._own_block(kwargs)
-        return {**kwargs, "attention_mask": self._mask(index, hidden, own)}
+        mask = self._mask(index, hidden, own)
+        if isinstance(self.layers[index], IndexedLayer):
+            # An indexer reads the mask itself, row by row.
+            assert isinstance(mask, Tensor)
+            mask = mask.expand(hidden.shape[0], -1, -1, -1)
+        return {**kwargs, "attention_mask": mask}
 
     def _own_block(self, kwargs: dict[str, Any]) -> Tensor | None:
         """What a layer's own mask says of the forward's tokens, where it is not order alone."""
@@ -239,16 +245,17 @@ class Forward:
             among = self._own_visibility(own, positions)
             seen = Visibility(positions, places, heads, window, among)
             return seen.mask(self.implementation, hidden.dtype)
-        if key_len not in self._causal:
-            self._causal[key_len] = causal_mask(
+        spare = self._spares_masks and not layer.one_choice
+        if (key_len, spare) not in self._causal:
+            self._causal[key_len, spare] = causal_mask(
                 key_len,
                 query_len,
                 implementation=self.implementation,
                 dtype=hidden.dtype,
                 device=hidden.device,
-                spare=self._spares_masks,
+                spare=spare,
             )
-        return self._causal[key_len]
+        return self._causal[key_len, spare]
 
     def _positions(self, layer: PolicyLayer, kv_heads: int, device: torch.device) -> Tensor:
         """Positions ``[batch, kv_heads, key_len]`` of all keys that the layer sees."""
@@ -265,6 +272,12 @@ class Forward:
         layer = self.layers[index]
         self._updated.add(index)
         return layer.append(keys, values, self._before)
+
+    def update_index(self, index: int, keys: Tensor) -> Tensor:
+        """All index keys that the layer's indexer is to see, with the new ones."""
+        layer = self.layers[index]
+        assert isinstance(layer, IndexedLayer)
+        return layer.append_index(keys)
 
     def note_state(self, index: int) -> None:
         """A layer reads or writes its state."""

@@ -15,6 +15,7 @@ from kvpolicy.integrations.transformers.forward.inputs import take_columns
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.selection import compress, gather_positions, gather_slots
 
@@ -53,6 +54,7 @@ class ActingForward(Forward):
         moved = self._order_of_columns is not None
         self._keep_last = None if moved and keep_last != 1 else keep_last
         self._passed: Tensor | None = None  # of the tokens that reach the layer, those that go on
+        self._kept: Tensor | None = None  # the slots that the last layer keeps
         # Of a layer that runs twice: whether this is the first run; then what it has seen, and, if
         # the second is for some tokens only, for which.
         self._looking = False
@@ -147,6 +149,12 @@ class ActingForward(Forward):
         self._pending = keys, values
         return keys, values
 
+    def update_index(self, index: int, keys: Tensor) -> Tensor:
+        """All index keys that the layer's indexer is to see, with the new ones."""
+        layer = self.layers[index]
+        assert isinstance(layer, IndexedLayer)
+        return layer.show_index(keys, self._order)
+
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:
         """In the first of two runs, let the policy decide, and end the run."""
         if self._looking:
@@ -181,7 +189,10 @@ class ActingForward(Forward):
             layer.store(keys, values, positions, self._near(context, positions, window))
             return
         decision = self.policy.decide(context)
-        layer.store(keys, values, positions, decision.kept)
+        # Whoever attends to slots that another layer's indexer has picked has the same in them.
+        borrows = isinstance(layer, IndexedLayer) and layer.borrows
+        self._kept = self._kept if borrows and self._kept is not None else decision.kept
+        layer.store(keys, values, positions, self._kept)
         passed = self._here(decision.passed_on)
         if passed is not None and passed.shape == self.new_valid.shape:
             passed = None if torch.equal(passed >= 0, self.new_valid) else passed
@@ -216,14 +227,15 @@ class ActingForward(Forward):
         # By whichever heads there are: keys that are only bent are still one head's each.
         held_as_shown = keys.shape[1] == self._pending[0].shape[1]
         shown, new_valid = self._observed(index, queries)
-        positions = self._positions(self.layers[index], keys.shape[1], keys.device)
+        layer = self.layers[index]
+        positions = self._positions(layer, keys.shape[1], keys.device)
         return LayerContext(
             layer_idx=index,
             num_layers=len(self.layers),
             queries=shown,
             keys=keys,
             values=inputs.values,
-            stored=None if held_as_shown else self._pending,
+            stored=None if held_as_shown and not layer.one_choice else self._pending,
             positions=positions,
             kinds=self.tokens.kinds_at(positions),
             new_valid=new_valid.to(keys.device),
@@ -231,7 +243,7 @@ class ActingForward(Forward):
             scaling=scores.scaling,
             softcap=scores.softcap,
             sinks=scores.sinks,
-            heads=self.layers[index].spread.heads(queries.shape[1]),
+            heads=layer.spread.heads(queries.shape[1]),
         )
 
     def _observed(self, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,6 +47,7 @@ from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
@@ -470,9 +471,9 @@ class Reader:
     def is_compileable(self) -> bool:
         """Whether `generate` may compile the decoding of an answer."""
         plain = isinstance(self.storage, PlainStorage)
-        # A state is a tensor of one size, but is copied before every forward.
-        grows = not any(isinstance(layer, RecurrentLayer) for layer in self.layers)
-        return self.max_new_tokens is not None and plain and self._may_be_static and grows
+        # A state is a tensor of one size, but is copied before every forward; index keys grow.
+        grow = any(isinstance(layer, (RecurrentLayer, IndexedLayer)) for layer in self.layers)
+        return self.max_new_tokens is not None and plain and self._may_be_static and not grow
 
     def mask_of_step(self, attention_mask: Tensor | None) -> Tensor | None:
         """The mask that `generate` is to give the model at the next forward.
@@ -645,6 +646,14 @@ class Reader:
             assert module is not None  # whose keys these are
             routing.waiting.set((self._forward, index, module))
         return keys, values
+
+    def update_index(self, index: int, keys: Tensor) -> Tensor:
+        """Take a layer's new index keys; return all that its indexer is to see.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        return self._attached_forward().update_index(index, keys)
 
 
 def _is_plain(mask: Any) -> bool:

@@ -175,6 +175,20 @@ class Visibility:
         return None if bool(tokens.all()) else tokens[:, 0].long()
 
 
+def of_picked(mask: Tensor, slots: Tensor) -> Tensor:
+    """A mask under which queries see only what an indexer has picked for them.
+
+    Args:
+        mask: ``[batch or 1, 1, query_len, key_len]``, bool or to be added.
+        slots: ``[batch, query_len, count]`` int, of the keys.
+    """
+    picked = torch.zeros(*slots.shape[:2], mask.shape[3], dtype=torch.bool, device=mask.device)
+    picked = picked.scatter_(2, slots.to(torch.int64), True)[:, None]
+    if mask.dtype == torch.bool:
+        return mask & picked
+    return mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
+
+
 def causal_mask(
     key_len: int,
     query_len: int,

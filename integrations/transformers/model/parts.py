@@ -19,7 +19,7 @@ from kvpolicy.integrations.transformers.model.finding import (
     modules_between,
     placeholders_of,
 )
-from kvpolicy.integrations.transformers.model.kinds import Recurrent, kinds_of
+from kvpolicy.integrations.transformers.model.kinds import Indexed, Recurrent, kinds_of
 from kvpolicy.integrations.transformers.model.masks import FLASH, IMPLEMENTATIONS
 from kvpolicy.interfaces import nearest_layer
 from kvpolicy.policy import CachePolicy
@@ -133,7 +133,14 @@ class ModelParts:
         """Layers after which tokens may be dropped whatever the context; all if there is none."""
         attending = self.attending
         whole = [index for index in attending if self.windows[index] is None]
-        return whole or attending
+        free = [index for index in whole if not self._lends(index)]
+        return free or whole or attending
+
+    def _lends(self, index: int) -> bool:
+        """Whether a later layer attends to slots that an indexer up to this one has picked."""
+        later = (kind for kind in self.kinds[index + 1 :] if isinstance(kind, Indexed))
+        following = next(later, None)
+        return following is not None and following.borrows
 
     @property
     def attending(self) -> list[int]:
@@ -213,6 +220,14 @@ class ModelParts:
     def _check_acting(self, policy: CachePolicy, acting: frozenset[int]) -> None:
         """Check that a policy asks only layers whose queries can be seen."""
         attending = self.attending
+        lending = sorted(index for index in acting if self._lends(index))
+        if lending and not policy.propagation.restarts:
+            others = [index for index in attending if not self._lends(index)]
+            raise UnsupportedModelError(
+                f"layers after which {policy.propagation} drops tokens must not lend the slots "
+                f"that an indexer has picked to a later layer, which layers {lending} do; the "
+                f"others: {others}; the nearest is {nearest_layer(lending[0], others)}"
+            )
         others = sorted(acting - set(attending))
         if others:
             raise UnsupportedModelError(

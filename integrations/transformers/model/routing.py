@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.model.masks import of_picked
 
 ROUTED = "kvpolicy_routed"
 
@@ -204,6 +205,9 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     attend = _replacing.get().get(id(module)) or _own_function(module)
+    if kwargs.get("indices") is not None and attention_mask is not None:
+        # A module that does not know its function's name leaves it to the function to apply them.
+        attention_mask = of_picked(attention_mask, kwargs.pop("indices"))
     pending = waiting.get()
     if pending is None or not pending[0].waits_for(key, own=pending[2] is module):
         return attend(module, query, key, value, attention_mask, **kwargs)

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvpolicy.integrations.transformers.model.kinds import LayerKind, Recurrent
+from kvpolicy.integrations.transformers.model.kinds import Indexed, LayerKind, Recurrent
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -135,6 +136,8 @@ def layer_for(kind: LayerKind, storage: Storage, room: int) -> PolicyLayer:
     """
     if isinstance(kind, Recurrent):
         return RecurrentLayer(storage, room, kind.states)
+    if isinstance(kind, Indexed):
+        return IndexedLayer(storage, room)
     return PolicyLayer(storage, room) if kind.attends else EmptyLayer(storage, room)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.integrations.transformers.state.saved_states import check_states
+from kvpolicy.integrations.transformers.state.saved_states import OF_INDEX, check_states
 
 # Characters of what is no JSON that an error shows.
 _SHOWN = 80
@@ -156,6 +156,7 @@ def _check_layer(
                 f"{name} must have at least one KV head and a head_dim of at least 1, got shape "
                 f"{list(tensor.shape)}"
             )
+    _check_index(index, tensors, keys)
     chosen_len = kept_len - tensors["tokens.appended"].shape[1]
     choices = 1 if positions.ndim > 1 and positions.shape[1] == 1 else kv_heads
     _check_tensor(names[2], positions, torch.int64, len(acted), choices, chosen_len)
@@ -166,6 +167,16 @@ def _check_layer(
             f"1, got {query_heads!r}"
         )
     return query_heads, kv_heads, keys.shape[3], values.shape[3]
+
+
+def _check_index(index: int, tensors: Mapping[str, Tensor], keys: Tensor) -> None:
+    """Check what a layer with an indexer holds beside its keys: one of each a slot."""
+    names = [f"layers.{index}.{name}" for name in OF_INDEX]
+    if not any(name in tensors for name in names):
+        return
+    index_keys, beside = (tensors[name] for name in names)
+    _check_tensor(names[0], index_keys, keys.dtype, len(keys), 1, keys.shape[2], None)
+    _check_tensor(names[1], beside, beside.dtype, len(keys), 1, keys.shape[2], None)
 
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | None) -> None:

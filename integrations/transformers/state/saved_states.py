@@ -14,6 +14,8 @@ from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer, S
 # What the states of convolutions and the others are called, before their numbers.
 PARTS = ("conv", "recurrent")
 _OF_KEYS = ("keys", "values", "positions")
+# Beside them, where a layer has an indexer.
+OF_INDEX = ("index_keys", "index_beside")
 # More than any layer has, so that a broken file makes no room for what is not there.
 _MOST = 64
 
@@ -101,7 +103,7 @@ def check_states(
     for name in tensors:
         group, _, rest = name.partition(".")
         layer, _, what = rest.partition(".")
-        of_keys = what in _OF_KEYS and layer not in _without_keys(query_heads)
+        of_keys = what in (*_OF_KEYS, *OF_INDEX) and layer not in _without_keys(query_heads)
         if group == "layers" and name not in named and not of_keys:
             raise ValueError(f"{name} must be something that its layer holds, got {what!r}")
 

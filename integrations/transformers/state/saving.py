@@ -15,11 +15,13 @@ from torch import Tensor
 
 from kvpolicy.checks import check_kind
 from kvpolicy.description import Description, describe, from_description
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.model_print import ModelPrint
 from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
 from kvpolicy.integrations.transformers.state.saved_contents import check_contents
 from kvpolicy.integrations.transformers.state.saved_states import (
+    OF_INDEX,
     read_states,
     state_metadata,
     state_tensors,
@@ -88,6 +90,9 @@ class SavedCache:
             if held is not None:
                 found[f"layers.{index}.keys"], found[f"layers.{index}.values"] = held.read()
                 found[f"layers.{index}.positions"] = positions
+            if isinstance(layer, IndexedLayer) and held is not None:
+                names = (f"layers.{index}.{name}" for name in OF_INDEX)
+                found |= dict(zip(names, layer.index_tensors(), strict=True))
         found |= state_tensors(self.layers)
         for name in ("valid", "ids", "lengths", "appended", "skipped", "kinds"):
             if getattr(self.tokens, name) is not None:
@@ -226,10 +231,13 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
         elif query_heads is None:
             layer = EmptyLayer()
         else:
-            layer = PolicyLayer()
+            of_index = [f"layers.{index}.{name}" for name in OF_INDEX]
+            layer = IndexedLayer() if of_index[0] in tensors else PolicyLayer()
             names = ("keys", "values", "positions")
             keys, values, positions = (tensors[f"layers.{index}.{name}"] for name in names)
             layer.load(keys, values, positions, tokens)
+            if isinstance(layer, IndexedLayer):
+                layer.load_index(*(tensors[name] for name in of_index))
             layer.query_heads = query_heads
         layers.append(layer)
     propagated = {

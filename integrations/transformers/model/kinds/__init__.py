@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 from kvpolicy.integrations.transformers.model.kinds.full_attention import FullAttention
+from kvpolicy.integrations.transformers.model.kinds.indexed import Indexed
 from kvpolicy.integrations.transformers.model.kinds.latent_attention import LatentAttention
 from kvpolicy.integrations.transformers.model.kinds.recurrent import Recurrent
 from kvpolicy.integrations.transformers.model.kinds.refused import Refused
@@ -17,6 +18,7 @@ from kvpolicy.integrations.transformers.model.kinds.tokenwise import Tokenwise
 __all__ = [
     "KINDS",
     "FullAttention",
+    "Indexed",
     "LatentAttention",
     "LayerFacts",
     "LayerKind",
@@ -30,6 +32,7 @@ __all__ = [
 KINDS: tuple[type[LayerKind], ...] = (
     LatentAttention,
     FullAttention,
+    Indexed,
     SlidingWindow,
     Tokenwise,
     Recurrent,
@@ -48,6 +51,7 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
     called = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
     if len(own) == 1 < num_layers:  # grown as layers come: all alike
         own = own * num_layers
+    indexers = getattr(config, "indexer_types", None) or [None] * num_layers
     kinds = []
     for index in range(num_layers):
         cached = own[index] if index < len(own) else None
@@ -58,6 +62,7 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
             getattr(cached, "sliding_window", None),
             latent=getattr(config, "kv_lora_rank", None) is not None,
             states=getattr(cached, "number_of_states", 1),
+            indexer=indexers[index] if index < len(indexers) else None,
         )
         kinds.append(next(kind for each in KINDS if (kind := each.of(facts)) is not None))
     return kinds

@@ -48,6 +48,7 @@ class LayerFacts:
         window: The sliding window of that, in tokens.
         latent: Whether attention makes keys and values of a latent that all heads share.
         states: The states of either kind that it holds, if it holds any.
+        indexer: ``"full"`` or ``"shared"`` where layers differ in whether they have an indexer.
     """
 
     index: int
@@ -56,3 +57,4 @@ class LayerFacts:
     window: int | None
     latent: bool = False
     states: int = 1
+    indexer: str | None = None

@@ -15,7 +15,6 @@ _REASONS = {
     "hybrid_sliding": ("attention and recurrent", _STATE),
 }
 _CACHED_AS = {
-    "DynamicIndexedLayer": ("with an indexer", "holds index keys beside its keys and values"),
     "DummyLayer": ("without a cache", "attends to keys of another layer, or not at all"),
 }
 

@@ -178,8 +178,11 @@ def dense_logits(
     layers = decoder_layers(model) if seen else []
     if len(layers) != len(seen):
         raise UnjudgedError(f"{len(layers)} layers, but {len(seen)} in the cache")
+    parts = _InParts(prompt_len)
     for index, (layer, each) in enumerate(zip(layers, seen, strict=True)):
         handles += _hooks(masked, index, layer)
+        if each.keys is not None and _has_indexer(layer):
+            handles.append(parts.hook(layer, each))
         if each.keys is None and not bool(each.tokens.all()):
             handles += _gathering(layer, each.tokens)
     try:
@@ -211,6 +214,72 @@ def _hooks(masked: _Masked, index: int, layer: nn.Module) -> list[Any]:
         layer.register_forward_pre_hook(enters),
         layer.register_forward_hook(leaves, always_call=True),
     ]
+
+
+def _has_indexer(layer: nn.Module) -> bool:
+    """Whether a layer has an indexer, or goes by that of one before it."""
+    inside = list(layer.modules())
+    named = any("Indexer" in type(each).__name__ for each in inside)
+    return named or any(getattr(each, "skip_topk", False) for each in inside)
+
+
+class _InParts:
+    """Runs layers whose indexer picks among the tokens there are for these tokens alone.
+
+    Such a layer is not what it is under a mask: of what is hidden, nothing may be picked. So its
+    own code is run anew on the prompt's tokens that reach it, and on those that are held with the
+    ones decoded after them, and each token's output taken from the run that it belongs to.
+
+    Args:
+        prompt_len: tokens of the prompt.
+    """
+
+    def __init__(self, prompt_len: int) -> None:
+        self.prompt_len = prompt_len
+        # What the layer before gave besides its hidden states: of the whole row, then by run.
+        self.beside: list[tuple[Any, list[Any]]] = []
+
+    def hook(self, layer: nn.Module, seen: Seen) -> Any:
+        assert seen.keys is not None
+        if not bool((seen.keys == seen.keys[:1]).all()):
+            raise UnjudgedError("heads keep tokens of their own where an indexer picks for all")
+        prompt = torch.arange(len(seen.tokens)) < self.prompt_len
+        runs = [(seen.tokens & prompt, prompt), (seen.keys[0, -1], ~prompt)]
+
+        def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+            outputs = [
+                self._run(module, args, kwargs, there, i) for i, (there, _) in enumerate(runs)
+            ]
+            several = isinstance(output, tuple)
+            hidden = torch.zeros_like(output[0] if several else output)
+            for (there, own), found in zip(runs, outputs, strict=True):
+                found = found[0] if several else found
+                hidden[:, there & own] = found[:, own[there]]
+            if not several:
+                return hidden
+            pairs = zip(output[1:], zip(*(each[1:] for each in outputs), strict=True), strict=True)
+            self.beside = [(whole, list(each)) for whole, each in pairs if whole is not None]
+            return (hidden, *output[1:])
+
+        return layer.register_forward_hook(after, with_kwargs=True)
+
+    def _run(self, module: Any, args: Any, kwargs: dict[str, Any], there: Tensor, run: int) -> Any:
+        places = there.nonzero()[:, 0]
+
+        def cut(value: Any, every: bool = False) -> Any:
+            for whole, by_run in self.beside:
+                if value is whole:
+                    return by_run[run]
+            if isinstance(value, tuple):
+                return tuple(cut(each) for each in value)
+            if isinstance(value, Tensor):
+                axes = [i for i in range(1, value.ndim) if value.shape[i] == len(there)]
+                for axis in axes if every else axes[:1]:
+                    value = value.index_select(axis, places)
+            return value
+
+        named = {name: cut(each, name.endswith("mask")) for name, each in kwargs.items()}
+        return type(module).forward(module, *map(cut, args), **named)
 
 
 def _gathering(layer: nn.Module, tokens: Tensor) -> list[Any]:

@@ -91,7 +91,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     # Linear attention may yield nearly nothing, which a norm without this would blow up.
     "qwen3_next": {"rms_norm_eps": 1e-2},
     "qwen4_exp_text": {
-        "indexer_n_heads": 4,
+        "indexer_n_heads": 32,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
         "indexer_budget": 8,

@@ -1,0 +1,136 @@
+"""What a `PolicyCache` stores for a layer whose indexer picks the keys that a query attends to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
+from kvpolicy.integrations.transformers.state.storage import Held, Storage
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.selection import gather_slots
+
+
+class IndexedLayer(PolicyLayer):
+    """Keys and values as in any layer, and slot by slot an index key beside them.
+
+    A layer that borrows the slots of an earlier layer's indexer has no index keys of its own.
+
+    Args:
+        storage: How keys and values are held; index keys are not quantised.
+        room: As of a `PolicyLayer`.
+
+    Attributes:
+        borrows: Whether the layer was given no index keys since the forward began.
+    """
+
+    one_choice = True
+
+    def __init__(self, storage: Storage | None = None, room: int = 0) -> None:
+        super().__init__(storage, room)
+        self.index: Held | None = None  # its keys are index keys, of one head
+        self._shown: tuple[Tensor, Tensor] | None = None  # of every slot, till some are kept
+
+    @property
+    def borrows(self) -> bool:
+        """See the class."""
+        return self._shown is None
+
+    def index_tensors(self) -> tuple[Tensor, Tensor]:
+        """Index keys ``[batch, 1, kept_len, index_dim]``, and what else each slot has, as wide."""
+        if self.index is not None:
+            return self.index.read()
+        assert self.held is not None
+        none = self.held.read()[0][:, :1, :, :0]
+        return none, none
+
+    def show_index(self, new: Tensor, order: Tensor | None) -> Tensor:
+        """All index keys of a forward after which `store` keeps some slots.
+
+        Args:
+            new: ``[batch, new_len, index_dim]``, of its tokens.
+            order: ``[batch, 1, key_len]`` int64, the slot in each place; None where they stay.
+
+        Returns:
+            ``[batch, key_len, index_dim]``.
+        """
+        keys, beside = self._joined(new)
+        if order is not None:
+            keys, beside = gather_slots(keys, order), gather_slots(beside, order)
+        self._shown = keys, beside
+        return keys[:, 0]
+
+    def append_index(self, new: Tensor) -> Tensor:
+        """Add index keys ``[batch, new_len, index_dim]`` behind those held; return all of them."""
+        keys, beside = new[:, None], new[:, None, :, :0]
+        if self.index is None:
+            self.index = self.storage.beside().hold(keys, beside)
+        else:
+            self.index = self.index.appended(keys, beside)
+        return self.index.read()[0][:, 0]
+
+    def _joined(self, new: Tensor) -> tuple[Tensor, Tensor]:
+        own = new[:, None], new[:, None, :, :0]
+        if self.index is None:
+            return own
+        keys, beside = (torch.cat(pair, dim=2) for pair in zip(self.index.read(), own, strict=True))
+        return keys, beside
+
+    def store(self, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor) -> None:
+        """See `PolicyLayer.store`; index keys are kept alongside."""
+        shown, self._shown = self._shown, None
+        super().store(keys, values, positions[:, :1], kept[:, :1])
+        if shown is not None:
+            self._hold_index(*(gather_slots(each, kept[:, :1]) for each in shown))
+
+    def load_index(self, keys: Tensor, beside: Tensor) -> None:
+        """Hold what a file has; see `index_tensors`."""
+        self.index = None
+        if keys.shape[3]:
+            self._hold_index(keys, beside)
+
+    def _hold_index(self, keys: Tensor, beside: Tensor) -> None:
+        self.index = self.storage.beside().hold(keys, beside).with_room(self.room)
+
+    def move_to(self, device: torch.device, tokens: SeenTokens) -> None:
+        """See `PolicyLayer.move_to`."""
+        super().move_to(device, tokens)
+        if self.index is not None and self.held is not None:
+            keys, beside = self.index.read()
+            dtype = self.held.read()[0].dtype  # that of the model, loaded in another precision
+            self._hold_index(keys.to(device, dtype), beside.to(device))
+
+    def drop_last(self, count: int) -> None:
+        """See `PolicyLayer.drop_last`."""
+        if count and self.index is not None:
+            self.index = self.index.first(self.kept_len - count)
+        super().drop_last(count)
+
+    def take_rows(self, rows: Tensor, tokens: SeenTokens) -> None:
+        """See `PolicyLayer.take_rows`."""
+        super().take_rows(rows, tokens)
+        if self.index is not None:
+            self.index = self.index.rows(rows)
+
+    def state(self) -> State:
+        """See `PolicyLayer.state`."""
+        return (*super().state(), self.index)
+
+    def restore(self, state: State) -> None:
+        """See `PolicyLayer.restore`."""
+        *own, self.index = state
+        self._shown = None
+        super().restore(tuple(own))
+
+    def _nothing(self) -> State:
+        return (*super()._nothing(), None)
+
+    def nbytes(self) -> int:
+        """See `PolicyLayer.nbytes`; with the index keys."""
+        return super().nbytes() + (0 if self.index is None else self.index.nbytes())
+
+    def beside_nbytes(self) -> int:
+        """See `PolicyLayer.beside_nbytes`."""
+        if self.index is None:
+            return 0
+        return sum(each.shape[3] * each.element_size() for each in self.index.read())
