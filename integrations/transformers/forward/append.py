@@ -45,6 +45,7 @@ class Forward:
             without.
         causal: Whether a layer without a mask sees no later token; else it sees all of a prompt.
         attended: Where to note which keys each layer attends to; None where nobody asks.
+        rotary: The decoder's rotary embedding, for index keys that are turned late; None without.
     """
 
     acts = False  # whether the policy does, on this forward
@@ -61,6 +62,7 @@ class Forward:
         spares_masks: bool = True,
         causal: bool = True,
         attended: AttendedKeys | None = None,
+        rotary: Any = None,
     ) -> None:
         self.policy = policy
         self.layers = layers
@@ -102,6 +104,7 @@ class Forward:
         self._spares_masks = spares_masks
         self._sees_all = not causal and self.first
         self._attended = attended
+        self._rotary = rotary
         self._own_blocks: dict[int, tuple[Any, Tensor | None]] = {}  # by the id of the mask
 
     # Before a layer.
@@ -136,14 +139,43 @@ class Forward:
         if self._attended is not None and not (self.first and self._order_of_columns is None):
             heads = 1 if layer.held is None else layer.held.shape[1]
             self._attended.note(index, self._positions(layer, heads, hidden.device))
-        return hidden, self._with_mask(index, hidden, self._reaching(kwargs))
+        here = self._reaching(kwargs)
+        if isinstance(layer, IndexedLayer):
+            return hidden, self._for_indexer(index, layer, hidden, here)
+        return hidden, self._with_mask(index, hidden, here)
+
+    def _for_indexer(
+        self, index: int, layer: IndexedLayer, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The arguments of a layer with an indexer, which reads masks and positions itself."""
+        own, places = kwargs.get("attention_mask"), layer.places()
+        if isinstance(own, Tensor) and own.ndim == 2:  # of tokens, from which it makes its own
+            kwargs = {**kwargs, "attention_mask": self.new_valid.to(hidden.device)}
+        else:
+            kwargs = self._with_mask(index, hidden, kwargs)
+            mask = kwargs["attention_mask"]
+            assert isinstance(mask, Tensor)
+            kwargs = {**kwargs, "attention_mask": mask.expand(hidden.shape[0], -1, -1, -1)}
+        if places is None:
+            return kwargs
+        assert self._rotary is not None
+        pairs = zip(self._rotary(hidden, places), kwargs["position_embeddings"], strict=True)
+        turns = tuple(torch.cat([held, new], dim=1) for held, new in pairs)
+        if self._order is not None:
+            turns = tuple(take_columns(each, self._order[:, 0]) for each in turns)
+        return {**kwargs, "position_embeddings": turns}
 
     def _for_state(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a recurrent layer: its mask tells tokens from padding."""
         valid = self.new_valid if self._padded else None
         if valid is not None:
             valid = None if bool(valid.all()) else valid.to(hidden.device).long()
-        return {**kwargs, "attention_mask": valid}
+        # A layer's convolutions may have a name of their own for it.
+        return {
+            **kwargs,
+            **dict.fromkeys({"conv_mask"} & kwargs.keys(), valid),
+            "attention_mask": valid,
+        }
 
     def _reaching(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments for the tokens that reach the layer."""
@@ -164,10 +196,6 @@ class Forward:
             return kwargs
         own = self._own_block(kwargs)
         mask = self._mask(index, hidden, own)
-        if isinstance(self.layers[index], IndexedLayer):
-            # An indexer reads the mask itself, row by row.
-            assert isinstance(mask, Tensor)
-            mask = mask.expand(hidden.shape[0], -1, -1, -1)
         return {**kwargs, "attention_mask": mask}
 
     def _own_block(self, kwargs: dict[str, Any]) -> Tensor | None:
@@ -271,13 +299,27 @@ class Forward:
         """All keys and values that the layer's attention is to see, with the new ones."""
         layer = self.layers[index]
         self._updated.add(index)
-        return layer.append(keys, values, self._before)
+        keys, values = layer.append(keys, values, self._before)
+        if isinstance(layer, IndexedLayer):
+            layer.attend_to(keys)
+        return keys, values
 
     def update_index(self, index: int, keys: Tensor) -> Tensor:
         """All index keys that the layer's indexer is to see, with the new ones."""
         layer = self.layers[index]
         assert isinstance(layer, IndexedLayer)
-        return layer.append_index(keys)
+        return layer.append_index(keys, self._new_places())
+
+    def _new_places(self) -> Tensor | None:
+        """Position ids ``[axes, batch, new_len]`` of the tokens that reach a layer, if it has any.
+
+        A model gives them to one of its layers with an indexer.
+        """
+        for layer in self.layers:
+            if isinstance(layer, IndexedLayer) and layer.new_places is not None:
+                places = layer.new_places
+                return places if self._slots is None else take_columns(places, self._slots, 1, 2)
+        return None
 
     def note_state(self, index: int) -> None:
         """A layer reads or writes its state."""

@@ -147,13 +147,15 @@ class ActingForward(Forward):
         if self._order is not None:
             keys, values = gather_slots(keys, self._order), gather_slots(values, self._order)
         self._pending = keys, values
+        if isinstance(layer, IndexedLayer):
+            layer.attend_to(keys)
         return keys, values
 
     def update_index(self, index: int, keys: Tensor) -> Tensor:
         """All index keys that the layer's indexer is to see, with the new ones."""
         layer = self.layers[index]
         assert isinstance(layer, IndexedLayer)
-        return layer.show_index(keys, self._order)
+        return layer.show_index(keys, self._new_places(), self._order)
 
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:
         """In the first of two runs, let the policy decide, and end the run."""

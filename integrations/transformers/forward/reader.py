@@ -345,6 +345,7 @@ class Reader:
             "own_masks": outside,
             "spares_masks": self.care.spares_masks,
             "causal": parts.causal,
+            "rotary": getattr(parts.decoder, "rotary_emb", None),
             "attended": (
                 AttendedKeys(parts.attending)
                 if _asked(arguments, parts, "output_attentions")

@@ -14,7 +14,8 @@ from kvpolicy.selection import gather_slots
 class IndexedLayer(PolicyLayer):
     """Keys and values as in any layer, and slot by slot an index key beside them.
 
-    A layer that borrows the slots of an earlier layer's indexer has no index keys of its own.
+    A layer that borrows the slots of an earlier layer's indexer has no index keys of its own. Where
+    index keys are turned to their positions only when they are scored, these are held beside them.
 
     Args:
         storage: How keys and values are held; index keys are not quantised.
@@ -22,14 +23,18 @@ class IndexedLayer(PolicyLayer):
 
     Attributes:
         borrows: Whether the layer was given no index keys since the forward began.
+        new_places: ``[axes, batch, new_len]`` int64: the position ids of a forward's tokens, which
+            a model that turns index keys late gives to the first such layer.
     """
 
     one_choice = True
+    new_places: Tensor | None = None
 
     def __init__(self, storage: Storage | None = None, room: int = 0) -> None:
         super().__init__(storage, room)
         self.index: Held | None = None  # its keys are index keys, of one head
         self._shown: tuple[Tensor, Tensor] | None = None  # of every slot, till some are kept
+        self._attended: Tensor | None = None  # the keys of the forward under way
 
     @property
     def borrows(self) -> bool:
@@ -44,37 +49,63 @@ class IndexedLayer(PolicyLayer):
         none = self.held.read()[0][:, :1, :, :0]
         return none, none
 
-    def show_index(self, new: Tensor, order: Tensor | None) -> Tensor:
+    @property
+    def keys(self) -> Tensor | None:
+        """See `PolicyLayer.keys`; during a forward those attended to, whose slots are picked."""
+        return super().keys if self._attended is None else self._attended
+
+    def attend_to(self, keys: Tensor) -> None:
+        """Take note of the keys ``[batch, kv_heads, key_len, head_dim]`` of a forward under way."""
+        self._attended = keys
+
+    @property
+    def indexer_position_ids(self) -> None:
+        """Nothing: a model would put its positions before those of the tokens at hand."""
+        return None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, places: Tensor) -> None:
+        self.new_places = places
+
+    def places(self) -> Tensor | None:
+        """The position ids ``[axes, batch, kept_len]`` of what is held; None without any."""
+        places = None if self.index is None else self.index.read()[1]
+        return None if places is None or not places.shape[3] else places[:, 0].permute(2, 0, 1)
+
+    def show_index(self, new: Tensor, places: Tensor | None, order: Tensor | None) -> Tensor:
         """All index keys of a forward after which `store` keeps some slots.
 
         Args:
             new: ``[batch, new_len, index_dim]``, of its tokens.
+            places: ``[axes, batch, new_len]`` int64, their position ids; None without any.
             order: ``[batch, 1, key_len]`` int64, the slot in each place; None where they stay.
 
         Returns:
             ``[batch, key_len, index_dim]``.
         """
-        keys, beside = self._joined(new)
+        keys, beside = _slots(new, places)
+        if self.index is not None:
+            held_keys, held_beside = self.index.read()
+            keys = torch.cat([held_keys, keys], dim=2)
+            beside = torch.cat([held_beside, beside], dim=2)
         if order is not None:
             keys, beside = gather_slots(keys, order), gather_slots(beside, order)
         self._shown = keys, beside
         return keys[:, 0]
 
-    def append_index(self, new: Tensor) -> Tensor:
-        """Add index keys ``[batch, new_len, index_dim]`` behind those held; return all of them."""
-        keys, beside = new[:, None], new[:, None, :, :0]
-        if self.index is None:
-            self.index = self.storage.beside().hold(keys, beside)
-        else:
-            self.index = self.index.appended(keys, beside)
-        return self.index.read()[0][:, 0]
+    def append_index(self, new: Tensor, places: Tensor | None) -> Tensor:
+        """Add the index keys of a forward's tokens behind those held; return all of them.
 
-    def _joined(self, new: Tensor) -> tuple[Tensor, Tensor]:
-        own = new[:, None], new[:, None, :, :0]
+        Args:
+            new: See `show_index`.
+            places: Likewise.
+        """
+        slots = _slots(new, places)
         if self.index is None:
-            return own
-        keys, beside = (torch.cat(pair, dim=2) for pair in zip(self.index.read(), own, strict=True))
-        return keys, beside
+            self.index = self.storage.beside().hold(*slots)
+        else:
+            self.index = self.index.appended(*slots)
+        return self.index.read()[0][:, 0]
 
     def store(self, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor) -> None:
         """See `PolicyLayer.store`; index keys are kept alongside."""
@@ -119,8 +150,17 @@ class IndexedLayer(PolicyLayer):
     def restore(self, state: State) -> None:
         """See `PolicyLayer.restore`."""
         *own, self.index = state
-        self._shown = None
+        self._shown = self._attended = self.new_places = None
         super().restore(tuple(own))
+
+    def follow(self, tokens: SeenTokens) -> None:
+        """See `PolicyLayer.follow`; the forward is over."""
+        super().follow(tokens)
+        self._attended = self.new_places = None
+
+    def get_seq_length(self) -> int:
+        """Columns seen; during a forward, slots attended to."""
+        return super().get_seq_length() if self._attended is None else self._attended.shape[2]
 
     def _nothing(self) -> State:
         return (*super()._nothing(), None)
@@ -134,3 +174,11 @@ class IndexedLayer(PolicyLayer):
         if self.index is None:
             return 0
         return sum(each.shape[3] * each.element_size() for each in self.index.read())
+
+
+def _slots(new: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Index keys ``[batch, 1, new_len, index_dim]``, and position ids likewise, of any width."""
+    keys = new[:, None]
+    if places is None:
+        return keys, keys[..., :0]
+    return keys, places.expand(-1, new.shape[0], -1).permute(1, 2, 0)[:, None]
