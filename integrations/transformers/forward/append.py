@@ -18,6 +18,7 @@ from kvpolicy.integrations.transformers.model.masks import (
     causal_mask,
 )
 from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
+from kvpolicy.integrations.transformers.model.temperature import Temperature
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
@@ -38,7 +39,8 @@ class Forward:
         layers: What each layer of the model holds.
         incoming: The forward's tokens and those seen before.
         implementation: The model's attention implementation.
-        windows: Each layer's sliding window; None where it sees all.
+        windows: Each layer's sliding window or chunk; None where it sees all.
+        temperatures: By layer, how its queries depend on counted positions; None where they do not.
         own_masks: Whether the model makes its masks outside of the decoder, where it may know more
             than the order of tokens.
         spares_masks: Whether a layer may get no mask where its attention function would do right
@@ -58,6 +60,7 @@ class Forward:
         *,
         implementation: str,
         windows: list[int | None],
+        temperatures: list[Temperature | None] | None = None,
         own_masks: bool = False,
         spares_masks: bool = True,
         causal: bool = True,
@@ -87,6 +90,8 @@ class Forward:
         self._new_len = incoming.new_valid.shape[1]
         self._columns = incoming.columns
         self._windows = windows
+        self._temperatures = temperatures or [None] * len(layers)
+        self._places = self.new_positions  # at which the tokens that reach the layer are read
         self.propagated: dict[int, Tensor] = {}
         self._updated: set[int] = set()
         self._order_of_columns = incoming.order
@@ -140,9 +145,16 @@ class Forward:
             heads = 1 if layer.held is None else layer.held.shape[1]
             self._attended.note(index, self._positions(layer, heads, hidden.device))
         here = self._reaching(kwargs)
+        self._note_places(here)
         if isinstance(layer, IndexedLayer):
             return hidden, self._for_indexer(index, layer, hidden, here)
         return hidden, self._with_mask(index, hidden, here)
+
+    def _note_places(self, kwargs: dict[str, Any]) -> None:
+        """Take note of the positions at which the tokens of a layer's arguments are read."""
+        given = kwargs.get("position_ids")
+        known = isinstance(given, Tensor) and given.ndim == 2
+        self._places = given if known else self.new_positions
 
     def _for_indexer(
         self, index: int, layer: IndexedLayer, hidden: Tensor, kwargs: dict[str, Any]
@@ -302,6 +314,8 @@ class Forward:
         keys, values = layer.append(keys, values, self._before)
         if isinstance(layer, IndexedLayer):
             layer.attend_to(keys)
+        if self._temperatures[index] is not None:
+            self._pending = keys, values
         return keys, values
 
     def update_index(self, index: int, keys: Tensor) -> Tensor:
@@ -344,6 +358,13 @@ class Forward:
         alike = (keys.shape[0], keys.shape[-2]) == (given.shape[0], given.shape[-2])
         return keys is given or (own and alike)
 
+    def at_own_positions(self, index: int, queries: Tensor) -> Tensor:
+        """A layer's queries, where it has counted other positions for them than their own."""
+        temperature = self._temperatures[index]
+        if temperature is None:
+            return queries
+        return temperature.corrected(queries, self._before.seen, self._places)
+
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:
         """The layer's queries are known, its attention is not computed yet."""
 
@@ -358,6 +379,7 @@ class Forward:
 
     def observe(self, index: int, inputs: AttentionInputs) -> None:
         """The layer has attended."""
+        self._pending = None
 
     # After a layer, and after the last.
 

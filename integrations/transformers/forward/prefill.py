@@ -13,7 +13,7 @@ from kvpolicy.integrations.transformers.forward.added_features import AddedFeatu
 from kvpolicy.integrations.transformers.forward.append import Forward, cut_arguments
 from kvpolicy.integrations.transformers.forward.inputs import take_columns
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
-from kvpolicy.integrations.transformers.model.masks import FLASH
+from kvpolicy.integrations.transformers.model.masks import FLASH, first_seen
 from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
@@ -82,6 +82,7 @@ class ActingForward(Forward):
         valid = None if valid is None else valid.to(keys.device)
         self._narrowed = Narrowed(keys, values, own, valid, self.implementation)
         here = cut_arguments({**here, "attention_mask": None}, slots, hidden.shape[1])
+        self._note_places(here)
         return take_columns(hidden, slots), here
 
     def _few_go_on(self, index: int) -> bool:
@@ -109,6 +110,7 @@ class ActingForward(Forward):
 
     def _look(self, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> None:
         """Run a layer until its queries and keys are known, and the policy has decided."""
+        self._note_places(kwargs)
         self._looking = True
         try:
             # Not through its hooks, one of which has brought us here. Its attention is not reached.
@@ -211,7 +213,7 @@ class ActingForward(Forward):
         it, which it does not bound, the policy does.
         """
         lengths = self.tokens.lengths.to(context.keys.device)[:, None, None]
-        near = (positions >= 0) & (positions > lengths - window)
+        near = (positions >= 0) & (positions >= first_seen(lengths, window))
         kept = compress(near, int(near.sum(dim=-1).max()))
         if self.implementation in FLASH or not bool((lengths <= window).any()):
             return kept

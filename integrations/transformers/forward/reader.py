@@ -342,6 +342,7 @@ class Reader:
         kind: dict[str, Any] = {
             "implementation": implementation,
             "windows": parts.windows,
+            "temperatures": parts.temperatures,
             "own_masks": outside,
             "spares_masks": self.care.spares_masks,
             "causal": parts.causal,
@@ -474,7 +475,10 @@ class Reader:
         plain = isinstance(self.storage, PlainStorage)
         # A state is a tensor of one size, but is copied before every forward; index keys grow.
         grow = any(isinstance(layer, (RecurrentLayer, IndexedLayer)) for layer in self.layers)
-        return self.max_new_tokens is not None and plain and self._may_be_static and not grow
+        # What counts positions itself is told others than those of a step.
+        counts = self.attachment is not None and any(self.attachment.parts.temperatures)
+        fixed = plain and not grow and not counts
+        return self.max_new_tokens is not None and fixed and self._may_be_static
 
     def mask_of_step(self, attention_mask: Tensor | None) -> Tensor | None:
         """The mask that `generate` is to give the model at the next forward.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.kinds import Indexed
+from kvpolicy.integrations.transformers.model.masks import first_seen
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 
 # By layer, what its attention is narrowed to in this thread: [query_heads, len, len] bool.
@@ -242,7 +243,7 @@ def visible_to(
         later = held[:, :end] | decoded
         see = torch.where(decoded[:, None], later[:, None, :], there[None, None, :]) & causal
         if window is not None:
-            see = see & (places[None, :] > places[:, None] - window)
+            see = see & (places[None, :] >= first_seen(places, window)[:, None])
         # What did not reach a layer sees itself there, so that it stays finite; nobody reads it.
         found.append(see | torch.eye(end, dtype=torch.bool))
     return found

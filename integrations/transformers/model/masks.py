@@ -25,6 +25,18 @@ DENSE = ("eager", "sdpa")
 Mask = Tensor | BlockMask | None
 
 
+class Chunk(int):
+    """The length of chunks, where it stands in the place of a sliding window's.
+
+    A token then sees those of its own chunk. Chunks begin at multiples of their length.
+    """
+
+
+def first_seen(places: Tensor, window: int) -> Tensor:
+    """The first place that tokens at ``places`` see through a window, or in their chunk."""
+    return places - places % window if isinstance(window, Chunk) else places - window + 1
+
+
 @attrs.frozen(eq=False)
 class OwnVisibility:
     """What a model's own mask says of a forward's tokens among themselves.
@@ -90,7 +102,7 @@ class Visibility:
         keys: ``[batch, 1 or kv_heads, key_len]`` int64, places of the keys, -1 on padding.
         queries: ``[batch, query_len]`` int64, places of the queries, -1 on padding.
         query_heads: Query heads, of a group for each of ``keys``' heads.
-        window: Places a query sees, its own among them; None for all before it.
+        window: Places a query sees, its own among them, or its `Chunk`; None for all before it.
         own: What the model's own mask says of the tokens at hand, where it is not of order alone,
             as where the tokens of an image see each other both ways; None where it is.
     """
@@ -141,7 +153,7 @@ class Visibility:
         keys, queries = places[:, :, None, :], self.queries[:, None, :, None]
         visible = (keys >= 0) & (keys <= queries)
         if self.window is not None:
-            visible &= keys > queries - self.window
+            visible &= keys >= first_seen(queries, self.window)
         if self.own is not None:
             visible = self.own.over(visible, self.query_heads)
         # A padded query sees everything: what it yields is never used, but it has to stay finite,
@@ -151,14 +163,15 @@ class Visibility:
     def _block_mask(self) -> BlockMask:
         batch, heads, key_len = self.keys.shape
         group = self.query_heads // heads
-        window = key_len + int(self.queries.max()) + 1 if self.window is None else self.window
+        none = torch.zeros_like(self.queries)
+        first = none if self.window is None else first_seen(self.queries, self.window)
 
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             # The kernel asks for every row and head, also where the mask is one for all.
             row = row if batch > 1 else torch.zeros_like(row)
             own = self.queries[row, query]
             place = self.keys[row, head // group if heads > 1 else torch.zeros_like(head), key]
-            near = (place >= 0) & (place <= own) & (place > own - window)
+            near = (place >= 0) & (place <= own) & (place >= first[row, query])
             return near | (own < 0)
 
         each = self.query_heads if heads > 1 else None

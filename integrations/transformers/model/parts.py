@@ -21,6 +21,7 @@ from kvpolicy.integrations.transformers.model.finding import (
 )
 from kvpolicy.integrations.transformers.model.kinds import Indexed, Recurrent, kinds_of
 from kvpolicy.integrations.transformers.model.masks import FLASH, IMPLEMENTATIONS
+from kvpolicy.integrations.transformers.model.temperature import Temperature
 from kvpolicy.interfaces import nearest_layer
 from kvpolicy.policy import CachePolicy
 
@@ -39,6 +40,7 @@ class ModelParts:
         attentions: The attention module of each; None where a layer does not attend.
         windows: For each, the tokens its sliding window sees, itself among them; None where it
             sees all.
+        temperatures: For each, how its queries depend on positions that it counts; None without.
 
     Raises:
         TypeError: ``model`` is not a torch module.
@@ -79,6 +81,7 @@ class ModelParts:
             find_attention(layer, index) if kind.attends else None
             for index, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True))
         ]
+        self.temperatures = [Temperature.of(each) for each in self.attentions]
         for attention in filter(None, self.attentions):
             check_uncompiled(attention)
         _ = self.implementation

@@ -67,6 +67,9 @@ class Observer(Protocol):
                 that were handed out.
         """
 
+    def at_own_positions(self, index: int, queries: Tensor) -> Tensor:
+        """A layer's queries, where it has counted other positions for them than their own."""
+
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:
         """The layer's queries are known, its attention is not computed yet."""
 
@@ -213,6 +216,7 @@ def _attention(
         return attend(module, query, key, value, attention_mask, **kwargs)
     waiting.set(None)
     forward, layer_idx, _ = pending
+    query = forward.at_own_positions(layer_idx, query)
     scaling = kwargs.get("scaling")
     scores = Scores(
         query.shape[-1] ** -0.5 if scaling is None else scaling,

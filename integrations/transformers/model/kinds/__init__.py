@@ -7,6 +7,7 @@ from typing import Any
 from transformers import DynamicCache
 
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
+from kvpolicy.integrations.transformers.model.kinds.chunked import ChunkedAttention
 from kvpolicy.integrations.transformers.model.kinds.full_attention import FullAttention
 from kvpolicy.integrations.transformers.model.kinds.indexed import Indexed
 from kvpolicy.integrations.transformers.model.kinds.latent_attention import LatentAttention
@@ -17,6 +18,7 @@ from kvpolicy.integrations.transformers.model.kinds.tokenwise import Tokenwise
 
 __all__ = [
     "KINDS",
+    "ChunkedAttention",
     "FullAttention",
     "Indexed",
     "LatentAttention",
@@ -34,6 +36,7 @@ KINDS: tuple[type[LayerKind], ...] = (
     FullAttention,
     Indexed,
     SlidingWindow,
+    ChunkedAttention,
     Tokenwise,
     Recurrent,
     Refused,

@@ -10,7 +10,6 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 _STATE = "holds a state in which tokens cannot be told apart"
 _REASONS = {
-    "chunked_attention": ("chunked attention", "attends within chunks of the context"),
     "hybrid": ("attention and recurrent", _STATE),
     "hybrid_sliding": ("attention and recurrent", _STATE),
 }

@@ -77,6 +77,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", _FULL] * 2},
     "lfm2_moe": {"layer_types": ["conv", _FULL] * 2},
+    "llama4_text": {"floor_scale": 8, "attn_scale": 0.3},
     "mamba2": {"num_heads": 8},
     "mistral": {"sliding_window": None},
     "mllama_text_model": {"bos_token_id": 1, "cross_attention_layers": [1]},
