@@ -140,8 +140,8 @@ class Seen:
     Attributes:
         keys: bool `[kv_heads, len, len]`, whether the query of a row sees the key of a column; None
             where it sees all that the model lets it.
-        tokens: bool `[len]`, those that reach the layer. Only a layer without keys takes these from
-            here; where there are keys, those of others are not seen.
+        tokens: bool `[len]`, those that reach the layer. Only a layer without keys, or with an
+            indexer, takes these from here; elsewhere the keys of others are not seen.
     """
 
     keys: Tensor | None
@@ -178,7 +178,7 @@ def dense_logits(
     layers = decoder_layers(model) if seen else []
     if len(layers) != len(seen):
         raise UnjudgedError(f"{len(layers)} layers, but {len(seen)} in the cache")
-    parts = _InParts(prompt_len)
+    parts = _InParts()
     for index, (layer, each) in enumerate(zip(layers, seen, strict=True)):
         handles += _hooks(masked, index, layer)
         if each.keys is not None and _has_indexer(layer):
@@ -227,15 +227,11 @@ class _InParts:
     """Runs layers whose indexer picks among the tokens there are for these tokens alone.
 
     Such a layer is not what it is under a mask: of what is hidden, nothing may be picked. So its
-    own code is run anew on the prompt's tokens that reach it, and on those that are held with the
-    ones decoded after them, and each token's output taken from the run that it belongs to.
-
-    Args:
-        prompt_len: tokens of the prompt.
+    own code is run anew, once for each stretch of tokens that see the same ones and each other,
+    on what the stretch sees, and each token's output taken from its own run.
     """
 
-    def __init__(self, prompt_len: int) -> None:
-        self.prompt_len = prompt_len
+    def __init__(self) -> None:
         # What the layer before gave besides its hidden states: of the whole row, then by run.
         self.beside: list[tuple[Any, list[Any]]] = []
 
@@ -243,8 +239,7 @@ class _InParts:
         assert seen.keys is not None
         if not bool((seen.keys == seen.keys[:1]).all()):
             raise UnjudgedError("heads keep tokens of their own where an indexer picks for all")
-        prompt = torch.arange(len(seen.tokens)) < self.prompt_len
-        runs = [(seen.tokens & prompt, prompt), (seen.keys[0, -1], ~prompt)]
+        runs = _stretches(seen.keys[0], seen.tokens)
 
         def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
             outputs = [
@@ -253,8 +248,7 @@ class _InParts:
             several = isinstance(output, tuple)
             hidden = torch.zeros_like(output[0] if several else output)
             for (there, own), found in zip(runs, outputs, strict=True):
-                found = found[0] if several else found
-                hidden[:, there & own] = found[:, own[there]]
+                hidden[:, own] = (found[0] if several else found)[:, torch.isin(there, own)]
             if not several:
                 return hidden
             pairs = zip(output[1:], zip(*(each[1:] for each in outputs), strict=True), strict=True)
@@ -264,7 +258,7 @@ class _InParts:
         return layer.register_forward_hook(after, with_kwargs=True)
 
     def _run(self, module: Any, args: Any, kwargs: dict[str, Any], there: Tensor, run: int) -> Any:
-        places = there.nonzero()[:, 0]
+        length = (args[0] if args else kwargs["hidden_states"]).shape[1]
 
         def cut(value: Any, every: bool = False) -> Any:
             for whole, by_run in self.beside:
@@ -273,13 +267,33 @@ class _InParts:
             if isinstance(value, tuple):
                 return tuple(cut(each) for each in value)
             if isinstance(value, Tensor):
-                axes = [i for i in range(1, value.ndim) if value.shape[i] == len(there)]
+                axes = [i for i in range(1, value.ndim) if value.shape[i] == length]
                 for axis in axes if every else axes[:1]:
-                    value = value.index_select(axis, places)
+                    value = value.index_select(axis, there)
             return value
 
         named = {name: cut(each, name.endswith("mask")) for name, each in kwargs.items()}
         return type(module).forward(module, *map(cut, args), **named)
+
+
+def _stretches(keys: Tensor, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Stretches of tokens that see the same ones before them, and all of their own up to itself.
+
+    Args:
+        keys: bool `[len, len]`, whether the query of a row sees the key of a column.
+        tokens: bool `[len]`, those that reach the layer.
+
+    Returns:
+        By stretch, the places that its last token sees, and its own places.
+    """
+    stretches: list[list[int]] = []
+    sets = [set(keys[i, : i + 1].nonzero()[:, 0].tolist()) for i in range(len(tokens))]
+    for i in tokens.nonzero()[:, 0].tolist():
+        if stretches and sets[i] == sets[stretches[-1][-1]] | {i}:
+            stretches[-1].append(i)
+        else:
+            stretches.append([i])
+    return [(torch.tensor(sorted(sets[own[-1]])), torch.tensor(own)) for own in stretches]
 
 
 def _gathering(layer: nn.Module, tokens: Tensor) -> list[Any]:
