@@ -150,8 +150,10 @@ def _check_layer(
     _check_tensor(names[0], keys, keys.dtype, len(acted), None, None, None)
     _, kv_heads, kept_len, _ = keys.shape
     _check_tensor(names[1], values, keys.dtype, len(acted), kv_heads, kept_len, None)
+    # A latent may have no rotary part, which stands in the place of values.
+    whole = f"layers.{index}.{OF_INDEX[0]}" in tensors
     for name, tensor in zip(names[:2], (keys, values), strict=True):
-        if not (kv_heads and tensor.shape[3]):
+        if not (kv_heads and (tensor.shape[3] or (whole and tensor is values))):
             raise ValueError(
                 f"{name} must have at least one KV head and a head_dim of at least 1, got shape "
                 f"{list(tensor.shape)}"
