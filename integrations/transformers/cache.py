@@ -234,7 +234,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
         if any(layer.state_nbytes() for layer in self.layers):
             raise ValueError(
                 f"model must be in the precision in which the saved cache was filled, {saved}, "
-                f"where it has recurrent layers, got {own}; a state is summed up in one precision"
+                f"where it has recurrent layers or has read images, got {own}; what is held of "
+                "these is in one precision"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:

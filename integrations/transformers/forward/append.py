@@ -19,6 +19,7 @@ from kvpolicy.integrations.transformers.model.masks import (
 )
 from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
 from kvpolicy.integrations.transformers.model.temperature import Temperature
+from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
@@ -394,7 +395,8 @@ class Forward:
             UnsupportedModelError: A layer did not use the cache, as with gradient checkpointing.
         """
         layers = enumerate(self.layers)
-        missing = {i for i, each in layers if not isinstance(each, EmptyLayer)} - self._updated
+        spared = EmptyLayer, CrossLayer  # the second is left out where there is no image
+        missing = {i for i, each in layers if not isinstance(each, spared)} - self._updated
         if missing:
             raise UnsupportedModelError(
                 f"model must give every layer the cache, but layers {sorted(missing)} did not "
@@ -461,10 +463,14 @@ class Forward:
         return take_columns(hidden, self._order_of_columns.argsort(dim=1))
 
 
+_WHOLE = ("attention_mask", "cross_attention_states")
+
+
 def cut_arguments(kwargs: dict[str, Any], slots: Tensor, length: int) -> dict[str, Any]:
     """The arguments of a layer for some of its tokens.
 
-    What holds something for each token, such as rotary embeddings, is cut; the mask is not.
+    What holds something for each token, such as rotary embeddings, is cut; the mask is not, nor is
+    what holds something for each patch of an image.
 
     Args:
         kwargs: By name, for ``length`` tokens.
@@ -472,7 +478,7 @@ def cut_arguments(kwargs: dict[str, Any], slots: Tensor, length: int) -> dict[st
         length: Tokens.
     """
     return {
-        name: value if name == "attention_mask" else _cut(value, slots, length)
+        name: value if name in _WHOLE else _cut(value, slots, length)
         for name, value in kwargs.items()
     }
 

@@ -47,6 +47,7 @@ from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
@@ -473,8 +474,11 @@ class Reader:
     def is_compileable(self) -> bool:
         """Whether `generate` may compile the decoding of an answer."""
         plain = isinstance(self.storage, PlainStorage)
-        # A state is a tensor of one size, but is copied before every forward; index keys grow.
-        grow = any(isinstance(layer, (RecurrentLayer, IndexedLayer)) for layer in self.layers)
+        # A state is a tensor of one size, but is copied before every forward; index keys grow, and
+        # images are no tokens.
+        grow = any(
+            isinstance(layer, (RecurrentLayer, IndexedLayer, CrossLayer)) for layer in self.layers
+        )
         # What counts positions itself is told others than those of a step.
         counts = self.attachment is not None and any(self.attachment.parts.temperatures)
         fixed = plain and not grow and not counts
@@ -644,6 +648,9 @@ class Reader:
             NotAttachedError: The cache is not attached to the model that calls.
         """
         self._forward = self._attached_forward()
+        layer = self.layers[index]
+        if isinstance(layer, CrossLayer):
+            return layer.with_images(keys, values)
         keys, values = self._forward.update(index, keys, values)
         if self._forward.waits_for_queries():
             assert self.attachment is not None

@@ -9,7 +9,13 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvpolicy.integrations.transformers.model.kinds import Indexed, LayerKind, Recurrent
+from kvpolicy.integrations.transformers.model.kinds import (
+    CrossAttention,
+    Indexed,
+    LayerKind,
+    Recurrent,
+)
+from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.storage import Storage
@@ -136,6 +142,8 @@ def layer_for(kind: LayerKind, storage: Storage, room: int) -> PolicyLayer:
     """
     if isinstance(kind, Recurrent):
         return RecurrentLayer(storage, room, kind.states)
+    if isinstance(kind, CrossAttention):
+        return CrossLayer(storage, room)
     if isinstance(kind, Indexed):
         return IndexedLayer(storage, room)
     return PolicyLayer(storage, room) if kind.attends else EmptyLayer(storage, room)

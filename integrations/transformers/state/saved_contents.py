@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.integrations.transformers.state.saved_states import OF_INDEX, check_states
+from kvpolicy.integrations.transformers.state.saved_states import OF_CROSS, OF_INDEX, check_states
 
 # Characters of what is no JSON that an error shows.
 _SHOWN = 80
@@ -37,6 +37,7 @@ def check_contents(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -
     _check_tensor("model.samples", tensors["model.samples"], torch.float32, None)
     acted = _check_tokens(tensors, padded=json.loads(metadata["padded"]))
     _check_layers(query_heads, tensors, acted)
+    _check_crosses(metadata, query_heads, tensors, len(acted))
     states = _read_json(metadata, "states") if "states" in metadata else {}
     check_states(states, query_heads, tensors, len(acted))
     for name, positions in tensors.items():
@@ -169,6 +170,36 @@ def _check_layer(
             f"1, got {query_heads!r}"
         )
     return query_heads, kv_heads, keys.shape[3], values.shape[3]
+
+
+def _check_crosses(
+    metadata: Mapping[str, str],
+    query_heads: list[object],
+    tensors: Mapping[str, Tensor],
+    batch: int,
+) -> None:
+    """Check what layers hold that attend to images: as many keys as values, or none."""
+    crosses = _read_json(metadata, "crosses") if "crosses" in metadata else []
+    fits = isinstance(crosses, list) and len(crosses) in (0, len(query_heads))
+    wrong = [
+        index
+        for index, each in enumerate(crosses if fits else [])
+        if not isinstance(each, bool) or (each and query_heads[index] is not None)
+    ]
+    if not fits or wrong:
+        raise ValueError(
+            f"crosses must be true for some layers without query_heads, false for the others, got "
+            f"{crosses!r}"
+        )
+    for index, heads in enumerate(query_heads):
+        names = [f"layers.{index}.{name}" for name in OF_CROSS]
+        if heads is not None or not any(name in tensors for name in names):
+            continue
+        if not (crosses and crosses[index]):
+            raise ValueError(f"{names[0]} must be of a layer that attends to images, got {index}")
+        keys, values = (tensors[name] for name in names)
+        _check_tensor(names[0], keys, keys.dtype, batch, None, None, None)
+        _check_tensor(names[1], values, keys.dtype, *keys.shape)
 
 
 def _check_index(index: int, tensors: Mapping[str, Tensor], keys: Tensor) -> None:

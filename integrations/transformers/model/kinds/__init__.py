@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 from kvpolicy.integrations.transformers.model.kinds.chunked import ChunkedAttention
+from kvpolicy.integrations.transformers.model.kinds.cross_attention import CrossAttention
 from kvpolicy.integrations.transformers.model.kinds.full_attention import FullAttention
 from kvpolicy.integrations.transformers.model.kinds.indexed import Indexed
 from kvpolicy.integrations.transformers.model.kinds.latent_attention import LatentAttention
@@ -19,6 +20,7 @@ from kvpolicy.integrations.transformers.model.kinds.tokenwise import Tokenwise
 __all__ = [
     "KINDS",
     "ChunkedAttention",
+    "CrossAttention",
     "FullAttention",
     "Indexed",
     "LatentAttention",
@@ -32,6 +34,7 @@ __all__ = [
 
 # In the order in which they are asked; the last takes whatever is left.
 KINDS: tuple[type[LayerKind], ...] = (
+    CrossAttention,
     LatentAttention,
     FullAttention,
     Indexed,
@@ -55,6 +58,7 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
     if len(own) == 1 < num_layers:  # grown as layers come: all alike
         own = own * num_layers
     indexers = getattr(config, "indexer_types", None) or [None] * num_layers
+    crossing = getattr(config, "cross_attention_layers", None) or ()
     kinds = []
     for index in range(num_layers):
         cached = own[index] if index < len(own) else None
@@ -65,6 +69,7 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
             getattr(cached, "sliding_window", None),
             latent=getattr(config, "kv_lora_rank", None) is not None,
             states=getattr(cached, "number_of_states", 1),
+            crosses=index in crossing,
             indexer=indexers[index] if index < len(indexers) else None,
         )
         kinds.append(next(kind for each in KINDS if (kind := each.of(facts)) is not None))

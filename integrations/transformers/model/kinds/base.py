@@ -49,6 +49,7 @@ class LayerFacts:
         latent: Whether attention makes keys and values of a latent that all heads share.
         states: The states of either kind that it holds, if it holds any.
         indexer: ``"full"`` or ``"shared"`` where layers differ in whether they have an indexer.
+        crosses: Whether it attends to images instead of the tokens.
     """
 
     index: int
@@ -58,3 +59,4 @@ class LayerFacts:
     latent: bool = False
     states: int = 1
     indexer: str | None = None
+    crosses: bool = False

@@ -156,6 +156,7 @@ def dense_logits(
     seen: Sequence[Seen] = (),
     *,
     tiled: bool = False,
+    beside: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """One forward over a whole row without a cache, each layer's attention narrowed.
 
@@ -166,6 +167,7 @@ def dense_logits(
         seen: by layer; empty where all layers see all.
         tiled: whether query head `i` has the key head `i % kv_heads`, instead of neighbours
             sharing one.
+        beside: what the model is given of images, by name.
 
     Returns:
         Logits `[len, vocab]`.
@@ -187,7 +189,9 @@ def dense_logits(
             handles += _gathering(layer, each.tokens)
     try:
         with masked:
-            logits: Tensor = model(**_inputs(model, token_ids), use_cache=False).logits
+            logits: Tensor = model(
+                **_inputs(model, token_ids), **(beside or {}), use_cache=False
+            ).logits
     finally:
         for handle in handles:
             handle.remove()

@@ -81,7 +81,12 @@ PATCHES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "mistral": {"sliding_window": None},
     "mllama_text_model": {"bos_token_id": 1, "cross_attention_layers": [1]},
-    "mllama_vision_model": {"max_num_tiles": 4},
+    "mllama_vision_model": {
+        "max_num_tiles": 4,
+        "num_global_layers": 1,
+        "intermediate_layers_indices": [0, 1],
+        "vision_output_dim": 192,  # of the last layer and the two
+    },
     "modernbert-decoder": {"bos_token_id": 1},
     "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
     "mpt": {"attn_config": {"attn_pdrop": 0}},
