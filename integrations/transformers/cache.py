@@ -24,6 +24,7 @@ from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.model.check import verdict_of
 from kvpolicy.integrations.transformers.model.parallel import Spread
 from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.model_print import ModelPrint
 from kvpolicy.integrations.transformers.state.recurrent import layer_for
@@ -204,7 +205,10 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def _check_kinds(self, parts: ModelParts) -> None:
         for index, (layer, kind) in enumerate(zip(self.layers, parts.kinds, strict=True)):
-            if type(layer) is not type(layer_for(kind, self.storage, 0)):
+            wanted = layer_for(kind, self.storage, 0)
+            if isinstance(layer, IndexedLayer) and isinstance(wanted, IndexedLayer):
+                layer.blocks = wanted.blocks  # which a file does not say
+            if type(layer) is not type(wanted):
                 raise ValueError(
                     f"saved cache must hold what layer {index} of the model holds, which is "
                     f"{kind.name}, got something else; the file was changed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -162,13 +163,19 @@ class Forward:
     ) -> dict[str, Any]:
         """The arguments of a layer with an indexer, which reads masks and positions itself."""
         own, places = kwargs.get("attention_mask"), layer.places()
+        layer.taking = functools.partial(self.update_index, index)
         if isinstance(own, Tensor) and own.ndim == 2:  # of tokens, from which it makes its own
             kwargs = {**kwargs, "attention_mask": self.new_valid.to(hidden.device)}
         else:
             kwargs = self._with_mask(index, hidden, kwargs)
             mask = kwargs["attention_mask"]
+            mask = self._mask(index, hidden) if mask is None else mask
             assert isinstance(mask, Tensor)
             kwargs = {**kwargs, "attention_mask": mask.expand(hidden.shape[0], -1, -1, -1)}
+        if layer.blocks:  # which are counted by slot
+            length = hidden.shape[1]
+            own_slots = torch.arange(length, device=hidden.device) + layer.kept_len
+            kwargs = {**kwargs, "position_ids": own_slots.expand(hidden.shape[0], -1)}
         if places is None:
             return kwargs
         assert self._rotary is not None

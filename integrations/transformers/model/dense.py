@@ -56,7 +56,7 @@ def _dense(parts: ModelParts) -> Iterator[None]:
         picked = _Picked()
         for index, attention in enumerate(parts.attentions):
             if isinstance(parts.kinds[index], Indexed):
-                stack.enter_context(picked.among_what_is_seen(parts.layers[index], index))
+                stack.enter_context(picked.among_what_is_seen(parts, index))
             elif attention is not None:
                 stack.enter_context(routing.replaced(attention, _Dense(index)))
             else:
@@ -130,8 +130,10 @@ class _Picked:
         self._beside: list[tuple[Tensor, dict[tuple[bool, ...], Any]]] = []
 
     @contextmanager
-    def among_what_is_seen(self, layer: Any, index: int) -> Iterator[None]:
+    def among_what_is_seen(self, parts: ModelParts, index: int) -> Iterator[None]:
         """Do so with a layer. Calls of other threads pass through."""
+        kind = parts.kinds[index]
+        by_slot = isinstance(kind, Indexed) and kind.blocks
 
         def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             see = _visible.get()
@@ -140,7 +142,11 @@ class _Picked:
             hidden, *others = output if isinstance(output, tuple) else (output,)
             hidden, runs = torch.zeros_like(hidden), {}
             for there, own in _runs(see[index][0].to(hidden.device)):
-                found = self._run(module, args, kwargs, there)
+                given = kwargs
+                if by_slot:  # of what is there, whose blocks these are
+                    slots = there.cumsum(dim=0)[None] - 1
+                    given = {**kwargs, "position_ids": slots}
+                found = self._run(module, args, given, there)
                 runs[tuple(there.tolist())] = found
                 hidden[:, own] = (found[0] if isinstance(output, tuple) else found)[:, own[there]]
             self._beside = [
@@ -150,6 +156,7 @@ class _Picked:
             ]
             return (hidden, *others) if isinstance(output, tuple) else hidden
 
+        layer: Any = parts.layers[index]
         handle = layer.register_forward_hook(after, with_kwargs=True)
         try:
             yield

@@ -202,6 +202,26 @@ def of_picked(mask: Tensor, slots: Tensor) -> Tensor:
     return mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
 
 
+def of_picked_blocks(mask: Tensor, blocks: Tensor, size: int, query_heads: int) -> Tensor:
+    """A mask under which queries see only the blocks of keys that an indexer has picked for them.
+
+    Args:
+        mask: ``[batch or 1, 1, query_len, key_len]``, bool or to be added.
+        blocks: ``[batch, heads, query_len, count]`` int, for groups of query heads; -1 for none.
+        size: Keys of a block.
+        query_heads: Of all groups.
+    """
+    key_len = mask.shape[3]
+    count = -(-key_len // size)
+    picked = torch.zeros(*blocks.shape[:3], count + 1, dtype=torch.bool, device=mask.device)
+    picked = picked.scatter_(3, torch.where(blocks < 0, count, blocks), True)[..., :count]
+    picked = picked.repeat_interleave(size, dim=3)[..., :key_len]
+    picked = picked.repeat_interleave(query_heads // blocks.shape[1], dim=1)
+    if mask.dtype == torch.bool:
+        return mask & picked
+    return mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
+
+
 def causal_mask(
     key_len: int,
     query_len: int,

@@ -181,7 +181,8 @@ class ModelParts:
         Raises:
             UnsupportedModelError: It does not.
         """
-        if not care.pads:
+        by_slot = any(isinstance(kind, Indexed) and kind.blocks for kind in self.kinds)
+        if by_slot or not care.pads:
             raise UnsupportedModelError(
                 f"rows must not be padded with {type(self.model).__name__}, which reads a padded "
                 "row otherwise than alone, with any cache; give rows of one length, or one row at "

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.integrations.transformers.model.masks import of_picked
+from kvpolicy.integrations.transformers.model.masks import of_picked, of_picked_blocks
 
 ROUTED = "kvpolicy_routed"
 
@@ -200,7 +200,7 @@ def routed_attention(
 
 
 def _attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -211,6 +211,9 @@ def _attention(
     if kwargs.get("indices") is not None and attention_mask is not None:
         # A module that does not know its function's name leaves it to the function to apply them.
         attention_mask = of_picked(attention_mask, kwargs.pop("indices"))
+    if kwargs.get("block_indices") is not None and attention_mask is not None:
+        size, blocks = module.indexer.block_size, kwargs.pop("block_indices")
+        attention_mask = of_picked_blocks(attention_mask, blocks, size, query.shape[1])
     pending = waiting.get()
     if pending is None or not pending[0].waits_for(key, own=pending[2] is module):
         return attend(module, query, key, value, attention_mask, **kwargs)

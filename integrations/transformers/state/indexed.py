@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from kvpolicy.errors import NotAttachedError
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.storage import Held, Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -20,21 +23,31 @@ class IndexedLayer(PolicyLayer):
     Args:
         storage: How keys and values are held; index keys are not quantised.
         room: As of a `PolicyLayer`.
+        blocks: Whether the indexer picks blocks of slots, and hands index keys to the layer itself.
 
     Attributes:
         borrows: Whether the layer was given no index keys since the forward began.
         new_places: ``[axes, batch, new_len]`` int64: the position ids of a forward's tokens, which
             a model that turns index keys late gives to the first such layer.
+        taking: What index keys go to that are handed to the layer, during a forward.
     """
 
     one_choice = True
     new_places: Tensor | None = None
+    taking: Callable[[Tensor], Tensor] | None = None
 
-    def __init__(self, storage: Storage | None = None, room: int = 0) -> None:
+    def __init__(
+        self, storage: Storage | None = None, room: int = 0, *, blocks: bool = False
+    ) -> None:
         super().__init__(storage, room)
+        self.blocks = blocks
         self.index: Held | None = None  # its keys are index keys, of one head
         self._shown: tuple[Tensor, Tensor] | None = None  # of every slot, till some are kept
         self._attended: Tensor | None = None  # the keys of the forward under way
+
+    def fresh(self) -> PolicyLayer:
+        """See `PolicyLayer.fresh`."""
+        return type(self)(self.storage, self.room, blocks=self.blocks)
 
     @property
     def borrows(self) -> bool:
@@ -48,6 +61,20 @@ class IndexedLayer(PolicyLayer):
         assert self.held is not None
         none = self.held.read()[0][:, :1, :, :0]
         return none, none
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        """As `PolicyCache.update_indexer`, of index keys ``[batch, 1, new_len, index_dim]``.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        if self.taking is None:
+            raise NotAttachedError(
+                "cache must be attached to the model for its policy to act: use "
+                "model.generate(past_key_values=cache), or call the model inside "
+                "`with cache.attached(model):`"
+            )
+        return self.taking(keys[:, 0])[:, None]
 
     @property
     def keys(self) -> Tensor | None:
@@ -150,13 +177,13 @@ class IndexedLayer(PolicyLayer):
     def restore(self, state: State) -> None:
         """See `PolicyLayer.restore`."""
         *own, self.index = state
-        self._shown = self._attended = self.new_places = None
+        self._shown = self._attended = self.new_places = self.taking = None
         super().restore(tuple(own))
 
     def follow(self, tokens: SeenTokens) -> None:
         """See `PolicyLayer.follow`; the forward is over."""
         super().follow(tokens)
-        self._attended = self.new_places = None
+        self._attended = self.new_places = self.taking = None
 
     def get_seq_length(self) -> int:
         """Columns seen; during a forward, slots attended to."""

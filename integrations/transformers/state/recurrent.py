@@ -145,7 +145,7 @@ def layer_for(kind: LayerKind, storage: Storage, room: int) -> PolicyLayer:
     if isinstance(kind, CrossAttention):
         return CrossLayer(storage, room)
     if isinstance(kind, Indexed):
-        return IndexedLayer(storage, room)
+        return IndexedLayer(storage, room, blocks=kind.blocks)
     return PolicyLayer(storage, room) if kind.attends else EmptyLayer(storage, room)
 
 

@@ -29,13 +29,22 @@ from tests.integrations.support.two_turns import read_two_turns
 from tests.integrations.test_generation import CHUNKS_GO_ON
 
 # An indexer in every layer; in every other, whose slots the next borrows; among sliding windows;
-# of blocks of tokens, turned to their positions late; of blocks, told what is padding by a mask.
+# of blocks of tokens, turned to their positions late; of blocks, told what is padding by a mask; of
+# blocks of slots beside layers without.
 FAMILY_NAMES = tuple(
     name
-    for name in ("deepseek_v32", "hy_v4", "dots3_note_text", "qwen4_exp_text", "glm5_next")
+    for name in (
+        "deepseek_v32",
+        "hy_v4",
+        "dots3_note_text",
+        "qwen4_exp_text",
+        "glm5_next",
+        "minimax_m3_vl_text_sparse",
+    )
     if name in builds()
 )
-TAKEN_BACK = FAMILY_NAMES[:3]  # no state, from which no token can be taken back
+STATES = ("qwen4_exp_text", "glm5_next")  # from which no token can be taken back
+BLOCKS = ("minimax_m3_vl_text_sparse",)  # of slots, which the model counts with padding
 if not FAMILY_NAMES:
     pytest.skip("Transformers has no indexers yet", allow_module_level=True)
 ROWS = [tokens(0, 47), tokens(1, 31)]
@@ -82,12 +91,16 @@ def assert_same(one: PolicyCache, other: PolicyCache) -> None:
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in pairs)
 
 
-def goes_on(sequences: Tensor, rows: int = 2) -> tuple[Tensor, Tensor]:
+def rows_of(name: str) -> list[list[int]]:
+    """Two prompts, the second of them padded where the model can be given one."""
+    return [ROWS[0], tokens(1, 47)] if name in BLOCKS else ROWS
+
+
+def goes_on(name: str, sequences: Tensor) -> tuple[Tensor, Tensor]:
     """What was said, and as many tokens more in every row."""
-    more = torch.tensor([tokens(7 + row, 9) for row in range(rows)])
-    mask = torch.ones(rows, sequences.shape[1] + 9, dtype=torch.int64)
-    for row, each in enumerate(ROWS[:rows]):
-        mask[row, : len(ROWS[0]) - len(each)] = 0
+    more = torch.tensor([tokens(7 + row, 9) for row in range(2)])
+    mask = torch.ones(2, sequences.shape[1] + 9, dtype=torch.int64)
+    mask[1, : len(ROWS[0]) - len(rows_of(name)[1])] = 0
     return torch.cat([sequences, more], dim=1), mask
 
 
@@ -96,8 +109,8 @@ def goes_on(sequences: Tensor, rows: int = 2) -> tuple[Tensor, Tensor]:
 def test_two_turns_against_the_models_own_code(name: str, policy: str) -> None:
     """Every layer run anew on what it held: of what was evicted nothing is picked."""
     model = model_of(name)
-    turns = (19, 11) if name in TAKEN_BACK else (19, 19)  # no state skips padding
-    read = read_two_turns(model, POLICIES[policy], ROWS, turns)
+    turns = (19, 11) if name not in (*STATES, *BLOCKS) else (19, 19)  # no state skips padding
+    read = read_two_turns(model, POLICIES[policy], rows_of(name), turns)
     for row in range(2):
         want = read.want(model, row)
         assert apart(read.found(row), want) < TOLERANCE
@@ -122,9 +135,10 @@ def test_index_keys_are_those_of_the_tokens_kept(name: str, storage: Any) -> Non
     chosen = [*range(4), *range(41, 47)]
     for index, layer in indexed(store).items():
         full, line = own.layers[index], store.report().layers[index]
+        of_full = full.idx_keys[:, 0] if name in BLOCKS else full.indexer_keys
         keys, places = layer.index_tensors()
         assert layer.positions.tolist() == [[chosen]]
-        torch.testing.assert_close(keys[:, 0], full.indexer_keys[:, chosen])
+        torch.testing.assert_close(keys[:, 0], of_full[:, chosen])
         if places.shape[3]:
             assert places[0, 0].tolist() == [[place] * places.shape[3] for place in chosen]
         beside = keys.nbytes + places.nbytes
@@ -136,20 +150,20 @@ def test_index_keys_are_those_of_the_tokens_kept(name: str, storage: Any) -> Non
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_a_file_and_a_copy_go_on_alike(name: str, storage: Any, tmp_path: Path) -> None:
     model, store = model_of(name), PolicyCache(SNAPKV, storage)
-    said, _ = generate(model, store, *padded(ROWS))
+    said, _ = generate(model, store, *padded(rows_of(name)))
     store.save(tmp_path / "cache")
     loaded, fork = PolicyCache.load(tmp_path / "cache", storage=storage), copy.deepcopy(store)
-    turn = goes_on(said)
+    turn = goes_on(name, said)
     _, want = generate(model, store, *turn)
     for other in (loaded, fork):
         assert torch.equal(generate(model, other, *turn)[1], want)
         assert_same(store, other)
 
 
-@pytest.mark.parametrize("name", TAKEN_BACK)
+@pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name not in STATES])
 def test_rows_are_taken_and_tokens_taken_back(name: str) -> None:
     store = PolicyCache(SNAPKV)
-    generate(model_of(name), store, *padded(ROWS))
+    generate(model_of(name), store, *padded(rows_of(name)))
     whole = held(copy.deepcopy(store))
     store.crop(-2)
     store.batch_select_indices(torch.tensor([1, 0, 1]))
@@ -161,8 +175,8 @@ def test_rows_are_taken_and_tokens_taken_back(name: str) -> None:
 def test_beams_are_the_models_own(name: str) -> None:
     model = model_of(name)
     own = DynamicCache(config=model.get_decoder().config)
-    want, _ = generate(model, own, *padded(ROWS), num_beams=3)
-    found, _ = generate(model, PolicyCache(FullContext()), *padded(ROWS), num_beams=3)
+    want, _ = generate(model, own, *padded(rows_of(name)), num_beams=3)
+    found, _ = generate(model, PolicyCache(FullContext()), *padded(rows_of(name)), num_beams=3)
     assert torch.equal(found, want)
 
 
@@ -170,17 +184,17 @@ def test_beams_are_the_models_own(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_chunks_and_drafts_change_nothing(name: str, policy: str) -> None:
     model, plain = model_of(name), PolicyCache(POLICIES[policy])
-    said, want = generate(model, plain, *padded(ROWS))
+    said, want = generate(model, plain, *padded(rows_of(name)))
     store = PolicyCache(POLICIES[policy])
-    found, _ = generate(model, store, *padded(ROWS), prefill_chunk_size=16)
+    found, _ = generate(model, store, *padded(rows_of(name)), prefill_chunk_size=16)
     assert torch.equal(found, said)
     assert_same(plain, store)
     if CHUNKS_GO_ON:
-        turn = goes_on(said)
+        turn = goes_on(name, said)
         generate(model, plain, *turn)
         generate(model, store, *turn, prefill_chunk_size=4)
         assert_same(plain, store)
-    if name not in TAKEN_BACK:
+    if name in STATES:
         return
     row = torch.tensor(ROWS[:1])
     want, _ = generate(model, PolicyCache(POLICIES[policy]), row, max_new_tokens=8)
@@ -194,7 +208,7 @@ def test_memory_had_in_advance_changes_nothing(name: str, policy: str) -> None:
     """Nothing is decoded into buffers of a fixed size there, which index keys do not have."""
     model = model_of(name)
     grows, roomy = PolicyCache(POLICIES[policy]), PolicyCache(POLICIES[policy], max_new_tokens=8)
-    want, found = (generate(model, each, *padded(ROWS))[1] for each in (grows, roomy))
+    want, found = (generate(model, each, *padded(rows_of(name)))[1] for each in (grows, roomy))
     assert torch.equal(found, want)
     assert_same(grows, roomy)
     assert not roomy.is_compileable
@@ -271,6 +285,15 @@ def test_tokens_are_not_dropped_between_lender_and_borrower() -> None:
     message = r"which layers \[2\] do; the others: \[1, 3\]; the nearest is 3"
     with pytest.raises(UnsupportedModelError, match=message):
         generate(model, store, torch.tensor(ROWS[:1]))
+    assert store.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("name", [name for name in BLOCKS if name in FAMILY_NAMES])
+def test_rows_are_not_padded_where_blocks_are_counted_with_padding(name: str) -> None:
+    """By the model, with any cache."""
+    store = PolicyCache(SNAPKV)
+    with pytest.raises(UnsupportedModelError, match="rows must not be padded with MiniMaxM3"):
+        generate(model_of(name), store, *padded(ROWS))
     assert store.get_seq_length() == 0
 
 

@@ -69,6 +69,7 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
             getattr(cached, "sliding_window", None),
             latent=getattr(config, "kv_lora_rank", None) is not None,
             states=getattr(cached, "number_of_states", 1),
+            indexes_blocks=hasattr(cached, "update_index"),
             crosses=index in crossing,
             indexer=indexers[index] if index < len(indexers) else None,
         )

@@ -20,14 +20,18 @@ class Indexed(LayerKind):
     Args:
         borrows: Whether the layer has no indexer, and attends to the slots that an earlier layer's
             has picked. It then keeps the tokens that layer keeps.
+        blocks: Whether it picks blocks of slots, which are counted in what is held.
     """
 
     name: ClassVar[str] = "with an indexer"
     borrows: bool = False
+    blocks: bool = False
 
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:
         """See `LayerKind.of`."""
+        if layer.indexes_blocks:
+            return cls(blocks=True)
         if layer.cached_as != "DynamicIndexedLayer":
             return None
         return cls(borrows=layer.indexer == "shared")

@@ -277,6 +277,9 @@ class _InParts:
             return value
 
         named = {name: cut(each, name.endswith("mask")) for name, each in kwargs.items()}
+        if any(hasattr(each, "build_block_mask") for each in module.modules()):
+            # Blocks of keys are counted among those there are; rotary embeddings stay as they are.
+            named["position_ids"] = torch.arange(len(there))[None]
         return type(module).forward(module, *map(cut, args), **named)
 
 
