@@ -249,6 +249,20 @@ def test_a_failure_in_a_late_layer_is_undone(name: str, when: str) -> None:
     assert all(map(torch.equal, ends[0][1], ends[1][1]))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", [None, "eager"], ids=["its own", "eager"])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_plain_calls_while_a_cache_is_attached(name: str, implementation: str | None) -> None:
+    """What an indexer picks is applied as ever."""
+    model, ids = builds()[name].model(attn_implementation=implementation), torch.tensor(ROWS[:1])
+    own = DynamicCache(config=model.config)
+    want = model(ids, use_cache=False).logits
+    with PolicyCache(SNAPKV).attached(model):
+        assert torch.equal(model(ids, use_cache=False).logits, want)
+        found = [model(each, past_key_values=own).logits for each in (ids[:, :40], ids[:, 40:])]
+    torch.testing.assert_close(torch.cat(found, dim=1), want, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name != "qwen4_exp_text"])
 def test_a_cache_that_is_not_attached(name: str) -> None:
     with pytest.raises(NotAttachedError, match="cache must be attached"):
