@@ -155,8 +155,9 @@ class Forward:
     def _note_places(self, kwargs: dict[str, Any]) -> None:
         """Take note of the positions at which the tokens of a layer's arguments are read."""
         given = kwargs.get("position_ids")
-        known = isinstance(given, Tensor) and given.ndim == 2
-        self._places = given if known else self.new_positions
+        if not isinstance(given, Tensor) or given.ndim != 2:
+            given = self.new_positions
+        self._places = given
 
     def _for_indexer(
         self, index: int, layer: IndexedLayer, hidden: Tensor, kwargs: dict[str, Any]

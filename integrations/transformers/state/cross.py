@@ -36,12 +36,12 @@ class CrossLayer(PolicyLayer):
 
     def with_images(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add those of more images behind; returns all of them."""
-        new = keys, values
         if self.images is not None:
-            new = tuple(torch.cat(pair, dim=2) for pair in zip(self.images, new, strict=True))
-        self.hold_images((own_storage(new[0]), own_storage(new[1])))
-        assert self.images is not None
-        return self.images
+            keys = torch.cat([self.images[0], keys], dim=2)
+            values = torch.cat([self.images[1], values], dim=2)
+        images = own_storage(keys), own_storage(values)
+        self.hold_images(images)
+        return images
 
     def hold_images(self, images: tuple[Tensor, Tensor] | None) -> None:
         """Hold these, and no others."""
