@@ -42,6 +42,7 @@ class Forward:
         incoming: The forward's tokens and those seen before.
         implementation: The model's attention implementation.
         windows: Each layer's sliding window or chunk; None where it sees all.
+        answer_windows: Likewise, of what follows a prompt that is seen whole.
         temperatures: By layer, how its queries depend on counted positions; None where they do not.
         own_masks: Whether the model makes its masks outside of the decoder, where it may know more
             than the order of tokens.
@@ -53,6 +54,7 @@ class Forward:
     """
 
     acts = False  # whether the policy does, on this forward
+    in_prompt = False  # whether its tokens are a prompt's
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class Forward:
         *,
         implementation: str,
         windows: list[int | None],
+        answer_windows: list[int | None] | None = None,
         temperatures: list[Temperature | None] | None = None,
         own_masks: bool = False,
         spares_masks: bool = True,
@@ -92,6 +95,7 @@ class Forward:
         self._new_len = incoming.new_valid.shape[1]
         self._columns = incoming.columns
         self._windows = windows
+        self._answer_windows = answer_windows or [None] * len(layers)
         self._temperatures = temperatures or [None] * len(layers)
         self._places = self.new_positions  # at which the tokens that reach the layer are read
         self.propagated: dict[int, Tensor] = {}
@@ -281,7 +285,10 @@ class Forward:
 
     def _mask(self, index: int, hidden: Tensor, own: Tensor | None = None) -> Mask:
         layer, window = self.layers[index], self._window(index)
+        answer = self._answer_windows[index]
         query_len = self.new_valid.shape[1]
+        if answer is not None and not self.in_prompt and self.tokens.appended.shape[1] > answer:
+            return self._mask_behind_prompt(layer, answer, hidden)
         key_len = layer.kept_len + query_len
         if self._combined is not None or window is not None or own is not None:
             positions = self._positions(layer, layer.choices, hidden.device)
@@ -292,7 +299,7 @@ class Forward:
             heads = layer.query_heads if positions.shape[1] > 1 else 1
             places = self.new_positions.to(hidden.device)
             among = self._own_visibility(own, positions)
-            seen = Visibility(positions, places, heads, window, among)
+            seen = Visibility(positions, places, heads, window, own=among)
             return seen.mask(self.implementation, hidden.dtype)
         spare = self._spares_masks and not layer.one_choice
         if (key_len, spare) not in self._causal:
@@ -305,6 +312,16 @@ class Forward:
                 spare=spare,
             )
         return self._causal[key_len, spare]
+
+    def _mask_behind_prompt(self, layer: PolicyLayer, window: int, hidden: Tensor) -> Mask:
+        """Of tokens behind a prompt: they see what is held of it, and a window."""
+        positions = self._positions(layer, layer.choices, hidden.device)
+        heads = layer.query_heads if positions.shape[1] > 1 else 1
+        before = self._before
+        prompt = (before.lengths - (before.appended >= 0).sum(dim=1)).to(hidden.device)
+        places = self.new_positions.to(hidden.device)
+        seen = Visibility(positions, places, heads, window, prompt)
+        return seen.mask(self.implementation, hidden.dtype)
 
     def _positions(self, layer: PolicyLayer, kv_heads: int, device: torch.device) -> Tensor:
         """Positions ``[batch, kv_heads, key_len]`` of all keys that the layer sees."""

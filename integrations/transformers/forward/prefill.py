@@ -35,7 +35,7 @@ class ActingForward(Forward):
         kwargs: See `Forward`.
     """
 
-    acts = True
+    acts = in_prompt = True
 
     def __init__(
         self,

@@ -309,6 +309,8 @@ class Reader:
         parts = self.attachment.parts
         starts, implementation = self.acts_next, parts.implementation
         acts = starts and ends
+        if starts and self.chunks is None:
+            parts.check_turn(self.seen)
         if starts and self._drops and (self.chunks is not None or not ends):
             raise UnsupportedGenerationError(
                 f"a prompt must come in one forward where {self.placed} drops tokens, got a chunk "
@@ -343,6 +345,7 @@ class Reader:
         kind: dict[str, Any] = {
             "implementation": implementation,
             "windows": parts.windows,
+            "answer_windows": parts.answer_windows,
             "temperatures": parts.temperatures,
             "own_masks": outside,
             "spares_masks": self.care.spares_masks,
@@ -479,8 +482,10 @@ class Reader:
         grow = any(
             isinstance(layer, (RecurrentLayer, IndexedLayer, CrossLayer)) for layer in self.layers
         )
-        # What counts positions itself is told others than those of a step.
-        counts = self.attachment is not None and any(self.attachment.parts.temperatures)
+        # What counts positions itself is told others than those of a step; and what is seen of an
+        # answer alone has no mask there.
+        parts = None if self.attachment is None else self.attachment.parts
+        counts = parts is not None and any((*parts.temperatures, *parts.answer_windows))
         fixed = plain and not grow and not counts
         return self.max_new_tokens is not None and fixed and self._may_be_static
 

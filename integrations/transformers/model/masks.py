@@ -103,6 +103,8 @@ class Visibility:
         queries: ``[batch, query_len]`` int64, places of the queries, -1 on padding.
         query_heads: Query heads, of a group for each of ``keys``' heads.
         window: Places a query sees, its own among them, or its `Chunk`; None for all before it.
+        reference: ``[batch]`` int64: the place behind the prompt that is seen in spite of the
+            window; None where it hides all that is far.
         own: What the model's own mask says of the tokens at hand, where it is not of order alone,
             as where the tokens of an image see each other both ways; None where it is.
     """
@@ -111,6 +113,7 @@ class Visibility:
     queries: Tensor
     query_heads: int
     window: int | None = None
+    reference: Tensor | None = None
     own: OwnVisibility | None = None
 
     def mask(self, implementation: str, dtype: torch.dtype) -> Mask:
@@ -153,7 +156,10 @@ class Visibility:
         keys, queries = places[:, :, None, :], self.queries[:, None, :, None]
         visible = (keys >= 0) & (keys <= queries)
         if self.window is not None:
-            visible &= keys >= first_seen(queries, self.window)
+            near = keys >= first_seen(queries, self.window)
+            if self.reference is not None:
+                near |= keys < self.reference[:, None, None, None]
+            visible &= near
         if self.own is not None:
             visible = self.own.over(visible, self.query_heads)
         # A padded query sees everything: what it yields is never used, but it has to stay finite,
@@ -165,14 +171,16 @@ class Visibility:
         group = self.query_heads // heads
         none = torch.zeros_like(self.queries)
         first = none if self.window is None else first_seen(self.queries, self.window)
+        reference = none[:, 0] if self.reference is None else self.reference
 
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             # The kernel asks for every row and head, also where the mask is one for all.
             row = row if batch > 1 else torch.zeros_like(row)
             own = self.queries[row, query]
             place = self.keys[row, head // group if heads > 1 else torch.zeros_like(head), key]
-            near = (place >= 0) & (place <= own) & (place >= first[row, query])
-            return near | (own < 0)
+            near = (place >= first[row, query]) | (place < reference[row])
+            seen = (place >= 0) & (place <= own) & near
+            return seen | (own < 0)
 
         each = self.query_heads if heads > 1 else None
         query_len = self.queries.shape[1]

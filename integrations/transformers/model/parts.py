@@ -19,7 +19,12 @@ from kvpolicy.integrations.transformers.model.finding import (
     modules_between,
     placeholders_of,
 )
-from kvpolicy.integrations.transformers.model.kinds import Indexed, Recurrent, kinds_of
+from kvpolicy.integrations.transformers.model.kinds import (
+    Indexed,
+    Recurrent,
+    ReferenceWindow,
+    kinds_of,
+)
 from kvpolicy.integrations.transformers.model.masks import FLASH, IMPLEMENTATIONS
 from kvpolicy.integrations.transformers.model.temperature import Temperature
 from kvpolicy.interfaces import nearest_layer
@@ -40,6 +45,8 @@ class ModelParts:
         attentions: The attention module of each; None where a layer does not attend.
         windows: For each, the tokens its sliding window sees, itself among them; None where it
             sees all.
+        answer_windows: For each, the tokens it sees of what follows a first prompt, which it sees
+            whole; None where it makes no difference between the two.
         temperatures: For each, how its queries depend on positions that it counts; None without.
 
     Raises:
@@ -77,6 +84,9 @@ class ModelParts:
                 "nothing; a policy has nothing to choose there"
             )
         self.windows = [kind.window for kind in self.kinds]
+        self.answer_windows = [
+            kind.answer_window if isinstance(kind, ReferenceWindow) else None for kind in self.kinds
+        ]
         self.attentions = [
             find_attention(layer, index) if kind.attends else None
             for index, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True))
@@ -187,6 +197,19 @@ class ModelParts:
                 f"rows must not be padded with {type(self.model).__name__}, which reads a padded "
                 "row otherwise than alone, with any cache; give rows of one length, or one row at "
                 "a time"
+            )
+
+    def check_turn(self, seen: int) -> None:
+        """Check that a turn can begin behind the columns seen.
+
+        Raises:
+            UnsupportedModelError: What follows the first prompt falls out of a window.
+        """
+        if seen and any(self.answer_windows):
+            raise UnsupportedModelError(
+                f"there can be no second turn with {type(self.model).__name__}, whose layers see a "
+                "first prompt whole and a window of what follows; give the conversation to a new "
+                "PolicyCache"
             )
 
     def check_policy(self, policy: CachePolicy, context_len: int) -> None:

@@ -13,6 +13,7 @@ from kvpolicy.integrations.transformers.model.kinds.full_attention import FullAt
 from kvpolicy.integrations.transformers.model.kinds.indexed import Indexed
 from kvpolicy.integrations.transformers.model.kinds.latent_attention import LatentAttention
 from kvpolicy.integrations.transformers.model.kinds.recurrent import Recurrent
+from kvpolicy.integrations.transformers.model.kinds.reference_window import ReferenceWindow
 from kvpolicy.integrations.transformers.model.kinds.refused import Refused
 from kvpolicy.integrations.transformers.model.kinds.sliding_window import SlidingWindow
 from kvpolicy.integrations.transformers.model.kinds.tokenwise import Tokenwise
@@ -27,6 +28,7 @@ __all__ = [
     "LayerFacts",
     "LayerKind",
     "Recurrent",
+    "ReferenceWindow",
     "Refused",
     "SlidingWindow",
     "Tokenwise",
@@ -40,6 +42,7 @@ KINDS: tuple[type[LayerKind], ...] = (
     Indexed,
     SlidingWindow,
     ChunkedAttention,
+    ReferenceWindow,
     Tokenwise,
     Recurrent,
     Refused,

@@ -9,12 +9,10 @@ import attrs
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 
 _COMPRESSED = "holds its tokens compressed, several to an entry, and a window of them as they are"
-_REFERENCE = "sees a first prompt whole, and of what follows a window"
 _STATE = "holds a state in which tokens cannot be told apart"
 _REASONS = {
     "compressed_sparse_attention": ("compressed attention", _COMPRESSED),
     "heavily_compressed_attention": ("compressed attention", _COMPRESSED),
-    "reference_sliding_attention": ("reference sliding window", _REFERENCE),
     "hybrid": ("attention and recurrent", _STATE),
     "hybrid_sliding": ("attention and recurrent", _STATE),
 }

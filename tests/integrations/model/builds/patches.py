@@ -110,6 +110,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "roc_bert": {"shape_vocab_size": 20, "shape_embed_dim": 8, "pronunciation_vocab_size": 20},
     "step3p5": {"sliding_window": 16, "layer_types": [_SLIDING, _FULL] * 2},
+    "unlimited_ocr_text": {"num_key_value_heads": 4},  # its eager attention repeats no keys
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
