@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
+from kvpolicy.integrations.transformers.forward.indexers import new_places, with_positions
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
 from kvpolicy.integrations.transformers.model.masks import (
     FLASH,
@@ -167,7 +168,7 @@ class Forward:
         self, index: int, layer: IndexedLayer, hidden: Tensor, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """The arguments of a layer with an indexer, which reads masks and positions itself."""
-        own, places = kwargs.get("attention_mask"), layer.places()
+        own = kwargs.get("attention_mask")
         layer.taking = functools.partial(self.update_index, index)
         if isinstance(own, Tensor) and own.ndim == 2:  # of tokens, from which it makes its own
             kwargs = {**kwargs, "attention_mask": self.new_valid.to(hidden.device)}
@@ -177,18 +178,7 @@ class Forward:
             mask = self._mask(index, hidden) if mask is None else mask
             assert isinstance(mask, Tensor)
             kwargs = {**kwargs, "attention_mask": mask.expand(hidden.shape[0], -1, -1, -1)}
-        if layer.blocks:  # which are counted by slot
-            length = hidden.shape[1]
-            own_slots = torch.arange(length, device=hidden.device) + layer.kept_len
-            kwargs = {**kwargs, "position_ids": own_slots.expand(hidden.shape[0], -1)}
-        if places is None:
-            return kwargs
-        assert self._rotary is not None
-        pairs = zip(self._rotary(hidden, places), kwargs["position_embeddings"], strict=True)
-        turns = tuple(torch.cat([held, new], dim=1) for held, new in pairs)
-        if self._order is not None:
-            turns = tuple(take_columns(each, self._order[:, 0]) for each in turns)
-        return {**kwargs, "position_embeddings": turns}
+        return with_positions(layer, hidden, kwargs, self._rotary, self._order)
 
     def _for_state(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a recurrent layer: its mask tells tokens from padding."""
@@ -348,18 +338,7 @@ class Forward:
         """All index keys that the layer's indexer is to see, with the new ones."""
         layer = self.layers[index]
         assert isinstance(layer, IndexedLayer)
-        return layer.append_index(keys, self._new_places())
-
-    def _new_places(self) -> Tensor | None:
-        """Position ids ``[axes, batch, new_len]`` of the tokens that reach a layer, if it has any.
-
-        A model gives them to one of its layers with an indexer.
-        """
-        for layer in self.layers:
-            if isinstance(layer, IndexedLayer) and layer.new_places is not None:
-                places = layer.new_places
-                return places if self._slots is None else take_columns(places, self._slots, 1, 2)
-        return None
+        return layer.append_index(keys, new_places(self.layers, self._slots))
 
     def note_state(self, index: int) -> None:
         """A layer reads or writes its state."""

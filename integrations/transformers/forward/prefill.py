@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.append import Forward, cut_arguments
+from kvpolicy.integrations.transformers.forward.indexers import new_places
 from kvpolicy.integrations.transformers.forward.inputs import take_columns
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
 from kvpolicy.integrations.transformers.model.masks import FLASH, first_seen
@@ -157,7 +158,7 @@ class ActingForward(Forward):
         """All index keys that the layer's indexer is to see, with the new ones."""
         layer = self.layers[index]
         assert isinstance(layer, IndexedLayer)
-        return layer.show_index(keys, self._new_places(), self._order)
+        return layer.show_index(keys, new_places(self.layers, self._slots), self._order)
 
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:
         """In the first of two runs, let the policy decide, and end the run."""
