@@ -26,7 +26,7 @@ from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.model.builds.dense import decoder_layers, dense_logits
 from tests.integrations.model.builds.judge import seen_by
 from tests.integrations.model.builds.sizes import WINDOW
-from tests.integrations.support.two_turns import read_two_turns
+from tests.integrations.support.read_twice import read_two_turns
 from tests.integrations.test_generation import CHUNKS_GO_ON, assert_same_state
 
 ROWS = [tokens(0, 47), tokens(1, 31)]

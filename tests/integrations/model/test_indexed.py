@@ -25,7 +25,7 @@ from kvpolicy.policies import AdaKV, FastKV, FullContext, GemFilter, SnapKV, Str
 from tests.integrations.hybrids.models import apart, generate, padded, tokens
 from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.model.builds.dense import decoder_layers
-from tests.integrations.support.two_turns import read_two_turns
+from tests.integrations.support.read_twice import read_two_turns
 from tests.integrations.test_generation import CHUNKS_GO_ON
 
 # An indexer in every layer; in every other, whose slots the next borrows; among sliding windows;

@@ -1,102 +1,99 @@
-"""Two turns of a padded batch, and what the model's own code says of each row, read whole."""
+"""Two turns of a batch, held against each row's own dense attention under what was kept of it."""
 
-import copy
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
-from tests.integrations.hybrids.models import padded, tokens
+from tests.integrations.hybrids.models import apart, generate, padded, tokens
 from tests.integrations.model.builds.dense import Seen, dense_logits
 
-SAID, MORE = 3, 2  # tokens decoded after each turn
+READ = 3  # of the four tokens that a turn decodes
 
 
-@dataclass
-class TwoTurns:
-    """What a cache has read.
-
-    Attributes:
-        rows: every row's tokens.
-        ends: by row, its tokens when the policy had acted.
-        acts: the cache then, copied.
-        logits: `[batch, vocab]` after every call.
-    """
-
-    rows: list[list[int]]
-    ends: list[tuple[int, int]]
-    acts: list[PolicyCache] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
-
-    def found(self, row: int) -> Tensor:
-        """Logits of a row, `[calls, vocab]`."""
-        return torch.stack([each[row] for each in self.logits])
-
-    def want(self, model: PreTrainedModel, row: int, *, whole: bool = False) -> Tensor:
-        """The same by the model's own code, without a cache.
-
-        Args:
-            model: whose code.
-            row: of the batch.
-            whole: whether every token sees all before it.
-        """
-        first, second = self.ends[row]
-        ids = self.rows[row]
-        seen = [] if whole else self._seen(row)
-        logits = dense_logits(model, ids, len(ids), seen)
-        return logits[[*range(first - 1, first + SAID), *range(second - 1, second + MORE)]]
-
-    def _seen(self, row: int) -> list[Seen]:
-        """By layer, what every token of a row sees."""
-        length, layers = len(self.rows[row]), []
-        for index in range(len(self.acts[0].layers)):
-            keys = None
-            if self.acts[0].layers[index].positions is not None:
-                heads = self.acts[0].layers[index].positions.shape[1]
-                keys = torch.ones(heads, length, length, dtype=torch.bool)
-                for end, store in zip(self.ends[row], self.acts, strict=True):
-                    keys[:, end:, :end] = False
-                    for head, kept in enumerate(store.layers[index].positions[row]):
-                        keys[head, end:, kept[kept >= 0]] = True
-            layers.append(Seen(keys, torch.ones(length, dtype=torch.bool)))
-        return layers
-
-
-@torch.no_grad()
-def read_two_turns(
-    model: PreTrainedModel, policy: CachePolicy, rows: list[list[int]], turns: tuple[int, ...]
-) -> TwoTurns:
-    """Read prompts, a few tokens, another turn, and a few tokens more.
+def seen_in_two_turns(
+    kept: list[list[Tensor | None]], passed: list[dict[int, Tensor]], ends: list[int], length: int
+) -> list[Seen]:
+    """By layer, what every token sees of a row that was read in two turns.
 
     Args:
-        model: to read with.
-        policy: to act, at the prompts and at the turn.
-        rows: the prompts.
-        turns: tokens of each row in its second turn.
+        kept: By turn and layer, the positions held after its prompt; None without attention.
+        passed: By turn, the positions that layers passed on, by layer.
+        ends: Columns at the first prompt's end, at the second's start, and at its end.
+        length: Of the row.
     """
-    said = [tokens(10 + row, SAID + MORE) for row in range(len(rows))]
-    later = [tokens(20 + row, count) for row, count in enumerate(turns)]
-    steps = [
-        (torch.tensor([[each[step]] for each in said]), torch.ones(len(rows), 1))
-        for step in range(SAID + MORE)
-    ]
-    calls = [padded(rows), *steps[:SAID], padded(later), *steps[SAID:]]
-    read = TwoTurns(
-        [[*row, *a[:SAID], *b, *a[SAID:]] for row, a, b in zip(rows, said, later, strict=True)],
-        [(len(row), len(row) + SAID + count) for row, count in zip(rows, turns, strict=True)],
-    )
-    store, mask = PolicyCache(policy), torch.zeros(len(rows), 0, dtype=torch.int64)
-    with store.attached(model):
-        for index, (ids, valid) in enumerate(calls):
-            mask = torch.cat([mask, valid.long()], dim=1)
-            acts = index in (0, 1 + SAID)
-            if index and acts:
-                store.start_turn()
-            output = model(ids, attention_mask=mask, past_key_values=store)
-            read.logits.append(output.logits[:, -1])
-            if acts:
-                read.acts.append(copy.deepcopy(store))
-    return read
+    first, start, second = ends
+    place = torch.arange(length)
+    reaching, layers = torch.ones(length, dtype=torch.bool), []
+    for index, (early, late) in enumerate(zip(*kept, strict=True)):
+        keys = None
+        if early is not None and late is not None:
+            heads = []
+            for one, other in zip(early, late, strict=True):
+                see = reaching.expand(length, -1).clone()
+                for held, since, until in ((one, first, second), (other, second, length)):
+                    row = place >= since
+                    row[held[held >= 0]] = True
+                    see[since:until] = row & (reaching | (place < start))
+                heads.append((see & (place[:, None] >= place)) | (place[:, None] == place))
+            keys = torch.stack(heads)
+        layers.append(Seen(keys, reaching))
+        prompts = (slice(0, first), slice(start, second))
+        reaching = reaching.clone()
+        for turn, prompt in zip(passed, prompts, strict=True):
+            if index in turn:
+                reaching[prompt] = False
+                own = turn[index][0]
+                reaching[own[own >= 0]] = True
+    return layers
+
+
+def off_in_two_turns(
+    model: PreTrainedModel, cache: PolicyCache, lens: list[int], added: list[int], **kwargs: Any
+) -> tuple[float, float]:
+    """Let a batch of rows of unlike lengths be read and answered in two turns.
+
+    Args:
+        model: A decoder.
+        cache: A new one.
+        lens: Tokens of each row's first prompt.
+        added: Tokens that its second turn adds.
+        kwargs: Of `generate`.
+
+    Returns:
+        The largest differences, relative to the largest logit: of what the second turn said from
+        dense attention under what was kept, and of that from dense attention to everything.
+    """
+    rows = [tokens(row, count) for row, count in enumerate(lens)]
+    ids, mask = padded(rows)
+    held, passed = [], []
+    said, _ = generate(model, cache, ids, mask, **kwargs)
+    _note(cache, held, passed)
+    more, more_mask = padded([tokens(10 + row, count) for row, count in enumerate(added)])
+    answer = said[:, ids.shape[1] :]
+    question = torch.cat([said, more], dim=1)
+    whole_mask = torch.cat([mask, torch.ones_like(answer), more_mask], dim=1)
+    whole, found = generate(model, cache, question, whole_mask, **kwargs)
+    _note(cache, held, passed)
+    worst = effect = 0.0
+    for row, ids_of_row in enumerate(rows):
+        prompt = [*ids_of_row, *answer[row].tolist(), *more[row, -added[row] :].tolist()]
+        every = prompt + whole[row, question.shape[1] : -1].tolist()
+        ends = [len(ids_of_row), len(ids_of_row) + READ, len(prompt)]
+        kept = [[None if each is None else each[row] for each in turn] for turn in held]
+        went = [{index: each[row : row + 1] for index, each in turn.items()} for turn in passed]
+        seen = seen_in_two_turns(kept, went, ends, len(every))
+        want = dense_logits(model, every, len(prompt), seen)[len(prompt) - 1 :]
+        everything = dense_logits(model, every, len(prompt))[len(prompt) - 1 :]
+        worst, effect = max(worst, apart(found[row], want)), max(effect, apart(everything, want))
+    return worst, effect
+
+
+def _note(
+    cache: PolicyCache, held: list[list[Tensor | None]], passed: list[dict[int, Tensor]]
+) -> None:
+    found = [layer.positions for layer in cache.layers]
+    held.append([None if each is None else each[:, :, :-READ] for each in found])
+    passed.append(cache.propagated)
