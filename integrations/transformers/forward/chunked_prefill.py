@@ -99,6 +99,8 @@ class Chunks:
 class ChunkForward(Forward):
     """A forward over a chunk that does not end its prompt: appended, its queries remembered."""
 
+    in_prompt = True
+
     def __init__(self, *args: Any, chunks: Chunks, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._chunks = chunks

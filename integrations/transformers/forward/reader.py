@@ -48,6 +48,8 @@ from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.state.cross import CrossLayer
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
@@ -308,6 +310,8 @@ class Reader:
         parts = self.attachment.parts
         starts, implementation = self.acts_next, parts.implementation
         acts = starts and ends
+        if starts and self.chunks is None:
+            parts.check_turn(self.seen)
         if starts and self._drops and (self.chunks is not None or not ends):
             raise UnsupportedGenerationError(
                 f"a prompt must come in one forward where {self.placed} drops tokens, got a chunk "
@@ -344,9 +348,12 @@ class Reader:
         kind: dict[str, Any] = {
             "implementation": implementation,
             "windows": parts.windows,
+            "answer_windows": parts.answer_windows,
+            "temperatures": parts.temperatures,
             "own_masks": outside,
             "spares_masks": self.care.spares_masks,
             "causal": parts.causal,
+            "rotary": getattr(parts.decoder, "rotary_emb", None),
             "attended": (
                 AttendedKeys(parts.attending)
                 if _asked(arguments, parts, "output_attentions")
@@ -494,10 +501,18 @@ class Reader:
     def is_compileable(self) -> bool:
         """Whether `generate` may compile the decoding of an answer."""
         plain = isinstance(self.storage, PlainStorage)
-        # A state is a tensor of one size, but is copied before every forward.
-        grows = not any(isinstance(layer, RecurrentLayer) for layer in self.layers)
+        # A state is a tensor of one size, but is copied before every forward; index keys grow, and
+        # images are no tokens.
+        grow = any(
+            isinstance(layer, (RecurrentLayer, IndexedLayer, CrossLayer)) for layer in self.layers
+        )
         seen = all(layer.shows_queries for layer in self.layers if layer.attends)
-        return self.max_new_tokens is not None and plain and self._may_be_static and grows and seen
+        # What counts positions itself is told others than those of a step; and what is seen of an
+        # answer alone has no mask there.
+        parts = None if self.attachment is None else self.attachment.parts
+        counts = parts is not None and any((*parts.temperatures, *parts.answer_windows))
+        fixed = plain and seen and not grow and not counts
+        return self.max_new_tokens is not None and fixed and self._may_be_static
 
     def mask_of_step(self, attention_mask: Tensor | None) -> Tensor | None:
         """The mask that `generate` is to give the model at the next forward.
@@ -663,6 +678,9 @@ class Reader:
             NotAttachedError: The cache is not attached to the model that calls.
         """
         self._forward = self._attached_forward()
+        layer = self.layers[index]
+        if isinstance(layer, CrossLayer):
+            return layer.with_images(keys, values)
         keys, values = self._forward.update(index, keys, values)
         if self._forward.waits_for_queries():
             assert self.attachment is not None
@@ -670,6 +688,14 @@ class Reader:
             assert module is not None  # whose keys these are
             routing.waiting.set((self._forward, index, module))
         return keys, values
+
+    def update_index(self, index: int, keys: Tensor) -> Tensor:
+        """Take a layer's new index keys; return all that its indexer is to see.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        return self._attached_forward().update_index(index, keys)
 
 
 def _is_plain(mask: Any) -> bool:

@@ -20,8 +20,14 @@ from kvpolicy.integrations.transformers.model.finding import (
     modules_between,
     placeholders_of,
 )
-from kvpolicy.integrations.transformers.model.kinds import Recurrent, kinds_of
+from kvpolicy.integrations.transformers.model.kinds import (
+    Indexed,
+    Recurrent,
+    ReferenceWindow,
+    kinds_of,
+)
 from kvpolicy.integrations.transformers.model.masks import DENSE, FLASH, IMPLEMENTATIONS
+from kvpolicy.integrations.transformers.model.temperature import Temperature
 from kvpolicy.interfaces import nearest_layer
 from kvpolicy.policy import CachePolicy
 
@@ -41,6 +47,9 @@ class ModelParts:
             by a function of its own.
         windows: For each, the tokens its sliding window sees, itself among them; None where it
             sees all.
+        answer_windows: For each, the tokens it sees of what follows a first prompt, which it sees
+            whole; None where it makes no difference between the two.
+        temperatures: For each, how its queries depend on positions that it counts; None without.
 
     Raises:
         TypeError: ``model`` is not a torch module.
@@ -75,10 +84,14 @@ class ModelParts:
                 "nothing; a policy has nothing to choose there"
             )
         self.windows = [kind.window for kind in self.kinds]
+        self.answer_windows = [
+            kind.answer_window if isinstance(kind, ReferenceWindow) else None for kind in self.kinds
+        ]
         self.attentions = [
             find_attention(layer, index) if kind.attends else None
             for index, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True))
         ]
+        self.temperatures = [Temperature.of(each) for each in self.attentions]
         for attention in filter(None, self.attentions):
             check_uncompiled(attention)
         for layer in (self.layers[i] for i in self.attending if self.attentions[i] is None):
@@ -136,7 +149,14 @@ class ModelParts:
         """Layers after which tokens may be dropped whatever the context; all if there is none."""
         attending = self.attending
         whole = [index for index in attending if self.windows[index] is None]
-        return whole or attending
+        free = [index for index in whole if not self._lends(index)]
+        return free or whole or attending
+
+    def _lends(self, index: int) -> bool:
+        """Whether a later layer attends to slots that an indexer up to this one has picked."""
+        later = (kind for kind in self.kinds[index + 1 :] if isinstance(kind, Indexed))
+        following = next(later, None)
+        return following is not None and following.borrows
 
     @property
     def shows_queries(self) -> bool:
@@ -188,11 +208,25 @@ class ModelParts:
         Raises:
             UnsupportedModelError: It does not.
         """
-        if not care.pads:
+        by_slot = any(isinstance(kind, Indexed) and kind.blocks for kind in self.kinds)
+        if by_slot or not care.pads:
             raise UnsupportedModelError(
                 f"rows must not be padded with {type(self.model).__name__}, which reads a padded "
                 "row otherwise than alone, with any cache; give rows of one length, or one row at "
                 "a time"
+            )
+
+    def check_turn(self, seen: int) -> None:
+        """Check that a turn can begin behind the columns seen.
+
+        Raises:
+            UnsupportedModelError: What follows the first prompt falls out of a window.
+        """
+        if seen and any(self.answer_windows):
+            raise UnsupportedModelError(
+                f"there can be no second turn with {type(self.model).__name__}, whose layers see a "
+                "first prompt whole and a window of what follows; give the conversation to a new "
+                "PolicyCache"
             )
 
     def check_queries(self, policy: CachePolicy) -> None:
@@ -245,6 +279,14 @@ class ModelParts:
                 "these times; use a policy that drops no tokens"
             )
         attending = self.attending
+        lending = sorted(index for index in acting if self._lends(index))
+        if lending and not policy.propagation.restarts:
+            others = [index for index in attending if not self._lends(index)]
+            raise UnsupportedModelError(
+                f"layers after which {policy.propagation} drops tokens must not lend the slots "
+                f"that an indexer has picked to a later layer, which layers {lending} do; the "
+                f"others: {others}; the nearest is {nearest_layer(lending[0], others)}"
+            )
         others = sorted(acting - set(attending))
         if others:
             raise UnsupportedModelError(
