@@ -79,6 +79,14 @@ class PolicyLM(HFLM):  # type: ignore[misc]
         self._batch: Sequence[Instance] = ()
         self._batch_costs: list[RequestCosts] = []
 
+    def get_model_info(self) -> dict[str, Any]:
+        """What results say of the model: as `HFLM`, with the policy and how questions are asked."""
+        return {
+            **super().get_model_info(),
+            "policy": str(self.policy),
+            "question": self.question,
+        }
+
     def _take_share(self) -> None:
         """Where processes were started side by side, take a share of the requests.
 
