@@ -38,7 +38,7 @@ def test_needle_questions(question: str, wanted: tuple[float, float] | None) -> 
 def test_the_harness_s_command(tmp_path: Path) -> None:
     command = [
         *("-m", "kvpolicy.integrations.lm_eval", "run", "--model", "kvpolicy"),
-        *("--model_args", f"pretrained={MODEL_DIR},policy=fastkv,retention_rate=0.1,tsp_layer=3"),
+        *("--model_args", f"pretrained={MODEL_DIR},policy=snapkv,retention_rate=0.2"),
         *("--include_path", str(FOLDER), "--tasks", "needle_one_hop", "--limit", "4"),
         *("--metadata", "max_seq_lengths=[256]", "--device", "cpu", "--batch_size", "2"),
         *("--output_path", str(tmp_path)),
