@@ -70,14 +70,15 @@ class Description:
     def differences(self, other: Description) -> list[str]:
         """What ``other`` would have otherwise, in words; empty where samples may stand together.
 
-        The number of processors of a machine counts for nothing.
+        The number of processors of a machine counts for nothing, nor do the cells, which follow
+        from the settings and the tasks' documents.
         """
         own, its = _flat(self), _flat(other)
-        names = [name for name in {**own, **its} if own.get(name) != its.get(name)]
-        found = [f"{name} was {_text(own.get(name))}, got {_text(its.get(name))}" for name in names]
-        if not found and self.expected != other.expected:
-            found = ["the tasks' documents: there are more or fewer of them now"]
-        return found
+        return [
+            f"{name} was {_text(own.get(name))}, got {_text(its.get(name))}"
+            for name in {**own, **its}
+            if own.get(name) != its.get(name)
+        ]
 
 
 @attrs.frozen
@@ -186,7 +187,13 @@ def _begun(path: Path, description: Description) -> Results:
     if not (path / SETTINGS).exists():
         write_all(path, {SETTINGS: description.to_json().encode()})
     _cut_torn_line(path / SAMPLES)
-    return load(path)
+    results = load(path)
+    if results.description.expected != description.expected:
+        raise ValueError(
+            f"out must be a folder of the same documents, got {path}, whose tasks had others; give "
+            "another --out"
+        )
+    return results
 
 
 def _cut_torn_line(file: Path) -> None:

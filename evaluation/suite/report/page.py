@@ -17,9 +17,10 @@ from kvpolicy.evaluation.suite.summary import Summary
 STYLE = Path(__file__).with_name("style.css")
 INTERVALS = (
     "Differences are to full context on the same prompts, in percentage points, with a 95% "
-    "interval of paired samples: the normal one with two more pairs, one won and one lost outright, so that "
-    "few samples never look sure. ▼ and ▲ mark methods whose interval leaves out 0. Nothing is "
-    "corrected for looking at many cells: of a hundred alike five are marked by chance."
+    "interval of paired samples: the normal one with two more pairs, one won and one lost "
+    "outright, so that few samples never look sure. ▼ and ▲ mark methods whose interval leaves out "
+    "0. Nothing is corrected for looking at many cells: of a hundred alike five are marked by "
+    "chance."
 )
 COSTS = (
     "Tokens and bytes are means over the samples, after prefill; times are medians, as they came "
