@@ -44,7 +44,7 @@ class Axis:
     def in_factors(cls, title: str, values: Sequence[float], high: float) -> Axis:
         """Logarithmic, from below the least of ``values`` to ``high``."""
         ticks = [digit * 10.0**power for power in range(-4, 9) for digit in (1, 2, 5)]
-        low = max([tick for tick in ticks if tick <= min(values)], default=ticks[0])
+        low = max([tick for tick in ticks if tick <= min(values) and tick < high], default=ticks[0])
         shown = [tick for tick in ticks if low <= tick <= high]
         return cls(title, low, high, tuple(shown), logarithmic=True)
 
