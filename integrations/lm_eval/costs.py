@@ -73,7 +73,7 @@ class PrefillClock(LogitsProcessor):  # type: ignore[misc]
     """Notes, at the first logits that `generate` gets, the time and what the cache holds.
 
     Args:
-        cache: The cache that reads the prompts.
+        cache: The cache that is about to read the prompts.
     """
 
     def __init__(self, cache: PolicyCache) -> None:

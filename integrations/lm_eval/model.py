@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast
 
+import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
@@ -15,7 +17,11 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from kvpolicy.integrations.lm_eval.chosen import check_model_arguments, chosen_policy
 from kvpolicy.integrations.lm_eval.costs import PrefillClock, RequestCosts
+from kvpolicy.integrations.lm_eval.scoring import CacheScorer, Continuation
+from kvpolicy.integrations.lm_eval.splitters import document_end
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.document import left_padded, read
+from kvpolicy.integrations.transformers.forward.reader import keeps_everything
 from kvpolicy.policy import CachePolicy
 
 Question = Literal["with", "later"]
@@ -107,13 +113,163 @@ class PolicyLM(HFLM):  # type: ignore[misc]
     ) -> Tensor:
         cache = PolicyCache(self.policy)
         clock = PrefillClock(cache)
-        output: Tensor = super()._model_generate(
-            context,
-            max_length,
-            stop,
-            past_key_values=cache,
-            logits_processor=LogitsProcessorList([clock]),
-            **generation_kwargs,
-        )
+        width = context.shape[1]
+        appending: AbstractContextManager[Any] = nullcontext()
+        if self.question == "later":
+            mask = generation_kwargs.pop("attention_mask")
+            context, mask = self._read_documents(cache, context, mask)
+            generation_kwargs["attention_mask"] = mask
+            appending = cache.appending()
+        added = context.shape[1] - width  # padding between documents and questions
+        with appending:
+            output: Tensor = super()._model_generate(
+                context,
+                max_length + added,
+                stop,
+                past_key_values=cache,
+                logits_processor=LogitsProcessorList([clock]),
+                **generation_kwargs,
+            )
         self._batch_costs = clock.costs()
-        return output
+        return output[:, added:]
+
+    def _read_documents(
+        self, cache: PolicyCache, context: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Read the documents of the batch at hand; returns prompts with padding behind them.
+
+        Args:
+            cache: That is to read them.
+            context: ``[batch, len]`` the prompts, padded and truncated on the left.
+            mask: ``[batch, len]``.
+        """
+        documents, questions = [], []
+        for request, row, real in zip(self._batch, context, mask.bool(), strict=True):
+            ids = row[real].tolist()
+            end = len(ids) - self._question_len(request)
+            if end < 1:
+                raise ValueError(
+                    f"max_length must leave room for the document before the question and the "
+                    f"answer, got {self.max_length}: a question of the task {request.task_name!r} "
+                    f"has {len(ids) - end} tokens, its prompt {len(ids)} after truncation"
+                )
+            documents.append(ids[:end])
+            questions.append(ids[end:])
+        pad = self.tokenizer.pad_token_id
+        read_ids, read_mask = left_padded(documents, pad, context.device)
+        asked_ids, asked_mask = left_padded(questions, pad, context.device)
+        with self._precision():
+            read(self.model, cache, read_ids, read_mask)
+        return torch.cat([read_ids, asked_ids], 1), torch.cat([read_mask, asked_mask], 1)
+
+    def _question_len(self, request: Instance) -> int:
+        """Tokens of a request's prompt behind its document."""
+        prompt = request.args[0]
+        end = document_end(request.task_name, request.doc, prompt)
+        whole, document = (
+            self.tok_batch_encode([text], truncation=self.truncation)[0][0].tolist()
+            for text in (prompt, prompt[:end])
+        )
+        return max(len(whole) - common_prefix_len(whole, document), 1)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """The precision in which `HFLM` calls the model."""
+        return torch.autocast(
+            device_type=self.device.type,
+            dtype=self.mixed_precision_dtype,
+            enabled=self.mixed_precision_dtype is not None,
+        )
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Score continuations from caches that have read their contexts under the policy."""
+        self._batch = requests
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return found
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Score whole texts, as `HFLM` does; only where the policy keeps everything.
+
+        Raises:
+            ValueError: It does not: every token of a text is scored while the text is read, where
+                no policy that evicts has an effect.
+        """
+        if not keeps_everything(self.policy, self.model.config.get_text_config().num_hidden_layers):
+            raise ValueError(
+                f"loglikelihood_rolling needs a policy that keeps everything, got {self.policy}: a "
+                "text's own tokens are scored while it is read, before anything is evicted; use "
+                "tasks with contexts and continuations (loglikelihood, multiple_choice)"
+            )
+        found: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+        return found
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        if any(texts is None for texts, _, _ in requests):  # windows of a rolling text
+            return self._plain(requests, disable_tqdm, override_bs)
+        continuations = [
+            Continuation.of(context, scored, self._document_len(index, context), self.max_length)
+            for index, (_, context, scored) in enumerate(requests)
+        ]
+        found: list[Any] = [None] * len(requests)
+        costs: list[Any] = [RequestCosts(1, 0.0, 0, 0.0, 0.0)] * len(requests)
+        # A context of one token, such as that of an empty text: there is nothing to evict.
+        alone = [index for index, each in enumerate(continuations) if not each.document]
+        if alone:
+            plain = self._plain([requests[index] for index in alone], True, override_bs)
+            for index, result in zip(alone, plain, strict=True):
+                found[index] = result
+        scorer = CacheScorer(
+            self.model,
+            self.policy,
+            int(self.batch_size),
+            self.tokenizer.pad_token_id,
+            self.softmax_dtype,
+        )
+        progress = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0)
+        with self._precision():
+            for scores in scorer.score({i: c for i, c in enumerate(continuations) if c.document}):
+                for index, score in scores.items():
+                    found[index] = (score.log_likelihood, score.is_greedy)
+                    costs[index] = score.costs
+                    self.cache_hook.add_partial("loglikelihood", requests[index][0], found[index])
+                progress.update(len(scores))
+        progress.close()
+        self.last_costs = costs
+        return found
+
+    def _plain(
+        self, requests: list[Any], disable_tqdm: bool, override_bs: int | None
+    ) -> list[tuple[float, bool]]:
+        """As `HFLM` scores, in one forward."""
+        found: list[tuple[float, bool]] = super()._loglikelihood_tokens(
+            requests, disable_tqdm=disable_tqdm, override_bs=override_bs
+        )
+        return found
+
+    def _document_len(self, index: int, context: Sequence[int]) -> int | None:
+        """Tokens of a request's context that are its document; None where all are the policy's."""
+        if self.question == "with" or len(context) == 1:
+            return None
+        request = self._batch[index]
+        prompt = request.args[0]
+        end = document_end(request.task_name, request.doc, prompt)
+        return common_prefix_len(context, self.tok_encode(prompt[:end]))
+
+
+def common_prefix_len(ids: Sequence[int], others: Sequence[int]) -> int:
+    """How many ids two sequences begin with alike.
+
+    Example:
+        >>> common_prefix_len([1, 2, 3, 4], [1, 2, 5])
+        2
+    """
+    unlike = (at for at, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other)
+    return next(unlike, min(len(ids), len(others)))

@@ -356,6 +356,20 @@ class PolicyCache(Cache):  # type: ignore[misc]
         """
         self._reader.start_turn(prompt_len)
 
+    @contextmanager
+    def appending(self) -> Iterator[PolicyCache]:
+        """Let `generate` append the prompts it is given: the policy does not act on them.
+
+        A question that is asked of a document after the policy has chosen what to keep of it is
+        read so, and held whole. The first prompt of an empty cache is read under the policy all
+        the same. Nothing is compiled inside the block.
+        """
+        before, self._reader.appends = self._reader.appends, True
+        try:
+            yield self
+        finally:
+            self._reader.appends = before
+
     @property
     def reader(self) -> Reader:
         """What takes up the model's forwards; for `generate`'s sake, not for users."""

@@ -67,6 +67,19 @@ class Snapshot:
     chunks: Chunks | None
 
 
+def keeps_everything(policy: CachePolicy, num_layers: int) -> bool:
+    """Whether a policy keeps and passes on every token, whatever the prompt.
+
+    Args:
+        policy: The policy, its layers placed or open.
+        num_layers: Layers of the model.
+    """
+    selector = policy.selector
+    budget = None if isinstance(selector, KeepAllSelector) else selector.budget
+    keeps = isinstance(selector, KeepAllSelector) or (budget is not None and budget.rate == 1)
+    return keeps and not policy.propagation.acting_layers(num_layers)
+
+
 class Reader:
     """What the hooks on a model call, and the state that forwards change; a cache has one.
 
@@ -101,6 +114,7 @@ class Reader:
         self.filled_by: weakref.ref[nn.Module] | None = None
         self.tokens: SeenTokens | None = None
         self.starts_turn = False
+        self.appends = False  # whether a new turn is appended, the policy not acting on it
         self.prompt_end: int | None = None  # in columns; None: where the next forward ends
         self._in_generate = False  # which may give the whole conversation again
         self._may_be_static = True  # as far as the generate under way allows
@@ -137,7 +151,7 @@ class Reader:
     def _begin_turn(self, prompt_end: int | None) -> None:
         self.abandon_forward()
         self.end_static()
-        self.starts_turn, self.prompt_end, self.chunks = True, prompt_end, None
+        self.starts_turn, self.prompt_end, self.chunks = not self.appends, prompt_end, None
 
     @contextmanager
     def new_turn(
@@ -154,7 +168,7 @@ class Reader:
         before, outer = self._snapshot(), (self._in_generate, self._may_be_static)
         self._begin_turn(prompt_end)
         self._in_generate = True
-        self._may_be_static = may_be_static and self.attachment.alone
+        self._may_be_static = may_be_static and self.attachment.alone and not self.appends
         try:
             yield
         except BaseException:
@@ -236,11 +250,7 @@ class Reader:
     @property
     def may_evict(self) -> bool:
         """Whether the policy acts on the next forward, and may keep fewer tokens than there are."""
-        selector = self.placed.selector
-        everything = isinstance(selector, KeepAllSelector) or (
-            selector.budget is not None and selector.budget.rate == 1
-        )
-        return self.acts_next and not (everything and not self._drops)
+        return self.acts_next and not keeps_everything(self.placed, len(self.layers))
 
     @property
     def _drops(self) -> bool:
@@ -595,6 +605,7 @@ class Reader:
             **self.__dict__,
             "layers": layers,
             "propagated": dict(held.propagated),
+            "appends": False,
             "tokens": held.tokens,
             "starts_turn": held.starts_turn,
             "prompt_end": held.prompt_end,
