@@ -63,7 +63,8 @@ def eval(
     lengths: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="N", help="Prompt lengths of tasks that are made for one, as the tasks."
+            metavar="N",
+            help="Prompt lengths of tasks that are made for one, as the tasks; default: 4096.",
         ),
     ] = None,
     policy: PolicyOption = None,
@@ -85,6 +86,10 @@ def eval(
     ] = None,
     data: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Local data of the tasks.")
+    ] = None,
+    include: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="A folder with tasks of your own, repeatable."),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Documents of each task and length.")
@@ -117,12 +122,13 @@ def eval(
     settings = Settings(
         model=model,
         tasks=unique(tasks),
-        lengths=_lengths(lengths or ()),
+        lengths=_lengths(lengths or ["4096"]),
         questions=unique(question or ["with"]),
         limit=limit,
         batch_size=batch_size,
         chat_template=chat_template,
         data=data,
+        include=tuple(include or ()),
         threads=threads,
         dtype=dtype,
         device=device,

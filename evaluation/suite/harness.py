@@ -11,7 +11,7 @@ import dataclasses
 import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import Task
@@ -24,6 +24,9 @@ from kvpolicy.integrations.lm_eval import PolicyLM, RequestCosts
 from kvpolicy.integrations.lm_eval.splitters import document_end
 from kvpolicy.integrations.transformers.checking import check_model
 from kvpolicy.policy import CachePolicy
+
+if TYPE_CHECKING:
+    from kvpolicy.integrations.lm_eval.model import Question
 
 # The field of a document that says for which prompt length it was made; RULER's.
 LENGTH_FIELD = "max_length"
@@ -113,7 +116,7 @@ class HarnessRunner(Runner):
                 pretrained=self.loaded.model,
                 tokenizer=self.loaded.tokenizer,
                 policy=self.policies[method],
-                question=question,
+                question=cast("Question", question),
                 batch_size=self.batch_size,
             )
         return self._models[method, question]

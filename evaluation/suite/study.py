@@ -31,8 +31,6 @@ from kvpolicy.evaluation.suite.folder import load as load_results
 from kvpolicy.evaluation.suite.runner import Listener, Runner
 from kvpolicy.evaluation.suite.sample import FULL_CONTEXT, Method
 
-QUESTIONS = ("with", "later")
-
 
 @attrs.frozen
 class Settings:
@@ -47,6 +45,7 @@ class Settings:
         batch_size: Prompts that are read at once.
         chat_template: Whether prompts are a user's turn of a chat.
         data: A folder with local data; None for the harness's own ways.
+        include: Further folders with tasks.
         threads: CPU threads; None for those the folder was begun with, or as many as are idle.
         dtype: See `kvpolicy.evaluation.models.load`.
         device: See `kvpolicy.evaluation.models.load`.
@@ -54,12 +53,13 @@ class Settings:
 
     model: str
     tasks: tuple[str, ...]
-    lengths: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = (4096,)
     questions: tuple[str, ...] = ("with",)
     limit: int | None = None
     batch_size: int = 1
     chat_template: bool = False
     data: Path | None = None
+    include: tuple[Path, ...] = ()
     threads: int | None = None
     dtype: str = "auto"
     device: str = "cpu"
@@ -73,6 +73,8 @@ def check(settings: Settings, out: Path) -> None:
         MissingExtraError: The harness is not installed.
     """
     require("lm_eval", extra="eval")
+    from kvpolicy.integrations.lm_eval.model import QUESTIONS
+
     check_folder(out, (SETTINGS, SAMPLES))
     if not settings.tasks:
         raise ValueError("tasks must name at least one task, got none")
@@ -87,8 +89,9 @@ def check(settings: Settings, out: Path) -> None:
             f"question must be {' or '.join(QUESTIONS)}, got "
             f"{', '.join(settings.questions) or 'none'}"
         )
-    if settings.data is not None and not settings.data.is_dir():
-        raise ValueError(f"data must be a folder, got {settings.data}")
+    for name, folder in (("data", settings.data), *(("include", it) for it in settings.include)):
+        if folder is not None and not folder.is_dir():
+            raise ValueError(f"{name} must be a folder, got {folder}")
     if settings.threads is not None:
         check_threads(settings.threads)
 
@@ -149,7 +152,7 @@ def run(
     tasks = _load_tasks(settings, tokenizer)
     progress(f"loading model {settings.model}", 0, 1)
     loaded = loader(settings.model, dtype=settings.dtype, device=settings.device)
-    description = _description(settings, loaded, chosen, threads)
+    description = _description(attrs.evolve(settings, threads=threads), loaded, tasks, chosen)
     check_same(out, description)
     runner = _runner(settings, loaded, tasks, chosen)
     progress("preparing prompts", 0, 1)
@@ -177,8 +180,8 @@ def named_policies(model: str, names: Sequence[str], rates: Sequence[float]) -> 
 def _load_tasks(settings: Settings, tokenizer: Any) -> dict[str, Any]:
     from kvpolicy.evaluation.tasks.harness_tasks import load_tasks, task_manager
 
-    manager = task_manager(settings.data, settings.lengths, tokenizer)
-    return load_tasks(settings.tasks, manager, settings.lengths, tokenizer, settings.limit)
+    manager = task_manager(settings.data, settings.lengths, tokenizer, include=settings.include)
+    return load_tasks(settings.tasks, manager, limit=settings.limit)
 
 
 def _runner(
@@ -206,19 +209,23 @@ def _check_template(settings: Settings, tokenizer: Any) -> None:
 
 
 def _description(
-    settings: Settings, loaded: Loaded, chosen: Sequence[Variant], threads: int
+    settings: Settings, loaded: Loaded, tasks: dict[str, Any], chosen: Sequence[Variant]
 ) -> Description:
     """What a folder is of, but for its cells."""
     asked = attrs.asdict(settings) | {
-        "data": None if settings.data is None else str(settings.data),
         "dtype": loaded.dtype,
-        "threads": threads,
         "fingerprint": fingerprint(loaded),
+        "made_of": {name: made for name, task in tasks.items() if (made := _made_of(task))},
     }
     found = environment(loaded.model.device)
     found["versions"]["lm_eval"] = version("lm_eval")
     methods = {each.label: Method.of(each) for each in chosen}
-    return Description(json.loads(json.dumps(asked)), found, methods, {})
+    return Description(json.loads(json.dumps(asked, default=str)), found, methods, {})
+
+
+def _made_of(task: Any) -> Any:
+    """What the loader says of a task's documents."""
+    return (task.config.metadata or {}).get("made_of")
 
 
 def _threads_of(out: Path) -> int | None:

@@ -22,6 +22,7 @@ INTERVALS = (
     "0. Nothing is corrected for looking at many cells: of a hundred alike five are marked by "
     "chance."
 )
+OPEN_TASKS = 4
 COSTS = (
     "Tokens and bytes are means over the samples, after prefill; times are medians, as they came "
     "while answering, not in turns: for speed see kvpolicy compare."
@@ -90,7 +91,12 @@ def _overviews(summary: Summary) -> Tree.Element:
 
 
 def _tasks(summary: Summary) -> list[Tree.Element]:
-    return [task_table(summary, task) for task in summary.tasks]
+    """A table for each task, folded up where there are many."""
+    opened = "" if len(summary.tasks) <= OPEN_TASKS else None
+    return [
+        node("details", node("summary", task), task_table(summary, task), open=opened)
+        for task in summary.tasks
+    ]
 
 
 def _chart_section(

@@ -25,7 +25,7 @@ def overview(summary: Summary, length: int | None, question: str) -> Tree.Elemen
     methods = summary.under(length, question)
     tasks = [figure.cell.task for figure in next(iter(methods.values()))]
     names = ["method", *tasks] if len(tasks) == 1 else ["method", "mean", *tasks]
-    head = node("tr", *(node("th", name, scope="col") for name in names))
+    head = node("tr", *(_header(name) for name in names))
     rows = []
     for method, figures in methods.items():
         mean = mean_score(figures)
@@ -53,7 +53,7 @@ def task_table(summary: Summary, task: str) -> Tree.Element:
         "samples",
         *(f"{metric} %" for metric in metrics[1:]),
     )
-    head = node("tr", *(node("th", name, scope="col") for name in names))
+    head = node("tr", *(_header(name) for name in names))
     rows: list[Tree.Element] = []
     for length, question in summary.settings:
         here = [
@@ -65,7 +65,7 @@ def task_table(summary: Summary, task: str) -> Tree.Element:
             title = node("th", place(length, question), colspan=len(names), scope="rowgroup")
             rows.append(node("tr", title, class_="group"))
             rows += [_task_row(figure, metrics) for figure in here]
-    return _table(task, [head], rows)
+    return _table(None, [head], rows)
 
 
 def _task_row(figure: Figure, metrics: Sequence[str]) -> Tree.Element:
@@ -95,6 +95,12 @@ def _task_row(figure: Figure, metrics: Sequence[str]) -> Tree.Element:
         node("td", str(figure.done)),
         *(node("td", f"{figure.scores[metric]:.1f}") for metric in metrics[1:]),
     )
+
+
+def _header(name: str) -> Tree.Element:
+    """A column's name, which may break behind each of its words."""
+    words = [piece for word in name.split("_") for piece in ("_", node("wbr"), word)]
+    return node("th", *words[2:], scope="col")
 
 
 def _overview_cell(figure: Figure) -> Tree.Element:
@@ -142,8 +148,9 @@ def _forest(difference: Difference, label: str) -> Tree.Element:
 
 
 def _table(
-    caption: str, head: Sequence[Tree.Element], rows: Sequence[Tree.Element]
+    caption: str | None, head: Sequence[Tree.Element], rows: Sequence[Tree.Element]
 ) -> Tree.Element:
     """A table that scrolls by itself where the page is too narrow for it."""
-    table = node("table", node("caption", caption), node("thead", *head), node("tbody", *rows))
+    above = [] if caption is None else [node("caption", caption)]
+    table = node("table", *above, node("thead", *head), node("tbody", *rows))
     return node("div", table, class_="scroll", tabindex=0)
