@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -164,18 +163,15 @@ class Rows(Listener):
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.begin = time.perf_counter()
 
     def finished(self, cell: Cell, answers: Sequence[Answer], found: int) -> None:
         """Print a cell's score."""
-        seconds = time.perf_counter() - self.begin
-        self.begin = time.perf_counter()
         metric = next(iter(answers[0].scores))
         score = fmean(each.scores[metric] for each in answers)
-        samples = f"{len(answers)} sample{'s' * (len(answers) > 1)}"
+        seconds = duration(fmean(each.total_seconds for each in answers))
+        samples = f"{len(answers)} sample{'s' * (len(answers) > 1)}, {seconds} each"
         there = f", {found} of them there before" if found else ""
-        line = f"{cell}: {metric} {score:.3f} of {samples} in {duration(seconds)}{there}"
-        self.console.print(line)
+        self.console.print(f"{cell}: {metric} {score:.3f} of {samples}{there}")
         self.console.file.flush()  # into a file, too, at once
 
 

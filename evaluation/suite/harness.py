@@ -68,7 +68,7 @@ class HarnessRunner(Runner):
 
     def documents(self) -> Documents:
         """Build every prompt, and check what can be checked before the first is asked."""
-        with _quiet():
+        with quiet():
             for name, task in self.tasks.items():
                 self._build(name, task)
         found: dict[tuple[str, int | None], list[Document]] = {}
@@ -91,7 +91,7 @@ class HarnessRunner(Runner):
             for document in documents
         ]
         asked = [each for group in groups for each in group]
-        with _quiet():
+        with quiet():
             costs = iter(self._ask(self._model(cell.method, cell.question), asked))
             task._instances = asked  # what `apply_filters` filters
             task.apply_filters()
@@ -199,7 +199,7 @@ def _answer(
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without the harness's bars and lines, which would run through the command's own."""
     logger: Any = logging.getLogger("lm_eval")
     level = logger.level

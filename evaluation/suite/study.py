@@ -178,10 +178,12 @@ def named_policies(model: str, names: Sequence[str], rates: Sequence[float]) -> 
 
 
 def _load_tasks(settings: Settings, tokenizer: Any) -> dict[str, Any]:
+    from kvpolicy.evaluation.suite.harness import quiet
     from kvpolicy.evaluation.tasks.harness_tasks import load_tasks, task_manager
 
-    manager = task_manager(settings.data, settings.lengths, tokenizer, include=settings.include)
-    return load_tasks(settings.tasks, manager, limit=settings.limit)
+    with quiet():
+        manager = task_manager(settings.data, settings.lengths, tokenizer, include=settings.include)
+        return load_tasks(settings.tasks, manager, limit=settings.limit)
 
 
 def _runner(

@@ -66,7 +66,7 @@ class Haystack:
             "context": context,
             "question": QUESTION,
             "needle": NEEDLE,
-            "depth": depth,
+            "depth": depth / 100,
             "max_length": length,
         }
 

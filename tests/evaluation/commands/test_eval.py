@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lm_eval.tasks import TaskManager
 from transformers.utils import logging
 
 from kvpolicy.evaluation import models
@@ -16,24 +15,14 @@ from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.suite import Settings, Summary, load, run
 from kvpolicy.evaluation.suite.harness import HarnessRunner
 from kvpolicy.evaluation.suite.sample import Answer, Cell, Document
-from kvpolicy.evaluation.tasks import harness_tasks
 from tests.evaluation.suite.tasks import TASKS
 
 Run = Callable[..., tuple[int, str, str]]
-ASKED = ("--tasks", "needle_words", "--lengths", "128,192", "-p", "snapkv", "--limit", 2)
+ASKED = ("--tasks", "needle_one_hop", "--lengths", "128,192", "-p", "snapkv", "--limit", 2)
 
 
 @pytest.fixture(autouse=True)
-def _process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The tests' tasks alone, since to list all of the harness's takes a while."""
-
-    def task_manager(
-        data: Path | None = None, lengths: Sequence[int] = (), tokenizer: Any = None
-    ) -> TaskManager:
-        metadata = {"max_seq_lengths": list(lengths)}
-        return TaskManager(include_path=TASKS, include_defaults=False, metadata=metadata)
-
-    monkeypatch.setattr(harness_tasks, "task_manager", task_manager)
+def _process_state() -> Iterator[None]:
     threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
     yield
     torch.set_num_threads(threads)
@@ -67,10 +56,12 @@ def test_from_a_command_line_to_a_page(command: Run, tmp_path: Path) -> None:
     status, said, err = command(*arguments, "--out", out, "--threads", 1)
     assert (status, err) == (0, "")
     lines = said.splitlines()
-    assert "needle_words 128, question with, snapkv 0.1 ..." in lines
+    assert "needle_one_hop 128, question with, snapkv 0.1 ..." in lines
     scored = [line for line in lines if "exact_match" in line]
     assert len(scored) == 2 * 2 * 3
-    assert scored[0].startswith("needle_words 128, question with, full_context: exact_match 1.000")
+    assert scored[0].startswith(
+        "needle_one_hop 128, question with, full_context: exact_match 1.000"
+    )
     assert lines[-1] == f"written to {out}; for a page of it: kvpolicy report {out}"
     results = load(out)
     assert len(results.samples) == 2 * 2 * 3 * 2
@@ -84,7 +75,7 @@ def test_from_a_command_line_to_a_page(command: Run, tmp_path: Path) -> None:
     status, said, err = command(*arguments, "--out", out)  # with the folder's own threads
     assert (status, err) == (0, "")
     assert (out / "samples.jsonl").read_bytes() == before
-    assert said.count("2 of them there before") == 12
+    assert said.count("each, 2 of them there before") == 12
 
     status, said, err = command("report", out)
     assert (status, err) == (0, "")
@@ -125,7 +116,7 @@ def test_goes_on_after_it_was_stopped(
     assert "Not finished: 3 of 4 cells" in (tmp_path / "half.html").read_text()
     status, said, err = command("eval", *ASKED, "--out", tmp_path)
     assert (status, err) == (0, "")
-    assert "needle_words 128, question with, full_context: " in said
+    assert "needle_one_hop 128, question with, full_context: " in said
     samples = load(tmp_path).samples
     assert len({(each.cell, each.document) for each in samples}) == len(samples) == 8
     assert [(each.cell, each.document) for each in samples[:3]] == asked
@@ -158,13 +149,13 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--tasks", "needle_word"), "near: needle_words"),
-        (("--tasks", "needle_words", "--chat-template"), "tokenizer with a chat template, got"),
-        (("--tasks", "needle_words", "--lengths", "4k"), "--lengths must be numbers of tokens"),
-        (("--tasks", "needle_words", "--question", "never"), "must be with or later, got never"),
-        (("--tasks", "needle_words", "-p", "snapvk"), "snapkv"),
-        (("--tasks", "needle_words", "--data", "nowhere"), "data must be a folder, got nowhere"),
-        (("--tasks", "needle_words", "--model", "no/such/model"), "does not exist"),
+        (("--tasks", "needle_one_hops"), "near: needle_one_hop"),
+        (("--tasks", "needle_one_hop", "--chat-template"), "tokenizer with a chat template, got"),
+        (("--tasks", "needle_one_hop", "--lengths", "4k"), "--lengths must be numbers of tokens"),
+        (("--tasks", "needle_one_hop", "--question", "never"), "must be with or later, got never"),
+        (("--tasks", "needle_one_hop", "-p", "snapvk"), "snapkv"),
+        (("--tasks", "needle_one_hop", "--data", "nowhere"), "data must be a folder, got nowhere"),
+        (("--tasks", "needle_one_hop", "--model", "no/such/model"), "does not exist"),
     ],
 )
 def test_bad_input_is_said_before_a_model_is_loaded(
@@ -175,14 +166,21 @@ def test_bad_input_is_said_before_a_model_is_loaded(
 
 
 def test_prompts_longer_than_the_model(command: Run, tmp_path: Path) -> None:
-    arguments = ("--tasks", "needle_words", "--lengths", "128,4224", "--out", tmp_path / "results")
+    arguments = (
+        "--tasks",
+        "needle_one_hop",
+        "--lengths",
+        "128,4224",
+        "--out",
+        tmp_path / "results",
+    )
     fails(command("eval", *arguments), "4,224 positions of needle", "give smaller --lengths")
     assert not (tmp_path / "results").exists()
 
 
 def test_without_the_harness(command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    result = command("eval", "--tasks", "needle_words", "--out", tmp_path)
+    result = command("eval", "--tasks", "needle_one_hop", "--out", tmp_path)
     fails(result, "lm_eval is not installed; get it with: pip install 'kvpolicy[eval]'")
 
 
@@ -191,7 +189,9 @@ def test_report_of_no_folder(command: Run, tmp_path: Path) -> None:
 
 
 def test_from_python(tmp_path: Path) -> None:
-    settings = Settings("needle", tasks=("needle_choice",), lengths=(128,), limit=2, threads=1)
+    settings = Settings(
+        "needle", tasks=("needle_choice",), lengths=(128,), include=(TASKS,), limit=2, threads=1
+    )
     results = run(settings, tmp_path, policies=["snapkv", "full_context"], rates=[0.1])
     assert results == load(tmp_path)
     figures = Summary.of(results).figures
