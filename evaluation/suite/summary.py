@@ -125,7 +125,7 @@ class Summary:
         return list(dict.fromkeys(cell.method for cell in self.figures))
 
     @property
-    def settings(self) -> list[tuple[int | None, str]]:
+    def places(self) -> list[tuple[int | None, str]]:
         """Pairs of length and question under which methods can be held against each other."""
         found = dict.fromkeys((cell.length, cell.question) for cell in self.figures)
         return sorted(found, key=lambda pair: (pair[0] is None, pair[0] or 0, pair[1] != "with"))

@@ -86,7 +86,7 @@ def _open_cells(summary: Summary) -> Tree.Element | None:
 
 
 def _overviews(summary: Summary) -> Tree.Element:
-    tables = (overview(summary, length, question) for length, question in summary.settings)
+    tables = (overview(summary, length, question) for length, question in summary.places)
     return node("div", *tables, class_="tables")
 
 

@@ -98,7 +98,7 @@ def _charts(
 ) -> list[Tree.Element]:
     """A chart for each length and question, with what had to be left out below it."""
     drawn = []
-    for length, question in summary.settings:
+    for length, question in summary.places:
         methods = summary.under(length, question)
         found = [_placed(method, figures) for method, figures in methods.items()]
         finished = [each for each in found if each is not None]

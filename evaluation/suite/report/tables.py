@@ -55,7 +55,7 @@ def task_table(summary: Summary, task: str) -> Tree.Element:
     )
     head = node("tr", *(_header(name) for name in names))
     rows: list[Tree.Element] = []
-    for length, question in summary.settings:
+    for length, question in summary.places:
         here = [
             figure
             for figure in figures

@@ -139,7 +139,9 @@ def test_a_killed_process_loses_what_it_was_asking(tmp_path: Path) -> None:
         "stand_in.StandIn.answer = slow\n"
         "stand_in.filled(Path(sys.argv[1]))\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=Path.cwd())
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path], cwd=Path(__file__).parents[3]
+    )
     file = tmp_path / SAMPLES
     deadline = time.monotonic() + 120
     while not file.exists() or file.read_bytes().count(b"\n") < 10:

@@ -16,7 +16,8 @@ from kvpolicy.evaluation.suite.scoring import depth_of, scores_of
 from kvpolicy.integrations.lm_eval import PolicyLM
 from kvpolicy.policy import CachePolicy
 from tests.evaluation.suite.tasks import TASKS
-from tests.integrations.lm_eval.support import documents, local_task
+from tests.integrations.lm_eval.support import char_tokenizer, documents, local_task
+from tests.reference import tiny_model
 
 LENGTHS = [128, 192]
 METHODS = ("full_context", "snapkv 0.1")
@@ -131,6 +132,23 @@ def test_questions_that_cannot_be_asked_later(
     tasks = manager().load([config])["tasks"]
     with pytest.raises(ValueError, match="question must be 'with' for the task"):
         HarnessRunner(loaded, tasks, policies, questions=("with", "later")).documents()
+
+
+def test_prompts_in_a_chat_template(policies: dict[str, CachePolicy], tmp_path: Path) -> None:
+    """As a user's turn, asked with and later, and answered by both methods."""
+    config = local_task(tmp_path, "generate_until", documents(2))
+    tasks = manager().load([{**config, "task": "needle_local"}])["tasks"]
+    loaded = Loaded("tiny", tiny_model("llama", seed=1), char_tokenizer())
+    asking = HarnessRunner(loaded, tasks, policies, questions=("with", "later"), chat_template=True)
+    (group,) = asking.documents().values()
+    for document, doc in zip(group, documents(2), strict=True):
+        text = f"{doc['context']}{doc['question']}"
+        assert document.prompt == f"[user]{text}\n[assistant]"
+    for question in ("with", "later"):
+        for method in METHODS:
+            cell = Cell("needle_local", None, question, method)
+            answers = asking.answer(cell, group)
+            assert [each.tokens_seen for each in answers] == [len(each.prompt) for each in group]
 
 
 def test_whole_texts_have_no_prompt(

@@ -86,7 +86,7 @@ def test_means_over_tasks_by_hand(tmp_path: Path) -> None:
     assert cost is not None
     assert cost.tokens_seen == 384
     assert mean_score([]) is None
-    assert summary.settings == [
+    assert summary.places == [
         (256, "with"),
         (256, "later"),
         (512, "with"),
