@@ -22,7 +22,7 @@ INTERVALS = (
     "0. Nothing is corrected for looking at many cells: of a hundred alike five are marked by "
     "chance."
 )
-OPEN_TASKS = 4
+OPEN_PARTS = 4
 COSTS = (
     "Tokens and bytes are means over the samples, after prefill; times are medians, as they came "
     "while answering, not in turns: for speed see kvpolicy compare."
@@ -34,17 +34,14 @@ def page(results: Results) -> str:
     summary = Summary.of(results)
     description = results.description
     title = f"{description.settings.get('model', 'model')}: policies side by side"
-    charts = (
-        ("Score against memory", plots.memory_charts(summary), True),
-        ("Score against prefill time", plots.prefill_charts(summary), True),
-        ("Needles by length and depth", plots.needle_maps(summary), False),
-        ("Time of a sample: prefill, and what follows", plots.latency_charts(summary), False),
-    )
     body = [
         node("header", node("h1", title), *_headline(results)),
         _open_cells(summary),
         node("section", node("h2", "Scores"), node("p", INTERVALS), _overviews(summary)),
-        *(_chart_section(name, drawn, summary, marks) for name, drawn, marks in charts if drawn),
+        _charts("Score against memory", plots.memory_charts(summary), plots.legend(summary)),
+        _charts("Score against prefill time", plots.prefill_charts(summary), plots.legend(summary)),
+        _needles(summary),
+        _charts("Time of a sample: prefill, and what follows", plots.latency_charts(summary)),
         node("section", node("h2", "Every task"), node("p", COSTS), *_tasks(summary)),
         node("section", node("h2", "What was run"), *_facts(description)),
     ]
@@ -91,19 +88,27 @@ def _overviews(summary: Summary) -> Tree.Element:
 
 
 def _tasks(summary: Summary) -> list[Tree.Element]:
-    """A table for each task, folded up where there are many."""
-    opened = "" if len(summary.tasks) <= OPEN_TASKS else None
-    return [
-        node("details", node("summary", task), task_table(summary, task), open=opened)
-        for task in summary.tasks
-    ]
+    return _folded({task: task_table(summary, task) for task in summary.tasks})
 
 
-def _chart_section(
-    name: str, drawn: Sequence[Tree.Element], summary: Summary, marks: bool
-) -> Tree.Element:
-    above = [plots.legend(summary)] if marks else []
+def _charts(name: str, drawn: Sequence[Tree.Element], *above: Tree.Element) -> Tree.Element:
     return node("section", node("h2", name), *above, node("div", *drawn, class_="charts"))
+
+
+def _needles(summary: Summary) -> Tree.Element | None:
+    maps = plots.needle_maps(summary)
+    if not maps:
+        return None
+    grids = {title: node("div", *drawn, class_="charts") for title, drawn in maps.items()}
+    return node("section", node("h2", "Needles by length and depth"), *_folded(grids))
+
+
+def _folded(parts: Mapping[str, Tree.Element]) -> list[Tree.Element]:
+    """Parts under their names, folded up where there are many."""
+    opened = "" if len(parts) <= OPEN_PARTS else None
+    return [
+        node("details", node("summary", name), part, open=opened) for name, part in parts.items()
+    ]
 
 
 def _facts(description: Description) -> list[Tree.Element]:

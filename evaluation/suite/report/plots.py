@@ -64,23 +64,23 @@ def latency_charts(summary: Summary) -> list[Tree.Element]:
     return _charts(summary, "time of a sample", draw)
 
 
-def needle_maps(summary: Summary) -> list[Tree.Element]:
-    """Score by length and depth of the needle, a map for each task, question and method."""
-    maps: dict[tuple[str, str, str], list[Figure]] = {}
-    for figure in summary.figures.values():
-        cell = figure.cell
-        if cell.length is not None:
-            maps.setdefault((cell.task, cell.question, cell.method), []).append(figure)
+def needle_maps(summary: Summary) -> dict[str, list[Tree.Element]]:
+    """Score by length and depth of the needle: maps of all methods for each task and question."""
     with_needles = {
         cell.task
         for cell, samples in summary.samples.items()
         if any(sample.depth is not None for sample in samples)
     }
-    return [
-        _needle_map(summary, f"{task}, question {question}: {method}", figures)
-        for (task, question, method), figures in maps.items()
-        if task in with_needles
-    ]
+    by_method: dict[tuple[str, str], list[Figure]] = {}
+    for figure in summary.figures.values():
+        cell = figure.cell
+        if cell.task in with_needles and cell.length is not None:
+            title = f"{cell.task}, question {cell.question}"
+            by_method.setdefault((title, cell.method), []).append(figure)
+    maps: dict[str, list[Tree.Element]] = {}
+    for (title, method), figures in by_method.items():
+        maps.setdefault(title, []).append(_needle_map(summary, title, method, figures))
+    return maps
 
 
 def legend(summary: Summary) -> Tree.Element:
@@ -148,7 +148,9 @@ def _bar(placed: _Placed) -> Bar:
     return Bar(placed.method, (prefill, max(total - prefill, 0.0)), duration(total))
 
 
-def _needle_map(summary: Summary, title: str, figures: Sequence[Figure]) -> Tree.Element:
+def _needle_map(
+    summary: Summary, title: str, method: str, figures: Sequence[Figure]
+) -> Tree.Element:
     values: dict[tuple[int, int], tuple[float, int]] = {}
     for column, figure in enumerate(figures):
         if not figure.finished:
@@ -164,8 +166,8 @@ def _needle_map(summary: Summary, title: str, figures: Sequence[Figure]) -> Tree
     step = 100 // DEPTHS
     rows = [f"{step * row}\N{EN DASH}{step * (row + 1)}" for row in range(DEPTHS)]
     parts = [
-        node("figcaption", title),
-        heat_map(columns, rows, values, f"needle map of {title}", ("tokens", "depth %")),
+        node("figcaption", method),
+        heat_map(columns, rows, values, f"needles of {title}, {method}", ("tokens", "depth %")),
     ]
     if not all(figure.finished for figure in figures):
         parts.append(node("p", "* unfinished", class_="open"))
