@@ -53,7 +53,7 @@ def paired_difference(
     Example:
         >>> found = paired_difference([1, 0, 0, 1], [1, 1, 1, 1])
         >>> found.mean, round(found.low, 2), round(found.high, 2)
-        (-0.5, -0.88, 0.22)
+        (-0.5, -0.93, 0.26)
     """
     if not scores or len(scores) != len(baseline):
         raise ValueError(
