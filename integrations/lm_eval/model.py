@@ -75,8 +75,19 @@ class PolicyLM(HFLM):  # type: ignore[misc]
         if not loaded:
             pretrained = os.fspath(cast("str", pretrained))
         super().__init__(pretrained, tokenizer=tokenizer, **rest)
+        self._take_share()
         self._batch: Sequence[Instance] = ()
         self._batch_costs: list[RequestCosts] = []
+
+    def _take_share(self) -> None:
+        """Where processes were started side by side, take a share of the requests.
+
+        `HFLM` does so on several GPUs alone, and lets processes on CPUs do the same work each.
+        """
+        accelerator = getattr(self, "accelerator", None)
+        if accelerator is not None and self.world_size == 1:
+            self._rank = accelerator.process_index
+            self._world_size = accelerator.num_processes
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate answers, as `HFLM` does, under the policy."""

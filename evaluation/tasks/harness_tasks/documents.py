@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,7 @@ def without_downloads() -> Iterator[None]:
 
     before, nltk.download = nltk.download, lambda *_, **__: False
     try:
-        yield
+        with contextlib.redirect_stdout(io.StringIO()):  # where it says that it has fetched them
+            yield
     finally:
         nltk.download = before

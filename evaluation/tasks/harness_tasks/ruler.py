@@ -67,7 +67,7 @@ class RulerSource:
             found = [each for each in local_rows(file) if length / 2 < each["length"] <= length]
             if found:
                 rows = [{**each, "max_length": length} for each in found[: self.limit]]
-                return rows, {"prompts": f"ruler/{file.name}"}
+                return rows, {"prompts": f"ruler/{file.name}, of the lengths it says"}
         return self._made(task, make, length)
 
     def _made(
@@ -132,14 +132,16 @@ class RulerSource:
         """Check that the smallest prompt fits: the harness would try for ever to shorten it."""
         smallest = 0
         if "sys_word_pair_random" in names:
-            smallest = self._count(names["generate_input_output"](10, length)[1]) + 120
+            example, text, answer = names["generate_input_output"](10, length)
+            smallest = self._count(f"{example}\n{text} {answer}") + 120
         elif "sys_vartrack_w_noise_random" in names:
-            example = self._count(names["generate_input_output"](5, 1, 4, is_icl=True)[0]) + 30
-            smallest = self._count(names["generate_input_output"](10, 1, 4)[0]) + 30 + example
-            if example > 0.95 * 500:  # the harness's bound for the example in the prompt
+            example_len = self._count(names["generate_input_output"](5, 1, 4, is_icl=True)[0]) + 30
+            # The example in the prompt has up to 500 tokens, and is made to have nearly as many.
+            smallest = self._count(names["generate_input_output"](10, 1, 4)[0]) + 30 + 500
+            if example_len > 0.95 * 500:
                 raise ValueError(
-                    f"tokenizer must spell the example of {task} in 475 tokens, got {example}: it "
-                    "makes too many tokens of a text for this task"
+                    f"tokenizer must spell the example of {task} in 475 tokens, got {example_len}: "
+                    "it makes too many tokens of a text for this task"
                 )
         elif "sys_kwext" in names:
             smallest = max(self._count(names["TEMPLATE"]) + 50, 256)
@@ -168,8 +170,7 @@ def local_rows(file: Path) -> Rows:
             raise ValueError(f"line {number} of {file.name} must have {', '.join(missing)}")
         text, begun = entry["input"], entry.get("gen_prefix", "")
         if not begun:
-            head, question, begun = text.rpartition("?")
-            text = head + question
+            text, begun = _without_beginning(text)
         rows.append(
             {
                 "index": entry.get("index", number - 1),
@@ -180,6 +181,22 @@ def local_rows(file: Path) -> Rows:
             }
         )
     return rows
+
+
+def _without_beginning(text: str) -> tuple[str, str]:
+    r"""A prompt without the beginning of its answer, which stands in the line that asks, and that.
+
+    Example:
+        >>> _without_beginning("1. a 2. b\nQuestion: Which? Answer: They are:")
+        ('1. a 2. b\nQuestion: Which?', 'Answer: They are:')
+        >>> _without_beginning("a text\nWhat is it? It is")
+        ('a text\nWhat is it?', 'It is')
+    """
+    start = text.rstrip().rfind("\n") + 1
+    end = text.rfind(" Answer:", start)
+    if end < 0:
+        end = text.rfind("?", start) + 1 or len(text)
+    return text[:end], text[end:].strip()
 
 
 @contextlib.contextmanager
