@@ -13,6 +13,7 @@ from kvpolicy.evaluation import Loaded, load, variants
 from kvpolicy.evaluation.suite.harness import HarnessRunner
 from kvpolicy.evaluation.suite.sample import Cell
 from kvpolicy.evaluation.suite.scoring import depth_of, scores_of
+from kvpolicy.evaluation.tasks import harness_tasks
 from kvpolicy.integrations.lm_eval import PolicyLM
 from kvpolicy.policy import CachePolicy
 from tests.evaluation.suite.tasks import TASKS
@@ -149,6 +150,25 @@ def test_prompts_in_a_chat_template(policies: dict[str, CachePolicy], tmp_path: 
             cell = Cell("needle_local", None, question, method)
             answers = asking.answer(cell, group)
             assert [each.tokens_seen for each in answers] == [len(each.prompt) for each in group]
+
+
+def test_ruler_is_one_score_at_each_length(
+    loaded: Loaded, policies: dict[str, CachePolicy]
+) -> None:
+    """Prompts that the bundled model cannot read, but can be asked: every word is unknown to it."""
+    lengths = (900, 1024)
+    listed = harness_tasks.task_manager(None, lengths, loaded.tokenizer)
+    tasks = harness_tasks.load_tasks(["niah_single_1"], listed, limit=2)
+    asking = HarnessRunner(loaded, tasks, policies, questions=("with", "later"))
+    found = asking.documents()
+    assert list(found) == [("niah_single_1", length) for length in lengths]
+    for (task, length), group in found.items():
+        for question in ("with", "later"):
+            answers = asking.answer(Cell(task, length, question, "snapkv 0.1"), group[:1])
+            assert [each.scores for each in answers] == [{"score": 0.0}]
+        for document in group:
+            (reference,) = document.references
+            assert document.depth == document.prompt.index(reference) / len(document.prompt)
 
 
 def test_whole_texts_have_no_prompt(
