@@ -89,11 +89,19 @@ class PrefillClock(LogitsProcessor):  # type: ignore[misc]
             self.held = RowsHeld.of(self.cache)
         return scores
 
-    def costs(self) -> list[RequestCosts]:
-        """The costs of the rows, once `generate` has ended."""
+    def costs(self, rows: int) -> list[RequestCosts]:
+        """The costs of the prompts, once `generate` has ended.
+
+        Args:
+            rows: Prompts; the cache has as many rows, or each as often as there are beams, whose
+                bytes are then those of all its beams.
+        """
         assert self.held is not None
         assert self.seconds is not None
-        return costs_of(self.held, self.seconds, now() - self.begin)
+        beams, held = len(self.held.tokens) // rows, self.held
+        nbytes = tuple(beams * each for each in held.nbytes[::beams])
+        first = RowsHeld(held.tokens[::beams], held.kept[::beams], nbytes)
+        return costs_of(first, self.seconds, now() - self.begin)
 
 
 def costs_of(held: RowsHeld, prefill_seconds: float, total_seconds: float) -> list[RequestCosts]:

@@ -20,7 +20,7 @@ from kvpolicy.integrations.lm_eval.costs import PrefillClock, RequestCosts
 from kvpolicy.integrations.lm_eval.scoring import CacheScorer, Continuation
 from kvpolicy.integrations.lm_eval.splitters import document_end
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.document import left_padded, read
+from kvpolicy.integrations.transformers.document import beams_of, left_padded, read
 from kvpolicy.integrations.transformers.forward.reader import keeps_everything
 from kvpolicy.policy import CachePolicy
 
@@ -70,14 +70,22 @@ class PolicyLM(HFLM):  # type: ignore[misc]
         self.last_costs: list[RequestCosts] = []
         loaded = isinstance(pretrained, PreTrainedModel)
         check_model_arguments(rest, loaded=loaded)
-        if rest.get("device", "") is None:
-            del rest["device"]
+        if rest.get("device") is None:  # without one, `HFLM` takes a GPU to be there
+            rest["device"] = "cuda" if torch.cuda.is_available() else "cpu"
         if not loaded:
             pretrained = os.fspath(cast("str", pretrained))
         super().__init__(pretrained, tokenizer=tokenizer, **rest)
         self._take_share()
         self._batch: Sequence[Instance] = ()
         self._batch_costs: list[RequestCosts] = []
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What results say of the model: as `HFLM`, with the policy and how questions are asked."""
+        return {
+            **super().get_model_info(),
+            "policy": str(self.policy),
+            "question": self.question,
+        }
 
     def _take_share(self) -> None:
         """Where processes were started side by side, take a share of the requests.
@@ -130,6 +138,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
             mask = generation_kwargs.pop("attention_mask")
             context, mask = self._read_documents(cache, context, mask)
             generation_kwargs["attention_mask"] = mask
+            cache.batch_repeat_interleave(beams_of(self.model, generation_kwargs))
             appending = cache.appending()
         added = context.shape[1] - width  # padding between documents and questions
         with appending:
@@ -141,7 +150,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
                 logits_processor=LogitsProcessorList([clock]),
                 **generation_kwargs,
             )
-        self._batch_costs = clock.costs()
+        self._batch_costs = clock.costs(len(self._batch))
         return output[:, added:]
 
     def _read_documents(

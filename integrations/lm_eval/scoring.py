@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 import attrs
 import torch
@@ -138,10 +139,8 @@ class CacheScorer:
         ids, mask = left_padded(documents, self.pad, self._device)
         read(self.model, cache, ids, mask)
         prefill, held = now() - begin, RowsHeld.of(cache)
-        asked = sorted(asked, key=lambda pair: -len(requests[pair[1]].rest))
         found: dict[int, tuple[float, bool]] = {}
-        for start in range(0, len(asked), self.batch_size):
-            chunk = asked[start : start + self.batch_size]
+        for chunk in self._chunks(cache, asked, requests):
             rows = torch.tensor([row for row, _ in chunk], device=self._device)
             fork = copy.copy(cache)
             fork.batch_select_indices(rows)
@@ -151,6 +150,25 @@ class CacheScorer:
             index: Score(*found[index], _costs(held, row, requests[index], *seconds))
             for row, index in asked
         }
+
+    def _chunks(
+        self,
+        cache: PolicyCache,
+        asked: Sequence[tuple[int, int]],
+        requests: Mapping[int, Continuation],
+    ) -> Iterator[list[tuple[int, int]]]:
+        """Pairs that are scored together, the longest first."""
+
+        def length(pair: tuple[int, int]) -> int:
+            return -len(requests[pair[1]].rest)
+
+        # A recurrent layer cannot skip padding behind a document: rows of one length alone.
+        padded = all(layer.is_croppable for layer in cache.layers)
+        ordered = sorted(asked, key=length)
+        groups = [ordered] if padded else [list(each) for _, each in groupby(ordered, length)]
+        for group in groups:
+            for start in range(0, len(group), self.batch_size):
+                yield group[start : start + self.batch_size]
 
     def _continue(
         self, cache: PolicyCache, mask: Tensor, requests: Mapping[int, Continuation]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ class ReadDocument:
         ids = torch.cat([document, asked], dim=1)
         mask = torch.cat([torch.ones_like(document), valid], dim=1)
         fork = copy.copy(self.cache)
-        fork.batch_repeat_interleave(len(rows))
+        fork.batch_repeat_interleave(len(rows) * beams_of(self._model, generation))
         with fork.appending():
             output = self._model.generate(
                 ids,
@@ -165,6 +165,23 @@ def prompt_ids(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
         if ids[before : before + len(own)] == own:
             return ids[: before + len(own)]
     return ids
+
+
+def beams_of(model: Any, generation: Mapping[str, Any]) -> int:
+    """How many rows `generate` makes of one, which a cache that has been filled must have.
+
+    Args:
+        model: The model.
+        generation: What it is called with.
+
+    Raises:
+        ValueError: Several answers to one prompt are asked for.
+    """
+    own = model.generation_config
+    returned = generation.get("num_return_sequences", own.num_return_sequences) or 1
+    if returned != 1:
+        raise ValueError(f"num_return_sequences must be 1, got {returned}")
+    return int(generation.get("num_beams", own.num_beams) or 1)
 
 
 def read(model: Any, cache: PolicyCache, input_ids: Tensor, attention_mask: Tensor) -> None:

@@ -76,6 +76,18 @@ def test_what_a_tokenizer_puts_behind_a_text_is_left_out() -> None:
     assert prompt_ids(Sandwich(), "ab", special=False) == [97, 98]
 
 
+def test_beams_are_those_of_the_whole_prompt() -> None:
+    model, tokenizer = tiny_model("llama", seed=1), char_tokenizer()
+    document = ReadDocument(model, tokenizer, DOCUMENT, FullContext())
+    found = document.answer(QUESTIONS, max_new_tokens=5, num_beams=3)
+    for question, answer in zip(QUESTIONS, found, strict=True):
+        whole = tokenizer(DOCUMENT + question, return_tensors="pt")
+        output = model.generate(**whole, max_new_tokens=5, num_beams=3)[0, -5:]
+        assert answer == tokenizer.decode(output, skip_special_tokens=True)
+    with pytest.raises(ValueError, match="num_return_sequences must be 1, got 2"):
+        document.answer(QUESTIONS, num_beams=3, num_return_sequences=2)
+
+
 def test_bad_input() -> None:
     model, tokenizer = tiny_model("llama", seed=1), char_tokenizer()
     with pytest.raises(ValueError, match="document must be a text that is not blank"):

@@ -127,8 +127,9 @@ def load_tasks(
     for name in dict.fromkeys(leaf for each in names for leaf in _leaves(each, manager)):
         config = with_documents(_config(name, manager), wanted)
         loaded = manager.load([name if config is None else config])["tasks"]
-        for task in loaded.values() if config is None and limit is not None else ():
-            _cut(task, limit)
+        if config is None and limit is not None:
+            for task in loaded.values():
+                _cut(task, limit)
         tasks |= loaded
     return tasks
 
@@ -157,15 +158,14 @@ def _knowing(names: Sequence[str], manager: LocalTaskManager) -> LocalTaskManage
 def _leaves(name: str, manager: TaskManager) -> Iterator[str]:
     """The tasks of a task, group or tag."""
     entry = manager.task_index[name]
-    kind, config = entry.kind.name, entry.cfg or {}
-    members = sorted(entry.tags) if kind == "TAG" else config.get("task")
-    if kind not in ("TAG", "GROUP"):
-        yield name
-    elif all(isinstance(each, str) for each in members):
-        for each in members:
+    kind = entry.kind.name
+    members = sorted(entry.tags) if kind == "TAG" else (entry.cfg or {}).get("task")
+    # Members with overrides of their own are left to the harness, with their group.
+    if kind in ("TAG", "GROUP") and all(isinstance(each, str) for each in members or ()):
+        for each in members or ():
             yield from _leaves(each, manager)
     else:
-        yield name  # with overrides of its own: the harness builds it
+        yield name
 
 
 def _config(name: str, manager: TaskManager) -> dict[str, Any]:

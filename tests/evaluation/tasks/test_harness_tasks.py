@@ -153,7 +153,7 @@ def test_the_haystack_is_a_grid_of_lengths_and_depths(manager: LocalTaskManager)
     task = load_tasks(["haystack"], manager)["haystack"]
     found, tokenizer = docs(task), load_tokenizer()
     assert [(doc["max_length"], doc["depth"]) for doc in found] == [
-        (length, depth) for length in (512, 1024) for depth in range(0, 101, 10)
+        (length, depth / 100) for length in (512, 1024) for depth in range(0, 101, 10)
     ]
     for doc in found:
         prompt = task.doc_to_text(doc)
@@ -162,12 +162,12 @@ def test_the_haystack_is_a_grid_of_lengths_and_depths(manager: LocalTaskManager)
         before, needle, after = doc["context"].partition(NEEDLE)
         share = len(before) / (len(before) + len(after))
         assert needle
-        assert share == pytest.approx(doc["depth"] / 100, abs=0.06)
+        assert share == pytest.approx(doc["depth"], abs=0.06)
         assert prompt[document_end("haystack", doc, prompt) :].startswith(" </book>.\nBased on")
     assert task.process_results(found[0], [NEEDLE])["rouge1"] == 1.0
     assert 0 < task.process_results(found[0], ["Eat a sandwich."])["rouge1"] < 0.5
     few = docs(load_tasks(["haystack"], manager, [512], limit=3)["haystack"])
-    assert [doc["depth"] for doc in few] == [0, 50, 100]
+    assert [doc["depth"] for doc in few] == [0, 0.5, 1]
 
 
 def test_the_needle_questions_are_the_task_s(manager: LocalTaskManager) -> None:

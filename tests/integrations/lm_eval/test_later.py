@@ -114,6 +114,19 @@ def test_costs_with_the_question() -> None:
     assert [costs.kept_tokens for costs in lm.last_costs] == pytest.approx(wanted)
 
 
+def test_beams_are_one_request() -> None:
+    model, tokenizer = tiny_model("llama", seed=1), char_tokenizer()
+    lm = PolicyLM(model, tokenizer=tokenizer, policy=POLICY, question="later", batch_size=2)
+    asked = requests(documents(2))
+    alone = lm.generate_until(asked, disable_tqdm=True), lm.last_costs
+    for request in asked:
+        request.arguments[1]["num_beams"] = 3
+    assert len(lm.generate_until(asked, disable_tqdm=True)) == 2
+    for one, beams in zip(alone[1], lm.last_costs, strict=True):
+        assert (beams.prompt_tokens, beams.kept_tokens) == (one.prompt_tokens, one.kept_tokens)
+        assert beams.bytes_held == 3 * one.bytes_held
+
+
 def test_a_task_without_a_splitter() -> None:
     lm = PolicyLM(tiny_model("llama", seed=1), tokenizer=char_tokenizer(), question="later")
     message = r"no splitter.*register_splitter\('unknown_task', .*fields context, question"

@@ -8,11 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.integrations.lm_eval.conftest import Evaluate
 from tests.integrations.lm_eval.support import documents, local_task
-from tests.integrations.lm_eval.test_model import EVICTS, answers
+from tests.integrations.lm_eval.test_model import EVICTS, KINDS, answers, assert_same
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,17 +32,17 @@ def samples_of(folder: Path, task: str) -> list[dict[str, Any]]:
     return sorted(found, key=lambda sample: sample["doc_id"])
 
 
-@pytest.mark.parametrize("kind", ["generate_until", "multiple_choice"])
-def test_two_processes(evaluate: Evaluate, folder: Path, tmp_path: Path, kind: str) -> None:
-    task = local_task(tmp_path, kind, documents())
-    wanted = evaluate(task, "kvpolicy", batch_size=2, **EVICTS)
-    yaml_of(task, tmp_path / "task.yaml")
+def test_two_processes(evaluate: Evaluate, folder: Path, tmp_path: Path) -> None:
+    tasks = [local_task(tmp_path, kind, documents()) for kind in KINDS]
+    for task in tasks:
+        yaml_of(task, tmp_path / f"{task['task']}.yaml")
     arguments = {"pretrained": folder, "dtype": "float32", **EVICTS}
     command = [
         *("torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())),
         *("-m", "kvpolicy.integrations.lm_eval", "run", "--model", "kvpolicy"),
         *("--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())),
-        *("--tasks", str(tmp_path / "task.yaml"), "--batch_size", "2", "--device", "cpu"),
+        *("--tasks", ",".join(str(tmp_path / f"{task['task']}.yaml") for task in tasks)),
+        *("--batch_size", "2", "--device", "cpu"),
         *("--log_samples", "--output_path", str(tmp_path / "out")),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -53,7 +51,7 @@ def test_two_processes(evaluate: Evaluate, folder: Path, tmp_path: Path, kind: s
         env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    found = samples_of(tmp_path / "out", task["task"])
-    assert len(found) == len(wanted) == 5
-    for one, other in zip(answers(found), answers(wanted), strict=True):
-        assert one == (other if isinstance(other, str) else (pytest.approx(other[0]), other[1]))
+    for task in tasks:
+        wanted = answers(evaluate(task, "kvpolicy", batch_size=2, **EVICTS))
+        found = answers(samples_of(tmp_path / "out", task["task"]))
+        assert_same(found, wanted)
