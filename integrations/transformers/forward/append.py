@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
+from kvpolicy.integrations.transformers.forward.states import check_states_skip_nothing
 from kvpolicy.integrations.transformers.model.masks import (
     FLASH,
     Mask,
@@ -72,6 +73,7 @@ class Forward:
             if incoming.positions is None
             else incoming.positions
         )
+        self._started = incoming.tokens.lengths > 0  # rows of which something has been read
         self.tokens = incoming.tokens.extended(
             self.new_positions,
             incoming.columns,
@@ -138,9 +140,14 @@ class Forward:
         return hidden, self._with_mask(index, hidden, self._reaching(kwargs))
 
     def _for_state(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a recurrent layer: its mask tells tokens from padding."""
+        """The arguments of a recurrent layer: its mask tells tokens from padding.
+
+        Raises:
+            UnsupportedModelError: See `check_states_skip_nothing`.
+        """
         valid = self.new_valid if self._padded else None
         if valid is not None:
+            check_states_skip_nothing(valid, self._started)
             valid = None if bool(valid.all()) else valid.to(hidden.device).long()
         return {**kwargs, "attention_mask": valid}
 
