@@ -107,7 +107,18 @@ def _at_lengths(
     metrics = config["metric_list"]
     if all(str(each["metric"]).isdecimal() for each in metrics):
         changed["metric_list"] = [{**metrics[0], "metric": str(each)} for each in wanted.lengths]
+        changed["process_results"] = _own_length(config["process_results"])
     return changed
+
+
+def _own_length(process: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+    """RULER's scores without the -1 that it gives a document for other lengths than its own."""
+
+    def own(doc: Mapping[str, Any], results: list[str]) -> dict[str, float]:
+        length = str(doc["max_length"])
+        return {length: process(doc, results)[length]}
+
+    return own
 
 
 def _holding(config: Mapping[str, Any], rows: Rows, made_of: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ NEEDLE = (
     "day."
 )
 QUESTION = "What is the best thing to do in San Francisco?"
-DEPTHS = tuple(range(0, 101, 10))
+DEPTHS = tuple(percent / 100 for percent in range(0, 101, 10))
 ANSWER_TOKENS = 64  # as in haystack.yaml
 TEMPLATE_TOKENS = 64  # for what the task's template puts around context and question
 MADE_OF = {"essays": "essays/*.txt", "sentences": "split by kvpolicy"}
@@ -33,12 +33,12 @@ class Haystack:
     sentences: tuple[str, ...]
     tokenizer: Any
 
-    def document(self, length: int, depth: int) -> dict[str, Any]:
+    def document(self, length: int, depth: float) -> dict[str, Any]:
         """A context with the needle in it.
 
         Args:
             length: Tokens of prompt and answer together, at most.
-            depth: Where the needle stands, in per cent of the sentences before it.
+            depth: Where the needle stands, as the fraction of the sentences before it, in [0, 1].
 
         Raises:
             ValueError: The length leaves no room for a sentence, or there are too few essays.
@@ -60,7 +60,7 @@ class Haystack:
             raise ValueError(
                 f"lengths must leave room for a sentence around the needle, got {length}"
             )
-        place = round(len(chosen) * depth / 100)
+        place = round(len(chosen) * depth)
         context = " ".join([*chosen[:place], NEEDLE, *chosen[place:]])
         return {
             "context": context,
@@ -112,7 +112,7 @@ def haystack_documents(
     return {"test": datasets.Dataset.from_list(rows)}
 
 
-def spread(values: Sequence[int], count: int | None) -> list[int]:
+def spread(values: Sequence[float], count: int | None) -> list[float]:
     """Some of a sequence's values, the first and the last among them.
 
     Example:
@@ -129,8 +129,8 @@ def rouge_1(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     """ROUGE-1, the F measure in [0, 1], of an answer and the needle.
 
     Example:
-        >>> rouge_1({"needle": "one two three four"}, ["three, and four!"])["rouge1"]
-        0.5714285714285714
+        >>> round(rouge_1({"needle": "one two three four"}, ["three, and four!"])["rouge1"], 3)
+        0.571
     """
     from rouge_score.rouge_scorer import RougeScorer
 

@@ -14,7 +14,11 @@ from kvpolicy.integrations.transformers.forward.append import Forward, cut_argum
 from kvpolicy.integrations.transformers.forward.inputs import take_columns
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
 from kvpolicy.integrations.transformers.model.masks import FLASH
-from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
+from kvpolicy.integrations.transformers.model.routing import (
+    Attend,
+    AttentionInputs,
+    without_queries,
+)
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.selection import compress, gather_positions, gather_slots
 
@@ -30,6 +34,8 @@ class ActingForward(Forward):
         narrows: Whether layers may be run for some of their tokens only.
         keep_last: How many of the last tokens' outputs are asked for; None for those of all that
             go on.
+        refills: Whether the decoder is to get as many hidden states behind its last layer as it
+            has read tokens; what stands before those of the tokens that went on is cut off again.
         features: What is added to hidden states between layers, where the decoder is not to do so.
         kwargs: See `Forward`.
     """
@@ -41,11 +47,14 @@ class ActingForward(Forward):
         *args: Any,
         narrows: bool = False,
         keep_last: int | None = None,
+        refills: bool = False,
         features: AddedFeatures | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._features = features
+        self._refills = refills
+        self._filled = 0  # hidden states that stand for no token
         self._seen_len = tuple(self.tokens.lengths.tolist())
         self._narrows = narrows
         # The last token stays last when padding is moved before tokens. Others may not: the last
@@ -85,7 +94,8 @@ class ActingForward(Forward):
     def _few_go_on(self, index: int) -> bool:
         """Whether so few tokens leave a layer that it is worth to run it for these alone."""
         # What has a state would read the tokens twice.
-        narrows = self._narrows and type(self.layers[index]) is PolicyLayer
+        layer = self.layers[index]
+        narrows = self._narrows and type(layer) is PolicyLayer and layer.shows_queries
         if not narrows or self._window(index) is not None:
             return False
         new_len, num_layers = self.new_valid.shape[1], len(self.layers)
@@ -145,6 +155,8 @@ class ActingForward(Forward):
         if self._order is not None:
             keys, values = gather_slots(keys, self._order), gather_slots(values, self._order)
         self._pending = keys, values
+        if not layer.shows_queries:
+            self._decide(index, without_queries(layer.query_heads, keys, values))
         return keys, values
 
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:
@@ -251,7 +263,27 @@ class ActingForward(Forward):
             hidden = take_columns(hidden, passed)
         if self._features is not None and self._features.after:
             hidden = self._features.added(hidden, index, self._left(hidden))
+        if self._refills and index == len(self.layers) - 1:
+            self._filled = self._new_len - hidden.shape[1]
+            hidden = pad(hidden, (0, 0, self._filled, 0))
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    def in_order(self, output: Any) -> Any:
+        """See `Forward.in_order`; the hidden states are those of the tokens that went on."""
+        return super().in_order(self._unfilled(output) if self._filled else output)
+
+    def _unfilled(self, output: Any) -> Any:
+        def cut(states: Any) -> Any:
+            if isinstance(states, tuple):  # before each layer and after the last, or of attention
+                return (*states[:-1], cut(states[-1])) if states else states
+            whole = getattr(states, "ndim", 0) == 3 and states.shape[1] == self._new_len
+            return states[:, self._filled :] if whole else states
+
+        if isinstance(output, tuple):
+            return tuple(map(cut, output))
+        for name in {"last_hidden_state", "hidden_states"} & output.keys():
+            output[name] = cut(output[name])
+        return output
 
     def _left(self, hidden: Tensor) -> Tensor | None:
         """The slots ``[batch, count]`` of the tokens that left the layer; None for all."""

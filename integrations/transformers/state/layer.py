@@ -31,6 +31,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         ragged: Whether heads of one row do.
         spread: How the model's heads of this layer are spread over processes.
         attends: Whether the layer has keys and values at all.
+        shows_queries: Whether the model's attention shows its queries there.
     """
 
     attends = True
@@ -48,6 +49,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.ragged = False
         self.query_heads = 0
         self.spread = Spread()
+        self.shows_queries = True
         self._chosen: Tensor | None = None  # positions of what the policy kept, without appended
         self._tokens: SeenTokens | None = None
 

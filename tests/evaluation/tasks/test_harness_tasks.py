@@ -109,7 +109,7 @@ def test_prompts_of_ruler_from_files_where_they_have_the_length(manager: LocalTa
     text = task.doc_to_text(row)
     assert text[document_end("niah_multikey_3", row, text) :].startswith("What is the special")
     # The harness's metrics are called by lengths.
-    assert task.process_results(row, [" 12."])["1024"] == 1.0
+    assert task.process_results(row, [" 12."]) == {"1024": 1.0}
     assert {"512", "1024"} == set(task.aggregation())
     made_of = task.config.metadata["made_of"]
     assert made_of["1024"] == {"prompts": "ruler/niah_multikey_3.jsonl, of the lengths it says"}
@@ -153,7 +153,7 @@ def test_the_haystack_is_a_grid_of_lengths_and_depths(manager: LocalTaskManager)
     task = load_tasks(["haystack"], manager)["haystack"]
     found, tokenizer = docs(task), load_tokenizer()
     assert [(doc["max_length"], doc["depth"]) for doc in found] == [
-        (length, depth / 100) for length in (512, 1024) for depth in range(0, 101, 10)
+        (length, percent / 100) for length in (512, 1024) for percent in range(0, 101, 10)
     ]
     for doc in found:
         prompt = task.doc_to_text(doc)
@@ -212,6 +212,24 @@ def test_groups_and_tags(data: Path) -> None:
     assert list(tasks) == ["needle_one_hop", "needle_two_hop"]
     with pytest.raises(ValueError, match=r"longbench/lcc.jsonl for the task longbench_lcc, got"):
         load_tasks(["longbench"], manager)
+
+
+def test_tasks_of_one_s_own(data: Path, tmp_path: Path) -> None:
+    lines(tmp_path / "mine.jsonl", *({"text": f"{index}", "answer": "a"} for index in range(5)))
+    config: dict[str, Any] = {
+        "task": "mine",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "mine.jsonl")}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{text}}",
+        "doc_to_target": "{{answer}}",
+    }
+    config["dataset_kwargs"]["cache_dir"] = str(tmp_path / "cache")
+    (tmp_path / "mine.yaml").write_text(json.dumps(config))  # JSON is YAML
+    manager = task_manager(data, include=[tmp_path])
+    found = docs(load_tasks(["mine"], manager, limit=2)["mine"])
+    assert [doc["text"] for doc in found] == ["0", "1"]
 
 
 @pytest.mark.parametrize(
