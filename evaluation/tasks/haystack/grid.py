@@ -66,7 +66,7 @@ class Haystack:
             "context": context,
             "question": QUESTION,
             "needle": NEEDLE,
-            "depth": depth / 100,
+            "depth": depth,
             "max_length": length,
         }
 
