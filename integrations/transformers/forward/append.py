@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
+from kvpolicy.integrations.transformers.model.mask_arguments import MaskArguments
 from kvpolicy.integrations.transformers.model.masks import (
     FLASH,
     Mask,
@@ -96,6 +97,8 @@ class Forward:
         self._combined: Tensor | None = None  # positions of the keys of the layer at hand
         self._order: Tensor | None = None  # that brings padding in the middle to the left
         self._pending: tuple[Tensor, Tensor] | None = None
+        # What the layer before returned beside hidden states, for the tokens that went on.
+        self._beside: tuple[Tensor, ...] = ()
         self._causal: dict[int, Mask] = {}
         self._own_masks = own_masks
         self._spares_masks = spares_masks
@@ -128,27 +131,47 @@ class Forward:
         layer = self.layers[index]
         if isinstance(layer, RecurrentLayer):
             layer.own_states()
-            return hidden, self._for_state(hidden, self._reaching(kwargs))
         if not layer.attends:
-            return hidden, self._reaching(kwargs)
+            here = self._reaching(kwargs)
+            states = isinstance(layer, RecurrentLayer)
+            return hidden, self._for_state(hidden, here) if states else here
+        if not isinstance(layer, RecurrentLayer):
+            return hidden, self._enter_attention(index, hidden, kwargs)
+        names = MaskArguments.of(kwargs)
+        here = self._enter_attention(index, hidden, names.taken(kwargs))
+        return hidden, names.given(here, self._valid_here(hidden))
+
+    def _enter_attention(
+        self, index: int, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The arguments of a layer's attention, for the tokens that reach it."""
+        layer = self.layers[index]
         self._combine(layer)
         if self._attended is not None and not (self.first and self._order_of_columns is None):
             heads = 1 if layer.held is None else layer.held.shape[1]
             self._attended.note(index, self._positions(layer, heads, hidden.device))
-        return hidden, self._with_mask(index, hidden, self._reaching(kwargs))
+        return self._with_mask(index, hidden, self._reaching(kwargs))
 
     def _for_state(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a recurrent layer: its mask tells tokens from padding."""
-        valid = self.new_valid if self._padded else None
-        if valid is not None:
-            valid = None if bool(valid.all()) else valid.to(hidden.device).long()
-        return {**kwargs, "attention_mask": valid}
+        """The arguments of a recurrent layer."""
+        return {**kwargs, "attention_mask": self._valid_here(hidden)}
+
+    def _valid_here(self, hidden: Tensor) -> Tensor | None:
+        """The mask ``[batch, len]`` of a state, which tells tokens from padding; None without."""
+        if not self._padded or bool(self.new_valid.all()):
+            return None
+        return self.new_valid.to(hidden.device).long()
 
     def _reaching(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments for the tokens that reach the layer."""
         if self._slots is None:
             return kwargs
-        return cut_arguments(kwargs, self._slots, self._new_len)
+        ours = {
+            name: each
+            for name, each in kwargs.items()
+            if any(each is beside for beside in self._beside)
+        }
+        return {**cut_arguments(kwargs, self._slots, self._new_len), **ours}
 
     def _with_mask(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         spares = self._spares_masks or kwargs.get("attention_mask") is not None

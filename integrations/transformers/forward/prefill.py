@@ -245,13 +245,15 @@ class ActingForward(Forward):
     def leave_layer(self, index: int, output: Any) -> Any:
         """The layer's output, cut to the tokens that go on, with what is added to it."""
         passed, self._passed = self._passed, None
-        hidden = output[0] if isinstance(output, tuple) else output
+        hidden, *others = output if isinstance(output, tuple) else (output,)
         if passed is not None:
             self._pass_on(index, passed)
+            others = [_cut_alike(each, hidden, passed) for each in others]
             hidden = take_columns(hidden, passed)
+        self._beside = tuple(each for each in others if isinstance(each, Tensor))
         if self._features is not None and self._features.after:
             hidden = self._features.added(hidden, index, self._left(hidden))
-        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+        return (hidden, *others) if isinstance(output, tuple) else hidden
 
     def _left(self, hidden: Tensor) -> Tensor | None:
         """The slots ``[batch, count]`` of the tokens that left the layer; None for all."""
@@ -269,3 +271,9 @@ class ActingForward(Forward):
         self._slots = passed if self._slots is None else gather_positions(self._slots, passed)
         self._causal.clear()
         self.propagated[index] = self.new_positions
+
+
+def _cut_alike(value: Any, hidden: Tensor, slots: Tensor) -> Any:
+    """What a layer returns beside hidden states, for some of its tokens if it is of each token."""
+    of_tokens = isinstance(value, Tensor) and value.shape[:2] == hidden.shape[:2]
+    return take_columns(value, slots) if of_tokens else value

@@ -21,7 +21,12 @@ from transformers import GenerationConfig
 
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.model.care import Care
-from kvpolicy.integrations.transformers.model.dense import dense_outputs, plain_outputs, visible_to
+from kvpolicy.integrations.transformers.model.dense import (
+    dense_outputs,
+    plain_outputs,
+    reaching_by_layer,
+    visible_to,
+)
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.tested import TESTED
 from kvpolicy.policies import FastKV, FullContext, SnapKV
@@ -262,7 +267,8 @@ def _of_row(
 
     def dense(layers: list[tuple[Tensor, list[int]]], read: int) -> Tensor:
         see = visible_to(layers, parts.windows, read, end)
-        return dense_outputs(model, parts, ids[None], see)[prompt - 1 :].float()
+        reaching = reaching_by_layer(layers, read, end)
+        return dense_outputs(model, parts, ids[None], see, reaching)[prompt - 1 :].float()
 
     want, full = dense(left, prompt), dense(whole, end)
     plain = plain_outputs(model, ids[None])[prompt - 1 :].float()

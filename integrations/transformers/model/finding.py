@@ -104,7 +104,7 @@ def find_attention(layer: nn.Module, index: int) -> nn.Module:
     found = [
         module
         for module in layer.modules()
-        if getattr(module, "layer_idx", None) == index
+        if _is_of_layer(module, index)
         and hasattr(module, "config")
         and "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names
     ]
@@ -117,6 +117,12 @@ def find_attention(layer: nn.Module, index: int) -> nn.Module:
             f"{len(found)}"
         )
     return found[0]
+
+
+def _is_of_layer(module: nn.Module, index: int) -> bool:
+    """Whether a module is its layer's own; one whose weights several layers share has no index."""
+    own = getattr(module, "layer_idx", index)
+    return own is None or own in (index, -1)
 
 
 def _is_cross(layer: nn.Module, attention: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from kvpolicy.integrations.transformers.model.finding import (
     modules_between,
     placeholders_of,
 )
-from kvpolicy.integrations.transformers.model.kinds import Recurrent, kinds_of
+from kvpolicy.integrations.transformers.model.kinds import kinds_of
 from kvpolicy.integrations.transformers.model.masks import FLASH, IMPLEMENTATIONS
 from kvpolicy.interfaces import nearest_layer
 from kvpolicy.policy import CachePolicy
@@ -143,7 +143,7 @@ class ModelParts:
     @property
     def holds_states(self) -> bool:
         """Whether some layer carries a state from token to token."""
-        return any(isinstance(kind, Recurrent) for kind in self.kinds)
+        return any(kind.states for kind in self.kinds)
 
     def device_of(self, index: int) -> torch.device:
         """The device on which a layer computes.

@@ -1,4 +1,4 @@
-"""What a `PolicyCache` stores for a layer that holds a state, or nothing at all."""
+"""What a `PolicyCache` stores for a layer that carries a state, or holds nothing at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvpolicy.integrations.transformers.model.kinds import LayerKind, Recurrent
+from kvpolicy.integrations.transformers.model.kinds import LayerKind
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -116,6 +116,12 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
 
+class SideBySideLayer(RecurrentLayer):
+    """Keys and values, of which a policy chooses, and a state beside them, which is held whole."""
+
+    attends = True
+
+
 class EmptyLayer(PolicyLayer, _Dummy):  # type: ignore[misc]
     """A layer that reads its tokens one by one, such as experts alone, and holds nothing."""
 
@@ -133,8 +139,9 @@ def layer_for(kind: LayerKind, storage: Storage, room: int) -> PolicyLayer:
         storage: How keys and values are held.
         room: Slots to have memory for in advance.
     """
-    if isinstance(kind, Recurrent):
-        return RecurrentLayer(storage, room, kind.states)
+    if kind.states:
+        held = SideBySideLayer if kind.attends else RecurrentLayer
+        return held(storage, room, kind.states)
     return PolicyLayer(storage, room) if kind.attends else EmptyLayer(storage, room)
 
 

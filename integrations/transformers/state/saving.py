@@ -17,7 +17,11 @@ from kvpolicy.checks import check_kind
 from kvpolicy.description import Description, describe, from_description
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.model_print import ModelPrint
-from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
+from kvpolicy.integrations.transformers.state.recurrent import (
+    EmptyLayer,
+    RecurrentLayer,
+    SideBySideLayer,
+)
 from kvpolicy.integrations.transformers.state.saved_contents import check_contents
 from kvpolicy.integrations.transformers.state.saved_states import (
     read_states,
@@ -220,13 +224,13 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
     for index, query_heads in enumerate(json.loads(metadata["query_heads"])):
         number, *states = read_states(metadata, tensors, index)
         if number:
-            layer: PolicyLayer = RecurrentLayer(number_of_states=number)
+            of_kind = RecurrentLayer if query_heads is None else SideBySideLayer
+            layer: PolicyLayer = of_kind(number_of_states=number)
             assert isinstance(layer, RecurrentLayer)
             layer.hold_states(*states)
-        elif query_heads is None:
-            layer = EmptyLayer()
         else:
-            layer = PolicyLayer()
+            layer = EmptyLayer() if query_heads is None else PolicyLayer()
+        if query_heads is not None:
             names = ("keys", "values", "positions")
             keys, values, positions = (tensors[f"layers.{index}.{name}"] for name in names)
             layer.load(keys, values, positions, tokens)

@@ -11,6 +11,7 @@ from kvpolicy.integrations.transformers.model.kinds.full_attention import FullAt
 from kvpolicy.integrations.transformers.model.kinds.latent_attention import LatentAttention
 from kvpolicy.integrations.transformers.model.kinds.recurrent import Recurrent
 from kvpolicy.integrations.transformers.model.kinds.refused import Refused
+from kvpolicy.integrations.transformers.model.kinds.side_by_side import SideBySide
 from kvpolicy.integrations.transformers.model.kinds.sliding_window import SlidingWindow
 from kvpolicy.integrations.transformers.model.kinds.tokenwise import Tokenwise
 
@@ -22,6 +23,7 @@ __all__ = [
     "LayerKind",
     "Recurrent",
     "Refused",
+    "SideBySide",
     "SlidingWindow",
     "Tokenwise",
 ]
@@ -33,6 +35,7 @@ KINDS: tuple[type[LayerKind], ...] = (
     SlidingWindow,
     Tokenwise,
     Recurrent,
+    SideBySide,
     Refused,
 )
 

@@ -19,11 +19,13 @@ class LayerKind(abc.ABC):
         name: In a few words, as tables show it.
         attends: Whether it has keys, values and queries, which a policy may choose by.
         window: Tokens a layer sees, its own among them; None where it sees all.
+        states: States of either kind that it carries from token to token; 0 without any.
     """
 
     name: ClassVar[str]
     attends: ClassVar[bool] = True
     window: int | None = attrs.field(default=None, kw_only=True)
+    states: int = attrs.field(default=0, kw_only=True)
 
     @classmethod
     @abc.abstractmethod

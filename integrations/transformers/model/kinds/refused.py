@@ -8,11 +8,8 @@ import attrs
 
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 
-_STATE = "holds a state in which tokens cannot be told apart"
 _REASONS = {
     "chunked_attention": ("chunked attention", "attends within chunks of the context"),
-    "hybrid": ("attention and recurrent", _STATE),
-    "hybrid_sliding": ("attention and recurrent", _STATE),
 }
 _CACHED_AS = {
     "DynamicIndexedLayer": ("with an indexer", "holds index keys beside its keys and values"),

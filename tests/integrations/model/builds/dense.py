@@ -22,6 +22,8 @@ _SUM = (torch.logsumexp, torch.Tensor.logsumexp)
 _SDPA = (nn.functional.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
 _BESIDE = re.compile(r"vision|visual|image|audio|speech|vq|qformer|perceiver|depth_decoder|encoder")
 
+_STATEFUL = re.compile(r"(MambaMixer|H1Mixer|CCAProjection|ShortConvolution)$")
+
 # Without position ids, which `generate` gives them, these count positions from their padding id on.
 COUNTED = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xmod")
 
@@ -140,7 +142,7 @@ class Seen:
     Attributes:
         keys: bool `[kv_heads, len, len]`, whether the query of a row sees the key of a column; None
             where it sees all that the model lets it.
-        tokens: bool `[len]`, those that reach the layer. Only a layer without keys takes these from
+        tokens: bool `[len]`, those that reach the layer. Only a layer's states take these from
             here; where there are keys, those of others are not seen.
     """
 
@@ -180,8 +182,9 @@ def dense_logits(
         raise UnjudgedError(f"{len(layers)} layers, but {len(seen)} in the cache")
     for index, (layer, each) in enumerate(zip(layers, seen, strict=True)):
         handles += _hooks(masked, index, layer)
-        if each.keys is None and not bool(each.tokens.all()):
-            handles += _gathering(layer, each.tokens)
+        if not bool(each.tokens.all()):
+            for part in _stateful(layer) if each.keys is not None else [layer]:
+                handles += _gathering(part, each.tokens)
     try:
         with masked:
             logits: Tensor = model(**_inputs(model, token_ids), use_cache=False).logits
@@ -213,8 +216,13 @@ def _hooks(masked: _Masked, index: int, layer: nn.Module) -> list[Any]:
     ]
 
 
+def _stateful(layer: nn.Module) -> list[nn.Module]:
+    """The modules of a layer that hold a state beside its attention, by what they are called."""
+    return [each for each in layer.modules() if _STATEFUL.search(type(each).__name__)]
+
+
 def _gathering(layer: nn.Module, tokens: Tensor) -> list[Any]:
-    """Run a layer that holds a state on the tokens that reach it alone."""
+    """Run a module that holds a state on the tokens that reach it alone."""
     places = tokens.nonzero()[:, 0]
 
     def cut(value: Any) -> Any:
@@ -224,11 +232,17 @@ def _gathering(layer: nn.Module, tokens: Tensor) -> list[Any]:
     def enters(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return tuple(map(cut, args)), {name: cut(each) for name, each in kwargs.items()}
 
+    def spread(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim < 3 or value.shape[1] != len(places):
+            return value
+        whole = value.new_zeros(value.shape[0], len(tokens), *value.shape[2:])
+        whole[:, places] = value
+        return whole
+
     def leaves(module: nn.Module, args: Any, output: Any) -> Any:
-        first = output[0] if isinstance(output, tuple) else output
-        spread = first.new_zeros(first.shape[0], len(tokens), *first.shape[2:])
-        spread[:, places] = first
-        return (spread, *output[1:]) if isinstance(output, tuple) else spread
+        if isinstance(output, tuple):
+            return tuple(map(spread, output))
+        return spread(output)
 
     return [
         layer.register_forward_pre_hook(enters, with_kwargs=True),
