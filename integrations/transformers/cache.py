@@ -467,6 +467,22 @@ class PolicyCache(Cache):  # type: ignore[misc]
         """Columns seen, padding included; what is stored is ``layers[i].kept_len``."""
         return self._reader.seen
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length of the keys a forward will see, and the columns seen but not stored.
+
+        An attention module that asks, to tell how far keys lie from queries, is told of all seen.
+        """
+        columns = self._reader.columns(layer_idx)
+        if columns is not None:
+            return columns.keys, 0
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:
+        """Columns seen; to an attention module that asks, what is to be added for its queries."""
+        columns = self._reader.columns(layer_idx)
+        return self.get_seq_length(layer_idx) if columns is None else columns.query_offset
+
     @property
     def batch_size(self) -> int:
         """Rows, -1 before the first forward."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
+from kvpolicy.integrations.transformers.forward.relative_positions import Columns
 from kvpolicy.integrations.transformers.model.mask_arguments import MaskArguments
 from kvpolicy.integrations.transformers.model.masks import (
     FLASH,
@@ -104,6 +105,8 @@ class Forward:
         self._spares_masks = spares_masks
         self._sees_all = not causal and self.first
         self._attended = attended
+        self._inside: int | None = None  # the layer at hand
+        self._told: Columns | None = None  # what its attention was told, if it asked
         self._own_blocks: dict[int, tuple[Any, Tensor | None]] = {}  # by the id of the mask
 
     # Before a layer.
@@ -146,6 +149,7 @@ class Forward:
     ) -> dict[str, Any]:
         """The arguments of a layer's attention, for the tokens that reach it."""
         layer = self.layers[index]
+        self._inside, self._told = index, None
         self._combine(layer)
         if self._attended is not None and not (self.first and self._order_of_columns is None):
             heads = 1 if layer.held is None else layer.held.shape[1]
@@ -283,11 +287,29 @@ class Forward:
 
     # Inside its attention.
 
+    def columns(self, index: int) -> Columns | None:
+        """Where a layer's attention is to think that queries and keys stand, while it runs.
+
+        None where that is what the layer holds, before anything was dropped or evicted.
+        """
+        if self._inside != index or (self.first and self._slots is None):
+            return None
+        count = self._before.seen + self._new_len
+        if self._slots is None:
+            queries = torch.arange(self._before.seen, count, device=self.new_positions.device)
+        else:
+            queries = self.new_positions.amax(dim=0)
+        self._told = Columns(count, queries)
+        return self._told
+
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values that the layer's attention is to see, with the new ones."""
         layer = self.layers[index]
         self._updated.add(index)
-        return layer.append(keys, values, self._before)
+        keys, values = layer.append(keys, values, self._before)
+        if self._told is not None:  # its attention function is to be called from here
+            self._pending = keys, values
+        return keys, values
 
     def note_state(self, index: int) -> None:
         """A layer reads or writes its state."""
@@ -322,10 +344,17 @@ class Forward:
         if self.implementation in FLASH:
             # From positions with gaps it would infer several sequences in one row.
             kwargs.pop("position_ids", None)
+        if self._told is not None:
+            assert self._inside is not None
+            layer = self.layers[self._inside]
+            keys = self._positions(layer, layer.choices, query.device)
+            places = self.new_positions.to(query.device)
+            kwargs = self._told.taken(kwargs, places, keys, query.shape[1])
         return attend(module, query, *others, **kwargs)
 
     def observe(self, index: int, inputs: AttentionInputs) -> None:
         """The layer has attended."""
+        self._pending = None
 
     # After a layer, and after the last.
 

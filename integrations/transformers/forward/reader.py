@@ -35,6 +35,7 @@ from kvpolicy.integrations.transformers.forward.inputs import (
     span_of,
 )
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
+from kvpolicy.integrations.transformers.forward.relative_positions import Columns
 from kvpolicy.integrations.transformers.forward.restart import FilterPass
 from kvpolicy.integrations.transformers.forward.states import check_states_go_on
 from kvpolicy.integrations.transformers.forward.static_decoding import (
@@ -621,6 +622,10 @@ class Reader:
             NotAttachedError: The cache is not attached to the model that calls.
         """
         self._attached_forward().note_state(index)
+
+    def columns(self, index: int) -> Columns | None:
+        """Where a layer's attention is to think that queries and keys stand; see `Forward`."""
+        return None if self._forward is None else self._forward.columns(index)
 
     def _attached_forward(self) -> Forward:
         if self._forward is None:
