@@ -262,3 +262,22 @@ def take_columns(value: Tensor, columns: Tensor, row_axis: int = 0, token_axis: 
     value = value.expand(sizes)
     sizes[token_axis] = index.shape[1]
     return value.gather(token_axis, index.view(shape).expand(sizes))
+
+
+def take_tokens(hidden: Tensor, slots: Tensor) -> Tensor:
+    """Hidden states ``[..., batch, len, hidden]`` of the tokens in ``slots`` ``[batch, count]``."""
+    return take_columns(hidden, slots, hidden.ndim - 3, hidden.ndim - 2)
+
+
+def spread_tokens(hidden: Tensor, slots: Tensor, length: int) -> Tensor:
+    """Hidden states of some tokens among zeros for the others: the reverse of `take_tokens`.
+
+    Args:
+        hidden: ``[..., batch, count, hidden]``.
+        slots: ``[batch, count]`` int64, where they belong; -1 on padding.
+        length: Tokens of the result.
+    """
+    slots = slots.to(hidden.device)
+    places = torch.where(slots < 0, length, slots)[..., None].expand_as(hidden)
+    whole = hidden.new_zeros(*hidden.shape[:-2], length + 1, hidden.shape[-1])
+    return whole.scatter(-2, places, hidden)[..., :length, :]

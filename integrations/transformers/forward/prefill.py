@@ -11,7 +11,11 @@ from torch.nn.functional import pad
 from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.append import Forward, cut_arguments
-from kvpolicy.integrations.transformers.forward.inputs import take_columns
+from kvpolicy.integrations.transformers.forward.inputs import (
+    spread_tokens,
+    take_columns,
+    take_tokens,
+)
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
@@ -31,6 +35,8 @@ class ActingForward(Forward):
         keep_last: How many of the last tokens' outputs are asked for; None for those of all that
             go on.
         features: What is added to hidden states between layers, where the decoder is not to do so.
+        cuts: Whether the decoder is handed hidden states of the tokens that went on alone; else
+            they are among zeros for the others, until the decoder has ended.
         kwargs: See `Forward`.
     """
 
@@ -42,10 +48,13 @@ class ActingForward(Forward):
         narrows: bool = False,
         keep_last: int | None = None,
         features: AddedFeatures | None = None,
+        cuts: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._features = features
+        self._cuts = cuts
+        self._went_on: list[Tensor | None] = []  # by layer, slots; None for all
         self._seen_len = tuple(self.tokens.lengths.tolist())
         self._narrows = narrows
         # The last token stays last when padding is moved before tokens. Others may not: the last
@@ -65,6 +74,8 @@ class ActingForward(Forward):
         self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         """See `Forward.enter_layer`; where few tokens go on, those of these alone."""
+        if self._slots is not None and not self._cuts:
+            hidden = take_tokens(hidden, self._slots)
         if self._features is not None and not self._features.after:
             hidden = self._features.added(hidden, index, self._slots)
         if not self._few_go_on(index) or self._own_block(kwargs) is not None:
@@ -76,11 +87,12 @@ class ActingForward(Forward):
         slots = self._going_on(index)
         assert self._seen is not None
         keys, values = self._seen
-        own = torch.where(slots < 0, -1, slots + keys.shape[2] - hidden.shape[1]).to(keys.device)
+        new_len = hidden.shape[-2]
+        own = torch.where(slots < 0, -1, slots + keys.shape[2] - new_len).to(keys.device)
         valid = None if valid is None else valid.to(keys.device)
         self._narrowed = Narrowed(keys, values, own, valid, self.implementation)
-        here = cut_arguments({**here, "attention_mask": None}, slots, hidden.shape[1])
-        return take_columns(hidden, slots), here
+        here = cut_arguments({**here, "attention_mask": None}, slots, new_len)
+        return take_tokens(hidden, slots), here
 
     def _few_go_on(self, index: int) -> bool:
         """Whether so few tokens leave a layer that it is worth to run it for these alone."""
@@ -249,20 +261,52 @@ class ActingForward(Forward):
         if passed is not None:
             self._pass_on(index, passed)
             others = [_cut_alike(each, hidden, passed) for each in others]
-            hidden = take_columns(hidden, passed)
+            hidden = take_tokens(hidden, passed)
         self._beside = tuple(each for each in others if isinstance(each, Tensor))
         if self._features is not None and self._features.after:
             hidden = self._features.added(hidden, index, self._left(hidden))
+        if not self._cuts:
+            self._went_on.append(self._left(hidden))
+            hidden = self._spread(hidden)
         return (hidden, *others) if isinstance(output, tuple) else hidden
 
     def _left(self, hidden: Tensor) -> Tensor | None:
         """The slots ``[batch, count]`` of the tokens that left the layer; None for all."""
-        count = hidden.shape[1]
+        count = hidden.shape[-2]
         if self._slots is not None:
             return self._slots[:, -count:]
         everything = self._new_len == count
         ends = torch.arange(self._new_len - count, self._new_len, device=self.new_valid.device)
         return None if everything else ends.expand(self.new_valid.shape[0], -1)
+
+    def _spread(self, hidden: Tensor) -> Tensor:
+        """Hidden states of the tokens that left a layer, among zeros for the others."""
+        slots = self._left(hidden)
+        return hidden if slots is None else spread_tokens(hidden, slots, self._new_len)
+
+    def in_order(self, output: Any) -> Any:
+        """See `Forward.in_order`; of what was spread, the tokens that went on."""
+        if self._went_on and self._went_on[-1] is not None:
+            output = self._without_others(output)
+        return super().in_order(output)
+
+    def _without_others(self, output: Any) -> Any:
+        def taken(hidden: Tensor, slots: Tensor | None) -> Tensor:
+            whole = slots is not None and hidden.shape[-2] == self._new_len
+            return take_tokens(hidden, slots) if whole and slots is not None else hidden
+
+        def each_taken(states: Any) -> Any:
+            if not isinstance(states, tuple) or len(states) != len(self._went_on) + 1:
+                return states
+            pairs = zip(states, [None, *self._went_on], strict=True)
+            return tuple(taken(hidden, slots) for hidden, slots in pairs)
+
+        if isinstance(output, tuple):
+            return (taken(output[0], self._went_on[-1]), *map(each_taken, output[1:]))
+        output["last_hidden_state"] = taken(output["last_hidden_state"], self._went_on[-1])
+        if output.get("hidden_states") is not None:
+            output["hidden_states"] = each_taken(output["hidden_states"])
+        return output
 
     def _pass_on(self, index: int, passed: Tensor) -> None:
         self.new_positions = gather_positions(self.new_positions, passed)

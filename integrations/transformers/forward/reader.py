@@ -414,7 +414,11 @@ class Reader:
         states = _asked(arguments, parts, "output_hidden_states")
         keep_last = None if states else self._keep_last
         narrows = not (_asked(arguments, parts, "output_attentions") or states or replaced)
-        return {"narrows": narrows and self.care.narrows, "keep_last": keep_last}
+        return {
+            "narrows": narrows and self.care.narrows,
+            "keep_last": keep_last,
+            "cuts": self.care.cuts,
+        }
 
     def _without_seen(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """A forward over the whole conversation as one over its new columns."""

@@ -70,6 +70,7 @@ class Finding:
 # What is tried, in this order.
 CARES = (
     Care(),
+    Care(cuts=False),
     Care(narrows=False),
     Care(narrows=False, spares_masks=False),
     Care(pads=False),
@@ -188,7 +189,8 @@ def _continues(model: Any, parts: ModelParts, cache: Any) -> bool:
             output = decoder(input_ids=part[None], position_ids=own, past_key_values=cache)
     found = output.last_hidden_state[0]
     everything = torch.ones(1, len(whole), len(whole), dtype=torch.bool).tril()
-    want = dense_outputs(decoder, parts, whole[None], [everything] * parts.num_layers)
+    see, reaching = [everything] * parts.num_layers, [everything[0, -1]] * parts.num_layers
+    want = dense_outputs(decoder, parts, whole[None], see, reaching)
     want = want[-len(second) :].float()
     return _apart(found.float(), want) <= _rounding(_dtype(parts), want)
 
