@@ -26,7 +26,7 @@ from kvpolicy.integrations.transformers.model.parallel import Spread
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.model_print import ModelPrint
-from kvpolicy.integrations.transformers.state.recurrent import layer_for
+from kvpolicy.integrations.transformers.state.recurrent import layer_for, link
 from kvpolicy.integrations.transformers.state.report import CacheReport
 from kvpolicy.integrations.transformers.state.saving import SavedCache
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
@@ -172,6 +172,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         if self._reader.tokens is None:
             room = self.max_new_tokens or 0
             self.layers[:] = [layer_for(kind, self.storage, room) for kind in parts.kinds]
+            link(self.layers)
         elif len(self.layers) != parts.num_layers:
             raise ValueError(
                 f"model must have the {len(self.layers)} layers of the model that filled the "
@@ -204,7 +205,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def _check_kinds(self, parts: ModelParts) -> None:
         for index, (layer, kind) in enumerate(zip(self.layers, parts.kinds, strict=True)):
-            if type(layer) is not type(layer_for(kind, self.storage, 0)):
+            wanted = layer_for(kind, self.storage, 0)
+            if type(layer) is not type(wanted) or layer.producer != wanted.producer:
                 raise ValueError(
                     f"saved cache must hold what layer {index} of the model holds, which is "
                     f"{kind.name}, got something else; the file was changed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -21,9 +22,32 @@ from kvpolicy.integrations.transformers.model.masks import (
 )
 from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
+from kvpolicy.integrations.transformers.state.recurrent import (
+    EmptyLayer,
+    RecurrentLayer,
+    SharedLayer,
+)
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
+
+
+@attrs.frozen(eq=False)
+class Lent:
+    """What a layer sees whose keys and values others attend to as well.
+
+    Args:
+        keys: ``[batch, 1 or kv_heads, key_len]`` int64 original positions, -1 on padding.
+        queries: ``[batch, query_len]``, likewise.
+        mask: That of its queries, if it is known.
+        own: What the layer's own mask says of the forward's tokens, where it is not order alone.
+        order: That of its keys, where padding was brought to the left.
+    """
+
+    keys: Tensor
+    queries: Tensor
+    mask: tuple[Mask, ...]
+    own: Tensor | None
+    order: Tensor | None
 
 
 class Forward:
@@ -105,6 +129,10 @@ class Forward:
         self._spares_masks = spares_masks
         self._sees_all = not causal and self.first
         self._attended = attended
+        # By layer whose keys others attend to, what these need to know.
+        self._lent: dict[int, Lent | None] = {
+            layer.producer: None for layer in layers if layer.producer is not None
+        }
         self._inside: int | None = None  # the layer at hand
         self._told: Columns | None = None  # what its attention was told, if it asked
         self._own_blocks: dict[int, tuple[Any, Tensor | None]] = {}  # by the id of the mask
@@ -134,6 +162,8 @@ class Forward:
         layer = self.layers[index]
         if isinstance(layer, RecurrentLayer):
             layer.own_states()
+        if isinstance(layer, SharedLayer):
+            return hidden, self._enter_borrower(index, hidden, kwargs)
         if not layer.attends:
             here = self._reaching(kwargs)
             states = isinstance(layer, RecurrentLayer)
@@ -154,7 +184,43 @@ class Forward:
         if self._attended is not None and not (self.first and self._order_of_columns is None):
             heads = 1 if layer.held is None else layer.held.shape[1]
             self._attended.note(index, self._positions(layer, heads, hidden.device))
-        return self._with_mask(index, hidden, self._reaching(kwargs))
+        here = self._with_mask(index, hidden, self._reaching(kwargs))
+        self._lend(index, hidden, kwargs, here.get("attention_mask"))
+        return here
+
+    def _lend(self, index: int, hidden: Tensor, kwargs: dict[str, Any], *mask: Mask) -> None:
+        """Note which keys a layer sees, and under which mask, where others attend to them."""
+        if index in self._lent:
+            layer = self.layers[index]
+            self._lent[index] = Lent(
+                self._positions(layer, layer.choices, hidden.device),
+                self.new_positions,
+                mask,
+                self._own_block(kwargs),
+                self._order,
+            )
+
+    def _enter_borrower(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a layer that attends to another's keys: under that one's mask."""
+        producer = self.layers[index].producer
+        assert producer is not None
+        lent = self._lent[producer]
+        assert lent is not None
+        here = self._reaching(kwargs)
+        if self._attended is not None:
+            self._attended.note(index, lent.keys)
+        count = hidden.shape[-2]
+        if lent.mask and lent.queries is self.new_positions and count == lent.queries.shape[1]:
+            return {**here, "attention_mask": lent.mask[0]}
+        # Tokens were dropped in between, or the decoder goes on with the last ones.
+        self._order = lent.order
+        own = self._own_visibility(lent.own, lent.keys)
+        if own is not None:
+            own = attrs.evolve(own, queries=own.queries[:, -count:])
+        places = self.new_positions[:, -count:].to(hidden.device)
+        heads = self.layers[producer].query_heads if lent.keys.shape[1] > 1 else 1
+        seen = Visibility(lent.keys, places, heads, self._window(index), own)
+        return {**here, "attention_mask": seen.mask(self.implementation, hidden.dtype)}
 
     def _for_state(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a recurrent layer."""

@@ -81,6 +81,7 @@ class ActingForward(Forward):
         if not self._few_go_on(index) or self._own_block(kwargs) is not None:
             return super().enter_layer(index, module, hidden, kwargs)
         self._combine(self.layers[index])
+        self._lend(index, hidden, kwargs)
         valid = self._valid_slots(self.layers[index])
         here = self._reaching(kwargs)
         self._look(module, hidden, here)

@@ -49,7 +49,7 @@ from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
-from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
+from kvpolicy.integrations.transformers.state.recurrent import link
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policies import KeepAllSelector
@@ -336,6 +336,8 @@ class Reader:
         if starts:
             lengths = incoming.tokens.lengths + incoming.new_valid.sum(dim=1)
             parts.check_policy(self.placed, int(lengths.max()))
+        if acts and self._drops:
+            parts.check_logits(self.placed, self._keep_last)
         if outside:
             taken = {**incoming.arguments, "attention_mask": made}
             incoming = attrs.evolve(incoming, arguments=taken)
@@ -346,7 +348,7 @@ class Reader:
             "spares_masks": self.care.spares_masks,
             "causal": parts.causal,
             "attended": (
-                AttendedKeys(parts.attending)
+                AttendedKeys([i for i, each in enumerate(parts.attentions) if each is not None])
                 if _asked(arguments, parts, "output_attentions")
                 else None
             ),
@@ -475,9 +477,10 @@ class Reader:
     def is_compileable(self) -> bool:
         """Whether `generate` may compile the decoding of an answer."""
         plain = isinstance(self.storage, PlainStorage)
-        # A state is a tensor of one size, but is copied before every forward.
-        grows = not any(isinstance(layer, RecurrentLayer) for layer in self.layers)
-        return self.max_new_tokens is not None and plain and self._may_be_static and grows
+        # A state is a tensor of one size, but is copied before every forward. What attends to
+        # another layer's keys has no buffers of its own.
+        plain = plain and all(type(layer) is PolicyLayer for layer in self.layers)
+        return self.max_new_tokens is not None and plain and self._may_be_static
 
     def mask_of_step(self, attention_mask: Tensor | None) -> Tensor | None:
         """The mask that `generate` is to give the model at the next forward.
@@ -596,6 +599,7 @@ class Reader:
         for layer, own, each in zip(layers, self.layers, held.layers, strict=True):
             layer.restore(each)
             layer.query_heads, layer.spread = own.query_heads, own.spread
+        link(layers)
         return {
             **self.__dict__,
             "layers": layers,

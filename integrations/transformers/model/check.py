@@ -370,7 +370,8 @@ def _left(cache: Any, row: int, prompt: int) -> list[tuple[Tensor, list[int]]]:
     for index, layer in enumerate(cache.layers):
         # Without attention, what has reached a layer is all that counts there.
         kept = torch.tensor([reached]) if layer.positions is None else layer.positions[row]
-        found.append((kept.masked_fill(kept >= prompt, -1), reached))
+        own = kept.masked_fill(kept >= prompt, -1), reached
+        found.append(own if layer.producer is None else found[layer.producer])
         if index in cache.propagated:
             reached = [each for each in cache.propagated[index][row].tolist() if each >= 0]
     return found

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.model.call_arguments import signature
 from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.finding import (
     check_uncompiled,
@@ -76,7 +77,7 @@ class ModelParts:
             )
         self.windows = [kind.window for kind in self.kinds]
         self.attentions = [
-            find_attention(layer, index) if kind.attends else None
+            find_attention(layer, index) if kind.attends or kind.producer is not None else None
             for index, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True))
         ]
         for attention in filter(None, self.attentions):
@@ -137,7 +138,7 @@ class ModelParts:
 
     @property
     def attending(self) -> list[int]:
-        """Layers that have keys, values and queries."""
+        """Layers that have keys, values and queries of their own."""
         return [index for index, kind in enumerate(self.kinds) if kind.attends]
 
     @property
@@ -210,6 +211,24 @@ class ModelParts:
                 f"{context_len} tokens; layers that see all: {others or 'none'}{nearest}"
             )
 
+    def check_logits(self, policy: CachePolicy, keep_last: int | None) -> None:
+        """Check that a policy that drops tokens can act where some of the logits are asked for.
+
+        Args:
+            policy: One that drops tokens.
+            keep_last: How many of the last tokens' logits are asked for; None for all.
+
+        Raises:
+            UnsupportedModelError: The decoder itself cuts hidden states to those tokens, which it
+                takes for the last of the prompt.
+        """
+        cuts = "logits_to_keep" in signature(type(self.decoder).forward).parameters
+        if cuts and keep_last not in (None, 1):
+            raise UnsupportedModelError(
+                f"logits_to_keep must be 0 or 1 where {policy} drops tokens of a prompt, since "
+                f"{type(self.decoder).__name__} cuts hidden states itself, got {keep_last}"
+            )
+
     def _check_acting(self, policy: CachePolicy, acting: frozenset[int]) -> None:
         """Check that a policy asks only layers whose queries can be seen."""
         attending = self.attending
@@ -217,6 +236,6 @@ class ModelParts:
         if others:
             raise UnsupportedModelError(
                 f"layers after which {policy.propagation} drops tokens must attend, but layers "
-                f"{others} hold a recurrent state or nothing; layers that attend: {attending}; the "
-                f"nearest is {nearest_layer(others[0], attending)}"
+                f"{others} hold a recurrent state, or no keys of their own; layers that attend: "
+                f"{attending}; the nearest is {nearest_layer(others[0], attending)}"
             )

@@ -30,10 +30,12 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         padded: Whether some row or head holds fewer tokens than others.
         ragged: Whether heads of one row do.
         spread: How the model's heads of this layer are spread over processes.
-        attends: Whether the layer has keys and values at all.
+        attends: Whether the layer has keys and values of its own.
+        producer: The layer whose keys and values it attends to instead; None without such.
     """
 
     attends = True
+    producer: int | None = None
     is_sliding = False
     is_compileable = False
     is_croppable = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -131,6 +132,44 @@ class EmptyLayer(PolicyLayer, _Dummy):  # type: ignore[misc]
         PolicyLayer.__init__(self, storage, room)
 
 
+class SharedLayer(EmptyLayer):
+    """A layer that attends to the keys and values of another one, and holds nothing itself.
+
+    Args:
+        storage: As of a `PolicyLayer`.
+        room: As of a `PolicyLayer`.
+        producer: The layer that holds them, which is known after `link`.
+    """
+
+    def __init__(
+        self, storage: Storage | None = None, room: int = 0, producer: int | None = None
+    ) -> None:
+        super().__init__(storage, room)
+        self.producer = producer
+        self._lender: PolicyLayer | None = None
+
+    def fresh(self) -> PolicyLayer:
+        """See `PolicyLayer.fresh`."""
+        return type(self)(self.storage, self.room, self.producer)
+
+    @property
+    def positions(self) -> Tensor | None:
+        """Those of the layer that holds its keys and values."""
+        return None if self._lender is None else self._lender.positions
+
+    def borrow(self, lender: PolicyLayer) -> None:
+        """Learn which layer holds its keys and values."""
+        self._lender = lender
+
+
+def link(layers: Sequence[PolicyLayer]) -> None:
+    """Tell every layer of a cache that shares another's keys which one that is."""
+    for layer in layers:
+        if isinstance(layer, SharedLayer):
+            assert layer.producer is not None
+            layer.borrow(layers[layer.producer])
+
+
 def layer_for(kind: LayerKind, storage: Storage, room: int) -> PolicyLayer:
     """What a cache holds for a layer of a kind, nothing yet.
 
@@ -139,6 +178,8 @@ def layer_for(kind: LayerKind, storage: Storage, room: int) -> PolicyLayer:
         storage: How keys and values are held.
         room: Slots to have memory for in advance.
     """
+    if kind.producer is not None:
+        return SharedLayer(storage, room, kind.producer)
     if kind.states:
         held = SideBySideLayer if kind.attends else RecurrentLayer
         return held(storage, room, kind.states)

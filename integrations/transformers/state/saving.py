@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -20,7 +21,9 @@ from kvpolicy.integrations.transformers.state.model_print import ModelPrint
 from kvpolicy.integrations.transformers.state.recurrent import (
     EmptyLayer,
     RecurrentLayer,
+    SharedLayer,
     SideBySideLayer,
+    link,
 )
 from kvpolicy.integrations.transformers.state.saved_contents import check_contents
 from kvpolicy.integrations.transformers.state.saved_states import (
@@ -74,6 +77,8 @@ class SavedCache:
             "padded": json.dumps(self.tokens.padded),
             "starts_turn": json.dumps(self.starts_turn),
             **state_metadata(self.layers),
+            **_producer_metadata(self.layers),
+            **_size_metadata(self.layers),
         }
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=".saving-")
         os.close(handle)
@@ -207,6 +212,26 @@ def _mode_of_new_files() -> int:
     return 0o666 & ~umask
 
 
+def _producer_metadata(layers: Sequence[PolicyLayer]) -> dict[str, str]:
+    """By layer that attends to another's keys, which that is; nothing where there is none."""
+    found = {i: each.producer for i, each in enumerate(layers) if each.producer is not None}
+    return {"producers": json.dumps(found)} if found else {}
+
+
+def _size_metadata(layers: Sequence[PolicyLayer]) -> dict[str, str]:
+    """By layer, its query heads, KV heads and head dimensions; nothing where all are alike."""
+    sizes = [_sizes(layer) for layer in layers]
+    alike = len({each for each in sizes if each is not None}) <= 1
+    return {} if alike else {"head_sizes": json.dumps(sizes)}
+
+
+def _sizes(layer: PolicyLayer) -> tuple[int, ...] | None:
+    keys, values = layer.keys, layer.values
+    if keys is None or values is None:
+        return None
+    return layer.query_heads, keys.shape[1], keys.shape[3], values.shape[3]
+
+
 def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache:
     ids, appended = tensors["tokens.ids"], tensors["tokens.appended"]
     acted_len = ids.shape[1] - appended.shape[1]
@@ -220,7 +245,8 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
         skipped=tensors.get("tokens.skipped"),
         kinds=tensors.get("tokens.kinds"),
     )
-    layers = []
+    layers: list[PolicyLayer] = []
+    producers = json.loads(metadata.get("producers", "{}"))
     for index, query_heads in enumerate(json.loads(metadata["query_heads"])):
         number, *states = read_states(metadata, tensors, index)
         if number:
@@ -229,13 +255,17 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
             assert isinstance(layer, RecurrentLayer)
             layer.hold_states(*states)
         else:
-            layer = EmptyLayer() if query_heads is None else PolicyLayer()
+            layer = PolicyLayer()
+            if query_heads is None:
+                producer = producers.get(str(index))
+                layer = EmptyLayer() if producer is None else SharedLayer(producer=producer)
         if query_heads is not None:
             names = ("keys", "values", "positions")
             keys, values, positions = (tensors[f"layers.{index}.{name}"] for name in names)
             layer.load(keys, values, positions, tokens)
             layer.query_heads = query_heads
         layers.append(layer)
+    link(layers)
     propagated = {
         int(name.partition(".")[2]): tensor
         for name, tensor in tensors.items()

@@ -78,9 +78,10 @@ BROKEN: dict[str, dict[str, Any]] = {
     "states must tell numbers and names": {"states": '{"0": 0}'},
     "states must tell numbers and": {"states": '{"0": {"number": 1, "held": ["conv.1"]}}'},
     "states must tell numbers": {"states": '{"0": {"number": 1, "held": []}}'},
-    "states must be of layers without query_heads, got layers .'1'": {
-        "states": '{"1": {"number": 1, "held": ["conv.0"]}}'
+    "states must be of layers 0 to 3, got layers .'4'": {
+        "states": '{"4": {"number": 1, "held": ["conv.0"]}}'
     },
+    "lacks 'layers.1.conv.0'": {"states": '{"1": {"number": 1, "held": ["conv.0"]}}'},
     "layers.0.conv.0 must be something that its layer holds": {
         "states": '{"2": {"number": 1, "held": ["conv.0", "recurrent.0"]}}'
     },

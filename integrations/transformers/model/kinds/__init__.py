@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import DynamicCache
@@ -11,6 +12,7 @@ from kvpolicy.integrations.transformers.model.kinds.full_attention import FullAt
 from kvpolicy.integrations.transformers.model.kinds.latent_attention import LatentAttention
 from kvpolicy.integrations.transformers.model.kinds.recurrent import Recurrent
 from kvpolicy.integrations.transformers.model.kinds.refused import Refused
+from kvpolicy.integrations.transformers.model.kinds.shared_keys import SharedKeys
 from kvpolicy.integrations.transformers.model.kinds.side_by_side import SideBySide
 from kvpolicy.integrations.transformers.model.kinds.sliding_window import SlidingWindow
 from kvpolicy.integrations.transformers.model.kinds.tokenwise import Tokenwise
@@ -23,6 +25,7 @@ __all__ = [
     "LayerKind",
     "Recurrent",
     "Refused",
+    "SharedKeys",
     "SideBySide",
     "SlidingWindow",
     "Tokenwise",
@@ -30,6 +33,7 @@ __all__ = [
 
 # In the order in which they are asked; the last takes whatever is left.
 KINDS: tuple[type[LayerKind], ...] = (
+    SharedKeys,
     LatentAttention,
     FullAttention,
     SlidingWindow,
@@ -52,8 +56,10 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
     if len(own) == 1 < num_layers:  # grown as layers come: all alike
         own = own * num_layers
     kinds = []
+    producers = _producers(config, called)
     for index in range(num_layers):
-        cached = own[index] if index < len(own) else None
+        held_by = producers.get(index, index)
+        cached = own[held_by] if held_by < len(own) else None
         facts = LayerFacts(
             index,
             called[index] if index < len(called) else "full_attention",
@@ -61,6 +67,14 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
             getattr(cached, "sliding_window", None),
             latent=getattr(config, "kv_lora_rank", None) is not None,
             states=getattr(cached, "number_of_states", 1),
+            producer=producers.get(index),
         )
         kinds.append(next(kind for each in KINDS if (kind := each.of(facts)) is not None))
     return kinds
+
+
+def _producers(config: Any, called: Sequence[str]) -> dict[int, int]:
+    """By layer that makes no keys, the layer of its own kind whose keys it attends to."""
+    modes = getattr(config, "kv_sharing_modes", None) or []
+    stored = {called[index]: index for index, mode in enumerate(modes) if mode == "store"}
+    return {index: stored[called[index]] for index, mode in enumerate(modes) if mode == "reuse"}

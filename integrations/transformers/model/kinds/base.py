@@ -20,12 +20,14 @@ class LayerKind(abc.ABC):
         attends: Whether it has keys, values and queries, which a policy may choose by.
         window: Tokens a layer sees, its own among them; None where it sees all.
         states: States of either kind that it carries from token to token; 0 without any.
+        producer: The earlier layer whose keys and values it attends to; None without such.
     """
 
     name: ClassVar[str]
     attends: ClassVar[bool] = True
     window: int | None = attrs.field(default=None, kw_only=True)
     states: int = attrs.field(default=0, kw_only=True)
+    producer: int | None = attrs.field(default=None, kw_only=True)
 
     @classmethod
     @abc.abstractmethod
@@ -50,6 +52,7 @@ class LayerFacts:
         window: The sliding window of that, in tokens.
         latent: Whether attention makes keys and values of a latent that all heads share.
         states: The states of either kind that it holds, if it holds any.
+        producer: The layer whose keys and values it attends to; None where it makes its own.
     """
 
     index: int
@@ -58,3 +61,4 @@ class LayerFacts:
     window: int | None
     latent: bool = False
     states: int = 1
+    producer: int | None = None

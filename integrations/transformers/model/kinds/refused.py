@@ -13,7 +13,7 @@ _REASONS = {
 }
 _CACHED_AS = {
     "DynamicIndexedLayer": ("with an indexer", "holds index keys beside its keys and values"),
-    "DummyLayer": ("without a cache", "attends to keys of another layer, or not at all"),
+    "DummyLayer": ("without a cache", "holds nothing, and is of no kind that is known"),
 }
 
 
