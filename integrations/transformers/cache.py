@@ -26,7 +26,11 @@ from kvpolicy.integrations.transformers.model.parallel import Spread
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.model_print import ModelPrint
-from kvpolicy.integrations.transformers.state.recurrent import layer_for, link
+from kvpolicy.integrations.transformers.state.recurrent import (
+    RecurrentLayer,
+    layer_for,
+    link,
+)
 from kvpolicy.integrations.transformers.state.report import CacheReport
 from kvpolicy.integrations.transformers.state.saving import SavedCache
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
@@ -454,6 +458,27 @@ class PolicyCache(Cache):  # type: ignore[misc]
             recurrent_states, layer_idx, state_idx, **kwargs
         )
         return state
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """The recurrent state of a layer whose model replaces it whole; None before any.
+
+        As of the caches that some models define for themselves, with `set_linear_cache`.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self._reader.note_state(layer_idx)
+        layer = self.layers[layer_idx]
+        assert isinstance(layer, RecurrentLayer)
+        return layer.recurrent_states[0]
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Take a layer's recurrent state after the tokens at hand.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self.update_recurrent_state(linear_cache, layer_idx)
 
     @property
     def static(self) -> StaticDecoding | None:

@@ -306,6 +306,8 @@ class Reader:
     def _take_up(self, arguments: dict[str, Any], *, ends: bool) -> tuple[Forward, dict[str, Any]]:
         assert self.attachment is not None
         parts = self.attachment.parts
+        if parts.own_caches_only:
+            arguments = {**arguments, "use_cache": False}
         starts, implementation = self.acts_next, parts.implementation
         acts = starts and ends
         if starts and self._drops and (self.chunks is not None or not ends):

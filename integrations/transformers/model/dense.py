@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.integrations.transformers.model import routing
-from kvpolicy.integrations.transformers.model.call_arguments import signature
+from kvpolicy.integrations.transformers.model.finding import stateful_parts
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 
 # By layer, what its attention is narrowed to in this thread: [query_heads, len, len] bool.
@@ -67,23 +67,6 @@ def _dense(parts: ModelParts) -> Iterator[None]:
                 for each in stateful_parts(parts.layers[index], attention):
                     stack.enter_context(_reading_some(each, index))
         yield
-
-
-def stateful_parts(module: nn.Module, attention: nn.Module) -> Iterator[nn.Module]:
-    """The modules inside of a layer that are given the cache, and do not attend.
-
-    Args:
-        module: The layer.
-        attention: The one that does, which may hold such modules itself.
-    """
-    for each in module.children():
-        takes_cache = {"past_key_values", "cache_params"} & signature(
-            type(each).forward
-        ).parameters.keys()
-        if takes_cache and not any(inner is attention for inner in each.modules()):
-            yield each
-        else:
-            yield from stateful_parts(each, attention)
 
 
 @contextmanager

@@ -13,12 +13,14 @@ from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.model.call_arguments import signature
 from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.finding import (
+    check_holds_states,
     check_uncompiled,
     find_attention,
     find_decoder,
     layer_list,
     modules_between,
     placeholders_of,
+    takes_own_caches_only,
 )
 from kvpolicy.integrations.transformers.model.kinds import kinds_of
 from kvpolicy.integrations.transformers.model.masks import FLASH, IMPLEMENTATIONS
@@ -38,6 +40,8 @@ class ModelParts:
         layers: Its decoder layers.
         kinds: The kind of each.
         attentions: The attention module of each; None where a layer does not attend.
+        own_caches_only: Whether the decoder refuses caches of classes that are not its own, unless
+            it is told to use none: its layers use what they are given.
         windows: For each, the tokens its sliding window sees, itself among them; None where it
             sees all.
 
@@ -82,6 +86,10 @@ class ModelParts:
         ]
         for attention in filter(None, self.attentions):
             check_uncompiled(attention)
+        for index, kind in enumerate(self.kinds):
+            if kind.states:
+                check_holds_states(self.layers[index], index, self.attentions[index])
+        self.own_caches_only = takes_own_caches_only(self.decoder)
         _ = self.implementation
 
     @property
