@@ -38,14 +38,14 @@ class Lent:
     Args:
         keys: ``[batch, 1 or kv_heads, key_len]`` int64 original positions, -1 on padding.
         queries: ``[batch, query_len]``, likewise.
-        mask: That of its queries, if it is known.
+        mask: That of its queries.
         own: What the layer's own mask says of the forward's tokens, where it is not order alone.
         order: That of its keys, where padding was brought to the left.
     """
 
     keys: Tensor
     queries: Tensor
-    mask: tuple[Mask, ...]
+    mask: Mask
     own: Tensor | None
     order: Tensor | None
 
@@ -188,7 +188,7 @@ class Forward:
         self._lend(index, hidden, kwargs, here.get("attention_mask"))
         return here
 
-    def _lend(self, index: int, hidden: Tensor, kwargs: dict[str, Any], *mask: Mask) -> None:
+    def _lend(self, index: int, hidden: Tensor, kwargs: dict[str, Any], mask: Mask) -> None:
         """Note which keys a layer sees, and under which mask, where others attend to them."""
         if index in self._lent:
             layer = self.layers[index]
@@ -210,8 +210,8 @@ class Forward:
         if self._attended is not None:
             self._attended.note(index, lent.keys)
         count = hidden.shape[-2]
-        if lent.mask and lent.queries is self.new_positions and count == lent.queries.shape[1]:
-            return {**here, "attention_mask": lent.mask[0]}
+        if lent.queries is self.new_positions and count == lent.queries.shape[1]:
+            return {**here, "attention_mask": lent.mask}
         # Tokens were dropped in between, or the decoder goes on with the last ones.
         self._order = lent.order
         own = self._own_visibility(lent.own, lent.keys)

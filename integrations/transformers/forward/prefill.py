@@ -81,7 +81,6 @@ class ActingForward(Forward):
         if not self._few_go_on(index) or self._own_block(kwargs) is not None:
             return super().enter_layer(index, module, hidden, kwargs)
         self._combine(self.layers[index])
-        self._lend(index, hidden, kwargs)
         valid = self._valid_slots(self.layers[index])
         here = self._reaching(kwargs)
         self._look(module, hidden, here)
@@ -97,8 +96,9 @@ class ActingForward(Forward):
 
     def _few_go_on(self, index: int) -> bool:
         """Whether so few tokens leave a layer that it is worth to run it for these alone."""
-        # What has a state would read the tokens twice.
-        narrows = self._narrows and type(self.layers[index]) is PolicyLayer
+        # What has a state would read the tokens twice; others' attention needs keys of all tokens.
+        plain = type(self.layers[index]) is PolicyLayer and index not in self._lent
+        narrows = self._narrows and plain
         if not narrows or self._window(index) is not None:
             return False
         new_len, num_layers = self.new_valid.shape[1], len(self.layers)
