@@ -320,5 +320,6 @@ class ActingForward(Forward):
 
 def _cut_alike(value: Any, hidden: Tensor, slots: Tensor) -> Any:
     """What a layer returns beside hidden states, for some of its tokens if it is of each token."""
-    of_tokens = isinstance(value, Tensor) and value.shape[:2] == hidden.shape[:2]
-    return take_columns(value, slots) if of_tokens else value
+    # Attentions have four axes, of which the second are heads.
+    like = isinstance(value, Tensor) and value.ndim == 3 and value.shape[:2] == hidden.shape[:2]
+    return take_columns(value, slots) if like else value

@@ -13,7 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
+from kvpolicy.integrations.transformers.state.recurrent import (
+    EmptyLayer,
+    RecurrentLayer,
+    SideBySideLayer,
+)
 from kvpolicy.policies import FastKV, SnapKV
 from tests.integrations.hybrids.models import (
     KINDS,
@@ -220,7 +224,13 @@ def test_states_count_as_held_and_as_what_a_full_cache_holds(name: str) -> None:
     report = cache.report()
     for layer, row in zip(cache.layers, report.layers, strict=True):
         assert row.holds_tokens is layer.attends
-        if isinstance(layer, RecurrentLayer):
+        if isinstance(layer, SideBySideLayer):
+            own = sum(each.nbytes for part in layer.states for each in part.values())
+            assert layer.keys is not None
+            assert layer.values is not None
+            assert row.held_bytes == own + layer.keys.nbytes + layer.values.nbytes
+            assert own < row.held_bytes < row.full_bytes
+        elif isinstance(layer, RecurrentLayer):
             own = sum(each.nbytes for part in layer.states for each in part.values())
             assert row.held_bytes == row.full_bytes == own > 0
             assert (layer.keys, layer.values, layer.positions) == (None, None, None)
@@ -230,7 +240,7 @@ def test_states_count_as_held_and_as_what_a_full_cache_holds(name: str) -> None:
             assert row.held_bytes < row.full_bytes
     kept = [row.kept for row in report.layers if row.holds_tokens]
     assert report.total.kept == sum(kept) / len(kept)
-    assert str(report).splitlines()[1].split()[2] == "-"
+    assert (str(report).splitlines()[1].split()[2] == "-") is not cache.layers[0].attends
 
 
 @pytest.mark.parametrize("name", KINDS)
