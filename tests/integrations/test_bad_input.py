@@ -9,8 +9,6 @@ from transformers import (
     BloomConfig,
     BloomForCausalLM,
     DynamicCache,
-    GPT2Config,
-    GPT2LMHeadModel,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -249,11 +247,9 @@ def test_no_policy(policy: Any) -> None:
 
 
 def unsupported_models() -> dict[str, tuple[Any, str]]:
-    gpt2 = GPT2Config(vocab_size=97, n_embd=16, n_layer=2, n_head=2)
     bloom = BloomConfig(vocab_size=97, hidden_size=16, n_layer=2, n_head=2)
     t5 = T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
     return {
-        "as many out as in": (GPT2LMHeadModel(gpt2), "its self-check ended in RuntimeError: shape"),
         "own attention": (
             BloomForCausalLM(bloom),
             "must have one module that calls Transformers' Attention",

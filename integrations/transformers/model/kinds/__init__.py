@@ -74,7 +74,7 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
 
 
 def _producers(config: Any, called: Sequence[str]) -> dict[int, int]:
-    """By layer that makes no keys, the layer of its own kind whose keys it attends to."""
-    modes = getattr(config, "kv_sharing_modes", None) or []
-    stored = {called[index]: index for index, mode in enumerate(modes) if mode == "store"}
-    return {index: stored[called[index]] for index, mode in enumerate(modes) if mode == "reuse"}
+    """By layer that makes no keys, the last layer of its own kind that does."""
+    first = len(called) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    makers = {kind: index for index, kind in enumerate(called[:first])}
+    return {i: makers[called[i]] for i in range(first, len(called)) if called[i] in makers}
