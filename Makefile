@@ -111,6 +111,8 @@ bench-decode: $(VENV)/installed
 
 bench-prefill: $(VENV)/installed
 	$(BIN)/python benchmarks/prefill.py
+	$(BIN)/python benchmarks/prefill.py --model qwen3_next
+	$(BIN)/python benchmarks/prefill.py --model deepseek_v3
 
 $(KVPRESS)/installed: benchmarks/kvpress/constraints.txt
 	$(PYTHON) -m venv $(KVPRESS)

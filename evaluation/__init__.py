@@ -25,7 +25,7 @@ from kvpolicy.evaluation.comparison.sweep import (
 )
 from kvpolicy.evaluation.comparison.variant import Variant, build_policy, variants
 from kvpolicy.evaluation.cost.estimate import Estimate, estimate
-from kvpolicy.evaluation.cost.model_shape import ModelShape
+from kvpolicy.evaluation.cost.model_shape import LayerShape, ModelShape
 from kvpolicy.evaluation.cost.shapes import load_shape, shape_of
 from kvpolicy.evaluation.models import Loaded, load
 from kvpolicy.evaluation.tasks.prompts import Prompt, needle_prompts, read_prompts
@@ -37,6 +37,7 @@ __all__ = [
     "HeldOut",
     "Latencies",
     "LayerDistance",
+    "LayerShape",
     "Loaded",
     "ModelShape",
     "OutputDistances",

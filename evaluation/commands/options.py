@@ -173,7 +173,7 @@ def policy_options(
         tuple(dict.fromkeys(rates or ())),
         tuple(dict.fromkeys(tokens or ())),
         parameters,
-        {kind: _parse_part(text, f"--{kind}") for kind, text in parts.items() if text is not None},
+        {kind: parse_part(text, f"--{kind}") for kind, text in parts.items() if text is not None},
     )
 
 
@@ -226,7 +226,16 @@ def _value(text: str) -> Any:
     return value if math.isfinite(value) else math.nan
 
 
-def _parse_part(text: str, option: str) -> PartOption:
+def parse_part(text: str, option: str) -> PartOption:
+    """A part as it is written: a name, or ``name:parameter=value,...``.
+
+    Args:
+        text: What is written.
+        option: Whose it is, for messages.
+
+    Raises:
+        ValueError: See `parse_assignments`.
+    """
     name, colon, rest = text.partition(":")
     assignments = rest.split(",") if colon else []
     return PartOption(name.strip(), parse_assignments(assignments, option))
