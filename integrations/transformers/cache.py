@@ -470,7 +470,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
         self._reader.note_state(layer_idx)
         layer = self.layers[layer_idx]
         assert isinstance(layer, RecurrentLayer)
-        return layer.recurrent_states[0]
+        state: Tensor | None = layer.recurrent_states[0]
+        return state
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
         """Take a layer's recurrent state after the tokens at hand.

@@ -366,7 +366,8 @@ def _read_by_hand(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> tuple[Te
 
 def _left(cache: Any, row: int, prompt: int) -> list[tuple[Tensor, list[int]]]:
     """By layer, what is kept of a row's prompt, and which of its tokens reached it."""
-    reached, found = list(range(prompt)), []
+    reached = list(range(prompt))
+    found: list[tuple[Tensor, list[int]]] = []
     for index, layer in enumerate(cache.layers):
         # Without attention, what has reached a layer is all that counts there.
         kept = torch.tensor([reached]) if layer.positions is None else layer.positions[row]

@@ -29,11 +29,12 @@ class MaskArguments:
     def of(arguments: Mapping[str, Any]) -> MaskArguments:
         """Read off a layer's arguments, by name."""
         both = arguments.get("attention_mask")
-        together = isinstance(both, dict)
-        names = list(both) if together else [name for name in arguments if name.endswith("mask")]
+        names = [name for name in arguments if name.endswith("mask")]
+        if isinstance(both, dict):
+            names = list(both)
         attention = next((name for name in _OF_ATTENTION if name in names), "attention_mask")
         states = tuple(name for name in names if name != attention)
-        return MaskArguments(attention, states, together)
+        return MaskArguments(attention, states, isinstance(both, dict))
 
     def taken(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments with the attention's mask as ``attention_mask``, and no other mask."""
