@@ -51,8 +51,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
             `OffloadedStorage`. As they are, if None.
         max_new_tokens: Tokens of an answer to have memory for when the prompt is read. With it
             `generate` can compile their decoding (greedy or sampling, eager or sdpa attention,
-            plain storage, no recurrent layers), as it does by itself on a GPU. A longer answer
-            gets as much again, and is compiled again. None: memory grows.
+            plain storage, layers with keys of their own and no state), as it does by itself on a
+            GPU. A longer answer gets as much again, and is compiled again. None: memory grows.
 
     Attributes:
         policy: The policy.

@@ -338,8 +338,9 @@ class Reader:
         if starts:
             lengths = incoming.tokens.lengths + incoming.new_valid.sum(dim=1)
             parts.check_policy(self.placed, int(lengths.max()))
-        if acts and self._drops:
-            parts.check_logits(self.placed, self._keep_last)
+            if self._drops:
+                parts.check_logits(self.placed, self._keep_last)
+                parts.check_rows(self.placed, len(lengths), int(lengths.max()))
         if outside:
             taken = {**incoming.arguments, "attention_mask": made}
             incoming = attrs.evolve(incoming, arguments=taken)

@@ -237,6 +237,21 @@ class ModelParts:
                 f"{type(self.decoder).__name__} cuts hidden states itself, got {keep_last}"
             )
 
+    def check_rows(self, policy: CachePolicy, rows: int, context_len: int) -> None:
+        """Check that a policy that drops tokens can act on several rows at a time.
+
+        Raises:
+            UnsupportedModelError: Queries are scaled by where they stand, for which attention takes
+                one column for all rows, and rows may pass on unlike tokens.
+        """
+        floor = getattr(self.config, "log_scaling_n_floor", None)
+        if rows > 1 and floor is not None and context_len > floor:
+            raise UnsupportedModelError(
+                f"a batch must have one row where {policy} drops tokens of a context longer than "
+                f"the model's log_scaling_n_floor, {floor} tokens, got {rows} rows of "
+                f"{context_len}; give one row at a time"
+            )
+
     def _check_acting(self, policy: CachePolicy, acting: frozenset[int]) -> None:
         """Check that a policy asks only layers whose queries can be seen."""
         attending = self.attending

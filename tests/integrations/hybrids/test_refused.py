@@ -24,7 +24,8 @@ from tests.integrations.hybrids.models import (
     states_of,
     tokens,
 )
-from tests.integrations.model.builds.catalogue import builds
+from tests.integrations.model.builds.catalogue import Build, builds
+from tests.integrations.model.builds.judge import Judge
 
 ROWS = [tokens(0, 47), tokens(1, 31)]
 
@@ -158,6 +159,20 @@ def test_a_restart_where_attention_counts_columns(name: str) -> None:
         generate(model, cache, ids)
     assert cache.get_seq_length() == 0
     assert all(not layer.state_nbytes() for layer in cache.layers)
+
+
+def test_rows_whose_queries_are_scaled_by_their_column() -> None:
+    build = builds()["inkling_text"]
+    patch = {**build.patch, "log_scaling_n_floor": 40}
+    model = Build("inkling_text", "inkling_text", patch).model()
+    policy = FastKV(tsp_rate=0.5, retention_rate=0.3, window_size=4)
+    cache = PolicyCache(policy)
+    with pytest.raises(UnsupportedModelError, match="log_scaling_n_floor, 40 tokens, got 2 rows"):
+        generate(model, cache, *padded([ROWS[0], ROWS[0]]))
+    assert cache.get_seq_length() == 0
+    generate(model, PolicyCache(SnapKV(0.4, window_size=4)), *padded([ROWS[0], ROWS[0]]))
+    verdict = Judge("inkling_text", model)
+    assert verdict._outcome(policy, [ROWS[0]]) == "right"
 
 
 def test_training_that_leaves_the_cache_out_is_noticed() -> None:
