@@ -12,6 +12,7 @@ from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
 from kvpolicy.integrations.transformers.forward.relative_positions import Columns
+from kvpolicy.integrations.transformers.forward.states import check_states_skip_nothing
 from kvpolicy.integrations.transformers.model.mask_arguments import MaskArguments
 from kvpolicy.integrations.transformers.model.masks import (
     FLASH,
@@ -98,6 +99,7 @@ class Forward:
             if incoming.positions is None
             else incoming.positions
         )
+        self._started = incoming.tokens.lengths > 0  # rows of which something has been read
         self.tokens = incoming.tokens.extended(
             self.new_positions,
             incoming.columns,
@@ -223,14 +225,19 @@ class Forward:
         return {**here, "attention_mask": seen.mask(self.implementation, hidden.dtype)}
 
     def _for_state(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a recurrent layer."""
+        """The arguments of a recurrent layer; see `_valid_here`."""
         return {**kwargs, "attention_mask": self._valid_here(hidden)}
 
     def _valid_here(self, hidden: Tensor) -> Tensor | None:
-        """The mask ``[batch, len]`` of a state, which tells tokens from padding; None without."""
-        if not self._padded or bool(self.new_valid.all()):
+        """The mask ``[batch, len]`` of a state, which tells tokens from padding; None without.
+
+        Raises:
+            UnsupportedModelError: See `check_states_skip_nothing`.
+        """
+        if not self._padded:
             return None
-        return self.new_valid.to(hidden.device).long()
+        check_states_skip_nothing(self.new_valid, self._started)
+        return None if bool(self.new_valid.all()) else self.new_valid.to(hidden.device).long()
 
     def _reaching(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments for the tokens that reach the layer."""
