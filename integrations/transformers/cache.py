@@ -143,6 +143,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
             return
         placed = self.policy.placed(parts.num_layers, parts.eligible)
         placed.check_model(parts.num_layers)
+        parts.check_queries(placed)
         verdict = verdict_of(model, parts, PolicyCache)
         verdict.check(self.policy, parts.num_layers)
         self._check_filled_by(parts)
@@ -219,8 +220,11 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def _find_heads(self, parts: ModelParts) -> None:
         tp_size = getattr(parts.model, "tp_size", None) or 1
         for layer, attention in zip(self.layers, parts.attentions, strict=True):
+            layer.shows_queries = attention is not None or not layer.attends
             if attention is not None:
                 layer.spread = Spread.of(attention, parts.config, tp_size)
+            elif layer.attends:  # nothing else will tell
+                layer.query_heads = getattr(parts.config, "num_attention_heads", 0)
 
     def _move_to(self, parts: ModelParts) -> None:
         assert self._reader.tokens is not None

@@ -155,6 +155,8 @@ class Forward:
         Raises:
             UnsupportedModelError: The model reads a padded row otherwise than alone.
         """
+        if index == 0:
+            self._check_tokens(module, hidden)
         if index == 0 and self._sees_all and self._padded and self._own_block(kwargs) is None:
             raise UnsupportedModelError(
                 "rows must not be padded where the model sees a prompt both ways without padding "
@@ -224,6 +226,15 @@ class Forward:
         seen = Visibility(lent.keys, places, heads, self._window(index), own)
         return {**here, "attention_mask": seen.mask(self.implementation, hidden.dtype)}
 
+    def _check_tokens(self, module: nn.Module, hidden: Tensor) -> None:
+        """Check that the first layer gets a hidden state for each token and no other."""
+        if hidden.ndim == 3 and hidden.shape[1] != self.new_valid.shape[1]:
+            raise UnsupportedModelError(
+                "a decoder must give its layers one hidden state for each token, but "
+                f"{type(module).__name__} gets {hidden.shape[1]} for {self.new_valid.shape[1]} "
+                "tokens, as where a model puts features of an image before them"
+            )
+
     def _for_state(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a recurrent layer; see `_valid_here`."""
         return {**kwargs, "attention_mask": self._valid_here(hidden)}
@@ -261,8 +272,24 @@ class Forward:
             # Nothing held and nothing dropped: the model's own mask is right, but for windows,
             # which it measures in columns.
             return kwargs
-        own = self._own_block(kwargs)
-        return {**kwargs, "attention_mask": self._mask(index, hidden, own)}
+        mask = self._mask(index, hidden, self._own_block(kwargs))
+        if not self.layers[index].shows_queries and isinstance(mask, Tensor):
+            mask = mask.expand(hidden.shape[0], -1, -1, -1)  # some check its shape
+            self._check_own_window(index)
+        return {**kwargs, "attention_mask": mask}
+
+    def _check_own_window(self, index: int) -> None:
+        """Check that a layer that counts its window in columns has no padding between tokens.
+
+        Columns are no farther apart than positions then, so that it hides nothing from the mask.
+        """
+        between = not self.acts and self.layers[index].kept_len and not bool(self.new_valid.all())
+        if between and self._window(index) is not None:
+            raise UnsupportedModelError(
+                f"rows must not be padded behind what was read before where layers, as layer "
+                f"{index}, count their window in columns; give rows of one length, or one row at "
+                "a time"
+            )
 
     def _own_block(self, kwargs: dict[str, Any]) -> Tensor | None:
         """What a layer's own mask says of the forward's tokens, where it is not order alone."""
@@ -334,6 +361,8 @@ class Forward:
             # away; elsewhere what is not new lies before all queries.
             if not (layer.ragged or self._moved is not None or window is not None):
                 positions = positions[:, :1]
+            elif not layer.shows_queries and bool((positions == positions[:, :1]).all()):
+                positions = positions[:, :1]  # some take one mask for all heads
             heads = layer.query_heads if positions.shape[1] > 1 else 1
             places = self.new_positions.to(hidden.device)
             among = self._own_visibility(own, positions)

@@ -18,7 +18,11 @@ from kvpolicy.integrations.transformers.forward.inputs import (
 )
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
 from kvpolicy.integrations.transformers.model.masks import FLASH
-from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
+from kvpolicy.integrations.transformers.model.routing import (
+    Attend,
+    AttentionInputs,
+    without_queries,
+)
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.selection import compress, gather_positions, gather_slots
 
@@ -34,6 +38,8 @@ class ActingForward(Forward):
         narrows: Whether layers may be run for some of their tokens only.
         keep_last: How many of the last tokens' outputs are asked for; None for those of all that
             go on.
+        refills: Whether the decoder is to get as many hidden states behind its last layer as it
+            has read tokens; what stands before those of the tokens that went on is cut off again.
         features: What is added to hidden states between layers, where the decoder is not to do so.
         cuts: Whether the decoder is handed hidden states of the tokens that went on alone; else
             they are among zeros for the others, until the decoder has ended.
@@ -47,6 +53,7 @@ class ActingForward(Forward):
         *args: Any,
         narrows: bool = False,
         keep_last: int | None = None,
+        refills: bool = False,
         features: AddedFeatures | None = None,
         cuts: bool = True,
         **kwargs: Any,
@@ -55,6 +62,8 @@ class ActingForward(Forward):
         self._features = features
         self._cuts = cuts
         self._went_on: list[Tensor | None] = []  # by layer, slots; None for all
+        self._refills = refills
+        self._filled = 0  # hidden states that stand for no token
         self._seen_len = tuple(self.tokens.lengths.tolist())
         self._narrows = narrows
         # The last token stays last when padding is moved before tokens. Others may not: the last
@@ -97,8 +106,9 @@ class ActingForward(Forward):
     def _few_go_on(self, index: int) -> bool:
         """Whether so few tokens leave a layer that it is worth to run it for these alone."""
         # What has a state would read the tokens twice; others' attention needs keys of all tokens.
-        plain = type(self.layers[index]) is PolicyLayer and index not in self._lent
-        narrows = self._narrows and plain
+        layer = self.layers[index]
+        plain = type(layer) is PolicyLayer and index not in self._lent
+        narrows = self._narrows and plain and layer.shows_queries
         if not narrows or self._window(index) is not None:
             return False
         new_len, num_layers = self.new_valid.shape[1], len(self.layers)
@@ -158,6 +168,8 @@ class ActingForward(Forward):
         if self._order is not None:
             keys, values = gather_slots(keys, self._order), gather_slots(values, self._order)
         self._pending = keys, values
+        if not layer.shows_queries:
+            self._decide(index, without_queries(layer.query_heads, keys, values))
         return keys, values
 
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:
@@ -269,7 +281,29 @@ class ActingForward(Forward):
         if not self._cuts:
             self._went_on.append(self._left(hidden))
             hidden = self._spread(hidden)
+        if self._refills and index == len(self.layers) - 1:
+            self._filled = self._new_len - hidden.shape[1]
+            hidden = pad(hidden, (0, 0, self._filled, 0))
         return (hidden, *others) if isinstance(output, tuple) else hidden
+
+    def in_order(self, output: Any) -> Any:
+        """See `Forward.in_order`; the hidden states are those of the tokens that went on."""
+        if self._went_on and self._went_on[-1] is not None:
+            output = self._without_others(output)
+        return super().in_order(self._unfilled(output) if self._filled else output)
+
+    def _unfilled(self, output: Any) -> Any:
+        def cut(states: Any) -> Any:
+            if isinstance(states, tuple):  # before each layer and after the last, or of attention
+                return (*states[:-1], cut(states[-1])) if states else states
+            whole = getattr(states, "ndim", 0) == 3 and states.shape[1] == self._new_len
+            return states[:, self._filled :] if whole else states
+
+        if isinstance(output, tuple):
+            return tuple(map(cut, output))
+        for name in {"last_hidden_state", "hidden_states"} & output.keys():
+            output[name] = cut(output[name])
+        return output
 
     def _left(self, hidden: Tensor) -> Tensor | None:
         """The slots ``[batch, count]`` of the tokens that left the layer; None for all."""
@@ -284,12 +318,6 @@ class ActingForward(Forward):
         """Hidden states of the tokens that left a layer, among zeros for the others."""
         slots = self._left(hidden)
         return hidden if slots is None else spread_tokens(hidden, slots, self._new_len)
-
-    def in_order(self, output: Any) -> Any:
-        """See `Forward.in_order`; of what was spread, the tokens that went on."""
-        if self._went_on and self._went_on[-1] is not None:
-            output = self._without_others(output)
-        return super().in_order(output)
 
     def _without_others(self, output: Any) -> Any:
         def taken(hidden: Tensor, slots: Tensor | None) -> Tensor:

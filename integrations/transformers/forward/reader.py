@@ -29,6 +29,7 @@ from kvpolicy.integrations.transformers.forward.chunked_prefill import (
     joined_outputs,
 )
 from kvpolicy.integrations.transformers.forward.inputs import (
+    Incoming,
     check_step,
     inputs_of,
     read_inputs,
@@ -328,6 +329,8 @@ class Reader:
         incoming = attrs.evolve(incoming, ids=self._ids_of(arguments))
         if incoming.tokens.padded or incoming.padded:
             parts.check_padding(self.care)
+        if not self.care.counts:
+            self._check_positions_given(arguments, incoming)
         if parts.holds_states:
             check_states_go_on(incoming, several=self.care.continues)
         kinds, self._new_kinds = self._new_kinds, None
@@ -378,6 +381,22 @@ class Reader:
         forward.propagated.update(propagated)
         return forward, incoming.arguments
 
+    def _check_positions_given(self, arguments: dict[str, Any], incoming: Incoming) -> None:
+        """Check that a model that counts positions from a number of its own is given all it needs.
+
+        Raises:
+            UnsupportedModelError: It is not, and a cache cannot know that number.
+        """
+        needed = incoming.arguments.get("position_ids") is not None
+        restarts = self.acts_next and self.placed.propagation.restarts
+        if arguments.get("position_ids") is None and (needed or restarts):
+            assert self.attachment is not None
+            raise UnsupportedModelError(
+                f"position_ids must be given with {type(self.attachment.parts.model).__name__}, "
+                "which counts from a number of its own without them, where rows are padded or a "
+                "policy restarts the prefill; give each row's own, as generate does"
+            )
+
     def _ids_of(self, arguments: dict[str, Any]) -> Tensor | None:
         """Ids ``[batch, new_len]`` of a forward's tokens; None where only embeddings are known."""
         shape = inputs_of(arguments).shape[:2]
@@ -411,17 +430,19 @@ class Reader:
         return outside, {**arguments, "attention_mask": outer} if outside else arguments
 
     def _narrowing(self, arguments: dict[str, Any], parts: ModelParts) -> dict[str, Any]:
-        """Whether layers may be run for some tokens only, and whether the last one for the last."""
+        """How layers may be run for some tokens only, and the last one for the last."""
         # Flash attention is replaced by sdpa there, which knows neither caps nor sinks.
         replaced = parts.implementation in FLASH and not parts.plain_scores
 
         # Hidden states are recorded as a layer gets them, which narrowing would cut.
         states = _asked(arguments, parts, "output_hidden_states")
         keep_last = None if states else self._keep_last
-        narrows = not (_asked(arguments, parts, "output_attentions") or states or replaced)
+        whole = states or replaced or not parts.passes_on
+        narrows = not (_asked(arguments, parts, "output_attentions") or whole)
         return {
             "narrows": narrows and self.care.narrows,
             "keep_last": keep_last,
+            "refills": self.care.refills,
             "cuts": self.care.cuts,
         }
 
@@ -482,8 +503,8 @@ class Reader:
         plain = isinstance(self.storage, PlainStorage)
         # A state is a tensor of one size, but is copied before every forward. What attends to
         # another layer's keys has no buffers of its own.
-        plain = plain and all(type(layer) is PolicyLayer for layer in self.layers)
-        return self.max_new_tokens is not None and plain and self._may_be_static
+        own = all(type(layer) is PolicyLayer and layer.shows_queries for layer in self.layers)
+        return self.max_new_tokens is not None and plain and self._may_be_static and own
 
     def mask_of_step(self, attention_mask: Tensor | None) -> Tensor | None:
         """The mask that `generate` is to give the model at the next forward.

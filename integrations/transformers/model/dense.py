@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -22,7 +23,13 @@ _reaching: ContextVar[Sequence[Tensor] | None] = ContextVar("kvpolicy_reaching",
 
 @torch.no_grad()
 def dense_outputs(
-    model: nn.Module, parts: ModelParts, ids: Tensor, see: list[Tensor], reaching: list[Tensor]
+    model: nn.Module,
+    parts: ModelParts,
+    ids: Tensor,
+    see: list[Tensor],
+    reaching: list[Tensor],
+    *,
+    placed: bool = False,
 ) -> Tensor:
     """What a model says of one row, every layer's attention narrowed to what is visible there.
 
@@ -33,6 +40,7 @@ def dense_outputs(
         see: By layer, ``[kv_heads or 1, len, len]`` bool: whether a token (second axis) sees
             another.
         reaching: By layer, ``[len]`` bool: the tokens that its states read, if it has any.
+        placed: See `plain_outputs`.
 
     Returns:
         Logits, or the last hidden states, ``[len, size]``.
@@ -40,16 +48,24 @@ def dense_outputs(
     tokens = _visible.set(see), _reaching.set(reaching)
     try:
         with _dense(parts):
-            return plain_outputs(model, ids)
+            return plain_outputs(model, ids, placed=placed)
     finally:
         _visible.reset(tokens[0])
         _reaching.reset(tokens[1])
 
 
 @torch.no_grad()
-def plain_outputs(model: nn.Module, ids: Tensor) -> Tensor:
-    """What a model says of one row ``[1, len]``: logits or hidden states ``[len, size]``."""
-    output: Any = model(input_ids=ids, use_cache=False, return_dict=True)
+def plain_outputs(model: nn.Module, ids: Tensor, *, placed: bool = False) -> Tensor:
+    """What a model says of one row ``[1, len]``: logits or hidden states ``[len, size]``.
+
+    Args:
+        model: The model, or its decoder.
+        ids: ``[1, len]`` int64.
+        placed: Whether it is given positions, as by ``generate``, and does not count them itself.
+    """
+    places = torch.arange(ids.shape[1], device=ids.device)[None]
+    given = {"position_ids": places} if placed else {}
+    output: Any = model(input_ids=ids, use_cache=False, return_dict=True, **given)
     found = output.logits if "logits" in output else output.last_hidden_state
     rows: Tensor = found[0]
     return rows
@@ -61,12 +77,45 @@ def _dense(parts: ModelParts) -> Iterator[None]:
         for index, attention in enumerate(parts.attentions):
             if attention is not None:
                 stack.enter_context(routing.replaced(attention, _Dense(index)))
-            if attention is None:
+                if parts.kinds[index].states:
+                    for each in stateful_parts(parts.layers[index], attention):
+                        stack.enter_context(_reading_some(each, index))
+            elif parts.kinds[index].attends:
+                how = parts.implementation
+                stack.enter_context(_given_mask(parts.layers[index], index, how))
+            else:
                 stack.enter_context(_reading_some(parts.layers[index], index))
-            elif parts.kinds[index].states:
-                for each in stateful_parts(parts.layers[index], attention):
-                    stack.enter_context(_reading_some(each, index))
         yield
+
+
+@contextmanager
+def _given_mask(layer: nn.Module, index: int, implementation: str) -> Iterator[None]:
+    """Give a layer with an attention function of its own what is visible there as its mask.
+
+    What is visible is no more than what comes before, so that the model's own mask adds nothing.
+    """
+
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        see = _visible.get()
+        if see is None:
+            return None
+        names = list(inspect.signature(type(module).forward).parameters)[1:]  # after self
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        hidden, visible = given.pop(names[0]), see[index]
+        assert bool((visible == visible[:1]).all())  # some take one mask for all heads
+        mask = visible[:1].to(hidden.device)[None]
+        if implementation != "sdpa":
+            lowest = torch.finfo(hidden.dtype).min
+            mask = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill_(~mask, lowest)
+        return (hidden,), {**given, "attention_mask": mask}
+
+    handle = layer.register_forward_pre_hook(before, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

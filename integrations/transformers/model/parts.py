@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.model import unseen
 from kvpolicy.integrations.transformers.model.call_arguments import signature
 from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.finding import (
@@ -17,13 +18,13 @@ from kvpolicy.integrations.transformers.model.finding import (
     check_uncompiled,
     find_attention,
     find_decoder,
-    layer_list,
+    layers_within,
     modules_between,
     placeholders_of,
     takes_own_caches_only,
 )
 from kvpolicy.integrations.transformers.model.kinds import kinds_of
-from kvpolicy.integrations.transformers.model.masks import FLASH, IMPLEMENTATIONS
+from kvpolicy.integrations.transformers.model.masks import DENSE, FLASH, IMPLEMENTATIONS
 from kvpolicy.interfaces import nearest_layer
 from kvpolicy.policy import CachePolicy
 
@@ -39,7 +40,8 @@ class ModelParts:
         between: The modules through which a call of the model reaches it.
         layers: Its decoder layers.
         kinds: The kind of each.
-        attentions: The attention module of each; None where a layer does not attend.
+        attentions: The attention module of each; None where a layer does not attend, or does so
+            by a function of its own.
         own_caches_only: Whether the decoder refuses caches of classes that are not its own, unless
             it is told to use none: its layers use what they are given.
         windows: For each, the tokens its sliding window sees, itself among them; None where it
@@ -62,9 +64,7 @@ class ModelParts:
                 check_uncompiled(module)
         self.config: Any = self.decoder.config
         self._placeholders = placeholders_of(self.model)
-        layers = layer_list(self.decoder)
-        assert layers is not None
-        self.layers: list[nn.Module] = list(layers)
+        self.layers = layers_within(self.decoder)
         for layer in self.layers:
             check_uncompiled(layer)
         self.kinds = kinds_of(self.config, len(self.layers))
@@ -86,7 +86,16 @@ class ModelParts:
         ]
         for attention in filter(None, self.attentions):
             check_uncompiled(attention)
+        for layer in (self.layers[i] for i in self.attending if self.attentions[i] is None):
+            unseen.check_layer(layer, self.decoder)
         for index, kind in enumerate(self.kinds):
+            beside = kind.producer is not None or (kind.attends and kind.states)
+            if beside and self.attentions[index] is None:
+                raise UnsupportedModelError(
+                    "a layer that carries a state beside its attention, or attends to another's "
+                    "keys, must call Transformers' AttentionInterface, but "
+                    f"{type(self.layers[index]).__name__} at {index} does not"
+                )
             if kind.states:
                 check_holds_states(self.layers[index], index, self.attentions[index])
         self.own_caches_only = takes_own_caches_only(self.decoder)
@@ -100,9 +109,10 @@ class ModelParts:
             UnsupportedModelError: It is one whose masks are not known.
         """
         name = str(self.config._attn_implementation)
-        if name not in IMPLEMENTATIONS:
+        known = IMPLEMENTATIONS if self.shows_queries else DENSE
+        if name not in known:
             raise UnsupportedModelError(
-                f"attn_implementation of the model must be one of {', '.join(IMPLEMENTATIONS)}, "
+                f"attn_implementation of the model must be one of {', '.join(known)}, "
                 f"got {name!r}; load it with attn_implementation='sdpa'"
             )
         return name
@@ -143,6 +153,20 @@ class ModelParts:
         attending = self.attending
         whole = [index for index in attending if self.windows[index] is None]
         return whole or attending
+
+    @property
+    def shows_queries(self) -> bool:
+        """Whether the queries of every layer that attends can be seen."""
+        return all(self.attentions[index] is not None for index in self.attending)
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether a layer's output is that of its tokens, so that some may be left out of it.
+
+        Where the modules that attend are taken for layers, something is added to their output.
+        """
+        pairs = zip(self.layers, self.attentions, strict=True)
+        return all(layer is not attention for layer, attention in pairs)
 
     @property
     def attending(self) -> list[int]:
@@ -186,6 +210,15 @@ class ModelParts:
                 "row otherwise than alone, with any cache; give rows of one length, or one row at "
                 "a time"
             )
+
+    def check_queries(self, policy: CachePolicy) -> None:
+        """Check that a policy asks for no queries where none can be seen.
+
+        Raises:
+            UnsupportedModelError: It does.
+        """
+        if not self.shows_queries:
+            unseen.check_policy(self.model, policy)
 
     def check_policy(self, policy: CachePolicy, context_len: int) -> None:
         """Check that a policy can act on a context of a length.
@@ -254,6 +287,12 @@ class ModelParts:
 
     def _check_acting(self, policy: CachePolicy, acting: frozenset[int]) -> None:
         """Check that a policy asks only layers whose queries can be seen."""
+        if acting and not self.passes_on:
+            raise UnsupportedModelError(
+                f"{policy.propagation} cannot be applied to {type(self.model).__name__}, whose "
+                "layers attend several times each: no token can leave the prompt between two of "
+                "these times; use a policy that drops no tokens"
+            )
         attending = self.attending
         others = sorted(acting - set(attending))
         if others:

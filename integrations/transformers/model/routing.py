@@ -54,6 +54,20 @@ class AttentionInputs:
     scores: Scores
 
 
+def without_queries(query_heads: int, keys: Tensor, values: Tensor) -> AttentionInputs:
+    """What an attention function is called with that nobody sees: keys and values alone.
+
+    Args:
+        query_heads: Query heads of the layer, as far as they are known.
+        keys: See `AttentionInputs`.
+        values: See `AttentionInputs`.
+    """
+    batch, kv_heads, _, head_dim = keys.shape
+    heads = query_heads if query_heads and query_heads % kv_heads == 0 else kv_heads
+    none = keys.new_empty(batch, heads, 0, head_dim)
+    return AttentionInputs(none, keys, values, Scores(head_dim**-0.5))
+
+
 class Observer(Protocol):
     """A forward that wants to see the queries of a layer whose keys it has handed out."""
 

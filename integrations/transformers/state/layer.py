@@ -32,6 +32,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         spread: How the model's heads of this layer are spread over processes.
         attends: Whether the layer has keys and values of its own.
         producer: The layer whose keys and values it attends to instead; None without such.
+        shows_queries: Whether the model's attention shows its queries there.
     """
 
     attends = True
@@ -50,6 +51,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.ragged = False
         self.query_heads = 0
         self.spread = Spread()
+        self.shows_queries = True
         self._chosen: Tensor | None = None  # positions of what the policy kept, without appended
         self._tokens: SeenTokens | None = None
 

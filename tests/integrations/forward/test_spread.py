@@ -26,7 +26,7 @@ def test_policies_are_right(name: str) -> None:
     model = hybrid(name)
     verdict = check_model(model).verdict
     assert verdict is not None
-    assert not verdict.care.cuts
+    assert verdict.care.refills or not verdict.care.cuts
     outcome = Judge(name, model)()
     assert outcome.outcome == "right", outcome
 

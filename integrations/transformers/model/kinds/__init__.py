@@ -52,7 +52,8 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
         num_layers: Its layers.
     """
     own = DynamicCache(config=config).layers
-    called = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
+    called = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    called = called or ["full_attention"] * num_layers
     if len(own) == 1 < num_layers:  # grown as layers come: all alike
         own = own * num_layers
     kinds = []
@@ -64,7 +65,7 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
             index,
             called[index] if index < len(called) else "full_attention",
             None if cached is None else type(cached).__name__,
-            getattr(cached, "sliding_window", None),
+            getattr(cached, "sliding_window", None) or getattr(config, "window_size", None),
             latent=getattr(config, "kv_lora_rank", None) is not None,
             states=getattr(cached, "number_of_states", 1),
             producer=producers.get(index),

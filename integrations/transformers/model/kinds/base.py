@@ -49,7 +49,7 @@ class LayerFacts:
         kind: Transformers' word for it, such as ``"sliding_attention"``.
         cached_as: The name of the class that Transformers' own cache has for it; None where it
             has none.
-        window: The sliding window of that, in tokens.
+        window: The sliding window of that, or else of the configuration, in tokens.
         latent: Whether attention makes keys and values of a latent that all heads share.
         states: The states of either kind that it holds, if it holds any.
         producer: The layer whose keys and values it attends to; None where it makes its own.

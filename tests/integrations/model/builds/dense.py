@@ -25,7 +25,15 @@ _BESIDE = re.compile(r"vision|visual|image|audio|speech|vq|qformer|perceiver|dep
 _STATEFUL = re.compile(r"(MambaMixer|H1Mixer|CCAProjection|ShortConvolution)$")
 
 # Without position ids, which `generate` gives them, these count positions from their padding id on.
-COUNTED = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xmod")
+COUNTED = (
+    "camembert",
+    "data2vec-text",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
 
 
 class UnjudgedError(Exception):
@@ -55,6 +63,14 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     inside = [each for each in lists if not _BESIDE.search(each[0])] or lists
     named = [each for each in inside if re.search(r"(layers?|h|blocks?)$", each[0])] or inside
     if not named:
+        # Of layers that attend several times, what attends.
+        numbered = [
+            each
+            for each in model.modules()
+            if hasattr(each, "layer_idx") and re.search("Attention|MLA", type(each).__name__)
+        ]
+        if [each.layer_idx for each in numbered] == list(range(count or 0)):
+            return numbered
         raise UnjudgedError(f"no list of {count} layers")
     return list(named[0][1])
 
