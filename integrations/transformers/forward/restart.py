@@ -12,6 +12,7 @@ from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
+from kvpolicy.integrations.transformers.forward.relative_positions import Columns
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.policy import CachePolicy
@@ -86,6 +87,21 @@ class FilterPass(ActingForward):
                 "policy that does not restart"
             )
         return super().enter_layer(index, module, hidden, kwargs)
+
+    def columns(self, index: int) -> Columns | None:
+        """See `Forward.columns`.
+
+        Raises:
+            UnsupportedModelError: The layer's attention counts how far keys lie by columns, which
+                the second pass leaves out.
+        """
+        if self._inside == index:
+            raise UnsupportedModelError(
+                f"attention must go by position_ids where {self.policy.propagation} restarts the "
+                f"prefill at new positions, but that of layer {index} counts columns; use a policy "
+                "that does not restart"
+            )
+        return None
 
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:
         """At the filter layer, choose and end the pass."""
