@@ -10,6 +10,10 @@ from torch import Tensor
 
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
+# Arguments of a decoder that hold something for each token, [batch, new_len, ...]: the last for
+# every layer, made where ids are known.
+OF_TOKENS = ("input_ids", "inputs_embeds", "per_layer_inputs")
+
 
 @attrs.frozen(eq=False)
 class Incoming:
@@ -129,7 +133,7 @@ def span_of(arguments: dict[str, Any], seen: int, start: int, stop: int) -> dict
     """
     arguments = dict(arguments)
     own_rows = (slice(None), slice(start, stop))
-    for name in {"input_ids", "inputs_embeds", "position_ids"} & arguments.keys():
+    for name in {*OF_TOKENS, "position_ids"} & arguments.keys():
         if arguments[name] is not None:
             # Position ids may have axes before that of the rows.
             own = (..., slice(start, stop))
@@ -235,7 +239,7 @@ def _padding_first(columns: Tensor) -> Tensor | None:
 
 def _reordered(arguments: dict[str, Any], order: Tensor, seen: int) -> dict[str, Any]:
     arguments = dict(arguments)
-    for name in {"input_ids", "inputs_embeds", "position_ids"} & arguments.keys():
+    for name in {*OF_TOKENS, "position_ids"} & arguments.keys():
         if arguments[name] is not None:
             first = arguments[name].ndim - 2 if name == "position_ids" else 0
             arguments[name] = take_columns(arguments[name], order, first, first + 1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
-from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
+from kvpolicy.integrations.transformers.forward.inputs import OF_TOKENS, Incoming, take_columns
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.integrations.transformers.forward.relative_positions import Columns
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
@@ -136,7 +136,7 @@ class FilterPass(ActingForward):
 
     def _arguments(self, chosen: Tensor) -> dict[str, Any]:
         arguments, tokens = dict(self._incoming.arguments), self._incoming.tokens
-        for name in {"input_ids", "inputs_embeds"} & arguments.keys():
+        for name in set(OF_TOKENS) & arguments.keys():
             if arguments[name] is not None:
                 arguments[name] = take_columns(arguments[name], chosen)
         valid = chosen >= 0
