@@ -34,7 +34,7 @@ quick: lint
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[cli,plot,test]' ruff mypy
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[cli,plot,eval,test]' ruff mypy
 	touch $@
 
 lint: $(VENV)/installed

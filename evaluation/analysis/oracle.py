@@ -224,9 +224,10 @@ def spearman(one: Tensor, other: Tensor) -> float:
 
 
 def _ranks(values: Tensor) -> Tensor:
-    _, place, counts = values.unique(return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).double()
-    return (last - (counts.double() - 1) / 2)[place]
+    unique: Any = torch.unique  # which has no types
+    _, place, counts = unique(values, return_inverse=True, return_counts=True)
+    ranks: Tensor = (counts.cumsum(0).double() - (counts.double() - 1) / 2)[place]
+    return ranks
 
 
 def found_share(truth: Tensor, saliency: Tensor, share: float = TOP_SHARE) -> float:

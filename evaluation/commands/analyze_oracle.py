@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from kvpolicy.building import PartOption
 from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.evaluation.analysis.oracle import TOP_SHARE, Ranking
 from kvpolicy.evaluation.analysis.oracle_study import (
@@ -17,7 +18,6 @@ from kvpolicy.evaluation.analysis.oracle_study import (
     run_oracle,
     write_oracle,
 )
-from kvpolicy.evaluation.commands.options import parse_part
 from kvpolicy.evaluation.commands.terminal import load_shown, progress_bar
 from kvpolicy.interfaces import Scorer
 from kvpolicy.registry import registered
@@ -54,7 +54,7 @@ def chosen_scorers(names: Sequence[str]) -> dict[str, Scorer]:
     known = registered("scorer")
     scorers: dict[str, Scorer] = {}
     for written in names or known:
-        asked = parse_part(written, "--scorer")
+        asked = PartOption.parse(written, "--scorer")
         name = asked.name.replace("-", "_")
         if name not in known:
             raise UnknownPolicyError(

@@ -30,7 +30,11 @@ from transformers.utils import logging
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.evaluation.cost.model_shape import LayerShape
-from kvpolicy.integrations.transformers.model.finding import find_decoder, layer_list
+from kvpolicy.integrations.transformers.model.finding import (
+    attending_in_turn,
+    find_decoder,
+    layers_within,
+)
 
 NAME = "kvpolicy_shapes"
 TOKENS = 2
@@ -55,8 +59,9 @@ def trace_layers(config: Any, name: str) -> tuple[LayerShape, ...]:
     try:
         model = _built(config, text)
         decoder = find_decoder(model)
-        layers = layer_list(decoder)
-        assert layers is not None  # which find_decoder looks for
+        layers = layers_within(decoder)
+        if layers == attending_in_turn(decoder):
+            raise UnsupportedModelError("its layers attend several times each")
         cache = DynamicCache(config=text)
         seen = _Seen(layers)
         ids = torch.ones(1, TOKENS, dtype=torch.long, device="meta")
@@ -132,7 +137,7 @@ class _Seen:
         modules: The decoder's layers.
     """
 
-    modules: nn.ModuleList
+    modules: list[nn.Module]
     layers: list[_LayerFacts] = attrs.field(init=False)
     current: _LayerFacts | None = attrs.field(init=False, default=None)
 

@@ -16,7 +16,7 @@ from transformers import Cache
 
 from kvpolicy.checks import check_count
 from kvpolicy.description import describe
-from kvpolicy.errors import CacheInUseError
+from kvpolicy.errors import CacheInUseError, UnsupportedModelError
 from kvpolicy.integrations.transformers.adapters import check_adapters
 from kvpolicy.integrations.transformers.forward.reader import Reader
 from kvpolicy.integrations.transformers.forward.static_decoding import StaticDecoding
@@ -24,9 +24,15 @@ from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.model.check import verdict_of
 from kvpolicy.integrations.transformers.model.parallel import Spread
 from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.model_print import ModelPrint
-from kvpolicy.integrations.transformers.state.recurrent import layer_for
+from kvpolicy.integrations.transformers.state.recurrent import (
+    EmptyLayer,
+    RecurrentLayer,
+    layer_for,
+    link,
+)
 from kvpolicy.integrations.transformers.state.report import CacheReport
 from kvpolicy.integrations.transformers.state.saving import SavedCache
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
@@ -47,8 +53,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
             `OffloadedStorage`. As they are, if None.
         max_new_tokens: Tokens of an answer to have memory for when the prompt is read. With it
             `generate` can compile their decoding (greedy or sampling, eager or sdpa attention,
-            plain storage, no recurrent layers), as it does by itself on a GPU. A longer answer
-            gets as much again, and is compiled again. None: memory grows.
+            plain storage, layers with keys of their own and no state), as it does by itself on a
+            GPU. A longer answer gets as much again, and is compiled again. None: memory grows.
 
     Attributes:
         policy: The policy.
@@ -139,10 +145,12 @@ class PolicyCache(Cache):  # type: ignore[misc]
             return
         placed = self.policy.placed(parts.num_layers, parts.eligible)
         placed.check_model(parts.num_layers)
+        parts.check_queries(placed)
         verdict = verdict_of(model, parts, PolicyCache)
         verdict.check(self.policy, parts.num_layers)
         self._check_filled_by(parts)
         self._find_heads(parts)
+        self._check_bounded()
         self._reader.placed, self._reader.care = placed, verdict.care
         self._reader.attachment = Attachment(self, self._reader, parts)
         self._thread = threading.current_thread()
@@ -172,6 +180,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         if self._reader.tokens is None:
             room = self._reader.room
             self.layers[:] = [layer_for(kind, self.storage, room) for kind in parts.kinds]
+            link(self.layers)
         elif len(self.layers) != parts.num_layers:
             raise ValueError(
                 f"model must have the {len(self.layers)} layers of the model that filled the "
@@ -186,6 +195,27 @@ class PolicyCache(Cache):  # type: ignore[misc]
             self._check_loaded_for(self._loaded_for, ModelPrint.of(parts.decoder))
             self._check_kinds(parts)
             self._move_to(parts)
+
+    def _check_bounded(self) -> None:
+        """Check that every layer can choose while an answer is decoded.
+
+        Raises:
+            UnsupportedModelError: One cannot.
+        """
+        if self.policy.decoding is None:
+            return
+        plain = (PolicyLayer, RecurrentLayer, EmptyLayer)
+        unlike = [
+            index
+            for index, layer in enumerate(self.layers)
+            if type(layer) not in plain or (layer.attends and not layer.shows_queries)
+        ]
+        if unlike:
+            raise UnsupportedModelError(
+                f"decoding of {self.policy} must be None with a model whose layers share keys, "
+                "have an indexer, attend to images, hold a state beside their keys, or show no "
+                f"queries, as layers {unlike} do: nothing is evicted there while decoding yet"
+            )
 
     @staticmethod
     def _check_loaded_for(saved: ModelPrint, model: ModelPrint) -> None:
@@ -204,7 +234,10 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def _check_kinds(self, parts: ModelParts) -> None:
         for index, (layer, kind) in enumerate(zip(self.layers, parts.kinds, strict=True)):
-            if type(layer) is not type(layer_for(kind, self.storage, 0)):
+            wanted = layer_for(kind, self.storage, 0)
+            if isinstance(layer, IndexedLayer) and isinstance(wanted, IndexedLayer):
+                layer.blocks = wanted.blocks  # which a file does not say
+            if type(layer) is not type(wanted) or layer.producer != wanted.producer:
                 raise ValueError(
                     f"saved cache must hold what layer {index} of the model holds, which is "
                     f"{kind.name}, got something else; the file was changed"
@@ -213,8 +246,11 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def _find_heads(self, parts: ModelParts) -> None:
         tp_size = getattr(parts.model, "tp_size", None) or 1
         for layer, attention in zip(self.layers, parts.attentions, strict=True):
+            layer.shows_queries = attention is not None or not layer.attends
             if attention is not None:
                 layer.spread = Spread.of(attention, parts.config, tp_size)
+            elif layer.attends:  # nothing else will tell
+                layer.query_heads = getattr(parts.config, "num_attention_heads", 0)
 
     def _move_to(self, parts: ModelParts) -> None:
         assert self._reader.tokens is not None
@@ -235,7 +271,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
         if any(layer.state_nbytes() for layer in self.layers):
             raise ValueError(
                 f"model must be in the precision in which the saved cache was filled, {saved}, "
-                f"where it has recurrent layers, got {own}; a state is summed up in one precision"
+                f"where it has recurrent layers or has read images, got {own}; what is held of "
+                "these is in one precision"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -359,6 +396,20 @@ class PolicyCache(Cache):  # type: ignore[misc]
         """
         self._reader.start_turn(prompt_len)
 
+    @contextmanager
+    def appending(self) -> Iterator[PolicyCache]:
+        """Let `generate` append the prompts it is given: the policy does not act on them.
+
+        A question that is asked of a document after the policy has chosen what to keep of it is
+        read so, and held whole. The first prompt of an empty cache is read under the policy all
+        the same. Nothing is compiled inside the block.
+        """
+        before, self._reader.appends = self._reader.appends, True
+        try:
+            yield self
+        finally:
+            self._reader.appends = before
+
     @property
     def reader(self) -> Reader:
         """What takes up the model's forwards; for `generate`'s sake, not for users."""
@@ -396,6 +447,18 @@ class PolicyCache(Cache):  # type: ignore[misc]
         if static is not None:
             return static.layers[layer_idx].write(key_states, value_states)
         return self._reader.update(layer_idx, key_states, value_states)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Take a layer's new index keys; return all that its indexer is to see.
+
+        Args:
+            indexer_key_states: ``[batch, new_len, index_dim]``.
+            layer_idx: The layer's.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        return self._reader.update_index(layer_idx, indexer_key_states)
 
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
@@ -456,6 +519,28 @@ class PolicyCache(Cache):  # type: ignore[misc]
         )
         return state
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """The recurrent state of a layer whose model replaces it whole; None before any.
+
+        As of the caches that some models define for themselves, with `set_linear_cache`.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self._reader.note_state(layer_idx)
+        layer = self.layers[layer_idx]
+        assert isinstance(layer, RecurrentLayer)
+        state: Tensor | None = layer.recurrent_states[0]
+        return state
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Take a layer's recurrent state after the tokens at hand.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self.update_recurrent_state(linear_cache, layer_idx)
+
     @property
     def static(self) -> StaticDecoding | None:
         """The decoding under way into buffers of a fixed size, which compiled hooks look for."""
@@ -469,6 +554,22 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen, padding included; what is stored is ``layers[i].kept_len``."""
         return self._reader.seen
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length of the keys a forward will see, and the columns seen but not stored.
+
+        An attention module that asks, to tell how far keys lie from queries, is told of all seen.
+        """
+        columns = self._reader.columns(layer_idx)
+        if columns is not None:
+            return columns.keys, 0
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:
+        """Columns seen; to an attention module that asks, what is to be added for its queries."""
+        columns = self._reader.columns(layer_idx)
+        return self.get_seq_length(layer_idx) if columns is None else columns.query_offset
 
     @property
     def batch_size(self) -> int:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
+from kvpolicy.integrations.transformers.forward.indexers import new_places, with_positions
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
+from kvpolicy.integrations.transformers.forward.relative_positions import Columns
 from kvpolicy.integrations.transformers.forward.states import check_states_skip_nothing
+from kvpolicy.integrations.transformers.model.mask_arguments import MaskArguments
 from kvpolicy.integrations.transformers.model.masks import (
     FLASH,
     Mask,
@@ -19,10 +24,36 @@ from kvpolicy.integrations.transformers.model.masks import (
     causal_mask,
 )
 from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
+from kvpolicy.integrations.transformers.model.temperature import Temperature
+from kvpolicy.integrations.transformers.state.cross import CrossLayer
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
+from kvpolicy.integrations.transformers.state.recurrent import (
+    EmptyLayer,
+    RecurrentLayer,
+    SharedLayer,
+)
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
+
+
+@attrs.frozen(eq=False)
+class Lent:
+    """What a layer sees whose keys and values others attend to as well.
+
+    Args:
+        keys: ``[batch, 1 or kv_heads, key_len]`` int64 original positions, -1 on padding.
+        queries: ``[batch, query_len]``, likewise.
+        mask: That of its queries.
+        own: What the layer's own mask says of the forward's tokens, where it is not order alone.
+        order: That of its keys, where padding was brought to the left.
+    """
+
+    keys: Tensor
+    queries: Tensor
+    mask: Mask
+    own: Tensor | None
+    order: Tensor | None
 
 
 class Forward:
@@ -38,16 +69,20 @@ class Forward:
         layers: What each layer of the model holds.
         incoming: The forward's tokens and those seen before.
         implementation: The model's attention implementation.
-        windows: Each layer's sliding window; None where it sees all.
+        windows: Each layer's sliding window or chunk; None where it sees all.
+        answer_windows: Likewise, of what follows a prompt that is seen whole.
+        temperatures: By layer, how its queries depend on counted positions; None where they do not.
         own_masks: Whether the model makes its masks outside of the decoder, where it may know more
             than the order of tokens.
         spares_masks: Whether a layer may get no mask where its attention function would do right
             without.
         causal: Whether a layer without a mask sees no later token; else it sees all of a prompt.
         attended: Where to note which keys each layer attends to; None where nobody asks.
+        rotary: The decoder's rotary embedding, for index keys that are turned late; None without.
     """
 
     acts = False  # whether the policy does, on this forward
+    in_prompt = False  # whether its tokens are a prompt's
 
     def __init__(
         self,
@@ -57,10 +92,13 @@ class Forward:
         *,
         implementation: str,
         windows: list[int | None],
+        answer_windows: list[int | None] | None = None,
+        temperatures: list[Temperature | None] | None = None,
         own_masks: bool = False,
         spares_masks: bool = True,
         causal: bool = True,
         attended: AttendedKeys | None = None,
+        rotary: Any = None,
     ) -> None:
         self.policy = policy
         self.layers = layers
@@ -86,6 +124,9 @@ class Forward:
         self._new_len = incoming.new_valid.shape[1]
         self._columns = incoming.columns
         self._windows = windows
+        self._answer_windows = answer_windows or [None] * len(layers)
+        self._temperatures = temperatures or [None] * len(layers)
+        self._places = self.new_positions  # at which the tokens that reach the layer are read
         self.propagated: dict[int, Tensor] = {}
         self._updated: set[int] = set()
         self._order_of_columns = incoming.order
@@ -98,11 +139,21 @@ class Forward:
         self._combined: Tensor | None = None  # positions of the keys of the layer at hand
         self._order: Tensor | None = None  # that brings padding in the middle to the left
         self._pending: tuple[Tensor, Tensor] | None = None
-        self._causal: dict[int, Mask] = {}
+        # What the layer before returned beside hidden states, for the tokens that went on.
+        self._beside: tuple[Tensor, ...] = ()
+        self._causal: dict[tuple[int, bool], Mask] = {}  # by length, and whether none will do
         self._own_masks = own_masks
         self._spares_masks = spares_masks
         self._sees_all = not causal and self.first
         self._attended = attended
+        self._rotary = rotary
+        # By layer whose keys others attend to, what these need to know.
+        self._lent: dict[int, Lent | None] = {
+            layer.producer: None for layer in layers if layer.producer is not None
+        }
+        self._streams_axis = 1  # of the tokens, where hidden states have four
+        self._inside: int | None = None  # the layer at hand
+        self._told: Columns | None = None  # what its attention was told, if it asked
         self._own_blocks: dict[int, tuple[Any, Tensor | None]] = {}  # by the id of the mask
 
     # Before a layer.
@@ -121,6 +172,8 @@ class Forward:
         Raises:
             UnsupportedModelError: The model reads a padded row otherwise than alone.
         """
+        if index == 0:
+            self._check_tokens(module, hidden)
         if index == 0 and self._sees_all and self._padded and self._own_block(kwargs) is None:
             raise UnsupportedModelError(
                 "rows must not be padded where the model sees a prompt both ways without padding "
@@ -130,32 +183,146 @@ class Forward:
         layer = self.layers[index]
         if isinstance(layer, RecurrentLayer):
             layer.own_states()
-            return hidden, self._for_state(hidden, self._reaching(kwargs))
+        if isinstance(layer, SharedLayer):
+            return hidden, self._enter_borrower(index, hidden, kwargs)
         if not layer.attends:
-            return hidden, self._reaching(kwargs)
+            here = self._reaching(kwargs)
+            states = isinstance(layer, RecurrentLayer)
+            return hidden, self._for_state(hidden, here) if states else here
+        if not isinstance(layer, RecurrentLayer):
+            return hidden, self._enter_attention(index, hidden, kwargs)
+        names = MaskArguments.of(kwargs)
+        here = self._enter_attention(index, hidden, names.taken(kwargs))
+        return hidden, names.given(here, self._valid_here(hidden))
+
+    def _enter_attention(
+        self, index: int, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The arguments of a layer's attention, for the tokens that reach it."""
+        layer = self.layers[index]
+        self._inside, self._told = index, None
         self._combine(layer)
         if self._attended is not None and not (self.first and self._order_of_columns is None):
             heads = 1 if layer.held is None else layer.held.shape[1]
             self._attended.note(index, self._positions(layer, heads, hidden.device))
-        return hidden, self._with_mask(index, hidden, self._reaching(kwargs))
+        here = self._reaching(kwargs)
+        self._note_places(here)
+        if isinstance(layer, IndexedLayer):
+            return self._for_indexer(index, layer, hidden, here)
+        here = self._with_mask(index, hidden, here)
+        self._lend(index, hidden, kwargs, here.get("attention_mask"))
+        return here
+
+    def _note_places(self, kwargs: dict[str, Any]) -> None:
+        """Take note of the positions at which the tokens of a layer's arguments are read."""
+        given = kwargs.get("position_ids")
+        if not isinstance(given, Tensor) or given.ndim != 2:
+            given = self.new_positions
+        self._places = given
+
+    def _for_indexer(
+        self, index: int, layer: IndexedLayer, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The arguments of a layer with an indexer, which reads masks and positions itself."""
+        own = kwargs.get("attention_mask")
+        layer.taking = functools.partial(self.update_index, index)
+        if isinstance(own, Tensor) and own.ndim == 2:  # of tokens, from which it makes its own
+            kwargs = {**kwargs, "attention_mask": self.new_valid.to(hidden.device)}
+        else:
+            kwargs = self._with_mask(index, hidden, kwargs)
+            mask = kwargs["attention_mask"]
+            mask = self._mask(index, hidden) if mask is None else mask
+            assert isinstance(mask, Tensor)
+            kwargs = {**kwargs, "attention_mask": mask.expand(hidden.shape[0], -1, -1, -1)}
+        return with_positions(layer, hidden, kwargs, self._rotary, self._order)
+
+    def _lend(self, index: int, hidden: Tensor, kwargs: dict[str, Any], mask: Mask) -> None:
+        """Note which keys a layer sees, and under which mask, where others attend to them."""
+        if index in self._lent:
+            layer = self.layers[index]
+            self._lent[index] = Lent(
+                self._positions(layer, layer.choices, hidden.device),
+                self.new_positions,
+                mask,
+                self._own_block(kwargs),
+                self._order,
+            )
+
+    def _enter_borrower(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a layer that attends to another's keys: under that one's mask."""
+        producer = self.layers[index].producer
+        assert producer is not None
+        lent = self._lent[producer]
+        assert lent is not None
+        here = self._reaching(kwargs)
+        if self._attended is not None:
+            self._attended.note(index, lent.keys)
+        count = hidden.shape[self._token_axis(hidden)]
+        if lent.queries is self.new_positions and count == lent.queries.shape[1]:
+            return {**here, "attention_mask": lent.mask}
+        # Tokens were dropped in between, or the decoder goes on with the last ones.
+        self._order = lent.order
+        own = self._own_visibility(lent.own, lent.keys)
+        if own is not None:
+            own = attrs.evolve(own, queries=own.queries[:, -count:])
+        places = self.new_positions[:, -count:].to(hidden.device)
+        heads = self.layers[producer].query_heads if lent.keys.shape[1] > 1 else 1
+        seen = Visibility(lent.keys, places, heads, self._window(index), own=own)
+        return {**here, "attention_mask": seen.mask(self.implementation, hidden.dtype)}
+
+    def _token_axis(self, hidden: Tensor) -> int:
+        """The axis of the tokens in hidden states, which follows that of the rows."""
+        return self._streams_axis if hidden.ndim == 4 else 1
+
+    def _check_tokens(self, module: nn.Module, hidden: Tensor) -> None:
+        """Check that the first layer gets a hidden state for each token and no other.
+
+        Several streams of them stand before the rows, or behind the tokens.
+        """
+        if hidden.ndim == 4:
+            rows = tuple(self.new_valid.shape)
+            axes = [axis for axis in (1, 2) if tuple(hidden.shape[axis - 1 : axis + 1]) == rows]
+            if len(axes) != 1:
+                raise UnsupportedModelError(
+                    f"hidden states {list(hidden.shape)} of several streams must show which axes "
+                    f"are the {rows[0]} rows and {rows[1]} tokens; give another number of either"
+                )
+            self._streams_axis = axes[0]
+        if hidden.ndim == 3 and hidden.shape[1] != self.new_valid.shape[1]:
+            raise UnsupportedModelError(
+                "a decoder must give its layers one hidden state for each token, but "
+                f"{type(module).__name__} gets {hidden.shape[1]} for {self.new_valid.shape[1]} "
+                "tokens, as where a model puts features of an image before them"
+            )
 
     def _for_state(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a recurrent layer: its mask tells tokens from padding.
+        """The arguments of a recurrent layer; see `_valid_here`."""
+        valid = self._valid_here(hidden)
+        # A layer's convolutions may have a name of their own for it.
+        own = dict.fromkeys({"conv_mask"} & kwargs.keys(), valid)
+        return {**kwargs, **own, "attention_mask": valid}
+
+    def _valid_here(self, hidden: Tensor) -> Tensor | None:
+        """The mask ``[batch, len]`` of a state, which tells tokens from padding; None without.
 
         Raises:
             UnsupportedModelError: See `check_states_skip_nothing`.
         """
-        valid = self.new_valid if self._padded else None
-        if valid is not None:
-            check_states_skip_nothing(valid, self._started)
-            valid = None if bool(valid.all()) else valid.to(hidden.device).long()
-        return {**kwargs, "attention_mask": valid}
+        if not self._padded:
+            return None
+        check_states_skip_nothing(self.new_valid, self._started)
+        return None if bool(self.new_valid.all()) else self.new_valid.to(hidden.device).long()
 
     def _reaching(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments for the tokens that reach the layer."""
         if self._slots is None:
             return kwargs
-        return cut_arguments(kwargs, self._slots, self._new_len)
+        ours = {
+            name: each
+            for name, each in kwargs.items()
+            if any(each is beside for beside in self._beside)
+        }
+        return {**cut_arguments(kwargs, self._slots, self._new_len), **ours}
 
     def _with_mask(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         spares = self._spares_masks or kwargs.get("attention_mask") is not None
@@ -168,8 +335,24 @@ class Forward:
             # Nothing held and nothing dropped: the model's own mask is right, but for windows,
             # which it measures in columns.
             return kwargs
-        own = self._own_block(kwargs)
-        return {**kwargs, "attention_mask": self._mask(index, hidden, own)}
+        mask = self._mask(index, hidden, self._own_block(kwargs))
+        if not self.layers[index].shows_queries and isinstance(mask, Tensor):
+            mask = mask.expand(hidden.shape[0], -1, -1, -1)  # some check its shape
+            self._check_own_window(index)
+        return {**kwargs, "attention_mask": mask}
+
+    def _check_own_window(self, index: int) -> None:
+        """Check that a layer that counts its window in columns has no padding between tokens.
+
+        Columns are no farther apart than positions then, so that it hides nothing from the mask.
+        """
+        between = not self.acts and self.layers[index].kept_len and not bool(self.new_valid.all())
+        if between and self._window(index) is not None:
+            raise UnsupportedModelError(
+                f"rows must not be padded behind what was read before where layers, as layer "
+                f"{index}, count their window in columns; give rows of one length, or one row at "
+                "a time"
+            )
 
     def _own_block(self, kwargs: dict[str, Any]) -> Tensor | None:
         """What a layer's own mask says of the forward's tokens, where it is not order alone."""
@@ -233,7 +416,10 @@ class Forward:
 
     def _mask(self, index: int, hidden: Tensor, own: Tensor | None = None) -> Mask:
         layer, window = self.layers[index], self._window(index)
+        answer = self._answer_windows[index]
         query_len = self.new_valid.shape[1]
+        if answer is not None and not self.in_prompt and self.tokens.appended.shape[1] > answer:
+            return self._mask_behind_prompt(layer, answer, hidden)
         key_len = layer.kept_len + query_len
         if self._combined is not None or window is not None or own is not None:
             positions = self._positions(layer, layer.choices, hidden.device)
@@ -241,21 +427,34 @@ class Forward:
             # away; elsewhere what is not new lies before all queries.
             if not (layer.ragged or self._moved is not None or window is not None):
                 positions = positions[:, :1]
+            elif not layer.shows_queries and bool((positions == positions[:, :1]).all()):
+                positions = positions[:, :1]  # some take one mask for all heads
             heads = layer.query_heads if positions.shape[1] > 1 else 1
             places = self.new_positions.to(hidden.device)
             among = self._own_visibility(own, positions)
-            seen = Visibility(positions, places, heads, window, among)
+            seen = Visibility(positions, places, heads, window, own=among)
             return seen.mask(self.implementation, hidden.dtype)
-        if key_len not in self._causal:
-            self._causal[key_len] = causal_mask(
+        spare = self._spares_masks and not layer.one_choice
+        if (key_len, spare) not in self._causal:
+            self._causal[key_len, spare] = causal_mask(
                 key_len,
                 query_len,
                 implementation=self.implementation,
                 dtype=hidden.dtype,
                 device=hidden.device,
-                spare=self._spares_masks,
+                spare=spare,
             )
-        return self._causal[key_len]
+        return self._causal[key_len, spare]
+
+    def _mask_behind_prompt(self, layer: PolicyLayer, window: int, hidden: Tensor) -> Mask:
+        """Of tokens behind a prompt: they see what is held of it, and a window."""
+        positions = self._positions(layer, layer.choices, hidden.device)
+        heads = layer.query_heads if positions.shape[1] > 1 else 1
+        before = self._before
+        prompt = (before.lengths - (before.appended >= 0).sum(dim=1)).to(hidden.device)
+        places = self.new_positions.to(hidden.device)
+        seen = Visibility(positions, places, heads, window, prompt)
+        return seen.mask(self.implementation, hidden.dtype)
 
     def _positions(self, layer: PolicyLayer, kv_heads: int, device: torch.device) -> Tensor:
         """Positions ``[batch, kv_heads, key_len]`` of all keys that the layer sees."""
@@ -267,11 +466,37 @@ class Forward:
 
     # Inside its attention.
 
+    def columns(self, index: int) -> Columns | None:
+        """Where a layer's attention is to think that queries and keys stand, while it runs.
+
+        None where that is what the layer holds, before anything was dropped or evicted.
+        """
+        if self._inside != index or (self.first and self._slots is None):
+            return None
+        count = self._before.seen + self._new_len
+        if self._slots is None:
+            queries = torch.arange(self._before.seen, count, device=self.new_positions.device)
+        else:
+            queries = self.new_positions.amax(dim=0)
+        self._told = Columns(count, queries)
+        return self._told
+
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values that the layer's attention is to see, with the new ones."""
         layer = self.layers[index]
         self._updated.add(index)
-        return layer.append(keys, values, self._before)
+        keys, values = layer.append(keys, values, self._before)
+        if isinstance(layer, IndexedLayer):
+            layer.attend_to(keys)
+        if self._temperatures[index] is not None or self._told is not None:
+            self._pending = keys, values  # its attention function is to be called from here
+        return keys, values
+
+    def update_index(self, index: int, keys: Tensor) -> Tensor:
+        """All index keys that the layer's indexer is to see, with the new ones."""
+        layer = self.layers[index]
+        assert isinstance(layer, IndexedLayer)
+        return layer.append_index(keys, new_places(self.layers, self._slots))
 
     def note_state(self, index: int) -> None:
         """A layer reads or writes its state."""
@@ -296,6 +521,13 @@ class Forward:
         alike = (keys.shape[0], keys.shape[-2]) == (given.shape[0], given.shape[-2])
         return keys is given or (own and alike)
 
+    def at_own_positions(self, index: int, queries: Tensor) -> Tensor:
+        """A layer's queries, where it has counted other positions for them than their own."""
+        temperature = self._temperatures[index]
+        if temperature is None:
+            return queries
+        return temperature.corrected(queries, self._before.seen, self._places)
+
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:
         """The layer's queries are known, its attention is not computed yet."""
 
@@ -306,10 +538,17 @@ class Forward:
         if self.implementation in FLASH:
             # From positions with gaps it would infer several sequences in one row.
             kwargs.pop("position_ids", None)
+        if self._told is not None:
+            assert self._inside is not None
+            layer = self.layers[self._inside]
+            keys = self._positions(layer, layer.choices, query.device)
+            places = self.new_positions.to(query.device)
+            kwargs = self._told.taken(kwargs, places, keys, query.shape[1])
         return attend(module, query, *others, **kwargs)
 
     def observe(self, index: int, inputs: AttentionInputs) -> None:
         """The layer has attended."""
+        self._pending = None
 
     # After a layer, and after the last.
 
@@ -324,7 +563,8 @@ class Forward:
             UnsupportedModelError: A layer did not use the cache, as with gradient checkpointing.
         """
         layers = enumerate(self.layers)
-        missing = {i for i, each in layers if not isinstance(each, EmptyLayer)} - self._updated
+        spared = EmptyLayer, CrossLayer  # the second is left out where there is no image
+        missing = {i for i, each in layers if not isinstance(each, spared)} - self._updated
         if missing:
             raise UnsupportedModelError(
                 f"model must give every layer the cache, but layers {sorted(missing)} did not "
@@ -391,10 +631,14 @@ class Forward:
         return take_columns(hidden, self._order_of_columns.argsort(dim=1))
 
 
+_WHOLE = ("attention_mask", "cross_attention_states")
+
+
 def cut_arguments(kwargs: dict[str, Any], slots: Tensor, length: int) -> dict[str, Any]:
     """The arguments of a layer for some of its tokens.
 
-    What holds something for each token, such as rotary embeddings, is cut; the mask is not.
+    What holds something for each token, such as rotary embeddings, is cut; the mask is not, nor is
+    what holds something for each patch of an image.
 
     Args:
         kwargs: By name, for ``length`` tokens.
@@ -402,7 +646,7 @@ def cut_arguments(kwargs: dict[str, Any], slots: Tensor, length: int) -> dict[st
         length: Tokens.
     """
     return {
-        name: value if name == "attention_mask" else _cut(value, slots, length)
+        name: value if name in _WHOLE else _cut(value, slots, length)
         for name, value in kwargs.items()
     }
 

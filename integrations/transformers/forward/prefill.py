@@ -7,14 +7,24 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.append import Forward, cut_arguments
 from kvpolicy.integrations.transformers.forward.decoding.choosing import Near, carried_for
-from kvpolicy.integrations.transformers.forward.inputs import take_columns
+from kvpolicy.integrations.transformers.forward.indexers import new_places
+from kvpolicy.integrations.transformers.forward.inputs import (
+    spread_tokens,
+    take_columns,
+)
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
-from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
+from kvpolicy.integrations.transformers.model.routing import (
+    Attend,
+    AttentionInputs,
+    without_queries,
+)
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.selection import gather_positions, gather_slots
 
@@ -30,22 +40,32 @@ class ActingForward(Forward):
         narrows: Whether layers may be run for some of their tokens only.
         keep_last: How many of the last tokens' outputs are asked for; None for those of all that
             go on.
+        refills: Whether the decoder is to get as many hidden states behind its last layer as it
+            has read tokens; what stands before those of the tokens that went on is cut off again.
         features: What is added to hidden states between layers, where the decoder is not to do so.
+        cuts: Whether the decoder is handed hidden states of the tokens that went on alone; else
+            they are among zeros for the others, until the decoder has ended.
         kwargs: See `Forward`.
     """
 
-    acts = True
+    acts = in_prompt = True
 
     def __init__(
         self,
         *args: Any,
         narrows: bool = False,
         keep_last: int | None = None,
+        refills: bool = False,
         features: AddedFeatures | None = None,
+        cuts: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._features = features
+        self._cuts = cuts
+        self._went_on: list[Tensor | None] = []  # by layer, slots; None for all
+        self._refills = refills
+        self._filled = 0  # hidden states that stand for no token
         self._seen_len = tuple(self.tokens.lengths.tolist())
         self._narrows = narrows
         # The last token stays last when padding is moved before tokens. Others may not: the last
@@ -53,6 +73,7 @@ class ActingForward(Forward):
         moved = self._order_of_columns is not None
         self._keep_last = None if moved and keep_last != 1 else keep_last
         self._passed: Tensor | None = None  # of the tokens that reach the layer, those that go on
+        self._kept: Tensor | None = None  # the slots that the last layer keeps
         # Of a layer that runs twice: whether this is the first run; then what it has seen, and, if
         # the second is for some tokens only, for which.
         self._looking = False
@@ -65,6 +86,8 @@ class ActingForward(Forward):
         self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         """See `Forward.enter_layer`; where few tokens go on, those of these alone."""
+        if self._slots is not None and not self._cuts:
+            hidden = self._taken(hidden, self._slots)
         if self._features is not None and not self._features.after:
             hidden = self._features.added(hidden, index, self._slots)
         if not self._few_go_on(index) or self._own_block(kwargs) is not None:
@@ -76,16 +99,20 @@ class ActingForward(Forward):
         slots = self._going_on(index)
         assert self._seen is not None
         keys, values = self._seen
-        own = torch.where(slots < 0, -1, slots + keys.shape[2] - hidden.shape[1]).to(keys.device)
+        new_len = hidden.shape[self._token_axis(hidden)]
+        own = torch.where(slots < 0, -1, slots + keys.shape[2] - new_len).to(keys.device)
         valid = None if valid is None else valid.to(keys.device)
         self._narrowed = Narrowed(keys, values, own, valid, self.implementation)
-        here = cut_arguments({**here, "attention_mask": None}, slots, hidden.shape[1])
-        return take_columns(hidden, slots), here
+        here = cut_arguments({**here, "attention_mask": None}, slots, new_len)
+        self._note_places(here)
+        return self._taken(hidden, slots), here
 
     def _few_go_on(self, index: int) -> bool:
         """Whether so few tokens leave a layer that it is worth to run it for these alone."""
-        # What has a state would read the tokens twice.
-        narrows = self._narrows and type(self.layers[index]) is PolicyLayer
+        # What has a state would read the tokens twice; others' attention needs keys of all tokens.
+        layer = self.layers[index]
+        plain = type(layer) is PolicyLayer and index not in self._lent
+        narrows = self._narrows and plain and layer.shows_queries
         if not narrows or self._window(index) is not None:
             return False
         new_len, num_layers = self.new_valid.shape[1], len(self.layers)
@@ -107,6 +134,7 @@ class ActingForward(Forward):
 
     def _look(self, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> None:
         """Run a layer until its queries and keys are known, and the policy has decided."""
+        self._note_places(kwargs)
         self._looking = True
         try:
             # Not through its hooks, one of which has brought us here. Its attention is not reached.
@@ -145,7 +173,17 @@ class ActingForward(Forward):
         if self._order is not None:
             keys, values = gather_slots(keys, self._order), gather_slots(values, self._order)
         self._pending = keys, values
+        if isinstance(layer, IndexedLayer):
+            layer.attend_to(keys)
+        if not layer.shows_queries:
+            self._decide(index, without_queries(layer.query_heads, keys, values))
         return keys, values
+
+    def update_index(self, index: int, keys: Tensor) -> Tensor:
+        """All index keys that the layer's indexer is to see, with the new ones."""
+        layer = self.layers[index]
+        assert isinstance(layer, IndexedLayer)
+        return layer.show_index(keys, new_places(self.layers, self._slots), self._order)
 
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:
         """In the first of two runs, let the policy decide, and end the run."""
@@ -185,7 +223,10 @@ class ActingForward(Forward):
             layer.store(keys, values, positions, kept, None if chosen is None else chosen.carried)
             return
         decision = self.policy.decide(context)
-        layer.store(keys, values, positions, decision.kept, decision.carried)
+        # Whoever attends to slots that another layer's indexer has picked has the same in them.
+        borrows = isinstance(layer, IndexedLayer) and layer.borrows
+        self._kept = self._kept if borrows and self._kept is not None else decision.kept
+        layer.store(keys, values, positions, self._kept, decision.carried)
         passed = self._here(decision.passed_on)
         if passed is not None and passed.shape == self.new_valid.shape:
             passed = None if torch.equal(passed >= 0, self.new_valid) else passed
@@ -216,14 +257,15 @@ class ActingForward(Forward):
         # By whichever heads there are: keys that are only bent are still one head's each.
         held_as_shown = keys.shape[1] == self._pending[0].shape[1]
         shown, new_valid = self._observed(index, queries)
-        positions = self._positions(self.layers[index], keys.shape[1], keys.device)
+        layer = self.layers[index]
+        positions = self._positions(layer, keys.shape[1], keys.device)
         return LayerContext(
             layer_idx=index,
             num_layers=len(self.layers),
             queries=shown,
             keys=keys,
             values=inputs.values,
-            stored=None if held_as_shown else self._pending,
+            stored=None if held_as_shown and not layer.one_choice else self._pending,
             positions=positions,
             kinds=self.tokens.kinds_at(positions),
             new_valid=new_valid.to(keys.device),
@@ -231,7 +273,7 @@ class ActingForward(Forward):
             scaling=scores.scaling,
             softcap=scores.softcap,
             sinks=scores.sinks,
-            heads=self.layers[index].spread.heads(queries.shape[1]),
+            heads=layer.spread.heads(queries.shape[1]),
         )
 
     def _observed(self, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,22 +287,79 @@ class ActingForward(Forward):
     def leave_layer(self, index: int, output: Any) -> Any:
         """The layer's output, cut to the tokens that go on, with what is added to it."""
         passed, self._passed = self._passed, None
-        hidden = output[0] if isinstance(output, tuple) else output
+        hidden, *others = output if isinstance(output, tuple) else (output,)
         if passed is not None:
             self._pass_on(index, passed)
-            hidden = take_columns(hidden, passed)
+            others = [_cut_alike(each, hidden, passed) for each in others]
+            hidden = self._taken(hidden, passed)
+        self._beside = tuple(each for each in others if isinstance(each, Tensor))
         if self._features is not None and self._features.after:
             hidden = self._features.added(hidden, index, self._left(hidden))
-        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+        if not self._cuts:
+            self._went_on.append(self._left(hidden))
+            hidden = self._spread(hidden)
+        if self._refills and index == len(self.layers) - 1:
+            self._filled = self._new_len - hidden.shape[1]
+            hidden = pad(hidden, (0, 0, self._filled, 0))
+        return (hidden, *others) if isinstance(output, tuple) else hidden
+
+    def in_order(self, output: Any) -> Any:
+        """See `Forward.in_order`; the hidden states are those of the tokens that went on."""
+        if self._went_on and self._went_on[-1] is not None:
+            output = self._without_others(output)
+        return super().in_order(self._unfilled(output) if self._filled else output)
+
+    def _unfilled(self, output: Any) -> Any:
+        def cut(states: Any) -> Any:
+            if isinstance(states, tuple):  # before each layer and after the last, or of attention
+                return (*states[:-1], cut(states[-1])) if states else states
+            whole = getattr(states, "ndim", 0) == 3 and states.shape[1] == self._new_len
+            return states[:, self._filled :] if whole else states
+
+        if isinstance(output, tuple):
+            return tuple(map(cut, output))
+        for name in {"last_hidden_state", "hidden_states"} & output.keys():
+            output[name] = cut(output[name])
+        return output
 
     def _left(self, hidden: Tensor) -> Tensor | None:
         """The slots ``[batch, count]`` of the tokens that left the layer; None for all."""
-        count = hidden.shape[1]
+        count = hidden.shape[self._token_axis(hidden)]
         if self._slots is not None:
             return self._slots[:, -count:]
         everything = self._new_len == count
         ends = torch.arange(self._new_len - count, self._new_len, device=self.new_valid.device)
         return None if everything else ends.expand(self.new_valid.shape[0], -1)
+
+    def _taken(self, hidden: Tensor, slots: Tensor) -> Tensor:
+        """Hidden states of the tokens in ``slots`` ``[batch, count]``."""
+        axis = self._token_axis(hidden)
+        return take_columns(hidden, slots, axis - 1, axis)
+
+    def _spread(self, hidden: Tensor) -> Tensor:
+        """Hidden states of the tokens that left a layer, among zeros for the others."""
+        slots = self._left(hidden)
+        if slots is None:
+            return hidden
+        return spread_tokens(hidden, slots, self._new_len, self._token_axis(hidden))
+
+    def _without_others(self, output: Any) -> Any:
+        def taken(hidden: Tensor, slots: Tensor | None) -> Tensor:
+            whole = hidden.shape[self._token_axis(hidden)] == self._new_len
+            return self._taken(hidden, slots) if whole and slots is not None else hidden
+
+        def each_taken(states: Any) -> Any:
+            if not isinstance(states, tuple) or len(states) != len(self._went_on) + 1:
+                return states
+            pairs = zip(states, [None, *self._went_on], strict=True)
+            return tuple(taken(hidden, slots) for hidden, slots in pairs)
+
+        if isinstance(output, tuple):
+            return (taken(output[0], self._went_on[-1]), *map(each_taken, output[1:]))
+        output["last_hidden_state"] = taken(output["last_hidden_state"], self._went_on[-1])
+        if output.get("hidden_states") is not None:
+            output["hidden_states"] = each_taken(output["hidden_states"])
+        return output
 
     def _pass_on(self, index: int, passed: Tensor) -> None:
         self.new_positions = gather_positions(self.new_positions, passed)
@@ -269,3 +368,10 @@ class ActingForward(Forward):
         self._slots = passed if self._slots is None else gather_positions(self._slots, passed)
         self._causal.clear()
         self.propagated[index] = self.new_positions
+
+
+def _cut_alike(value: Any, hidden: Tensor, slots: Tensor) -> Any:
+    """What a layer returns beside hidden states, for some of its tokens if it is of each token."""
+    # Attentions have four axes, of which the second are heads.
+    like = isinstance(value, Tensor) and value.ndim == 3 and value.shape[:2] == hidden.shape[:2]
+    return take_columns(value, slots) if like else value

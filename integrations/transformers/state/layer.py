@@ -32,7 +32,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         padded: Whether some row or head holds fewer tokens than others.
         ragged: Whether heads of one row do.
         spread: How the model's heads of this layer are spread over processes.
-        attends: Whether the layer has keys and values at all.
+        attends: Whether the layer has keys and values of its own.
+        producer: The layer whose keys and values it attends to instead; None without such.
+        one_choice: Whether tokens are kept for all heads together, whatever attention is given.
+        shows_queries: Whether the model's attention shows its queries there.
         observed: What it remembers of an answer, for the policy to choose by while it is decoded.
         scores: How its attention makes scores of products; None before the first forward that a
             policy acts on.
@@ -40,6 +43,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     """
 
     attends = True
+    one_choice = False
+    producer: int | None = None
     is_sliding = False
     is_compileable = False
     is_croppable = True
@@ -57,6 +62,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.observed = Observed()
         self.scores: Scores | None = None
         self.expands = False
+        self.shows_queries = True
         self._chosen: Tensor | None = None  # positions of what the policy kept, without appended
         self._tokens: SeenTokens | None = None
 
@@ -240,6 +246,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def nbytes(self) -> int:
         """Bytes of memory behind the keys and values, whole storages."""
         return 0 if self.held is None else self.held.nbytes()
+
+    def beside_nbytes(self) -> int:
+        """Bytes of what is held of each slot beside its keys and values, in one row."""
+        return 0
 
     def state_nbytes(self) -> int:
         """Bytes of what is held besides, whatever the number of tokens."""

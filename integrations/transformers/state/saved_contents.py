@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.integrations.transformers.state.saved_states import check_states
+from kvpolicy.integrations.transformers.state.saved_states import OF_CROSS, OF_INDEX, check_states
 
 # Characters of what is no JSON that an error shows.
 _SHOWN = 80
@@ -36,9 +36,14 @@ def check_contents(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -
         raise ValueError(f"policy must be the description of one, got {metadata['policy']}")
     _check_tensor("model.samples", tensors["model.samples"], torch.float32, None)
     acted = _check_tokens(tensors, padded=json.loads(metadata["padded"]))
-    _check_layers(query_heads, tensors, acted)
+    unlike = _read_json(metadata, "head_sizes") if "head_sizes" in metadata else None
+    _check_layers(query_heads, tensors, acted, unlike)
+    _check_crosses(metadata, query_heads, tensors, len(acted))
     states = _read_json(metadata, "states") if "states" in metadata else {}
     check_states(states, query_heads, tensors, len(acted))
+    _check_producers(
+        _read_json(metadata, "producers") if "producers" in metadata else {}, query_heads
+    )
     for name, positions in tensors.items():
         group, _, layer = name.partition(".")
         if group == "propagated":
@@ -56,6 +61,20 @@ def _read_json(metadata: Mapping[str, str], name: str) -> Any:
     except (json.JSONDecodeError, RecursionError) as error:
         got = metadata[name] if len(metadata[name]) <= _SHOWN else metadata[name][:_SHOWN] + "..."
         raise ValueError(f"{name} must be JSON, got {got!r}: {error}") from None
+
+
+def _check_producers(producers: object, query_heads: list[object]) -> None:
+    """Check that layers without keys attend to those of earlier layers that have some."""
+    if not isinstance(producers, dict):
+        raise ValueError(f"producers must be layers by layer, got {producers!r}")
+    for layer, producer in producers.items():
+        known = layer in map(str, range(len(query_heads))) and query_heads[int(layer)] is None
+        earlier = known and type(producer) is int and 0 <= producer < int(layer)
+        if not earlier or query_heads[producer] is None:
+            raise ValueError(
+                "producers must be earlier layers with keys, by layers without, got "
+                f"{producer!r} for layer {layer}"
+            )
 
 
 def _acted(lengths: Tensor, appended: Tensor) -> Tensor:
@@ -117,18 +136,34 @@ def _check_appended(appended: Tensor, valid: Tensor) -> None:
         )
 
 
-def _check_layers(query_heads: list[object], tensors: Mapping[str, Tensor], acted: Tensor) -> None:
-    """Check every layer, and that all are those of one model."""
+def _check_layers(
+    query_heads: list[object], tensors: Mapping[str, Tensor], acted: Tensor, unlike: object
+) -> None:
+    """Check every layer, and that all are those of one model.
+
+    Args:
+        query_heads: An entry a layer, None without keys.
+        tensors: The file's tensors by name.
+        acted: ``[batch]``, tokens that the policy has acted on.
+        unlike: Where layers have heads of unlike sizes, those of each; else None.
+    """
+    if unlike is not None and (not isinstance(unlike, list) or len(unlike) != len(query_heads)):
+        raise ValueError(f"head_sizes must be a list with an entry a layer, got {unlike!r}")
     first: tuple[int, ...] | None = None
     for index, heads in enumerate(query_heads):
         if heads is None:  # a layer without keys
             continue
         sizes = _check_layer(index, heads, tensors, acted)
         first = first or sizes
-        if sizes != first:
+        if unlike is None and sizes != first:
             raise ValueError(
                 "query heads, KV heads, head_dim of keys and head_dim of values must be the same "
                 f"in every layer, {first} in layer 0, got {sizes} in layer {index}"
+            )
+        if isinstance(unlike, list) and list(sizes) != unlike[index]:
+            raise ValueError(
+                "query heads, KV heads, head_dim of keys and head_dim of values must be those of "
+                f"head_sizes, {unlike[index]} in layer {index}, got {list(sizes)}"
             )
     for name in tensors:
         group, _, rest = name.partition(".")
@@ -150,12 +185,15 @@ def _check_layer(
     _check_tensor(names[0], keys, keys.dtype, len(acted), None, None, None)
     _, kv_heads, kept_len, _ = keys.shape
     _check_tensor(names[1], values, keys.dtype, len(acted), kv_heads, kept_len, None)
+    # A latent may have no rotary part, which stands in the place of values.
+    whole = f"layers.{index}.{OF_INDEX[0]}" in tensors
     for name, tensor in zip(names[:2], (keys, values), strict=True):
-        if not (kv_heads and tensor.shape[3]):
+        if not (kv_heads and (tensor.shape[3] or (whole and tensor is values))):
             raise ValueError(
                 f"{name} must have at least one KV head and a head_dim of at least 1, got shape "
                 f"{list(tensor.shape)}"
             )
+    _check_index(index, tensors, keys)
     chosen_len = kept_len - tensors["tokens.appended"].shape[1]
     choices = 1 if positions.ndim > 1 and positions.shape[1] == 1 else kv_heads
     _check_tensor(names[2], positions, torch.int64, len(acted), choices, chosen_len)
@@ -192,6 +230,46 @@ def _check_observed(
                 f"{name} must be of heads that share {query_heads} query heads, got "
                 f"{carried.shape[1]}"
             )
+
+
+def _check_crosses(
+    metadata: Mapping[str, str],
+    query_heads: list[object],
+    tensors: Mapping[str, Tensor],
+    batch: int,
+) -> None:
+    """Check what layers hold that attend to images: as many keys as values, or none."""
+    crosses = _read_json(metadata, "crosses") if "crosses" in metadata else []
+    fits = isinstance(crosses, list) and len(crosses) in (0, len(query_heads))
+    wrong = [
+        index
+        for index, each in enumerate(crosses if fits else [])
+        if not isinstance(each, bool) or (each and query_heads[index] is not None)
+    ]
+    if not fits or wrong:
+        raise ValueError(
+            f"crosses must be true for some layers without query_heads, false for the others, got "
+            f"{crosses!r}"
+        )
+    for index, heads in enumerate(query_heads):
+        names = [f"layers.{index}.{name}" for name in OF_CROSS]
+        if heads is not None or not any(name in tensors for name in names):
+            continue
+        if not (crosses and crosses[index]):
+            raise ValueError(f"{names[0]} must be of a layer that attends to images, got {index}")
+        keys, values = (tensors[name] for name in names)
+        _check_tensor(names[0], keys, keys.dtype, batch, None, None, None)
+        _check_tensor(names[1], values, keys.dtype, *keys.shape)
+
+
+def _check_index(index: int, tensors: Mapping[str, Tensor], keys: Tensor) -> None:
+    """Check what a layer with an indexer holds beside its keys: one of each a slot."""
+    names = [f"layers.{index}.{name}" for name in OF_INDEX]
+    if not any(name in tensors for name in names):
+        return
+    index_keys, beside = (tensors[name] for name in names)
+    _check_tensor(names[0], index_keys, keys.dtype, len(keys), 1, keys.shape[2], None)
+    _check_tensor(names[1], beside, beside.dtype, len(keys), 1, keys.shape[2], None)
 
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | None) -> None:

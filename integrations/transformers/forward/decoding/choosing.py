@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from kvpolicy.context import LayerContext
 from kvpolicy.decoding import DecodingEviction
-from kvpolicy.integrations.transformers.model.masks import FLASH
+from kvpolicy.integrations.transformers.model.masks import FLASH, first_seen
 from kvpolicy.integrations.transformers.model.routing import Scores
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.observed import Observed
@@ -46,7 +46,7 @@ class Near:
         """
         lengths = lengths.to(positions.device)[:, None, None]
         short = lengths <= window
-        near = (positions >= 0) & (positions > lengths - window)
+        near = (positions >= 0) & (positions >= first_seen(lengths, window))
         return Near(near, short, implementation not in FLASH and bool(short.any()))
 
     def kept(self, chosen: Tensor | None) -> Tensor:

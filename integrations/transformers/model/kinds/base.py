@@ -19,11 +19,15 @@ class LayerKind(abc.ABC):
         name: In a few words, as tables show it.
         attends: Whether it has keys, values and queries, which a policy may choose by.
         window: Tokens a layer sees, its own among them; None where it sees all.
+        states: States of either kind that it carries from token to token; 0 without any.
+        producer: The earlier layer whose keys and values it attends to; None without such.
     """
 
     name: ClassVar[str]
     attends: ClassVar[bool] = True
     window: int | None = attrs.field(default=None, kw_only=True)
+    states: int = attrs.field(default=0, kw_only=True)
+    producer: int | None = attrs.field(default=None, kw_only=True)
 
     @classmethod
     @abc.abstractmethod
@@ -45,9 +49,14 @@ class LayerFacts:
         kind: Transformers' word for it, such as ``"sliding_attention"``.
         cached_as: The name of the class that Transformers' own cache has for it; None where it
             has none.
-        window: The sliding window of that, in tokens.
+        window: The sliding window of that, or else of the configuration, in tokens.
         latent: Whether attention makes keys and values of a latent that all heads share.
         states: The states of either kind that it holds, if it holds any.
+        indexer: ``"full"`` or ``"shared"`` where layers differ in whether they have an indexer.
+        indexes_blocks: Whether an indexer picks blocks of slots, and hands its index keys to what
+            the layer holds.
+        crosses: Whether it attends to images instead of the tokens.
+        producer: The layer whose keys and values it attends to; None where it makes its own.
     """
 
     index: int
@@ -56,3 +65,7 @@ class LayerFacts:
     window: int | None
     latent: bool = False
     states: int = 1
+    indexer: str | None = None
+    indexes_blocks: bool = False
+    crosses: bool = False
+    producer: int | None = None

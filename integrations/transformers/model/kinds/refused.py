@@ -8,15 +8,13 @@ import attrs
 
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 
-_STATE = "holds a state in which tokens cannot be told apart"
+_COMPRESSED = "holds its tokens compressed, several to an entry, and a window of them as they are"
 _REASONS = {
-    "chunked_attention": ("chunked attention", "attends within chunks of the context"),
-    "hybrid": ("attention and recurrent", _STATE),
-    "hybrid_sliding": ("attention and recurrent", _STATE),
+    "compressed_sparse_attention": ("compressed attention", _COMPRESSED),
+    "heavily_compressed_attention": ("compressed attention", _COMPRESSED),
 }
 _CACHED_AS = {
-    "DynamicIndexedLayer": ("with an indexer", "holds index keys beside its keys and values"),
-    "DummyLayer": ("without a cache", "attends to keys of another layer, or not at all"),
+    "DummyLayer": ("without a cache", "holds nothing, and is of no kind that is known"),
 }
 
 
