@@ -1,0 +1,88 @@
+"""Batches of training rows: token ids, positions and the words that are right in each place."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.evaluation.tasks.needle.batches import skipped_positions
+from kvpolicy.evaluation.tasks.ruler_words.questions import KINDS
+from kvpolicy.evaluation.tasks.ruler_words.vocabulary import BOS, TOKEN_IDS
+
+from .rows import Row, copy_row
+
+TOKENS_PER_STEP = 4096
+MAX_POSITION = 2304
+MOST_ALLOWED = 5
+NONE = -1
+KIND_NAMES = ("copy", *KINDS)
+
+
+@attrs.frozen
+class Batch:
+    """One step's rows, ``[batch, length]`` unless said otherwise.
+
+    Attributes:
+        input_ids: token ids.
+        positions: rotary positions, ascending along each row.
+        allowed: ``[batch, length, 5]``, tokens that are right next; ``NONE`` where not used.
+        kinds: index into ``KIND_NAMES`` where the next token counts for a kind's accuracy.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    allowed: Tensor
+    kinds: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, length: int) -> Batch:
+        """Return a batch without targets."""
+        tokens = torch.zeros(rows, length, dtype=torch.int64)
+        return cls(
+            tokens,
+            tokens.clone(),
+            torch.full((rows, length, MOST_ALLOWED), NONE),
+            torch.full_like(tokens, NONE),
+        )
+
+
+def copy_batch(rng: random.Random, length: int) -> Batch:
+    """Return one step of copy rows."""
+    rows = TOKENS_PER_STEP // length
+    batch = Batch.empty(rows, length)
+    for index in range(rows):
+        row, known = copy_row(rng, length)
+        batch.input_ids[index] = torch.tensor(_ids(row))
+        batch.positions[index] = torch.arange(length) + rng.randrange(512)
+        batch.allowed[index, known, 0] = batch.input_ids[index, [each + 1 for each in known]]
+        batch.kinds[index, known] = 0
+    return batch
+
+
+def row_batch(rng: random.Random, rows: Sequence[Row], length: int) -> Batch:
+    """Return one step of rows, each of ``length`` tokens with its ``<bos>``."""
+    batch = Batch.empty(len(rows), length)
+    for index, row in enumerate(rows):
+        pieces = [[BOS], *(_ids(sentence) for sentence in row.document)]
+        position = sum(map(len, pieces))
+        for asked in row.asked:
+            question = asked.question
+            pieces.append(_ids(question.words + question.answer))
+            position += len(question.words) - 1
+            for word, allowed in zip(question.answer, question.allowed, strict=True):
+                batch.allowed[index, position, : len(allowed)] = torch.tensor(_ids(allowed))
+                if word in question.outputs:
+                    batch.kinds[index, position] = KIND_NAMES.index(asked.kind)
+                position += 1
+            position += 1
+        batch.input_ids[index] = torch.tensor([token for piece in pieces for token in piece])
+        batch.positions[index] = skipped_positions(rng, pieces, length, MAX_POSITION)
+    return batch
+
+
+def _ids(words: Sequence[str]) -> list[int]:
+    return [TOKEN_IDS[word] for word in words]

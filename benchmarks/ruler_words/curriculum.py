@@ -1,0 +1,64 @@
+"""The stages of the training, from copying to long documents of every kind."""
+
+from __future__ import annotations
+
+import random
+
+import attrs
+
+from .batches import TOKENS_PER_STEP, Batch, copy_batch, row_batch
+from .rows import NamesRow, list_row
+
+LOOKUPS = ("single", "multi-query", "multi-value", "tracing")
+
+
+@attrs.frozen
+class Stage:
+    """A stretch of the training.
+
+    A stage ends when the running accuracy of every kind reaches ``target``, or after ``max_steps``.
+    The learning rate is constant, or falls along a cosine over ``max_steps``.
+
+    Args:
+        name: also the name of the stage's checkpoint.
+        lengths: row lengths in tokens, one drawn for each step.
+        max_steps: the most steps the stage takes.
+        target: running accuracy at which the stage ends; above 1 it never does.
+        kinds: of the lookups in a row; none for copy rows.
+        lists_share: share of the steps whose rows ask for common and frequent words.
+        most_filler: the most filler of a row, as a fraction of it.
+        learning_rate: Adam's.
+        final_learning_rate: None for a constant rate.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    max_steps: int
+    target: float = 2.0
+    kinds: tuple[str, ...] = LOOKUPS
+    lists_share: float = 0.15
+    most_filler: float = 0.5
+    learning_rate: float = 1e-3
+    final_learning_rate: float | None = None
+
+    def draw(self, rng: random.Random) -> Batch:
+        """Return the batch of one step."""
+        length = rng.choice(self.lengths)
+        if not self.kinds:
+            return copy_batch(rng, length)
+        count = TOKENS_PER_STEP // length
+        if rng.random() < self.lists_share:
+            return row_batch(rng, [list_row(rng, length) for _ in range(count)], length)
+        rows = [NamesRow(rng, length, self.kinds, self.most_filler).draw() for _ in range(count)]
+        return row_batch(rng, rows, length)
+
+
+STAGES = (
+    Stage("copy", (48,), 3000, 0.90, kinds=()),
+    Stage("lookup-64", (64,), 3000, 0.90, kinds=("single",), lists_share=0.0, most_filler=0.2),
+    Stage("lookup-128", (128,), 3000, 0.90, kinds=("single", "multi-query"), lists_share=0.0),
+    Stage("all-128", (128,), 3000, 0.90),
+    Stage("all-256", (128, 256), 3000, 0.90),
+    Stage("all-512", (256, 512), 3000, 0.93),
+    Stage("mixed", (256, 512, 1024, 2048), 3000, final_learning_rate=1e-5),
+)
