@@ -13,13 +13,12 @@ from kvpolicy.evaluation.tasks.needle.batches import skipped_positions
 from kvpolicy.evaluation.tasks.ruler_words.questions import KINDS
 from kvpolicy.evaluation.tasks.ruler_words.vocabulary import BOS, TOKEN_IDS
 
-from .rows import Row, copy_row
+from .rows import Row
 
 TOKENS_PER_STEP = 4096
 MAX_POSITION = 2304
 MOST_ALLOWED = 5
 NONE = -1
-KIND_NAMES = ("copy", *KINDS)
 
 
 @attrs.frozen
@@ -30,7 +29,7 @@ class Batch:
         input_ids: token ids.
         positions: rotary positions, ascending along each row.
         allowed: ``[batch, length, 5]``, tokens that are right next; ``NONE`` where not used.
-        kinds: index into ``KIND_NAMES`` where the next token counts for a kind's accuracy.
+        kinds: index into ``KINDS`` where the next token counts for a kind's accuracy.
     """
 
     input_ids: Tensor
@@ -50,19 +49,6 @@ class Batch:
         )
 
 
-def copy_batch(rng: random.Random, length: int) -> Batch:
-    """Return one step of copy rows."""
-    rows = TOKENS_PER_STEP // length
-    batch = Batch.empty(rows, length)
-    for index in range(rows):
-        row, known = copy_row(rng, length)
-        batch.input_ids[index] = torch.tensor(_ids(row))
-        batch.positions[index] = torch.arange(length) + rng.randrange(512)
-        batch.allowed[index, known, 0] = batch.input_ids[index, [each + 1 for each in known]]
-        batch.kinds[index, known] = 0
-    return batch
-
-
 def row_batch(rng: random.Random, rows: Sequence[Row], length: int) -> Batch:
     """Return one step of rows, each of ``length`` tokens with its ``<bos>``."""
     batch = Batch.empty(len(rows), length)
@@ -76,7 +62,7 @@ def row_batch(rng: random.Random, rows: Sequence[Row], length: int) -> Batch:
             for word, allowed in zip(question.answer, question.allowed, strict=True):
                 batch.allowed[index, position, : len(allowed)] = torch.tensor(_ids(allowed))
                 if word in question.outputs:
-                    batch.kinds[index, position] = KIND_NAMES.index(asked.kind)
+                    batch.kinds[index, position] = KINDS.index(asked.kind)
                 position += 1
             position += 1
         batch.input_ids[index] = torch.tensor([token for piece in pieces for token in piece])

@@ -1,4 +1,4 @@
-"""The stages of the training, from copying to long documents of every kind."""
+"""The stages of the training, from short rows of lookups to long documents of every kind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import attrs
 
-from .batches import TOKENS_PER_STEP, Batch, copy_batch, row_batch
+from .batches import TOKENS_PER_STEP, Batch, row_batch
 from .rows import NamesRow, list_row
 
 LOOKUPS = ("single", "multi-query", "multi-value", "tracing")
@@ -24,7 +24,7 @@ class Stage:
         lengths: row lengths in tokens, one drawn for each step.
         max_steps: the most steps the stage takes.
         target: running accuracy at which the stage ends; above 1 it never does.
-        kinds: of the lookups in a row; none for copy rows.
+        kinds: of the lookups in a row.
         lists_share: share of the steps whose rows ask for common and frequent words.
         most_filler: the most filler of a row, as a fraction of it.
         learning_rate: Adam's.
@@ -44,8 +44,6 @@ class Stage:
     def draw(self, rng: random.Random) -> Batch:
         """Return the batch of one step."""
         length = rng.choice(self.lengths)
-        if not self.kinds:
-            return copy_batch(rng, length)
         count = TOKENS_PER_STEP // length
         if rng.random() < self.lists_share:
             return row_batch(rng, [list_row(rng, length) for _ in range(count)], length)
@@ -54,11 +52,9 @@ class Stage:
 
 
 STAGES = (
-    Stage("copy", (48,), 3000, 0.90, kinds=()),
-    Stage("lookup-64", (64,), 3000, 0.90, kinds=("single",), lists_share=0.0, most_filler=0.2),
-    Stage("lookup-128", (128,), 3000, 0.90, kinds=("single", "multi-query"), lists_share=0.0),
-    Stage("all-128", (128,), 3000, 0.90),
-    Stage("all-256", (128, 256), 3000, 0.90),
-    Stage("all-512", (256, 512), 3000, 0.93),
+    Stage("all-64", (64,), 150, lists_share=0.2, most_filler=0.2),
+    Stage("all-128", (128,), 2000, 0.90, lists_share=0.2),
+    Stage("all-256", (128, 256), 2000, 0.93),
+    Stage("all-512", (256, 512), 2000, 0.95),
     Stage("mixed", (256, 512, 1024, 2048), 3000, final_learning_rate=1e-5),
 )

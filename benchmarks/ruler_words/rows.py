@@ -1,4 +1,4 @@
-"""Training rows: replayed words, and documents with many questions of every kind."""
+"""Training rows: documents with many questions of every kind."""
 
 from __future__ import annotations
 
@@ -49,28 +49,15 @@ class Row:
     asked: list[Asked]
 
 
-def copy_row(rng: random.Random, length: int) -> tuple[list[str], list[int]]:
-    """Return distinct words, then replayed chunks of them, and where the next word is known."""
-    half = length // 2
-    source = rng.sample(NOUN_LIST, half)
-    row, known = list(source), list[int]()
-    while len(row) < length:
-        size = rng.randint(4, 8)
-        start = rng.randrange(half - size + 1)
-        known += range(len(row), len(row) + size - 1)
-        row += source[start : start + size]
-    return row[:length], [position for position in known if position + 1 < length]
-
-
 def list_row(rng: random.Random, length: int) -> Row:
     """Return a row that asks for common or frequent words; ``length`` counts ``<bos>`` too."""
     if rng.random() < 0.5:
         num_common = rng.randint(2, 5)
-        room = length - 1 - 3 - 2 * num_common
+        room = length - 1 - 2 * num_common
         ratio = rng.randint(4, 8)
         document, question = common_document(rng, NOUN_LIST, room, num_common, ratio)
         return Row(document, [Asked("common", question)])
-    room = length - 1 - 3 - 6
+    room = length - 1 - 6
     document, question = frequent_document(rng, NOUN_LIST, room, rng.randint(4, 20))
     return Row(document, [Asked("frequent", question)])
 

@@ -1,4 +1,4 @@
-"""Train the bundled model of word tasks from scratch, on one CPU thread.
+"""Train the bundled model of word tasks, on one CPU thread.
 
 Run as ``python -m benchmarks.ruler_words.train --out DIR``. A run that was stopped goes on at its
 last checkpoint. The stages are in `curriculum`.
@@ -18,22 +18,14 @@ import torch
 from torch import Tensor
 
 from kvpolicy.evaluation.tasks.needle.export import save_pretrained
-from kvpolicy.evaluation.tasks.needle.network import Network, NetworkShape
+from kvpolicy.evaluation.tasks.needle.network import Network
+from kvpolicy.evaluation.tasks.ruler_words.questions import KINDS
 from kvpolicy.evaluation.tasks.ruler_words.vocabulary import token_names
 
-from .batches import KIND_NAMES, MAX_POSITION, NONE, Batch
+from .batches import NONE, Batch
 from .curriculum import STAGES, Stage
+from .start import started_network
 
-SHAPE = NetworkShape(
-    vocab_size=len(token_names()),
-    hidden=128,
-    query_heads=8,
-    kv_heads=2,
-    head_dim=32,
-    intermediate=256,
-    num_layers=6,
-    max_position=MAX_POSITION,
-)
 OTHERS_WEIGHT = 0.05
 WARMUP_STEPS = 50
 SMOOTHING = 0.95
@@ -79,13 +71,11 @@ def step_loss(network: Network, batch: Batch) -> tuple[Tensor, dict[str, float]]
     hits = (logits.argmax(dim=1, keepdim=True) == allowed).any(dim=1)
     kinds = batch.kinds[asked]
     accuracy = {
-        KIND_NAMES[kind]: hits[kinds == kind].float().mean().item()
+        KINDS[kind]: hits[kinds == kind].float().mean().item()
         for kind in kinds.unique().tolist()
         if kind != NONE
     }
-    if KIND_NAMES[0] not in accuracy:
-        loss = loss + OTHERS_WEIGHT * _others_loss(network, hidden, batch, asked)
-    return loss, accuracy
+    return loss + OTHERS_WEIGHT * _others_loss(network, hidden, batch, asked), accuracy
 
 
 def _others_loss(network: Network, hidden: Tensor, batch: Batch, asked: Tensor) -> Tensor:
@@ -109,7 +99,7 @@ class Trainer:
     def __init__(self, out: Path, seed: int) -> None:
         torch.manual_seed(seed)
         self.out, self.seed = out, seed
-        self.network = Network(SHAPE)
+        self.network = started_network()
         self.optimizer = torch.optim.Adam(self.network.parameters(), betas=(0.9, 0.98))
         self.progress = Progress()
         self.state_file = out / "state.pt"

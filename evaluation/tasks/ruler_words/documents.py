@@ -1,38 +1,121 @@
-"""Documents of list questions, of any length in tokens."""
+"""Documents of every kind, of any length in tokens, with the question that they answer."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 
-from .counts import common_list, frequent_list
-from .questions import Question, ask_words
-from .sentences import LIST_WORDS, Words, filler, in_order, list_sentences, saw_sentences
+import attrs
 
-MIN_FILLER_NOUNS = 24
+from .counts import common_list, frequent_list
+from .questions import Question, ask_all_names, ask_names, ask_road, ask_words
+from .sentences import (
+    LIST_WORDS,
+    Words,
+    filler,
+    in_order,
+    list_sentences,
+    name_sentence,
+    road_sentences,
+    saw_sentences,
+)
+from .vocabulary import NOUN_LIST
+
+FILLER_NOUNS = 24
+NAME_WORDS = 2
+LIST_QUESTION = 3
+"""Tokens of a question for listed words."""
+
+
+@attrs.frozen
+class LookupPlan:
+    """What a document of lookups holds: keys with names, and roads.
+
+    Args:
+        num_asked: keys that are asked for.
+        num_names: names of a key that is asked for.
+        num_others: keys with one name that nobody asks for.
+        num_nodes: nodes of each chain of roads; none without chains.
+        num_chains: chains of roads; the first is asked for.
+    """
+
+    num_asked: int = 1
+    num_names: int = 1
+    num_others: int = 0
+    num_nodes: int = 0
+    num_chains: int = 0
 
 
 def common_document(
     rng: random.Random, nouns: Sequence[str], size: int, num_common: int = 4, ratio: int = 5
 ) -> tuple[list[Words], Question]:
-    """Return a list of ``size`` tokens and the question for its common words."""
-    num_words = size // (LIST_WORDS + 2) * LIST_WORDS
-    words, common = common_list(rng, nouns, num_words, num_common, ratio)
+    """Return a list and the question for its common words, of ``size`` tokens together."""
+    room = size - LIST_QUESTION
+    words, common = common_list(
+        rng, nouns, room // (LIST_WORDS + 2) * LIST_WORDS, num_common, ratio
+    )
     sentences = list_sentences(words)
     rest = [noun for noun in nouns if noun not in common]
-    return [*filler(rng, rest, size - _tokens(sentences)), *sentences], ask_words("common", common)
+    said = filler(rng, rest, room - _tokens(sentences))
+    return [*said, *sentences], ask_words("common", common)
 
 
 def frequent_document(
     rng: random.Random, nouns: Sequence[str], size: int, num_rare: int = 13
 ) -> tuple[list[Words], Question]:
-    """Return text of ``size`` tokens, half of it filler, and the question for frequent words."""
-    num_words = max(size // 2 // 8, 5) * 3
+    """Return text, half of it filler, and the question for its frequent words.
+
+    They are of ``size`` tokens together.
+    """
+    room = size - LIST_QUESTION
+    num_words = max(room // 2 // 8, 5) * 3
     words, frequent = frequent_list(rng, nouns, num_words, num_rare)
     sentences = saw_sentences(words)
-    rest = [noun for noun in nouns if noun not in words][:MIN_FILLER_NOUNS]
-    said = filler(rng, rest, size - _tokens(sentences))
+    rest = [noun for noun in nouns if noun not in words][:FILLER_NOUNS]
+    said = filler(rng, rest, room - _tokens(sentences))
     return [said[0], *in_order(rng, [said[1:], sentences])], ask_words("frequent", frequent)
+
+
+def lookup_document(
+    rng: random.Random, plan: LookupPlan, size: int
+) -> tuple[list[Words], Question]:
+    """Return a document and the question that its plan asks, of ``size`` tokens together.
+
+    Raises:
+        ValueError: The statements of the plan do not fit.
+    """
+    nouns = rng.sample(NOUN_LIST, len(NOUN_LIST))
+    said, nouns = nouns[:FILLER_NOUNS], nouns[FILLER_NOUNS:]
+
+    def take(count: int) -> Words:
+        taken = tuple(nouns[:count])
+        del nouns[:count]
+        return taken
+
+    named = [
+        (take(1)[0], [take(NAME_WORDS) for _ in range(names)])
+        for names in [plan.num_names] * plan.num_asked + [1] * plan.num_others
+    ]
+    chains = [take(plan.num_nodes) for _ in range(plan.num_chains)]
+    question = _ask(plan, named, chains)
+    groups = [[name_sentence(rng, key, name)] for key, names in named for name in names]
+    groups += [road_sentences(chain) for chain in chains]
+    room = size - len(question.words) - sum(_tokens(group) for group in groups)
+    if room < 0:
+        raise ValueError(f"size must be at least {size - room} tokens for {plan}, got {size}")
+    fillers = filler(rng, said, room)
+    # The first sentence of the filler may lack its beginning, so that it begins the document.
+    return [*fillers[:1], *in_order(rng, [fillers[1:], *groups])], question
+
+
+def _ask(
+    plan: LookupPlan, named: Sequence[tuple[str, list[Words]]], chains: Sequence[Words]
+) -> Question:
+    if chains:
+        return ask_road(chains[0])
+    if plan.num_names > 1:
+        return ask_all_names(*named[0])
+    return ask_names([(key, names[0]) for key, names in named[: plan.num_asked]])
 
 
 def _tokens(sentences: Sequence[Words]) -> int:

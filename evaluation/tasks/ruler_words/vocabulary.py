@@ -52,7 +52,14 @@ NOUNS = (
 
 def token_names() -> tuple[str, ...]:
     """Return the text of every token, in the order of their ids."""
-    return (*SPECIAL_TOKENS, *MARKS, *GRAMMAR.split(), *VERBS.split(), *ADJECTIVES.split(), *NOUN_LIST)
+    return (
+        *SPECIAL_TOKENS,
+        *MARKS,
+        *GRAMMAR.split(),
+        *VERBS.split(),
+        *ADJECTIVES.split(),
+        *NOUN_LIST,
+    )
 
 
 NOUN_LIST = tuple(word for word in NOUNS.split())
