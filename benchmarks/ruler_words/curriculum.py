@@ -9,7 +9,9 @@ import attrs
 from .batches import TOKENS_PER_STEP, Batch, row_batch
 from .rows import NamesRow, list_row
 
-LOOKUPS = ("single", "multi-query", "multi-value", "tracing")
+LOOKUPS = (
+    "single", "multi-key", "multi-query", "multi-value", "multi-value", "two-hop", "tracing",
+)  # fmt: skip
 
 
 @attrs.frozen
@@ -52,9 +54,9 @@ class Stage:
 
 
 STAGES = (
-    Stage("all-64", (64,), 150, lists_share=0.2, most_filler=0.2),
-    Stage("all-128", (128,), 2000, 0.90, lists_share=0.2),
-    Stage("all-256", (128, 256), 2000, 0.93),
-    Stage("all-512", (256, 512), 2000, 0.95),
-    Stage("mixed", (256, 512, 1024, 2048), 3000, final_learning_rate=1e-5),
+    Stage("all-64", (64,), 200, lists_share=0.3, most_filler=0.2),
+    Stage("all-128", (128,), 1200, 0.93, lists_share=0.3),
+    Stage("all-256", (128, 256), 1200, 0.95, lists_share=0.25),
+    Stage("all-512", (256, 512), 1200, 0.95, lists_share=0.2),
+    Stage("mixed", (256, 512, 1024, 2048), 2000, lists_share=0.2, final_learning_rate=1e-5),
 )

@@ -7,11 +7,18 @@ from collections.abc import Sequence
 
 import attrs
 
-from kvpolicy.evaluation.tasks.ruler_words.documents import common_document, frequent_document
+from kvpolicy.evaluation.tasks.ruler_words.documents import (
+    FILLER_NOUNS,
+    NAME_WORDS,
+    common_document,
+    frequent_document,
+    two_word_keys,
+)
 from kvpolicy.evaluation.tasks.ruler_words.questions import (
     Question,
     ask_all_names,
     ask_names,
+    ask_past,
     ask_road,
 )
 from kvpolicy.evaluation.tasks.ruler_words.sentences import (
@@ -23,9 +30,13 @@ from kvpolicy.evaluation.tasks.ruler_words.sentences import (
 )
 from kvpolicy.evaluation.tasks.ruler_words.vocabulary import NOUN_LIST
 
-FILLER_NOUNS = 24
 UNASKED_SHARE = 0.1
-ANSWER_WORDS = 2
+FEWEST_NOUNS = 40
+MOST_VALUES = 6
+ONE_HOP_SHARE = 0.2
+
+Drawn = tuple[list[list[Words]], list[Question]]
+"""Statements, in groups that keep their order, and the questions they answer."""
 
 
 @attrs.frozen
@@ -85,43 +96,54 @@ class NamesRow:
         )
 
     def _add(self, kind: str) -> bool:
-        """Add a question of a kind and what answers it; False where there is no room."""
-        if len(self.nouns) < 32:
+        """Add statements and what is asked of them; False where there is no room."""
+        if len(self.nouns) < FEWEST_NOUNS:
             return False
-        groups, question = getattr(self, "_" + kind.replace("-", "_"))()
-        asked = Asked(kind, question)
+        groups, questions = getattr(self, "_" + kind.replace("-", "_"))()
+        asked = [
+            Asked(kind, question) for question in questions if self.rng.random() >= UNASKED_SHARE
+        ]
         size = sum(len(sentence) for group in groups for sentence in group)
-        if self.rng.random() < UNASKED_SHARE and self.asked:
-            asked_now = []
-        else:
-            asked_now = [asked]
-            size += asked.size
+        size += sum(each.size for each in asked)
         if size + self.kept_free > self.room:
             return False
         self.room -= size
         self.groups += groups
-        self.asked += asked_now
+        self.asked += asked
         return True
 
     def _take(self, count: int) -> Words:
         taken, self.nouns = self.nouns[:count], self.nouns[count:]
         return tuple(taken)
 
-    def _single(self) -> tuple[list[list[Words]], Question]:
-        return self._named(1)
+    def _single(self) -> Drawn:
+        return self._named([self._take(1)])
 
-    def _multi_query(self) -> tuple[list[list[Words]], Question]:
-        return self._named(self.rng.randint(2, 5))
+    def _multi_query(self) -> Drawn:
+        return self._named([self._take(1) for _ in range(self.rng.randint(2, 5))])
 
-    def _named(self, count: int) -> tuple[list[list[Words]], Question]:
-        pairs = [(self._take(1)[0], self._take(ANSWER_WORDS)) for _ in range(count)]
-        return [[name_sentence(self.rng, *pair)] for pair in pairs], ask_names(pairs)
+    def _multi_key(self) -> Drawn:
+        keys = two_word_keys(self.rng, self.nouns, self.rng.randint(2, 6))
+        drawn = [self._named([key]) for key in keys]
+        return [group for groups, _ in drawn for group in groups], [each for _, (each,) in drawn]
 
-    def _multi_value(self) -> tuple[list[list[Words]], Question]:
-        key = self._take(1)[0]
-        names = [self._take(ANSWER_WORDS) for _ in range(self.rng.randint(2, 5))]
-        return [[name_sentence(self.rng, key, name)] for name in names], ask_all_names(key, names)
+    def _named(self, keys: Sequence[Words]) -> Drawn:
+        pairs = [(key, self._take(NAME_WORDS)) for key in keys]
+        return [[name_sentence(self.rng, *pair)] for pair in pairs], [ask_names(pairs)]
 
-    def _tracing(self) -> tuple[list[list[Words]], Question]:
-        nodes = self._take(self.rng.randint(3, 5))
-        return [road_sentences(nodes)], ask_road(nodes)
+    def _multi_value(self) -> Drawn:
+        key = self._take(1)
+        names = [self._take(NAME_WORDS) for _ in range(self.rng.randint(2, MOST_VALUES))]
+        statements = [[name_sentence(self.rng, key, name)] for name in names]
+        return statements, [ask_all_names(key, names)]
+
+    def _two_hop(self) -> Drawn:
+        start, key, name = self._take(1)[0], self._take(1), self._take(NAME_WORDS)
+        groups = [road_sentences([start, *key]), [name_sentence(self.rng, key, name)]]
+        # One question only: the answer to one would hold the answer to the other.
+        one_hop = self.rng.random() < ONE_HOP_SHARE
+        return groups, [ask_names([(key, name)]) if one_hop else ask_past(start, name)]
+
+    def _tracing(self) -> Drawn:
+        nodes = self._take(self.rng.randint(3, 6))
+        return [road_sentences(nodes)], [ask_road(nodes)]

@@ -14,13 +14,21 @@ from torch import Tensor
 
 from kvpolicy.evaluation.tasks.needle import load_model
 from kvpolicy.evaluation.tasks.needle.network import NEEDLE_SHAPE, Network
-from kvpolicy.evaluation.tasks.needle.vocabulary import END, FILLERS, KEY, LINK, QUERY, SYMBOLS
+from kvpolicy.evaluation.tasks.needle.vocabulary import (
+    END,
+    FILLERS,
+    KEY,
+    LINK,
+    QUERY,
+    QUERY2,
+    SYMBOLS,
+)
 from kvpolicy.evaluation.tasks.ruler_words.vocabulary import NOUN_LIST, TOKEN_IDS, token_names
 
 from .batches import MAX_POSITION
 
 SHAPE = attrs.evolve(NEEDLE_SHAPE, vocab_size=len(token_names()), max_position=MAX_POSITION)
-SAME_PART = {"<end>": END, ".": END, "call": KEY, "road": LINK, "name": QUERY}
+SAME_PART = {"<end>": END, ".": END, "call": KEY, "road": LINK, "name": QUERY, "past": QUERY2}
 
 
 def started_network() -> Network:

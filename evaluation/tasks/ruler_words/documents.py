@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
 import attrs
 
 from .counts import common_list, frequent_list
-from .questions import Question, ask_all_names, ask_names, ask_road, ask_words
+from .questions import Question, ask_all_names, ask_names, ask_past, ask_road, ask_words
 from .sentences import (
     LIST_WORDS,
     Words,
@@ -19,7 +20,7 @@ from .sentences import (
     road_sentences,
     saw_sentences,
 )
-from .vocabulary import NOUN_LIST
+from .vocabulary import ADJECTIVES, NOUN_LIST
 
 FILLER_NOUNS = 24
 NAME_WORDS = 2
@@ -32,18 +33,22 @@ class LookupPlan:
     """What a document of lookups holds: keys with names, and roads.
 
     Args:
+        has_pairs: whether keys are pairs of words that share each of them with other keys.
         num_asked: keys that are asked for.
         num_names: names of a key that is asked for.
         num_others: keys with one name that nobody asks for.
         num_nodes: nodes of each chain of roads; none without chains.
         num_chains: chains of roads; the first is asked for.
+        num_links: roads that lead to keys; the name past the first is asked for.
     """
 
+    has_pairs: bool = False
     num_asked: int = 1
     num_names: int = 1
     num_others: int = 0
     num_nodes: int = 0
     num_chains: int = 0
+    num_links: int = 0
 
 
 def common_document(
@@ -92,11 +97,20 @@ def lookup_document(
         del nouns[:count]
         return taken
 
+    num_keys = plan.num_asked + plan.num_others
+    keys = (
+        two_word_keys(rng, nouns, num_keys)
+        if plan.has_pairs
+        else [take(1) for _ in range(num_keys)]
+    )
     named = [
-        (take(1)[0], [take(NAME_WORDS) for _ in range(names)])
-        for names in [plan.num_names] * plan.num_asked + [1] * plan.num_others
+        (key, [take(NAME_WORDS) for _ in range(names)])
+        for key, names in zip(
+            keys, [plan.num_names] * plan.num_asked + [1] * plan.num_others, strict=True
+        )
     ]
     chains = [take(plan.num_nodes) for _ in range(plan.num_chains)]
+    chains += [(take(1)[0], key[0]) for key, _ in named[: plan.num_links]]
     question = _ask(plan, named, chains)
     groups = [[name_sentence(rng, key, name)] for key, names in named for name in names]
     groups += [road_sentences(chain) for chain in chains]
@@ -108,9 +122,26 @@ def lookup_document(
     return [*fillers[:1], *in_order(rng, [fillers[1:], *groups])], question
 
 
+def two_word_keys(rng: random.Random, nouns: list[str], count: int) -> list[Words]:
+    """Return keys such as ``old river``, each of whose words comes in other keys too.
+
+    Args:
+        rng: source of the draws.
+        nouns: to draw from; those that are used are taken out.
+        count: number of keys, at most 900.
+    """
+    width = math.isqrt(count - 1) + 1
+    adjectives = rng.sample(ADJECTIVES.split(), max(width, 2))
+    keys = [(adjective, noun) for noun in nouns[:width] for adjective in adjectives]
+    del nouns[:width]
+    return rng.sample(keys, count)
+
+
 def _ask(
-    plan: LookupPlan, named: Sequence[tuple[str, list[Words]]], chains: Sequence[Words]
+    plan: LookupPlan, named: Sequence[tuple[Words, list[Words]]], chains: Sequence[Words]
 ) -> Question:
+    if plan.num_links:
+        return ask_past(chains[0][0], named[0][1][0])
     if chains:
         return ask_road(chains[0])
     if plan.num_names > 1:

@@ -1,4 +1,4 @@
-"""Questions of seven kinds, each with an answer and the words that count."""
+"""Questions of eight kinds, each with an answer and the words that count."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import attrs
 
 from .sentences import Words
 
-KINDS = ("single", "multi-key", "multi-value", "multi-query", "tracing", "common", "frequent")
+KINDS = (
+    "single", "multi-key", "multi-value", "multi-query", "two-hop", "tracing", "common", "frequent",
+)  # fmt: skip
 
 
 @attrs.frozen
@@ -29,42 +31,56 @@ class Question:
     outputs: Words
 
 
-def ask_names(pairs: Sequence[tuple[str, Words]]) -> Question:
+def ask_names(pairs: Sequence[tuple[Words, Words]]) -> Question:
     """Ask for the only names of one or more keys, in their order.
 
+    Args:
+        pairs: the keys, of one or two words, with their names.
+
     Example:
-        >>> question = ask_names([("river", ("amber", "fox")), ("mill", ("blue", "moon"))])
+        >>> question = ask_names([(("river",), ("amber", "fox")), (("mill",), ("blue", "moon"))])
         >>> " ".join(question.words), " ".join(question.answer)
         ('name river and mill :', 'river amber fox , mill blue moon <end>')
     """
     keys = [key for key, _ in pairs]
-    listed = [word for key in keys[:-2] for word in (key, ",")] + [
-        word for key in keys[-2:-1] for word in (key, "and")
-    ]
-    answer = _joined([(key, *name) for key, name in pairs])
+    listed = [word for key in keys[:-2] for word in (*key, ",")]
+    listed += [word for key in keys[-2:-1] for word in (*key, "and")]
+    answer = _joined([key + name for key, name in pairs])
     outputs = tuple(word for _, name in pairs for word in name)
     return Question(
-        ("name", *listed, keys[-1], ":"), answer, tuple((word,) for word in answer), outputs
+        ("name", *listed, *keys[-1], ":"), answer, tuple((word,) for word in answer), outputs
     )
 
 
-def ask_all_names(key: str, names: Sequence[Words]) -> Question:
+def ask_all_names(key: Words, names: Sequence[Words]) -> Question:
     """Ask for all names of one key, in any order.
 
     Example:
-        >>> question = ask_all_names("river", [("amber", "fox"), ("blue", "moon")])
+        >>> question = ask_all_names(("river",), [("amber", "fox"), ("blue", "moon")])
         >>> " ".join(question.words), " ".join(question.answer)
         ('name all of river :', 'river amber fox , river blue moon <end>')
         >>> question.allowed[1], question.allowed[5]
         (('amber', 'blue'), ('blue',))
     """
-    answer = _joined([(key, *name) for name in names])
+    answer = _joined([key + name for name in names])
     allowed = [(word,) for word in answer]
-    step = 2 + len(names[0])
+    step = len(key) + len(names[0]) + 1
     for number in range(len(names)):
-        allowed[1 + number * step] = tuple(name[0] for name in names[number:])
+        allowed[len(key) + number * step] = tuple(name[0] for name in names[number:])
     outputs = tuple(word for name in names for word in name)
-    return Question(("name", "all", "of", key, ":"), answer, tuple(allowed), outputs)
+    return Question(("name", "all", "of", *key, ":"), answer, tuple(allowed), outputs)
+
+
+def ask_past(start: str, name: Words) -> Question:
+    """Ask for the name of what the road from a node leads to.
+
+    Example:
+        >>> question = ask_past("mill", ("amber", "fox"))
+        >>> " ".join(question.words), " ".join(question.answer)
+        ('name past mill :', 'past mill amber fox <end>')
+    """
+    answer = ("past", start, *name, "<end>")
+    return Question(("name", "past", start, ":"), answer, tuple((word,) for word in answer), name)
 
 
 def ask_road(nodes: Sequence[str]) -> Question:

@@ -21,9 +21,9 @@ _VERBS, _ADJECTIVES = VERBS.split(), ADJECTIVES.split()
 LIST_WORDS = 8
 
 
-def name_sentence(rng: random.Random, key: str, name: Words) -> Words:
-    """State a name of a key, such as ``they call river amber fox .``"""
-    return (*rng.choice(_CALLS), key, *name, ".")
+def name_sentence(rng: random.Random, key: Words, name: Words) -> Words:
+    """State a name of a key of one or two words: ``they call river amber fox .`` and the like."""
+    return (*rng.choice(_CALLS), *key, *name, ".")
 
 
 def road_sentences(nodes: Sequence[str]) -> list[Words]:
@@ -37,13 +37,13 @@ def road_sentences(nodes: Sequence[str]) -> list[Words]:
 
 
 def list_sentences(words: Sequence[str]) -> list[Words]:
-    """List words, eight to a sentence: ``list apple river apple ... .``"""
+    """List words, eight to a sentence, behind ``list``."""
     starts = range(0, len(words), LIST_WORDS)
     return [("list", *words[start : start + LIST_WORDS], ".") for start in starts]
 
 
 def saw_sentences(words: Sequence[str]) -> list[Words]:
-    """Mention words, three to a sentence: ``we saw apple , river and apple .``"""
+    """Mention words, three to a sentence: ``we saw apple , river and apple .`` and the like."""
     triples = zip(words[::3], words[1::3], words[2::3], strict=False)
     return [("we", "saw", one, ",", two, "and", three, ".") for one, two, three in triples]
 

@@ -1,4 +1,4 @@
-"""Prompts of word tasks, of seven kinds after RULER's, and the bundled model that answers them.
+"""Prompts of word tasks, of eight kinds after RULER's, and the bundled model that answers them.
 
 A prompt is a document of English-like sentences and a question behind it. The document alone shows
 nothing of what will be asked: all kinds of lookups may stand in it, in words of one set. An answer
@@ -104,11 +104,13 @@ def _plan(kind: str, length: int) -> LookupPlan:
     if kind == "single":
         return LookupPlan()
     if kind == "multi-key":
-        return LookupPlan(num_others=min(length // 16, 96) - 1)
+        return LookupPlan(has_pairs=True, num_others=min(length // 16, 96) - 1)
     if kind == "multi-value":
         return LookupPlan(num_names=4, num_others=others - 4)
     if kind == "multi-query":
         return LookupPlan(num_asked=4, num_others=others - 4)
+    if kind == "two-hop":
+        return LookupPlan(num_others=others - 1, num_links=others)
     return LookupPlan(num_others=others - 4, num_nodes=4, num_chains=min(length // 64, 16))
 
 

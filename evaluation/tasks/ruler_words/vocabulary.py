@@ -8,7 +8,7 @@ SPECIAL_TOKENS = ("<pad>", "<bos>", "<end>", "<unk>")
 PAD, BOS, END, UNKNOWN = range(len(SPECIAL_TOKENS))
 MARKS = (".", ",", ":")
 GRAMMAR = (
-    "the a and of in on by under over behind all from with while often never once still "
+    "the a and of in on by under over behind past all from with while often never once still "
     "call we they some people many it name road list saw found common frequent words "
     "morning evening night winter summer spring autumn day"
 )
