@@ -17,7 +17,7 @@ from .rows import Row
 
 TOKENS_PER_STEP = 4096
 MAX_POSITION = 2304
-MOST_ALLOWED = 6
+MOST_ALLOWED = 5
 NONE = -1
 
 
@@ -28,7 +28,7 @@ class Batch:
     Attributes:
         input_ids: token ids.
         positions: rotary positions, ascending along each row.
-        allowed: ``[batch, length, 6]``, tokens that are right next; ``NONE`` where not used.
+        allowed: ``[batch, length, 5]``, tokens that are right next; ``NONE`` where not used.
         kinds: index into ``KINDS`` where the next token counts for a kind's accuracy.
     """
 

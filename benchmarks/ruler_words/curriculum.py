@@ -10,8 +10,14 @@ from .batches import TOKENS_PER_STEP, Batch, row_batch
 from .rows import NamesRow, list_row
 
 LOOKUPS = (
-    "single", "multi-key", "multi-query", "multi-value", "multi-value", "two-hop", "tracing",
-)  # fmt: skip
+    "single",
+    "multi-query",
+    "multi-value",
+    "multi-value",
+    "multi-value",
+    "two-hop",
+    "tracing",
+)
 
 
 @attrs.frozen
@@ -55,8 +61,7 @@ class Stage:
 
 STAGES = (
     Stage("all-64", (64,), 200, lists_share=0.3, most_filler=0.2),
-    Stage("all-128", (128,), 1200, 0.93, lists_share=0.3),
-    Stage("all-256", (128, 256), 1200, 0.95, lists_share=0.25),
-    Stage("all-512", (256, 512), 1200, 0.95, lists_share=0.2),
-    Stage("mixed", (256, 512, 1024, 2048), 2000, lists_share=0.2, final_learning_rate=1e-5),
+    Stage("all-128", (64, 128), 1500, 0.90, lists_share=0.3),
+    Stage("all-256", (128, 256), 400, 0.95, lists_share=0.25),
+    Stage("mixed", (256, 512, 1024), 1000, lists_share=0.25, final_learning_rate=1e-5),
 )

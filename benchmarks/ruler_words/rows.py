@@ -12,7 +12,6 @@ from kvpolicy.evaluation.tasks.ruler_words.documents import (
     NAME_WORDS,
     common_document,
     frequent_document,
-    two_word_keys,
 )
 from kvpolicy.evaluation.tasks.ruler_words.questions import (
     Question,
@@ -32,7 +31,7 @@ from kvpolicy.evaluation.tasks.ruler_words.vocabulary import NOUN_LIST
 
 UNASKED_SHARE = 0.1
 FEWEST_NOUNS = 40
-MOST_VALUES = 6
+MOST_VALUES = 4
 ONE_HOP_SHARE = 0.2
 
 Drawn = tuple[list[list[Words]], list[Question]]
@@ -121,11 +120,6 @@ class NamesRow:
 
     def _multi_query(self) -> Drawn:
         return self._named([self._take(1) for _ in range(self.rng.randint(2, 5))])
-
-    def _multi_key(self) -> Drawn:
-        keys = two_word_keys(self.rng, self.nouns, self.rng.randint(2, 6))
-        drawn = [self._named([key]) for key in keys]
-        return [group for groups, _ in drawn for group in groups], [each for _, (each,) in drawn]
 
     def _named(self, keys: Sequence[Words]) -> Drawn:
         pairs = [(key, self._take(NAME_WORDS)) for key in keys]

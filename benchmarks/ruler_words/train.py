@@ -26,7 +26,7 @@ from .batches import NONE, Batch
 from .curriculum import STAGES, Stage
 from .start import started_network
 
-OTHERS_WEIGHT = 0.05
+OTHERS_WEIGHT = 0.01
 WARMUP_STEPS = 50
 SMOOTHING = 0.95
 MIN_STEPS = 30

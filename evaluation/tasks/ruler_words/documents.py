@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 
@@ -20,7 +19,7 @@ from .sentences import (
     road_sentences,
     saw_sentences,
 )
-from .vocabulary import ADJECTIVES, NOUN_LIST
+from .vocabulary import NOUN_LIST
 
 FILLER_NOUNS = 24
 NAME_WORDS = 2
@@ -33,7 +32,6 @@ class LookupPlan:
     """What a document of lookups holds: keys with names, and roads.
 
     Args:
-        has_pairs: whether keys are pairs of words that share each of them with other keys.
         num_asked: keys that are asked for.
         num_names: names of a key that is asked for.
         num_others: keys with one name that nobody asks for.
@@ -42,7 +40,6 @@ class LookupPlan:
         num_links: roads that lead to keys; the name past the first is asked for.
     """
 
-    has_pairs: bool = False
     num_asked: int = 1
     num_names: int = 1
     num_others: int = 0
@@ -97,18 +94,8 @@ def lookup_document(
         del nouns[:count]
         return taken
 
-    num_keys = plan.num_asked + plan.num_others
-    keys = (
-        two_word_keys(rng, nouns, num_keys)
-        if plan.has_pairs
-        else [take(1) for _ in range(num_keys)]
-    )
-    named = [
-        (key, [take(NAME_WORDS) for _ in range(names)])
-        for key, names in zip(
-            keys, [plan.num_names] * plan.num_asked + [1] * plan.num_others, strict=True
-        )
-    ]
+    num_names = [plan.num_names] * plan.num_asked + [1] * plan.num_others
+    named = [(take(1), [take(NAME_WORDS) for _ in range(names)]) for names in num_names]
     chains = [take(plan.num_nodes) for _ in range(plan.num_chains)]
     chains += [(take(1)[0], key[0]) for key, _ in named[: plan.num_links]]
     question = _ask(plan, named, chains)
@@ -120,21 +107,6 @@ def lookup_document(
     fillers = filler(rng, said, room)
     # The first sentence of the filler may lack its beginning, so that it begins the document.
     return [*fillers[:1], *in_order(rng, [fillers[1:], *groups])], question
-
-
-def two_word_keys(rng: random.Random, nouns: list[str], count: int) -> list[Words]:
-    """Return keys such as ``old river``, each of whose words comes in other keys too.
-
-    Args:
-        rng: source of the draws.
-        nouns: to draw from; those that are used are taken out.
-        count: number of keys, at most 900.
-    """
-    width = math.isqrt(count - 1) + 1
-    adjectives = rng.sample(ADJECTIVES.split(), max(width, 2))
-    keys = [(adjective, noun) for noun in nouns[:width] for adjective in adjectives]
-    del nouns[:width]
-    return rng.sample(keys, count)
 
 
 def _ask(

@@ -104,7 +104,7 @@ def _plan(kind: str, length: int) -> LookupPlan:
     if kind == "single":
         return LookupPlan()
     if kind == "multi-key":
-        return LookupPlan(has_pairs=True, num_others=min(length // 16, 96) - 1)
+        return LookupPlan(num_others=min(length // 16, 96) - 1)
     if kind == "multi-value":
         return LookupPlan(num_names=4, num_others=others - 4)
     if kind == "multi-query":
