@@ -1,4 +1,4 @@
-"""Batches of training rows: token ids, positions and the words that are right in each place."""
+"""Batches of training rows: token ids, positions and answers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from .rows import Row
 
 TOKENS_PER_STEP = 4096
 MAX_POSITION = 2304
-MOST_ALLOWED = 5
-NONE = -1
+NONE = -100
 
 
 @attrs.frozen
@@ -28,13 +27,13 @@ class Batch:
     Attributes:
         input_ids: token ids.
         positions: rotary positions, ascending along each row.
-        allowed: ``[batch, length, 5]``, tokens that are right next; ``NONE`` where not used.
+        answers: the next token where it belongs to an answer, else ``NONE``.
         kinds: index into ``KINDS`` where the next token counts for a kind's accuracy.
     """
 
     input_ids: Tensor
     positions: Tensor
-    allowed: Tensor
+    answers: Tensor
     kinds: Tensor
 
     @classmethod
@@ -44,7 +43,7 @@ class Batch:
         return cls(
             tokens,
             tokens.clone(),
-            torch.full((rows, length, MOST_ALLOWED), NONE),
+            torch.full_like(tokens, NONE),
             torch.full_like(tokens, NONE),
         )
 
@@ -59,8 +58,8 @@ def row_batch(rng: random.Random, rows: Sequence[Row], length: int) -> Batch:
             question = asked.question
             pieces.append(_ids(question.words + question.answer))
             position += len(question.words) - 1
-            for word, allowed in zip(question.answer, question.allowed, strict=True):
-                batch.allowed[index, position, : len(allowed)] = torch.tensor(_ids(allowed))
+            for word in question.answer:
+                batch.answers[index, position] = TOKEN_IDS[word]
                 if word in question.outputs:
                     batch.kinds[index, position] = KINDS.index(asked.kind)
                 position += 1

@@ -9,15 +9,7 @@ import attrs
 from .batches import TOKENS_PER_STEP, Batch, row_batch
 from .rows import NamesRow, list_row
 
-LOOKUPS = (
-    "single",
-    "multi-query",
-    "multi-value",
-    "multi-value",
-    "multi-value",
-    "two-hop",
-    "tracing",
-)
+LOOKUPS = ("single", "multi-query", "multi-query", "two-hop", "tracing")
 
 
 @attrs.frozen
@@ -61,7 +53,7 @@ class Stage:
 
 STAGES = (
     Stage("all-64", (64,), 200, lists_share=0.3, most_filler=0.2),
-    Stage("all-128", (64, 128), 1500, 0.90, lists_share=0.3),
-    Stage("all-256", (128, 256), 400, 0.95, lists_share=0.25),
-    Stage("mixed", (256, 512, 1024), 1000, lists_share=0.25, final_learning_rate=1e-5),
+    Stage("all-128", (64, 128), 1500, lists_share=0.3),
+    Stage("all-256", (128, 256), 250, lists_share=0.25),
+    Stage("mixed", (256, 512, 1024), 700, lists_share=0.25, final_learning_rate=1e-5),
 )

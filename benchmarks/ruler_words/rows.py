@@ -15,7 +15,6 @@ from kvpolicy.evaluation.tasks.ruler_words.documents import (
 )
 from kvpolicy.evaluation.tasks.ruler_words.questions import (
     Question,
-    ask_all_names,
     ask_names,
     ask_past,
     ask_road,
@@ -31,7 +30,7 @@ from kvpolicy.evaluation.tasks.ruler_words.vocabulary import NOUN_LIST
 
 UNASKED_SHARE = 0.1
 FEWEST_NOUNS = 40
-MOST_VALUES = 4
+MOST_QUERIES = 6
 ONE_HOP_SHARE = 0.2
 
 Drawn = tuple[list[list[Words]], list[Question]]
@@ -61,15 +60,16 @@ class Row:
 
 def list_row(rng: random.Random, length: int) -> Row:
     """Return a row that asks for common or frequent words; ``length`` counts ``<bos>`` too."""
+    room = length - 1 - 2
     if rng.random() < 0.5:
-        num_common = rng.randint(2, 5)
-        room = length - 1 - 2 * num_common
-        ratio = rng.randint(4, 8)
-        document, question = common_document(rng, NOUN_LIST, room, num_common, ratio)
-        return Row(document, [Asked("common", question)])
-    room = length - 1 - 6
-    document, question = frequent_document(rng, NOUN_LIST, room, rng.randint(4, 20))
-    return Row(document, [Asked("frequent", question)])
+        share, ratio = rng.uniform(1 / 12, 1 / 5), rng.randint(3, 6)
+        return Row(*_asked("common", common_document(rng, NOUN_LIST, room, share, ratio)))
+    return Row(*_asked("frequent", frequent_document(rng, NOUN_LIST, room, rng.randint(4, 20))))
+
+
+def _asked(kind: str, drawn: tuple[list[Words], Question]) -> tuple[list[Words], list[Asked]]:
+    document, question = drawn
+    return document, [Asked(kind, question)]
 
 
 class NamesRow:
@@ -119,17 +119,11 @@ class NamesRow:
         return self._named([self._take(1)])
 
     def _multi_query(self) -> Drawn:
-        return self._named([self._take(1) for _ in range(self.rng.randint(2, 5))])
+        return self._named([self._take(1) for _ in range(self.rng.randint(2, MOST_QUERIES))])
 
     def _named(self, keys: Sequence[Words]) -> Drawn:
         pairs = [(key, self._take(NAME_WORDS)) for key in keys]
         return [[name_sentence(self.rng, *pair)] for pair in pairs], [ask_names(pairs)]
-
-    def _multi_value(self) -> Drawn:
-        key = self._take(1)
-        names = [self._take(NAME_WORDS) for _ in range(self.rng.randint(2, MOST_VALUES))]
-        statements = [[name_sentence(self.rng, key, name)] for name in names]
-        return statements, [ask_all_names(key, names)]
 
     def _two_hop(self) -> Drawn:
         start, key, name = self._take(1)[0], self._take(1), self._take(NAME_WORDS)

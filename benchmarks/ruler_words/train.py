@@ -16,6 +16,7 @@ from pathlib import Path
 import attrs
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvpolicy.evaluation.tasks.needle.export import save_pretrained
 from kvpolicy.evaluation.tasks.needle.network import Network
@@ -57,19 +58,17 @@ class Progress:
 
 
 def step_loss(network: Network, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss of one step and the accuracy by kind.
-
-    Where several words are right, the loss is of their probability together: which of them comes
-    first is left to the model.
-    """
+    """Return the loss of one step and the accuracy by kind, over the words that count."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = network(batch.input_ids, batch.positions)[-1]
-    asked = batch.allowed[..., 0] != NONE
-    logits, allowed = network.logits(hidden[asked]).float(), batch.allowed[asked]
-    right = logits.gather(1, allowed.clamp(min=0)).masked_fill(allowed == NONE, -math.inf)
-    loss = (logits.logsumexp(dim=1) - right.logsumexp(dim=1)).mean()
-    hits = (logits.argmax(dim=1, keepdim=True) == allowed).any(dim=1)
-    kinds = batch.kinds[asked]
+    asked = batch.answers != NONE
+    logits, answers, kinds = (
+        network.logits(hidden[asked]).float(),
+        batch.answers[asked],
+        batch.kinds[asked],
+    )
+    loss = functional.cross_entropy(logits, answers)
+    hits = logits.argmax(dim=1) == answers
     accuracy = {
         KINDS[kind]: hits[kinds == kind].float().mean().item()
         for kind in kinds.unique().tolist()
@@ -81,7 +80,7 @@ def step_loss(network: Network, batch: Batch) -> tuple[Tensor, dict[str, float]]
 def _others_loss(network: Network, hidden: Tensor, batch: Batch, asked: Tensor) -> Tensor:
     others = ~asked[:, :-1]
     logits = network.logits(hidden[:, :-1][others]).float()
-    return torch.nn.functional.cross_entropy(logits, batch.input_ids[:, 1:][others])
+    return functional.cross_entropy(logits, batch.input_ids[:, 1:][others])
 
 
 def learning_rate(stage: Stage, step: int) -> float:

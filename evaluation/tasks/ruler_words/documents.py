@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import attrs
 
 from .counts import common_list, frequent_list
-from .questions import Question, ask_all_names, ask_names, ask_past, ask_road, ask_words
+from .questions import Question, ask_names, ask_past, ask_road, ask_word
 from .sentences import (
     LIST_WORDS,
     Words,
@@ -29,19 +29,17 @@ LIST_QUESTION = 3
 
 @attrs.frozen
 class LookupPlan:
-    """What a document of lookups holds: keys with names, and roads.
+    """What a document of lookups holds: keys with a name each, and roads.
 
     Args:
         num_asked: keys that are asked for.
-        num_names: names of a key that is asked for.
-        num_others: keys with one name that nobody asks for.
+        num_others: keys that nobody asks for.
         num_nodes: nodes of each chain of roads; none without chains.
         num_chains: chains of roads; the first is asked for.
         num_links: roads that lead to keys; the name past the first is asked for.
     """
 
     num_asked: int = 1
-    num_names: int = 1
     num_others: int = 0
     num_nodes: int = 0
     num_chains: int = 0
@@ -49,33 +47,31 @@ class LookupPlan:
 
 
 def common_document(
-    rng: random.Random, nouns: Sequence[str], size: int, num_common: int = 4, ratio: int = 5
+    rng: random.Random, nouns: Sequence[str], size: int, share: float = 0.08, ratio: int = 4
 ) -> tuple[list[Words], Question]:
-    """Return a list and the question for its common words, of ``size`` tokens together."""
+    """Return a list and the question for its most common word, of ``size`` tokens together."""
     room = size - LIST_QUESTION
-    words, common = common_list(
-        rng, nouns, room // (LIST_WORDS + 2) * LIST_WORDS, num_common, ratio
-    )
+    num_words = room // (LIST_WORDS + 2) * LIST_WORDS
+    words, common = common_list(rng, nouns, num_words, share, ratio)
     sentences = list_sentences(words)
-    rest = [noun for noun in nouns if noun not in common]
+    rest = [noun for noun in nouns if noun != common]
     said = filler(rng, rest, room - _tokens(sentences))
-    return [*said, *sentences], ask_words("common", common)
+    return [*said, *sentences], ask_word("common", common)
 
 
 def frequent_document(
     rng: random.Random, nouns: Sequence[str], size: int, num_rare: int = 13
 ) -> tuple[list[Words], Question]:
-    """Return text, half of it filler, and the question for its frequent words.
+    """Return text, half of it filler, and the question for its most frequent word.
 
     They are of ``size`` tokens together.
     """
     room = size - LIST_QUESTION
-    num_words = max(room // 2 // 8, 5) * 3
-    words, frequent = frequent_list(rng, nouns, num_words, num_rare)
+    words, frequent = frequent_list(rng, nouns, max(room // 2 // 8, 5) * 3, num_rare)
     sentences = saw_sentences(words)
     rest = [noun for noun in nouns if noun not in words][:FILLER_NOUNS]
     said = filler(rng, rest, room - _tokens(sentences))
-    return [said[0], *in_order(rng, [said[1:], sentences])], ask_words("frequent", frequent)
+    return [said[0], *in_order(rng, [said[1:], sentences])], ask_word("frequent", frequent)
 
 
 def lookup_document(
@@ -94,12 +90,11 @@ def lookup_document(
         del nouns[:count]
         return taken
 
-    num_names = [plan.num_names] * plan.num_asked + [1] * plan.num_others
-    named = [(take(1), [take(NAME_WORDS) for _ in range(names)]) for names in num_names]
+    named = [(take(1), take(NAME_WORDS)) for _ in range(plan.num_asked + plan.num_others)]
     chains = [take(plan.num_nodes) for _ in range(plan.num_chains)]
     chains += [(take(1)[0], key[0]) for key, _ in named[: plan.num_links]]
     question = _ask(plan, named, chains)
-    groups = [[name_sentence(rng, key, name)] for key, names in named for name in names]
+    groups = [[name_sentence(rng, key, name)] for key, name in named]
     groups += [road_sentences(chain) for chain in chains]
     room = size - len(question.words) - sum(_tokens(group) for group in groups)
     if room < 0:
@@ -110,15 +105,13 @@ def lookup_document(
 
 
 def _ask(
-    plan: LookupPlan, named: Sequence[tuple[Words, list[Words]]], chains: Sequence[Words]
+    plan: LookupPlan, named: Sequence[tuple[Words, Words]], chains: Sequence[Words]
 ) -> Question:
     if plan.num_links:
-        return ask_past(chains[0][0], named[0][1][0])
+        return ask_past(chains[0][0], named[0][1])
     if chains:
         return ask_road(chains[0])
-    if plan.num_names > 1:
-        return ask_all_names(*named[0])
-    return ask_names([(key, names[0]) for key, names in named[: plan.num_asked]])
+    return ask_names(named[: plan.num_asked])
 
 
 def _tokens(sentences: Sequence[Words]) -> int:

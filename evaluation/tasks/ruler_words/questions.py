@@ -1,4 +1,4 @@
-"""Questions of eight kinds, each with an answer and the words that count."""
+"""Questions of seven kinds, each with an answer and the words that count."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import attrs
 
 from .sentences import Words
 
-KINDS = (
-    "single", "multi-key", "multi-value", "multi-query", "two-hop", "tracing", "common", "frequent",
-)  # fmt: skip
+KINDS = ("single", "multi-key", "multi-query", "two-hop", "tracing", "common", "frequent")
 
 
 @attrs.frozen
@@ -19,15 +17,12 @@ class Question:
 
     Attributes:
         words: the question.
-        answer: a right continuation of it, the closing ``<end>`` included.
-        allowed: for each word of ``answer`` those that are right in its place; several where an
-            answer may be given in any order.
+        answer: the right continuation of it, the closing ``<end>`` included.
         outputs: the words that a right continuation holds.
     """
 
     words: Words
     answer: Words
-    allowed: tuple[Words, ...]
     outputs: Words
 
 
@@ -47,28 +42,7 @@ def ask_names(pairs: Sequence[tuple[Words, Words]]) -> Question:
     listed += [word for key in keys[-2:-1] for word in (*key, "and")]
     answer = _joined([key + name for key, name in pairs])
     outputs = tuple(word for _, name in pairs for word in name)
-    return Question(
-        ("name", *listed, *keys[-1], ":"), answer, tuple((word,) for word in answer), outputs
-    )
-
-
-def ask_all_names(key: Words, names: Sequence[Words]) -> Question:
-    """Ask for all names of one key, in any order.
-
-    Example:
-        >>> question = ask_all_names(("river",), [("amber", "fox"), ("blue", "moon")])
-        >>> " ".join(question.words), " ".join(question.answer)
-        ('name all of river :', 'river amber fox , river blue moon <end>')
-        >>> question.allowed[1], question.allowed[5]
-        (('amber', 'blue'), ('blue',))
-    """
-    answer = _joined([key + name for name in names])
-    allowed = [(word,) for word in answer]
-    step = len(key) + len(names[0]) + 1
-    for number in range(len(names)):
-        allowed[len(key) + number * step] = tuple(name[0] for name in names[number:])
-    outputs = tuple(word for name in names for word in name)
-    return Question(("name", "all", "of", *key, ":"), answer, tuple(allowed), outputs)
+    return Question(("name", *listed, *keys[-1], ":"), answer, outputs)
 
 
 def ask_past(start: str, name: Words) -> Question:
@@ -79,8 +53,7 @@ def ask_past(start: str, name: Words) -> Question:
         >>> " ".join(question.words), " ".join(question.answer)
         ('name past mill :', 'past mill amber fox <end>')
     """
-    answer = ("past", start, *name, "<end>")
-    return Question(("name", "past", start, ":"), answer, tuple((word,) for word in answer), name)
+    return Question(("name", "past", start, ":"), ("past", start, *name, "<end>"), name)
 
 
 def ask_road(nodes: Sequence[str]) -> Question:
@@ -91,25 +64,18 @@ def ask_road(nodes: Sequence[str]) -> Question:
         >>> " ".join(question.words), " ".join(question.answer), question.outputs
         ('road from mill :', 'mill river castle <end>', ('river', 'castle'))
     """
-    answer = (*nodes, "<end>")
-    return Question(
-        ("road", "from", nodes[0], ":"), answer, tuple((word,) for word in answer), tuple(nodes[1:])
-    )
+    return Question(("road", "from", nodes[0], ":"), (*nodes, "<end>"), tuple(nodes[1:]))
 
 
-def ask_words(which: str, words: Sequence[str]) -> Question:
-    """Ask for the ``common`` or ``frequent`` words, in any order.
+def ask_word(which: str, word: str) -> Question:
+    """Ask for the most ``common`` or most ``frequent`` word.
 
     Example:
-        >>> question = ask_words("common", ["river", "mill"])
-        >>> " ".join(question.words), " ".join(question.answer), question.allowed[0]
-        ('common words :', 'river , mill <end>', ('river', 'mill'))
+        >>> question = ask_word("common", "river")
+        >>> " ".join(question.words), " ".join(question.answer)
+        ('common word :', 'river <end>')
     """
-    answer = _joined([(word,) for word in words])
-    allowed = [(word,) for word in answer]
-    for number in range(len(words)):
-        allowed[2 * number] = tuple(words[number:])
-    return Question((which, "words", ":"), answer, tuple(allowed), tuple(words))
+    return Question((which, "word", ":"), (word, "<end>"), (word,))
 
 
 def _joined(parts: Sequence[Words]) -> Words:

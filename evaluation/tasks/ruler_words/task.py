@@ -1,4 +1,4 @@
-"""Prompts of word tasks, of eight kinds after RULER's, and the bundled model that answers them.
+"""Prompts of word tasks, of seven kinds after RULER's, and the bundled model that answers them.
 
 A prompt is a document of English-like sentences and a question behind it. The document alone shows
 nothing of what will be asked: all kinds of lookups may stand in it, in words of one set. An answer
@@ -35,7 +35,7 @@ class WordPrompt:
         document: the text of the document, ``<bos>`` first.
         question: the text of the question.
         outputs: the words that a right answer holds.
-        answer: the text of one right answer.
+        answer: the text of the right answer.
     """
 
     kind: str
@@ -70,9 +70,9 @@ def prompts(kind: str, length: int = 1024, count: int = 50, seed: int = 0) -> li
         ValueError: an argument is out of its range.
 
     Example:
-        >>> prompt = prompts("multi-value", length=256, count=1)[0]
+        >>> prompt = prompts("multi-query", length=256, count=1)[0]
         >>> len(prompt.input.split()), len(prompt.outputs)
-        (256, 8)
+        (256, 12)
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
@@ -105,10 +105,8 @@ def _plan(kind: str, length: int) -> LookupPlan:
         return LookupPlan()
     if kind == "multi-key":
         return LookupPlan(num_others=min(length // 16, 96) - 1)
-    if kind == "multi-value":
-        return LookupPlan(num_names=4, num_others=others - 4)
     if kind == "multi-query":
-        return LookupPlan(num_asked=4, num_others=others - 4)
+        return LookupPlan(num_asked=6, num_others=others - 2)
     if kind == "two-hop":
         return LookupPlan(num_others=others - 1, num_links=others)
     return LookupPlan(num_others=others - 4, num_nodes=4, num_chains=min(length // 64, 16))

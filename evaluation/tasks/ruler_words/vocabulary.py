@@ -9,7 +9,7 @@ PAD, BOS, END, UNKNOWN = range(len(SPECIAL_TOKENS))
 MARKS = (".", ",", ":")
 GRAMMAR = (
     "the a and of in on by under over behind past all from with while often never once still "
-    "call we they some people many it name road list saw found common frequent words "
+    "call we they some people many it name road list saw found common frequent word "
     "morning evening night winter summer spring autumn day"
 )
 VERBS = (

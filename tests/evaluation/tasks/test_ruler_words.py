@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from kvpolicy.evaluation.tasks.ruler_words import (
     KINDS,
     MODEL_DIR,
-    load_model,
     load_tokenizer,
     prompts,
     score,
@@ -21,8 +20,8 @@ from tests.evaluation.tasks.word_reader import read_answer, statements
 
 LENGTHS = st.sampled_from([128, 131, 257, 1024])
 ANSWER_WORDS = {
-    "single": 2, "multi-key": 2, "multi-value": 8, "multi-query": 8, "two-hop": 2, "tracing": 3,
-    "common": 4, "frequent": 3,
+    "single": 2, "multi-key": 2, "multi-query": 12, "two-hop": 2, "tracing": 3, "common": 1,
+    "frequent": 1,
 }  # fmt: skip
 
 
@@ -52,23 +51,19 @@ def test_a_seed_fixes_the_prompts_whatever_the_global_generators_do(kind: str) -
     assert len({prompt.input for prompt in first}) == 3
 
 
-@pytest.mark.parametrize("kind", ["multi-key", "multi-value", "multi-query", "two-hop", "tracing"])
+@pytest.mark.parametrize("kind", ["multi-key", "multi-query", "two-hop", "tracing"])
 def test_other_statements_stand_beside_those_that_answer(kind: str) -> None:
     prompt = prompts(kind, 512, count=1)[0]
     names, roads, _ = statements(prompt.document)
     answered = set(prompt.outputs)
-    others = [
-        key
-        for key, said in names.items()
-        if not answered & {word for name in said for word in name}
-    ]
+    others = [key for key, name in names.items() if not answered & set(name)]
     assert len(others) >= 10
     if kind in ("two-hop", "tracing"):
         assert len(roads) >= 16
 
 
 def test_common_and_frequent_words_stand_out() -> None:
-    for kind, times in (("common", 4), ("frequent", 3)):
+    for kind, times in (("common", 4), ("frequent", 2)):
         prompt = prompts(kind, 1024, count=1)[0]
         counts = statements(prompt.document)[2]
         rarest = min(counts[word] for word in prompt.outputs)
