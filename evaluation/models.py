@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NEEDLE = "needle"
+RULER_WORDS = "ruler_words"
 # The first layer that answers as full context does in `kvpolicy compare --sweep`, whose prompts are
 # others than those it compares on.
 NEEDLE_TSP_LAYER = 2
@@ -63,9 +64,10 @@ def load(name: str = NEEDLE, *, dtype: str = "auto", device: str = "cpu") -> Loa
     """Load a model and its tokenizer.
 
     Args:
-        name: ``"needle"`` for the bundled model, a folder, or a name on the Hugging Face Hub.
+        name: ``"needle"`` or ``"ruler_words"`` for a bundled model, a folder, or a name on the
+            Hugging Face Hub.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; ``"auto"`` for the checkpoint's own,
-            float32 for the bundled model.
+            float32 for a bundled model.
         device: As torch names it: ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
 
     Raises:
@@ -74,11 +76,12 @@ def load(name: str = NEEDLE, *, dtype: str = "auto", device: str = "cpu") -> Loa
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
     target = _check_device(device)
-    if name == NEEDLE:
-        from kvpolicy.evaluation import needle
+    if name in (NEEDLE, RULER_WORDS):
+        from kvpolicy.evaluation.tasks import needle, ruler_words
 
-        model = needle.load_model(dtype=DTYPES.get(dtype, torch.float32))
-        return Loaded(name, model.to(target).eval(), needle.load_tokenizer())
+        task = needle if name == NEEDLE else ruler_words
+        model = task.load_model(dtype=DTYPES.get(dtype, torch.float32))
+        return Loaded(name, model.to(target).eval(), task.load_tokenizer())
     _check_name(name)
     return _from_pretrained(name, DTYPES.get(dtype, "auto"), target)
 
@@ -116,7 +119,7 @@ def _check_name(name: str) -> None:
     elif not _HUB_NAME.fullmatch(name):
         raise ValueError(
             f"model {name} does not exist; give a folder, a Hub name such as owner/model, or "
-            f"{NEEDLE} for the bundled model"
+            f"{NEEDLE} or {RULER_WORDS} for a bundled model"
         )
 
 

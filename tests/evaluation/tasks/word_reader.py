@@ -13,8 +13,7 @@ def statements(document: str) -> tuple[dict[str, list[str]], dict[str, str], Cou
     for sentence in document.removeprefix("<bos>").split(" ."):
         words = sentence.split()
         if "call" in words:
-            _, _, said = sentence.partition(" call ")
-            key, *name = said.split()
+            key, *name = words[words.index("call") + 1 :]
             names[key] = name
         elif words[:1] == ["road"]:
             roads[words[1]] = words[2]
