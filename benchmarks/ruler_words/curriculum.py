@@ -27,6 +27,7 @@ class Stage:
         kinds: of the lookups in a row.
         lists_share: share of the steps whose rows ask for common and frequent words.
         most_filler: the most filler of a row, as a fraction of it.
+        blindfold: share of the steps in which questions do not see names in the lower layers.
         learning_rate: Adam's.
         final_learning_rate: None for a constant rate.
     """
@@ -38,6 +39,7 @@ class Stage:
     kinds: tuple[str, ...] = LOOKUPS
     lists_share: float = 0.15
     most_filler: float = 0.5
+    blindfold: float = 0.5
     learning_rate: float = 1e-3
     final_learning_rate: float | None = None
 
@@ -55,5 +57,5 @@ STAGES = (
     Stage("all-64", (64,), 200, lists_share=0.3, most_filler=0.2),
     Stage("all-128", (64, 128), 1500, lists_share=0.3),
     Stage("all-256", (128, 256), 250, lists_share=0.25),
-    Stage("mixed", (256, 512, 1024), 700, lists_share=0.25, final_learning_rate=1e-5),
+    Stage("mixed", (128, 256, 512, 1024), 2000, lists_share=0.35, final_learning_rate=1e-5),
 )

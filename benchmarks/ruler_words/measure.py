@@ -109,7 +109,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return a method's scores by mode and kind, as plain data."""
     scores: dict[str, dict[str, float]] = {}
-    for mode in MODES:
+    for mode in arguments.modes:
         scores[mode] = {}
         for kind in arguments.kinds:
             asked = prompts(kind, arguments.length, arguments.count, arguments.seed)
@@ -133,6 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--rates", nargs="+", type=float, default=RATES)
     parser.add_argument("--kinds", nargs="+", default=KINDS)
+    parser.add_argument("--modes", nargs="+", default=MODES)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)

@@ -60,7 +60,7 @@ class Row:
 
 def list_row(rng: random.Random, length: int) -> Row:
     """Return a row that asks for common or frequent words; ``length`` counts ``<bos>`` too."""
-    room = length - 1 - 2
+    room = length - 1 - 3
     if rng.random() < 0.5:
         share, ratio = rng.uniform(1 / 12, 1 / 5), rng.randint(3, 6)
         return Row(*_asked("common", common_document(rng, NOUN_LIST, room, share, ratio)))
@@ -130,7 +130,7 @@ class NamesRow:
         groups = [road_sentences([start, *key]), [name_sentence(self.rng, key, name)]]
         # One question only: the answer to one would hold the answer to the other.
         one_hop = self.rng.random() < ONE_HOP_SHARE
-        return groups, [ask_names([(key, name)]) if one_hop else ask_past(start, name)]
+        return groups, [ask_names([(key, name)]) if one_hop else ask_past(start, key[0], name)]
 
     def _tracing(self) -> Drawn:
         nodes = self._take(self.rng.randint(3, 6))

@@ -11,6 +11,7 @@ import math
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvpolicy.evaluation.tasks.needle.export import save_pretrained
-from kvpolicy.evaluation.tasks.needle.network import Network
+from kvpolicy.evaluation.tasks.needle.network import HOP_LAYER, Network
 from kvpolicy.evaluation.tasks.ruler_words.questions import KINDS
 from kvpolicy.evaluation.tasks.ruler_words.vocabulary import token_names
 
@@ -57,10 +58,20 @@ class Progress:
             self.accuracy[name] = SMOOTHING * before + (1 - SMOOTHING) * value
 
 
-def step_loss(network: Network, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss of one step and the accuracy by kind, over the words that count."""
+def step_loss(
+    network: Network, batch: Batch, blindfolded: bool = False
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the loss of one step and the accuracy by kind, over the words that count.
+
+    Args:
+        network: the network.
+        batch: the step's rows.
+        blindfolded: whether questions do not see names up to the first hop's layer.
+    """
+    blindfold = (batch.in_questions, batch.in_names) if blindfolded else None
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden = network(batch.input_ids, batch.positions)[-1]
+        states = network(batch.input_ids, batch.positions, blindfold)
+    hidden = states[-1]
     asked = batch.answers != NONE
     logits, answers, kinds = (
         network.logits(hidden[asked]).float(),
@@ -74,7 +85,20 @@ def step_loss(network: Network, batch: Batch) -> tuple[Tensor, dict[str, float]]
         for kind in kinds.unique().tolist()
         if kind != NONE
     }
-    return loss + OTHERS_WEIGHT * _others_loss(network, hidden, batch, asked), accuracy
+    loss = loss + OTHERS_WEIGHT * _others_loss(network, hidden, batch, asked)
+    return loss + _hops_loss(network, states, batch), accuracy
+
+
+def _hops_loss(network: Network, states: Sequence[Tensor], batch: Batch) -> Tensor:
+    """Ask the two layers of a two-hop question for what they are to find, when it is read."""
+    asked = batch.hops[..., 0] != NONE
+    if not asked.any():
+        return torch.zeros(())
+    losses = [
+        functional.cross_entropy(network.logits(state[asked]).float(), batch.hops[asked][:, hop])
+        for hop, state in enumerate(states[HOP_LAYER : HOP_LAYER + 2])
+    ]
+    return losses[0] + losses[1]
 
 
 def _others_loss(network: Network, hidden: Tensor, batch: Batch, asked: Tensor) -> Tensor:
@@ -148,7 +172,7 @@ class Trainer:
         """Take one optimiser step and return its loss and accuracies."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(stage, self.progress.step)
-        loss, accuracy = step_loss(self.network, stage.draw(rng))
+        loss, accuracy = step_loss(self.network, stage.draw(rng), rng.random() < stage.blindfold)
         self.optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)

@@ -19,11 +19,13 @@ class Question:
         words: the question.
         answer: the right continuation of it, the closing ``<end>`` included.
         outputs: the words that a right continuation holds.
+        through: the key that leads from the question to the answer, where it takes two hops.
     """
 
     words: Words
     answer: Words
     outputs: Words
+    through: str | None = None
 
 
 def ask_names(pairs: Sequence[tuple[Words, Words]]) -> Question:
@@ -45,15 +47,15 @@ def ask_names(pairs: Sequence[tuple[Words, Words]]) -> Question:
     return Question(("name", *listed, *keys[-1], ":"), answer, outputs)
 
 
-def ask_past(start: str, name: Words) -> Question:
-    """Ask for the name of what the road from a node leads to.
+def ask_past(start: str, key: str, name: Words) -> Question:
+    """Ask for the name of the key that the road from a node leads to.
 
     Example:
-        >>> question = ask_past("mill", ("amber", "fox"))
+        >>> question = ask_past("mill", "river", ("amber", "fox"))
         >>> " ".join(question.words), " ".join(question.answer)
         ('name past mill :', 'past mill amber fox <end>')
     """
-    return Question(("name", "past", start, ":"), ("past", start, *name, "<end>"), name)
+    return Question(("name", "past", start, ":"), ("past", start, *name, "<end>"), name, key)
 
 
 def ask_road(nodes: Sequence[str]) -> Question:
@@ -73,9 +75,9 @@ def ask_word(which: str, word: str) -> Question:
     Example:
         >>> question = ask_word("common", "river")
         >>> " ".join(question.words), " ".join(question.answer)
-        ('common word :', 'river <end>')
+        ('common word :', 'common river <end>')
     """
-    return Question((which, "word", ":"), (word, "<end>"), (word,))
+    return Question((which, "word", ":"), (which, word, "<end>"), (word,))
 
 
 def _joined(parts: Sequence[Words]) -> Words:
