@@ -10,6 +10,7 @@ from .batches import TOKENS_PER_STEP, Batch, row_batch
 from .rows import NamesRow, list_row
 
 LOOKUPS = ("single", "multi-query", "multi-query", "two-hop", "tracing")
+MORE_HOPS = ("multi-query", "two-hop", "two-hop", "two-hop", "tracing")
 
 
 @attrs.frozen
@@ -58,4 +59,13 @@ STAGES = (
     Stage("all-128", (64, 128), 1500, lists_share=0.3),
     Stage("all-256", (128, 256), 250, lists_share=0.25),
     Stage("mixed", (128, 256, 512, 1024), 2000, lists_share=0.35, final_learning_rate=1e-5),
+    Stage(
+        "long",
+        (512, 1024, 2048),
+        450,
+        kinds=MORE_HOPS,
+        lists_share=0.3,
+        learning_rate=5e-4,
+        final_learning_rate=1e-5,
+    ),
 )

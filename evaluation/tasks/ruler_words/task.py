@@ -108,7 +108,7 @@ def _plan(kind: str, length: int) -> LookupPlan:
     if kind == "multi-query":
         return LookupPlan(num_asked=6, num_others=others - 2)
     if kind == "two-hop":
-        return LookupPlan(num_others=others - 1, num_links=others)
+        return LookupPlan(num_others=others - 1, num_links=others // 2)
     return LookupPlan(num_others=others - 4, num_nodes=4, num_chains=min(length // 64, 16))
 
 
