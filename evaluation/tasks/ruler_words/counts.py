@@ -10,7 +10,7 @@ FREQUENT_WEIGHTS = (6, 3, 2)
 
 
 def common_list(
-    rng: random.Random, nouns: Sequence[str], size: int, share: float = 0.08, ratio: int = 4
+    rng: random.Random, nouns: Sequence[str], size: int, share: float = 0.1, ratio: int = 4
 ) -> tuple[list[str], str]:
     """Return words in random order, and the one that comes ``ratio`` times as often as the rest.
 

@@ -47,7 +47,7 @@ class LookupPlan:
 
 
 def common_document(
-    rng: random.Random, nouns: Sequence[str], size: int, share: float = 0.08, ratio: int = 4
+    rng: random.Random, nouns: Sequence[str], size: int, share: float = 0.1, ratio: int = 4
 ) -> tuple[list[Words], Question]:
     """Return a list and the question for its most common word, of ``size`` tokens together."""
     room = size - LIST_QUESTION
