@@ -29,6 +29,7 @@ class Stage:
         lists_share: share of the steps whose rows ask for common and frequent words.
         most_filler: the most filler of a row, as a fraction of it.
         blindfold: share of the steps in which questions do not see names in the lower layers.
+        hops_weight: weight of the losses that read both hops off the lower layers.
         learning_rate: Adam's.
         final_learning_rate: None for a constant rate.
     """
@@ -41,6 +42,7 @@ class Stage:
     lists_share: float = 0.15
     most_filler: float = 0.5
     blindfold: float = 0.5
+    hops_weight: float = 1.0
     learning_rate: float = 1e-3
     final_learning_rate: float | None = None
 
@@ -66,6 +68,16 @@ STAGES = (
         kinds=MORE_HOPS,
         lists_share=0.3,
         learning_rate=5e-4,
+        final_learning_rate=1e-5,
+    ),
+    # Under the losses of both hops the model forgets to repeat the node that was asked for.
+    Stage(
+        "repeat",
+        (128, 256, 512),
+        250,
+        lists_share=0.25,
+        hops_weight=0.05,
+        learning_rate=7e-4,
         final_learning_rate=1e-5,
     ),
 )

@@ -59,7 +59,7 @@ class Progress:
 
 
 def step_loss(
-    network: Network, batch: Batch, blindfolded: bool = False
+    network: Network, batch: Batch, *, blindfolded: bool = False, hops_weight: float = 0.0
 ) -> tuple[Tensor, dict[str, float]]:
     """Return the loss of one step and the accuracy by kind, over the words that count.
 
@@ -67,6 +67,7 @@ def step_loss(
         network: the network.
         batch: the step's rows.
         blindfolded: whether questions do not see names up to the first hop's layer.
+        hops_weight: of the losses that read both hops off the lower layers.
     """
     blindfold = (batch.in_questions, batch.in_names) if blindfolded else None
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -86,7 +87,7 @@ def step_loss(
         if kind != NONE
     }
     loss = loss + OTHERS_WEIGHT * _others_loss(network, hidden, batch, asked)
-    return loss + _hops_loss(network, states, batch), accuracy
+    return loss + hops_weight * _hops_loss(network, states, batch), accuracy
 
 
 def _hops_loss(network: Network, states: Sequence[Tensor], batch: Batch) -> Tensor:
@@ -172,7 +173,12 @@ class Trainer:
         """Take one optimiser step and return its loss and accuracies."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(stage, self.progress.step)
-        loss, accuracy = step_loss(self.network, stage.draw(rng), rng.random() < stage.blindfold)
+        loss, accuracy = step_loss(
+            self.network,
+            stage.draw(rng),
+            blindfolded=rng.random() < stage.blindfold,
+            hops_weight=stage.hops_weight,
+        )
         self.optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
