@@ -34,7 +34,7 @@ quick: lint
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[cli,plot,test]' ruff mypy
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[cli,plot,eval,test]' ruff mypy
 	touch $@
 
 lint: $(VENV)/installed
@@ -111,6 +111,8 @@ bench-decode: $(VENV)/installed
 
 bench-prefill: $(VENV)/installed
 	$(BIN)/python benchmarks/prefill.py
+	$(BIN)/python benchmarks/prefill.py --model qwen3_next
+	$(BIN)/python benchmarks/prefill.py --model deepseek_v3
 
 $(KVPRESS)/installed: benchmarks/kvpress/constraints.txt
 	$(PYTHON) -m venv $(KVPRESS)

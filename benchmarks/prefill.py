@@ -1,10 +1,12 @@
 """Prefill against the full context, beside what the operation count allows.
 
-A Llama of random weights (16 layers, hidden size 512) on the CPU reads prompts of 4,096 and 8,192
-tokens; every policy takes its turn in every round, so that a machine that slows down slows down
-all of them. Writes ``results/prefill.json`` beside this file and prints a table.
+Models of random weights (16 layers, hidden size 512) on the CPU read prompts of 4,096 and 8,192
+tokens: a Llama, one shaped like Qwen3-Next (three recurrent layers to one that attends) and one
+shaped like DeepSeek V3 (latent attention), both with experts. Every policy takes its turn in every
+round, so that a machine that slows down slows down all of them. Writes ``results/prefill.json``
+beside this file, or ``prefill_MODEL.json`` for others than the Llama, and prints a table.
 
-    python benchmarks/prefill.py [--rounds 7] [--threads 2] [--out DIR]
+    python benchmarks/prefill.py [--model llama] [--rounds 7] [--threads 2] [--out DIR]
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.evaluation import Latencies, estimate, measure_latency, shape_of
@@ -32,29 +34,72 @@ POLICIES: dict[str, CachePolicy] = {
 }
 
 
-def random_model() -> LlamaForCausalLM:
-    """The model all runs share; its weights are the same every time."""
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=16,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=max(LENGTHS) * 2,
-        eos_token_id=None,
-    )
+_SIZES: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 2 * max(LENGTHS),
+    "eos_token_id": None,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 256}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"num_key_value_heads": 2, "intermediate_size": 1536}),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "num_experts": 8,
+            "shared_expert_intermediate_size": 256,
+            **_EXPERTS,
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 8,
+            "q_lora_rank": 256,
+            "kv_lora_rank": 128,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+            "intermediate_size": 1536,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            **_EXPERTS,
+        },
+    ),
+}
+
+
+def random_model(name: str = "llama", **sizes: Any) -> PreTrainedModel:
+    """The model all runs share; its weights are the same every time.
+
+    Args:
+        name: One of `MODELS`.
+        sizes: Of the configuration, instead of those that are said there.
+    """
+    kind, own = MODELS[name]
+    config = AutoConfig.for_model(kind, **{**_SIZES, **own, **sizes})
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def allowed_speedup(config: LlamaConfig, policy: CachePolicy, context_len: int) -> float:
+def allowed_speedup(config: PreTrainedConfig, policy: CachePolicy, context_len: int) -> float:
     """Operations of the layers in a full prefill over those in the policy's."""
     found = estimate(policy, shape_of(config), context_len)
     return found.full.layers / found.prefill.layers
 
 
-def row_of(name: str, length: int, measured: Latencies, model: LlamaForCausalLM) -> dict[str, Any]:
+def row_of(name: str, length: int, measured: Latencies, model: PreTrainedModel) -> dict[str, Any]:
     """The figures of one policy at one length."""
     timing, baseline = measured.timings[name], measured.baseline
     ratios = timing.prefill.speedups(baseline.prefill)
@@ -86,12 +131,13 @@ def show(row: dict[str, Any]) -> str:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="llama")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    model = random_model()
+    model = random_model(options.model)
     print(f"{'policy':<15}{'tokens':>7}{'prefill ms':>12}{'speed-up (range)':>21}", end="")
     print(f"{'allowed':>9}{'decode x':>10}")
     rows = []
@@ -108,7 +154,8 @@ def main() -> None:
         "rows": rows,
     }
     text = json.dumps(record, indent=1, default=str)
-    write_all(options.out, {"prefill.json": text.encode()})
+    name = "prefill" if options.model == "llama" else f"prefill_{options.model}"
+    write_all(options.out, {f"{name}.json": text.encode()})
 
 
 if __name__ == "__main__":

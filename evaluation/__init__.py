@@ -4,6 +4,7 @@ Importing it brings in neither Transformers nor the optional packages of the com
 pictures; what needs them imports them when it is called.
 """
 
+from kvpolicy.building import build_policy
 from kvpolicy.evaluation.analysis.attention import (
     Overlap,
     attention_recall,
@@ -23,9 +24,9 @@ from kvpolicy.evaluation.comparison.sweep import (
     sweep_rates,
     sweep_tsp_layers,
 )
-from kvpolicy.evaluation.comparison.variant import Variant, build_policy, variants
+from kvpolicy.evaluation.comparison.variant import Variant, variants
 from kvpolicy.evaluation.cost.estimate import Estimate, estimate
-from kvpolicy.evaluation.cost.model_shape import ModelShape
+from kvpolicy.evaluation.cost.model_shape import LayerShape, ModelShape
 from kvpolicy.evaluation.cost.shapes import load_shape, shape_of
 from kvpolicy.evaluation.models import Loaded, load
 from kvpolicy.evaluation.tasks.prompts import Prompt, needle_prompts, read_prompts
@@ -37,6 +38,7 @@ __all__ = [
     "HeldOut",
     "Latencies",
     "LayerDistance",
+    "LayerShape",
     "Loaded",
     "ModelShape",
     "OutputDistances",

@@ -22,6 +22,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError)
 # What the Hugging Face Hub takes for a name: "model" or "owner/model".
 _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 
@@ -86,6 +87,28 @@ def load(name: str = NEEDLE, *, dtype: str = "auto", device: str = "cpu") -> Loa
     return _from_pretrained(name, DTYPES.get(dtype, "auto"), target)
 
 
+def load_tokenizer(name: str = NEEDLE) -> Any:
+    """Load a model's tokenizer alone, which takes no time.
+
+    Args:
+        name: As for `load`.
+
+    Raises:
+        ValueError: There is no such model; says what was tried.
+    """
+    if name == NEEDLE:
+        from kvpolicy.evaluation import needle
+
+        return needle.load_tokenizer()
+    _check_name(name)
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except _LOADING_ERRORS as error:
+        raise _not_loaded(name, error) from error
+
+
 def _from_pretrained(name: str, dtype: torch.dtype | str, device: torch.device) -> Loaded:
     from transformers import (
         AutoConfig,
@@ -100,10 +123,13 @@ def _from_pretrained(name: str, dtype: torch.dtype | str, device: torch.device) 
         known = type(config) in AutoModelForCausalLM._model_mapping
         auto = AutoModelForCausalLM if known else AutoModelForImageTextToText
         model = auto.from_pretrained(name, dtype=dtype)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"model {name} could not be loaded: {reason}") from error
+    except _LOADING_ERRORS as error:
+        raise _not_loaded(name, error) from error
     return Loaded(name, model.to(device).eval(), tokenizer)
+
+
+def _not_loaded(name: str, error: Exception) -> ValueError:
+    return ValueError(f"model {name} could not be loaded: {' '.join(str(error).split())}")
 
 
 def _check_name(name: str) -> None:

@@ -14,7 +14,14 @@ torch.set_num_threads(1)
 
 
 # Files and folders whose single tests take tens of seconds; their rooms have others.
-SLOW = {"fuzz", "test_static.py", "test_leftovers.py", "test_two_devices.py", "test_device_map.py"}
+SLOW = {
+    "fuzz",
+    "test_static.py",
+    "test_leftovers.py",
+    "test_two_devices.py",
+    "test_device_map.py",
+    "test_processes.py",
+}
 QUICK_TESTS_A_FILE = 2
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import textwrap
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,18 @@ RESULTS = ROOT / "benchmarks" / "results" / "families.json"
 PAGE = ROOT / "docs" / "families.md"
 
 RIGHT = "every policy, padded rows too"
+# Of attention that shows no queries: without padding, and with.
+UNSEEN = (
+    "policies that ask for no queries, rows without padding",
+    "policies that ask for no queries, padded rows too",
+)
 # What the outcomes say, in a few words; the first that is found in a reason.
 REASONS = (
     ("rows must not be padded", "every policy, rows without padding"),
+    ("once for a token", "refused: layers are run several times for a token"),
+    ("of columns", "refused: attention counts in columns, which a policy changes"),
+    ("depend on the columns", "refused: attention counts in columns, which a policy changes"),
+    ("must take past_key_values", "refused: the model takes no cache of Transformers' kind"),
     ("FastKV", "policies that evict; such as drop tokens are refused"),
     ("(attention and recurrent)", "refused: layers hold keys and a recurrent state side by side"),
     ("some layer must hold", "refused: no layer attends, so that there is nothing to choose"),
@@ -63,10 +73,18 @@ def groups() -> dict[str, list[str]]:
             found[RIGHT].append(each["name"])
             continue
         reason = re.sub(r"^\[[^]]*\] ", "", each["reason"])
-        said = next((words for part, words in REASONS if part in reason), None)
+        said = _without_queries(each["policies"].values())
+        said = said or next((words for part, words in REASONS if part in reason), None)
         found[said or f"{each['outcome']}: {textwrap.shorten(reason, 80)}"].append(each["name"])
-    order = [RIGHT, *dict.fromkeys(words for _, words in REASONS)]
+    order = [RIGHT, *UNSEEN, *dict.fromkeys(words for _, words in REASONS)]
     return {said: found[said] for said in [*order, *sorted(set(found) - set(order))] if found[said]}
+
+
+def _without_queries(found: Collection[str]) -> str | None:
+    """What works where attention shows no queries; None where it does or nothing works."""
+    if not any("shows no queries" in each for each in found) or "right" not in found:
+        return None
+    return UNSEEN[not any("rows must not be padded" in each for each in found)]
 
 
 def support_table() -> str:

@@ -14,6 +14,7 @@ from benchmarks.common import BASELINE
 from kvpolicy.evaluation.comparison.speed import Speed
 from kvpolicy.integrations.transformers.model.tested import TESTED
 from kvpolicy.registry import registered
+from tests.integrations.lm_eval.support import char_tokenizer
 from tests.integrations.model.builds.catalogue import builds
 from tests.reference import random_tokens, tiny_model
 from tests.support_table import PAGE, outcomes, page, support_table
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 BUILDS = builds()
 README = (ROOT / "README.md").read_text()
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
-FIRST, SCORER = PYTHON.findall(README)
+FIRST, DOCUMENT, SCORER = PYTHON.findall(README)
 (USE,) = PYTHON.findall((ROOT / "docs/use.md").read_text())
 
 
@@ -38,6 +39,18 @@ def test_the_first_example_prints_what_it_says() -> None:
     assert said is not None
     assert run(FIRST).strip() == said[1]
     assert len(FIRST.strip().splitlines()) <= 12
+
+
+def test_the_example_of_a_document() -> None:
+    tokenizer, text = char_tokenizer(), "it was written by the rain, and costs a little. " * 2
+    printed = run(
+        DOCUMENT.replace("64", "4"),
+        model=tiny_model("llama", seed=0),
+        tokenizer=tokenizer,
+        text=text,
+    )
+    assert len(printed) > 2
+    assert len(DOCUMENT.strip().splitlines()) == 6
 
 
 def test_the_example_of_use() -> None:

@@ -63,28 +63,26 @@ class WindowAttentionScorer(Scorer):
 
 @attrs.frozen
 class ShowingSelector(KVSelector):
-    """Shows each layer's saliency to a function, and keeps the last token only.
+    """Shows each layer, and its saliency, to a function, and keeps the last tokens only.
 
     Eviction comes after a layer's attention, so what a forward computes is what it computes with a
     full cache; where nothing is decoded afterwards, no more needs to be kept.
 
     Args:
-        show: Called at every layer, in their order, with the saliency ``[batch, query_heads or
-            kv_heads, key_len]``.
+        show: Called at every layer that chooses, in their order, with what the layer shows and the
+            saliency ``[batch, query_heads or kv_heads, key_len]``.
+        protected_tail: Last tokens that are kept, at least 1 and those that the scorer leaves
+            unscored.
     """
 
-    show: Callable[[Tensor], None]
-
-    @property
-    def protected_tail(self) -> int:
-        """The last token."""
-        return 1
+    show: Callable[[LayerContext, Tensor], None]
+    protected_tail: int = 1
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return int64 ``[batch, kv_heads, 1]``; see `KVSelector.select`."""
+        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         assert saliency is not None
-        self.show(saliency)
-        return compress(self.protected(context), 1)
+        self.show(context, saliency)
+        return compress(self.protected(context), min(self.protected_tail, context.key_len))
 
 
 def layer_saliencies(
@@ -102,7 +100,10 @@ def layer_saliencies(
         `final_state`'s result.
     """
     seen: list[Tensor] = []
-    selector = ShowingSelector(lambda saliency: seen.append(saliency[0].mean(dim=0).cpu()))
+    selector = ShowingSelector(
+        lambda _, saliency: seen.append(saliency[0].mean(dim=0).cpu()),
+        max(scorer.unscored_tail, 1),
+    )
     final = final_state(model, input_ids, CachePolicy(scorer, selector, PassAllPropagation()))
     return torch.stack(seen), final
 

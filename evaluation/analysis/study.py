@@ -189,7 +189,7 @@ def run(
         ValueError: The prompts do not fit the settings or the model; before any of it is run.
     """
     model = loaded.model
-    kinds = _prompts(settings, texts, loaded)
+    kinds = prompts_of(settings, texts, loaded)
     prompts = [prompt for group in kinds.values() for prompt in group]
     shortest = min(prompt.shape[1] for prompt in prompts)
     check_k(settings.k, shortest)
@@ -220,7 +220,7 @@ def run(
         overlap,
         recall,
         distances,
-        tuple(_notes(model.config, max(prompt.shape[1] for prompt in prompts))),
+        tuple(notes_of(model.config, max(prompt.shape[1] for prompt in prompts))),
     )
 
 
@@ -236,10 +236,14 @@ def write(analysis: Analysis, folder: Path) -> list[str]:
     return list(FILES)
 
 
-def _prompts(
+def prompts_of(
     settings: AnalysisSettings, texts: Sequence[str], loaded: Loaded
 ) -> dict[str, list[Tensor]]:
-    """The prompts ``[1, context_len]`` by kind."""
+    """The prompts ``[1, context_len]`` by kind, from texts or of the needle task.
+
+    Raises:
+        ValueError: They do not fit the settings or the model.
+    """
     kinds: dict[str, list[Any]] = {}
     if texts:
         kinds["prompts"] = [encode_prompt(loaded, text, chat=settings.chat) for text in texts]
@@ -275,7 +279,8 @@ def _attention(
     )
 
 
-def _notes(config: Any, longest: int) -> list[str]:
+def notes_of(config: Any, longest: int) -> list[str]:
+    """What a reader has to know of prompts of up to so many tokens."""
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None or longest <= limit:
         return []

@@ -9,7 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvpolicy.evaluation.analysis.oracle_study import OracleSettings
 from kvpolicy.evaluation.analysis.study import Analysis, AnalysisSettings, check, run, write
+from kvpolicy.evaluation.commands.analyze_oracle import analyze_oracle
 from kvpolicy.evaluation.commands.terminal import (
     DeviceOption,
     DtypeOption,
@@ -72,10 +74,39 @@ def analyze(
         bool | None,
         typer.Option("--chat/--no-chat", help="Chat template; by default where there is one."),
     ] = None,
+    oracle: Annotated[
+        bool,
+        typer.Option(
+            "--oracle",
+            help="Instead: how well scorers rank the tokens that the model's answer attends to.",
+        ),
+    ] = False,
+    scorer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PART",
+            help="With --oracle, a scorer: a name, or name:parameter=value,..., repeatable; "
+            "default: all registered.",
+        ),
+    ] = None,
+    answer_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="With --oracle, tokens of the longest answer; default 256."
+        ),
+    ] = None,
+    pool: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="With --oracle, odd: what an answer attends to is pooled over N; default 13.",
+        ),
+    ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for analyze.json and the pictures.")
+        Path | None, typer.Option(metavar="DIR", help="Folder for the numbers and the pictures.")
     ] = None,
 ) -> None:
     """Show which tokens layers attend to, and the cost of dropping the others."""
@@ -94,6 +125,18 @@ def analyze(
         dtype=dtype,
         device=device,
     )
+    if oracle:
+        wanted = {"answer_tokens": answer_tokens, "kernel_size": pool}
+        given = {name: value for name, value in wanted.items() if value is not None}
+        analyze_oracle(OracleSettings(settings, **given), scorer or (), out)
+        return
+    for option, value in (
+        ("--scorer", scorer),
+        ("--answer-tokens", answer_tokens),
+        ("--pool", pool),
+    ):
+        if value:
+            raise ValueError(f"{option} must be given with --oracle, got it without")
     texts = check(settings, out)
     loaded = load_shown(model, dtype, device)
     with progress_bar() as progress:

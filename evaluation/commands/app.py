@@ -15,8 +15,10 @@ from kvpolicy.evaluation.commands.calibrate import calibrate
 from kvpolicy.evaluation.commands.check import check
 from kvpolicy.evaluation.commands.compare import compare
 from kvpolicy.evaluation.commands.estimate import estimate
+from kvpolicy.evaluation.commands.eval import eval
 from kvpolicy.evaluation.commands.generate import generate
 from kvpolicy.evaluation.commands.policies import policies
+from kvpolicy.evaluation.commands.report import report
 
 COMMANDS: tuple[Callable[..., None], ...] = (
     analyze,
@@ -24,8 +26,10 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     check,
     compare,
     estimate,
+    eval,
     generate,
     policies,
+    report,
 )
 
 app = typer.Typer(

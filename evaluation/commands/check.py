@@ -45,6 +45,8 @@ def check(
     for name, finding in found.findings.items():
         said = f"off by {finding.error:.1e}, where what is not seen is worth {finding.effect:.1e}"
         console.print(f"  self-check, {name}: {said if finding.reason is None else 'failed'}")
+    if not found.shows_queries:
+        console.print("  attention shows no queries: policies that look at them cannot be applied")
     if not found.pads:
         console.print("  rows must not be padded: the model itself reads them otherwise then")
     console.print(_table(found, context))

@@ -8,21 +8,13 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.errors import UnknownPolicyError
+from kvpolicy.building import PARTS, build_policy, compose, factory_of, parameters_of
 from kvpolicy.evaluation.commands.options import PolicyOptions
-from kvpolicy.evaluation.comparison.variant import (
-    Variant,
-    build_policy,
-    parameters_of,
-    takes,
-)
-from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+from kvpolicy.evaluation.comparison.variant import Variant, takes
 from kvpolicy.policy import CachePolicy
 from kvpolicy.registry import Part, registered
 
 COMPOSITION = "composition"
-# What a composition has where nothing is named: SnapKV's.
-PARTS = {"scorer": "window_max_pool", "selector": "gqa_group", "propagation": "pass_all"}
 
 
 def chosen_variants(
@@ -117,45 +109,14 @@ def _compositions(options: PolicyOptions, rates: Sequence[float | None]) -> list
     found = []
     for rate, tokens in _retentions(options, rates, known):
         shared = {**_retention(rate, tokens, known), **options.parameters}
-        policy = _built(functools.partial(_compose, parts, told, shared, options))
+        policy = _built(functools.partial(compose, options.parts, shared))
         described = {kind: str(getattr(policy, kind)) for kind in PARTS}
         found.append(Variant(COMPOSITION, policy, rate, described, tokens))
     return found
 
 
-def _compose(
-    factories: Mapping[str, Callable[..., Part]],
-    told: Mapping[str, Mapping[str, Any]],
-    shared: Mapping[str, Any],
-    options: PolicyOptions,
-) -> CachePolicy:
-    built: dict[str, Any] = {}
-    for kind, factory in factories.items():
-        known = parameters_of(factory)
-        taken = {key: value for key, value in shared.items() if key in known}
-        for key in told[kind]:
-            if key not in known:
-                raise ValueError(
-                    f"--{kind} {options.parts[kind].name} takes no {key}; it takes "
-                    f"{', '.join(known) or 'no parameters'}"
-                )
-        built[kind] = factory(**{**taken, **told[kind]})
-    scorer, selector, propagation = built["scorer"], built["selector"], built["propagation"]
-    assert isinstance(scorer, Scorer)
-    assert isinstance(selector, KVSelector)
-    assert isinstance(propagation, PropagationPolicy)
-    needed = selector.needs_saliency or propagation.needs_saliency
-    return CachePolicy(
-        scorer if needed or "scorer" in options.parts else None, selector, propagation
-    )
-
-
 def _factory(kind: str, options: PolicyOptions) -> Callable[..., Part]:
-    name = options.parts[kind].name if kind in options.parts else PARTS[kind]
-    known = registered(kind)
-    if name.replace("-", "_") not in known:
-        raise UnknownPolicyError(f"no {kind} is named {name!r}; known: {', '.join(known)}")
-    return known[name.replace("-", "_")]
+    return factory_of(options.parts[kind].name if kind in options.parts else PARTS[kind], kind)
 
 
 def _retentions(

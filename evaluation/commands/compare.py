@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
@@ -29,8 +28,7 @@ from kvpolicy.evaluation.commands.terminal import (
     DtypeOption,
     ThreadsOption,
     load_shown,
-    progress_bar,
-    progress_lines,
+    progress_shown,
 )
 from kvpolicy.evaluation.comparison.latency import Timing
 from kvpolicy.evaluation.comparison.layout import Layout, comparison_legend
@@ -56,7 +54,6 @@ from kvpolicy.evaluation.comparison.tables import (
 )
 from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.models import NEEDLE
-from kvpolicy.evaluation.progress import Progress
 from kvpolicy.evaluation.results import default_threads
 from kvpolicy.evaluation.tasks.prompts import MIN_NEEDLE_CONTEXT
 
@@ -167,7 +164,7 @@ def compare(
     check_loaded(settings, chosen, loaded)
     for line in headline(settings, loaded):
         console.print(line, style="dim")
-    with _progress(console) as progress:
+    with progress_shown(console, quiet=ACCURACY_STAGE) as progress:
         study = run(settings, chosen, loaded, progress, Rows(console))
     show(study)
     if out is not None:
@@ -219,13 +216,6 @@ def show(study: Study) -> None:
     if study.rate_sweep is not None:
         table, legend = rate_sweep_table(study.rate_sweep), rate_sweep_legend(study.rate_sweep)
         _show_table(console, table, legend)
-
-
-def _progress(console: Console) -> AbstractContextManager[Progress]:
-    """A bar below the rows on a terminal; elsewhere lines for what prints no rows."""
-    if console.is_terminal:
-        return progress_bar(console)
-    return progress_lines(console, quiet=ACCURACY_STAGE)
 
 
 def _show_table(console: Console, table: Table, legend: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +31,7 @@ from kvpolicy.evaluation.comparison.tables import byte_unit
 from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.cost.estimate import Estimate
 from kvpolicy.evaluation.cost.estimate import estimate as count
-from kvpolicy.evaluation.cost.model_shape import ModelShape
+from kvpolicy.evaluation.cost.model_shape import LayerShape, ModelShape
 from kvpolicy.evaluation.cost.presets import PRESETS
 from kvpolicy.evaluation.cost.shapes import load_shape
 from kvpolicy.evaluation.models import DTYPES
@@ -113,12 +114,33 @@ def estimate(
 
 def headline(shape: ModelShape, context: int, dtype: str) -> str:
     """The model, its shape and the prompt, a line for each."""
+    kinds = Counter(_layer_text(layer) for layer in shape.layers)
+    layers = f"{shape.num_layers} layers, hidden size {shape.hidden_size:,}"
+    if len(kinds) == 1:
+        layers = f"{layers}: {next(iter(kinds))}"
+    else:
+        layers = "\n".join([layers, *(f"  {count}: {kind}" for kind, count in kinds.items())])
     return (
-        f"model {shape.name}\n"
-        f"{shape.num_layers} layers, {shape.query_heads} query and "
-        f"{shape.kv_heads} KV heads of {shape.head_dim}, hidden size {shape.hidden_size:,}\n"
+        f"model {shape.name}\n{layers}\n"
         f"prompt of {context:,} tokens, keys and values in {dtype}, batch 1"
     )
+
+
+def _layer_text(layer: LayerShape) -> str:
+    """What a layer attends with, and what it holds."""
+    if not layer.query_heads:
+        return "a state" if layer.state_elements else "experts or an MLP alone"
+    text = f"{layer.query_heads} query and {layer.kv_heads} KV heads of {layer.key_dim}"
+    if not layer.token_elements:
+        text = f"{layer.query_heads} query heads of {layer.key_dim}, another layer's keys"
+    elif layer.token_elements < layer.kv_heads * (layer.key_dim + layer.value_dim):
+        text = (
+            f"{layer.query_heads} heads of {layer.key_dim}, a latent of {layer.token_elements:,} "
+            "a token"
+        )
+    if layer.window is not None:
+        text += f", {'chunks' if layer.chunked else 'a window'} of {layer.window:,}"
+    return text + (", and a state" if layer.state_elements else "")
 
 
 def estimate_table(chosen: Sequence[Variant], found: Sequence[Estimate]) -> Table:
@@ -145,7 +167,7 @@ def estimate_table(chosen: Sequence[Variant], found: Sequence[Estimate]) -> Tabl
             f"{100 * each.compute_rate:.1f}",
             f"{each.prefill.total / flops:.2f}",
             f"x{each.speedup:.2f}",
-            f"{sum(each.kept_tokens) / len(each.kept_tokens):,.0f}",
+            f"{each.mean_kept:,.0f}",
             f"{each.kv_bytes / unit_bytes:.{0 if unit_bytes == 1 else 2}f}",
             f"{100 * each.kv_share:.1f}",
         )
@@ -160,6 +182,12 @@ def notes_of(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list
             f"The prompt exceeds the {shape.max_positions:,} positions that the model is made for."
         )
     notes += _window_notes(shape, context, chosen)
+    states = [layer for layer in shape.layers if layer.state_elements]
+    if states:
+        notes.append(
+            f"{len(states)} of {shape.num_layers} layers hold a state, which no policy cuts; "
+            "behind a drop they read the tokens that went on."
+        )
     notes += [f"{COMPOSITION}: {each.policy}." for each in chosen if each.name == COMPOSITION]
     for name in dict.fromkeys(each.name for each in chosen):
         propagation = next(each.policy.propagation for each in chosen if each.name == name)
@@ -190,14 +218,16 @@ def _placed(variant: Variant, shape: ModelShape) -> Variant:
 
 def _window_notes(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list[str]:
     """What windows that are shorter than the prompt mean for the policies."""
-    short = [i for i in range(shape.num_layers) if (shape.window_of(i) or context) < context]
+    short = [i for i, each in enumerate(shape.layers) if (each.window or context) < context]
     if not short:
         return []
+    first = shape.layers[short[0]]
     notes = [
-        f"{len(short)} of {shape.num_layers} layers have a sliding window of "
-        f"{shape.window_of(short[0]):,} tokens and keep that, whatever the policy."
+        f"{len(short)} of {shape.num_layers} layers have "
+        f"{'chunks' if first.chunked else 'a sliding window'} of {first.window:,} tokens and keep "
+        "that, whatever the policy."
     ]
-    seeing = [str(i) for i in range(shape.num_layers) if i not in short]
+    seeing = [str(i) for i in shape.eligible if i not in short]
     for name in dict.fromkeys(each.name for each in chosen):
         propagation = next(each.policy.propagation for each in chosen if each.name == name)
         acting = propagation.acting_layers(shape.num_layers)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import attrs
 import typer
+
+from kvpolicy.building import PartOption, parse_assignments
 
 PolicyOption = Annotated[
     list[str] | None,
@@ -87,19 +88,6 @@ OWN_OPTIONS = {
 
 
 @attrs.frozen
-class PartOption:
-    """A part of a composition as it is written: a registered name, and parameters.
-
-    Args:
-        name: Under which it is registered.
-        parameters: Values by name.
-    """
-
-    name: str
-    parameters: dict[str, Any] = attrs.field(factory=dict)
-
-
-@attrs.frozen
 class PolicyOptions:
     """Which policies a command line asks for.
 
@@ -173,7 +161,11 @@ def policy_options(
         tuple(dict.fromkeys(rates or ())),
         tuple(dict.fromkeys(tokens or ())),
         parameters,
-        {kind: _parse_part(text, f"--{kind}") for kind, text in parts.items() if text is not None},
+        {
+            kind: PartOption.parse(text, f"--{kind}")
+            for kind, text in parts.items()
+            if text is not None
+        },
     )
 
 
@@ -185,48 +177,3 @@ def split_names(names: Iterable[str]) -> tuple[str, ...]:
         ('snapkv', 'fastkv', 'h2o')
     """
     return tuple(name.strip() for each in names for name in each.split(","))
-
-
-def parse_assignments(assignments: Iterable[str], option: str) -> dict[str, Any]:
-    """Values by name, of texts such as ``"window_size=16"``.
-
-    Args:
-        assignments: The texts.
-        option: Whose they are, for messages.
-
-    Raises:
-        ValueError: One is no name and value.
-
-    Example:
-        >>> parse_assignments(["tsp_layer=none", "tsp_rate=0.5", "kernel_size=5"], "--set")
-        {'tsp_layer': None, 'tsp_rate': 0.5, 'kernel_size': 5}
-    """
-    parsed: dict[str, Any] = {}
-    for assignment in assignments:
-        name, equals, text = (each.strip() for each in assignment.partition("="))
-        value = _value(text)
-        if not (name.isidentifier() and equals) or value != value:
-            raise ValueError(
-                f"{option} must be NAME=VALUE, a finite number, true, false or none, got "
-                f"{assignment!r}"
-            )
-        parsed[name] = value
-    return parsed
-
-
-def _value(text: str) -> Any:
-    """The value that a text means; NaN where it means none."""
-    named = {"none": None, "true": True, "false": False}
-    if text.lower() in named:
-        return named[text.lower()]
-    try:
-        value: float = int(text) if text.lstrip("+-").isdecimal() else float(text)
-    except ValueError:
-        return math.nan
-    return value if math.isfinite(value) else math.nan
-
-
-def _parse_part(text: str, option: str) -> PartOption:
-    name, colon, rest = text.partition(":")
-    assignments = rest.split(",") if colon else []
-    return PartOption(name.strip(), parse_assignments(assignments, option))

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvpolicy.evaluation.comparison.variant import parameters_of
+from kvpolicy.building import parameters_of
 from kvpolicy.registry import kind_of, registered
 
 KINDS = ("policy", "scorer", "selector", "propagation")

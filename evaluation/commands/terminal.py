@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated
 
 import typer
@@ -84,6 +84,16 @@ def progress_lines(console: Console, quiet: str) -> Iterator[Progress]:
     yield tell
 
 
+def progress_shown(console: Console, quiet: str) -> AbstractContextManager[Progress]:
+    """A bar below the lines of a terminal; elsewhere `progress_lines`.
+
+    Args:
+        console: Where results are printed.
+        quiet: See `progress_lines`.
+    """
+    return progress_bar(console) if console.is_terminal else progress_lines(console, quiet)
+
+
 def load_shown(name: str, dtype: str, device: str) -> Loaded:
     """Load a model while stderr says so.
 
@@ -91,10 +101,19 @@ def load_shown(name: str, dtype: str, device: str) -> Loaded:
         ValueError: See `kvpolicy.evaluation.models.load`.
     """
     with Console(stderr=True).status(f"loading model {name}"):
-        from transformers.utils import logging as transformers_logging
+        return load_quietly(name, dtype=dtype, device=device)
 
-        # Their warnings and bars would run through ours; what fails is raised all the same.
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-        return load(name, dtype=dtype, device=device)
+
+def load_quietly(name: str, *, dtype: str, device: str) -> Loaded:
+    """Load a model with no word of Transformers'.
+
+    Raises:
+        ValueError: See `kvpolicy.evaluation.models.load`.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    # Their warnings and bars would run through ours; what fails is raised all the same.
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    return load(name, dtype=dtype, device=device)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
+from kvpolicy.building import build_policy, factory_of, parameters_of
 from kvpolicy.checks import check_kind
-from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.policy import CachePolicy
-from kvpolicy.registry import build, registered
+from kvpolicy.registry import registered
 
 # The paper's two rates, and one so low that the bundled model tells methods apart.
 RATES = (0.02, 0.1, 0.2)
@@ -43,51 +42,13 @@ class Variant:
         return self.name if self.retention_rate is None else f"{self.name} {self.retention_rate:g}"
 
 
-def parameters_of(factory: Callable[..., Any]) -> dict[str, Any]:
-    """The parameters a factory takes by name, with their defaults.
-
-    Returns:
-        `inspect.Parameter.empty` where there is no default. Empty for a factory whose signature
-        cannot be read; ``*args`` and ``**kwargs`` promise nothing and do not count.
-    """
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):
-        return {}
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {each.name: each.default for each in parameters if each.kind in by_name}
-
-
 def takes(name: str, parameter: str) -> bool:
     """Whether a registered policy takes a parameter of that name.
 
     Raises:
         ValueError: No policy has the name.
     """
-    return parameter in parameters_of(_factory(name))
-
-
-def build_policy(name: str, **parameters: Any) -> CachePolicy:
-    """Build a registered policy from the parameters that are not None.
-
-    Raises:
-        ValueError: No policy has the name, it takes no parameter of that name, or a value is out
-            of its range.
-
-    Example:
-        >>> build_policy("snapkv", retention_rate=0.2, tsp_rate=None).selector.budget
-        Budget(rate=0.2, tokens=None)
-    """
-    given = {key: value for key, value in parameters.items() if value is not None}
-    known = parameters_of(_factory(name))
-    for key in given:
-        if key not in known:
-            raise ValueError(
-                f"policy {name} takes no {key}; it takes {', '.join(known) or 'no parameters'}"
-            )
-    policy = build(name, **given)
-    assert isinstance(policy, CachePolicy)
-    return policy
+    return parameter in parameters_of(factory_of(name))
 
 
 def variants(
@@ -115,7 +76,7 @@ def variants(
     """
     chosen = []
     for name in dict.fromkeys(_plain(name) for name in (names or registered("policy"))):
-        known = parameters_of(_factory(name))
+        known = parameters_of(factory_of(name))
         for rate in dict.fromkeys(rates) if "retention_rate" in known else [None]:
             parameters: dict[str, Any] = {}
             if rate is not None:
@@ -131,10 +92,3 @@ def variants(
 def _plain(name: str) -> str:
     check_kind("name", name, str)
     return name.replace("-", "_")
-
-
-def _factory(name: str) -> Callable[..., Any]:
-    known = registered("policy")
-    if _plain(name) not in known:
-        raise UnknownPolicyError(f"no policy is named {name!r}; known: {', '.join(known)}")
-    return known[_plain(name)]

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from kvpolicy.checks import check_count, check_kind
-from kvpolicy.evaluation.cost.model_shape import ModelShape
+from kvpolicy.evaluation.cost.model_shape import LayerShape, ModelShape
 from kvpolicy.interfaces import KVSelector, PropagationPolicy
 from kvpolicy.policy import CachePolicy
 
@@ -22,16 +22,19 @@ class Flops:
         linear: Of the layers' matrices: projections of attention, and MLPs.
         attention: Of queries with keys and of weights with values, causal: half the square.
         head: Of the output head, which sees the last token only.
+        states: Of recurrent layers' states: each number of one is written and read for every
+            token.
     """
 
     linear: float
     attention: float
     head: float = 0.0
+    states: float = 0.0
 
     @property
     def layers(self) -> float:
         """All but the head's."""
-        return self.linear + self.attention
+        return self.linear + self.attention + self.states
 
     @property
     def total(self) -> float:
@@ -40,7 +43,10 @@ class Flops:
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(
-            self.linear + other.linear, self.attention + other.attention, self.head + other.head
+            self.linear + other.linear,
+            self.attention + other.attention,
+            self.head + other.head,
+            self.states + other.states,
         )
 
 
@@ -54,8 +60,10 @@ class Estimate:
             figure; see `CachePolicy.prefill_compute_rate`.
         prefill: Operations of the prefill, the policy's own scoring not counted.
         full: Operations of a full prefill.
-        kept_tokens: For each layer, the tokens it keeps, the mean over its KV heads.
-        token_bytes: Bytes of one token's keys and values in one layer.
+        kept_tokens: For each layer, the tokens it keeps, the mean over its KV heads; 0 where it
+            holds nothing for a token.
+        token_bytes: For each layer, the bytes of one token's keys and values, or latent.
+        state_bytes: Bytes of all layers' states, which no policy cuts.
     """
 
     context_len: int
@@ -63,7 +71,8 @@ class Estimate:
     prefill: Flops
     full: Flops
     kept_tokens: tuple[float, ...]
-    token_bytes: int
+    token_bytes: tuple[int, ...]
+    state_bytes: int = 0
 
     @property
     def speedup(self) -> float:
@@ -72,18 +81,26 @@ class Estimate:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values kept after prefill."""
-        return round(sum(self.kept_tokens) * self.token_bytes)
+        """Bytes of the keys and values kept after prefill, and of the states."""
+        held = zip(self.kept_tokens, self.token_bytes, strict=True)
+        return round(sum(tokens * size for tokens, size in held)) + self.state_bytes
 
     @property
     def full_kv_bytes(self) -> int:
         """Bytes of a full cache."""
-        return self.context_len * len(self.kept_tokens) * self.token_bytes
+        return self.context_len * sum(self.token_bytes) + self.state_bytes
 
     @property
     def kv_share(self) -> float:
         """Kept bytes over those of a full cache."""
-        return sum(self.kept_tokens) / (self.context_len * len(self.kept_tokens))
+        return self.kv_bytes / self.full_kv_bytes
+
+    @property
+    def mean_kept(self) -> float:
+        """Tokens that a layer keeps, the mean over those that hold any."""
+        pairs = zip(self.kept_tokens, self.token_bytes, strict=True)
+        holding = [tokens for tokens, size in pairs if size]
+        return sum(holding) / len(holding)
 
     def as_data(self) -> dict[str, Any]:
         """Everything as plain data for JSON."""
@@ -94,6 +111,7 @@ class Estimate:
             "prefill_speedup_allowed": self.speedup,
             "kept_tokens": list(self.kept_tokens),
             "kv_bytes": self.kv_bytes,
+            "state_bytes": self.state_bytes,
             "full_kv_bytes": self.full_kv_bytes,
             "kv_share": self.kv_share,
         }
@@ -109,8 +127,9 @@ def estimate(
     """Count what one prompt costs under a policy; nothing is run.
 
     A layer over ``n`` tokens takes ``2 * n`` operations for each of its weights, and causal
-    attention ``2 * n ** 2 * query_heads * head_dim``: half of two full products of two operations
-    each. Norms, biases, activations, rotary embeddings and the policy's scoring are not counted.
+    attention ``n ** 2 * query_heads * (key_dim + value_dim)``: half of two full products of two
+    operations each. A recurrent layer takes four for each number of its state and token. Norms,
+    biases, activations, rotary embeddings and the policy's scoring are not counted.
     Numbers of tokens are rates of the prompt, not rounded, but not below the first and last tokens
     that a part says it always protects.
 
@@ -118,16 +137,16 @@ def estimate(
         policy: The policy.
         shape: The model's sizes.
         context_len: Tokens of the prompt, at least 1.
-        dtype: Of keys and values.
+        dtype: Of keys and values, and of states that are not in float32 anyway.
 
     Raises:
         TypeError: ``policy``, ``shape``, ``context_len`` or ``dtype`` is not of its type.
         ValueError: ``context_len`` is below 1, or a layer of the policy lies outside the model.
 
     Example:
-        >>> from kvpolicy.evaluation.cost.presets import PRESETS
+        >>> from kvpolicy.evaluation import load_shape
         >>> from kvpolicy.policies import FastKV
-        >>> found = estimate(FastKV(), PRESETS["llama-3.1-8b"], 131072)
+        >>> found = estimate(FastKV(), load_shape("llama-3.1-8b"), 131072)
         >>> round(found.compute_rate, 2), round(found.speedup, 2), round(found.kv_share, 2)
         (0.6, 1.84, 0.1)
 
@@ -154,7 +173,7 @@ def estimate(
         full=_pass(shape, [context_len] * shape.num_layers, context_len) + head,
         kept_tokens=tuple(
             _kept(
-                shape.window_of(index),
+                shape.layers[index],
                 tokens,
                 chosen[index],
                 # A restart leaves no gaps between the tokens that it reads.
@@ -162,7 +181,8 @@ def estimate(
             )
             for index, tokens in enumerate(arriving)
         ),
-        token_bytes=2 * shape.kv_heads * shape.head_dim * dtype.itemsize,
+        token_bytes=tuple(layer.token_elements * dtype.itemsize for layer in shape.layers),
+        state_bytes=sum(layer.state_bytes(dtype.itemsize) for layer in shape.layers),
     )
 
 
@@ -180,14 +200,25 @@ def layer_flops(
         context_len: Tokens of the prompt that they are spread over, which windows are measured in;
             None where all reach it.
     """
-    weights = shape.attention_weights + shape.mlp_weights[layer_idx]
+    layer = shape.layers[layer_idx]
     context_len = tokens if context_len is None else context_len
-    window = shape.window_of(layer_idx)
-    share = 1.0  # of the pairs of tokens that causal attention has
-    if window is not None and window < context_len:
-        share -= (1 - window / context_len) ** 2
-    pairs = tokens**2 / 2 * share
-    return Flops(2 * tokens * weights, 4 * pairs * shape.query_heads * shape.head_dim)
+    pairs = tokens**2 / 2 * _seen_share(layer, context_len)
+    return Flops(
+        linear=2 * tokens * layer.weights,
+        attention=2 * pairs * layer.pair_width,
+        states=4.0 * tokens * layer.state_elements,
+    )
+
+
+def _seen_share(layer: LayerShape, context_len: float) -> float:
+    """Of the pairs of tokens that causal attention has, the share that a layer's window has."""
+    window = layer.window
+    if window is None or window >= context_len:
+        return 1.0
+    if layer.chunked:
+        chunks, rest = divmod(context_len, window)
+        return (chunks * window**2 + rest**2) / context_len**2
+    return 1 - (1 - window / context_len) ** 2
 
 
 def _pass(shape: ModelShape, tokens: Sequence[float], context_len: float) -> Flops:
@@ -195,12 +226,14 @@ def _pass(shape: ModelShape, tokens: Sequence[float], context_len: float) -> Flo
     return sum(layers, Flops(0.0, 0.0))
 
 
-def _kept(window: int | None, arriving: float, chosen: float, context_len: float) -> float:
+def _kept(layer: LayerShape, arriving: float, chosen: float, context_len: float) -> float:
     """Tokens that a layer keeps of those that reach it."""
-    if window is None or context_len <= window:
+    if not layer.token_elements:
+        return 0.0
+    if layer.window is None or context_len <= layer.window:
         return min(arriving, chosen)
     # The next token sees itself and one fewer than the window of those before.
-    return arriving * (window - 1) / context_len
+    return arriving * (layer.window - 1) / context_len
 
 
 def _prefill(propagation: PropagationPolicy, shape: ModelShape, context_len: int) -> Flops:
@@ -211,8 +244,9 @@ def _prefill(propagation: PropagationPolicy, shape: ModelShape, context_len: int
     if propagation.restarts:
         # The choosing pass ends inside the acting layer, which `prefill_passes` counts as 0: it has
         # made queries, keys and values.
-        acting = len(propagation.acting_layers(shape.num_layers))
-        found += Flops(2.0 * acting * context_len * shape.projection_weights, 0.0)
+        acting = propagation.acting_layers(shape.num_layers)
+        weights = sum(shape.layers[index].projection_weights for index in acting)
+        found += Flops(2.0 * context_len * weights, 0.0)
     return found
 
 

@@ -8,113 +8,169 @@ from kvpolicy.checks import check_count
 
 
 @attrs.frozen
-class ModelShape:
-    """The sizes of a decoder that its cost depends on.
+class LayerShape:
+    """The sizes of one decoder layer that its cost depends on.
 
     Args:
-        name: What to call it.
-        hidden_size: Width of the residual stream.
-        query_heads: Query heads of a layer.
-        kv_heads: KV heads of a layer, a divisor of ``query_heads``.
-        head_dim: Width of a head, of keys and values alike.
-        mlp_weights: For each layer, the weights of its MLP that one token is multiplied with: of
-            the experts that are active, where there are experts. As many as there are layers.
-        vocab_size: Rows of the output head.
-        max_positions: Tokens that the model is made for; None where that is not known.
-        windows: For each layer, the tokens that one of its tokens sees, itself among them; None
-            where it sees all. Empty where all layers see all.
+        weights: Those that one token is multiplied with, at least 1: of the projections of
+            attention, and of the MLP, where there are experts of those that are active.
+        projection_weights: Of them, those that make queries, keys and values.
+        query_heads: Heads that attend; 0 where the layer does not.
+        kv_heads: Heads of keys and values, a divisor of ``query_heads``; as many where they are
+            made of a latent.
+        key_dim: Width of a head's queries and keys as they are multiplied.
+        value_dim: Width of a head's values.
+        token_elements: Numbers that the layer holds for each token: a key and a value for every
+            KV head, or a latent; 0 where it holds nothing for a token, or has the keys of
+            another layer.
+        state_elements: Numbers of the state that it holds, however many tokens there are.
+        float_state_elements: Of them, those that are in float32 whatever the model's precision.
+        window: Tokens that one of its tokens sees, itself among them; None where it sees all.
+        chunked: Whether the window is a chunk of the context, which begins at a multiple of it.
 
     Raises:
-        TypeError: A size is not an int, or ``mlp_weights`` no tuple.
-        ValueError: A size is below 1, ``query_heads`` is no multiple of ``kv_heads``, or there are
-            no layers or windows of another number of layers.
+        TypeError: A size is not an int.
+        ValueError: A size is below its least, or sizes of heads do not go together.
 
     Example:
-        >>> shape = ModelShape("tiny", 8, 4, 2, 3, (gated_mlp(8, 10),) * 5, vocab_size=9)
-        >>> shape.num_layers, shape.projection_weights, shape.attention_weights
-        (5, 192, 288)
+        >>> layer = attention_layer(8, 4, 2, 3, mlp=gated_mlp(8, 10))
+        >>> layer.projection_weights, layer.weights, layer.token_elements
+        (192, 528, 12)
     """
 
-    name: str
-    hidden_size: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    mlp_weights: tuple[int, ...]
-    vocab_size: int
-    max_positions: int | None = None
-    windows: tuple[int | None, ...] = ()
+    weights: int
+    projection_weights: int = 0
+    query_heads: int = 0
+    kv_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    token_elements: int = 0
+    state_elements: int = 0
+    float_state_elements: int = 0
+    window: int | None = None
+    chunked: bool = False
 
     def __attrs_post_init__(self) -> None:
-        for size in ("hidden_size", "query_heads", "kv_heads", "head_dim", "vocab_size"):
-            check_count(size, getattr(self, size), minimum=1)
-        if self.max_positions is not None:
-            check_count("max_positions", self.max_positions, minimum=1)
-        for window in self.windows:
-            if window is not None:
-                check_count("windows", window, minimum=1)
-        if not isinstance(self.mlp_weights, tuple):
-            raise TypeError(f"mlp_weights must be a tuple of ints, got {self.mlp_weights!r}")
-        if not self.mlp_weights:
-            raise ValueError("mlp_weights must have an entry for each layer, got none")
-        for weights in self.mlp_weights:
-            check_count("mlp_weights", weights, minimum=1)
-        if self.windows and len(self.windows) != len(self.mlp_weights):
+        for field in attrs.fields(LayerShape):
+            size = getattr(self, field.name)
+            if field.name == "chunked" or (field.name == "window" and size is None):
+                continue
+            check_count(field.name, size, minimum=int(field.name in ("weights", "window")))
+        if self.projection_weights > self.weights:
             raise ValueError(
-                f"windows must have an entry for each of {len(self.mlp_weights)} layers, or none, "
-                f"got {len(self.windows)}"
+                f"projection_weights must be among the layer's {self.weights} weights, got "
+                f"{self.projection_weights}"
             )
-        if self.query_heads % self.kv_heads:
+        if self.float_state_elements > self.state_elements:
+            raise ValueError(
+                f"float_state_elements must be among the {self.state_elements} state_elements, "
+                f"got {self.float_state_elements}"
+            )
+        if self.query_heads and (not self.kv_heads or self.query_heads % self.kv_heads):
             raise ValueError(
                 f"query_heads must be a multiple of kv_heads, got {self.query_heads} and "
                 f"{self.kv_heads}"
             )
 
     @property
+    def pair_width(self) -> int:
+        """Numbers multiplied for one token and one that it sees: of all heads."""
+        return self.query_heads * (self.key_dim + self.value_dim)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it holds keys for tokens, and sees the whole context."""
+        return bool(self.query_heads and self.token_elements) and self.window is None
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of the state of a row in a model whose numbers have ``itemsize`` bytes."""
+        own = self.state_elements - self.float_state_elements
+        return own * itemsize + self.float_state_elements * 4
+
+
+@attrs.frozen
+class ModelShape:
+    """The sizes of a decoder that its cost depends on.
+
+    Args:
+        name: What to call it.
+        hidden_size: Width of the residual stream.
+        layers: The sizes of each layer, in their order.
+        vocab_size: Rows of the output head.
+        max_positions: Tokens that the model is made for; None where that is not known.
+
+    Raises:
+        TypeError: A size is not an int, or ``layers`` no tuple of `LayerShape`.
+        ValueError: A size is below 1, or there are no layers.
+
+    Example:
+        >>> layer = attention_layer(8, 4, 2, 3, mlp=gated_mlp(8, 10))
+        >>> ModelShape("tiny", 8, (layer,) * 5, vocab_size=9).num_layers
+        5
+    """
+
+    name: str
+    hidden_size: int
+    layers: tuple[LayerShape, ...]
+    vocab_size: int
+    max_positions: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for size in ("hidden_size", "vocab_size"):
+            check_count(size, getattr(self, size), minimum=1)
+        if self.max_positions is not None:
+            check_count("max_positions", self.max_positions, minimum=1)
+        if not isinstance(self.layers, tuple) or not all(
+            isinstance(layer, LayerShape) for layer in self.layers
+        ):
+            raise TypeError(f"layers must be a tuple of LayerShape, got {self.layers!r}")
+        if not self.layers:
+            raise ValueError("layers must have an entry for each layer, got none")
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers."""
-        return len(self.mlp_weights)
-
-    def window_of(self, layer_idx: int) -> int | None:
-        """Tokens that one token of a layer sees; None where it sees all."""
-        return self.windows[layer_idx] if self.windows else None
+        return len(self.layers)
 
     @property
     def eligible(self) -> list[int]:
         """Layers after which tokens may be dropped whatever the context; all if none sees all."""
-        seeing = [index for index in range(self.num_layers) if self.window_of(index) is None]
+        seeing = [index for index, layer in enumerate(self.layers) if layer.chooses]
         return seeing or list(range(self.num_layers))
 
-    @property
-    def projection_weights(self) -> int:
-        """Weights that make a layer's queries, keys and values."""
-        return self.hidden_size * self.head_dim * (self.query_heads + 2 * self.kv_heads)
 
-    @property
-    def attention_weights(self) -> int:
-        """Those, and the weights of the output projection."""
-        return self.projection_weights + self.hidden_size * self.head_dim * self.query_heads
+def attention_layer(
+    hidden_size: int,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    mlp: int,
+    window: int | None = None,
+) -> LayerShape:
+    """A layer of plain attention, whose keys and values have heads of one width, and an MLP.
+
+    Args:
+        hidden_size: Width of the residual stream.
+        query_heads: Query heads.
+        kv_heads: KV heads.
+        head_dim: Width of a head.
+        mlp: Weights of the MLP that one token is multiplied with.
+        window: Tokens that one token sees; None where it sees all.
+    """
+    projection = hidden_size * head_dim * (query_heads + 2 * kv_heads)
+    return LayerShape(
+        weights=projection + hidden_size * head_dim * query_heads + mlp,
+        projection_weights=projection,
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        key_dim=head_dim,
+        value_dim=head_dim,
+        token_elements=2 * kv_heads * head_dim,
+        window=window,
+    )
 
 
 def gated_mlp(hidden_size: int, intermediate_size: int) -> int:
     """Weights of an MLP of three matrices: gate, up and down."""
     return 3 * hidden_size * intermediate_size
-
-
-def plain_mlp(hidden_size: int, intermediate_size: int) -> int:
-    """Weights of an MLP of two matrices: up and down."""
-    return 2 * hidden_size * intermediate_size
-
-
-def mixture_mlp(hidden_size: int, width: int, *, active: int, experts: int, shared: int = 0) -> int:
-    """Weights of a mixture of gated experts that one token is multiplied with, and the router's.
-
-    Args:
-        hidden_size: Width of the residual stream.
-        width: Of an expert.
-        active: Experts that a token is sent to.
-        experts: All of them.
-        shared: Width of an expert that all tokens share, which has a gate of its own; 0 for none.
-    """
-    router = hidden_size * (experts + bool(shared))
-    return gated_mlp(hidden_size, active * width + shared) + router

@@ -1,107 +1,155 @@
-"""Published models by name: their shapes, as their configurations on the Hub have them."""
+"""Published models by name: what their configurations on the Hub say of their sizes."""
 
 from __future__ import annotations
 
-from kvpolicy.evaluation.cost.model_shape import ModelShape, gated_mlp, mixture_mlp
+from typing import Any
+
+import attrs
+
+
+@attrs.frozen
+class Preset:
+    """A published model.
+
+    Args:
+        model_type: Transformers' word for its family.
+        sizes: What its configuration has otherwise than the family's has by default.
+        hub_names: Its names on the Hugging Face Hub.
+    """
+
+    model_type: str
+    sizes: dict[str, Any]
+    hub_names: tuple[str, ...]
 
 
 def _dense(
-    name: str, layers: int, hidden: int, width: int, heads: tuple[int, int], vocab: int, most: int
-) -> ModelShape:
+    model_type: str,
+    layers: int,
+    hidden: int,
+    width: int,
+    heads: tuple[int, int],
+    vocab: int,
+    most: int,
+    *hub_names: str,
+) -> Preset:
     """A model of equal layers with heads of 128."""
-    return ModelShape(
-        name=name,
-        hidden_size=hidden,
-        query_heads=heads[0],
-        kv_heads=heads[1],
-        head_dim=128,
-        mlp_weights=(gated_mlp(hidden, width),) * layers,
-        vocab_size=vocab,
-        max_positions=most,
-    )
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": 128,
+        "vocab_size": vocab,
+        "max_position_embeddings": most,
+        "sliding_window": None,
+        "pad_token_id": None,
+    }
+    return Preset(model_type, sizes, hub_names)
 
 
-def _gpt_oss(name: str, layers: int, experts: int) -> ModelShape:
+def _gpt_oss(layers: int, experts: int, hub_name: str) -> Preset:
     """Every second layer, from the first, sees 128 tokens; 4 experts are active."""
-    return ModelShape(
-        name=name,
-        hidden_size=2880,
-        query_heads=64,
-        kv_heads=8,
-        head_dim=64,
-        mlp_weights=(mixture_mlp(2880, 2880, active=4, experts=experts),) * layers,
-        vocab_size=201088,
-        max_positions=131072,
-        windows=(128, None) * (layers // 2),
-    )
+    sizes = {"num_hidden_layers": layers, "num_local_experts": experts}
+    return Preset("gpt_oss", sizes, (hub_name,))
 
 
 # Ministral's three layers of four with a window of 32,768 tokens see all here, as in FastKV's
 # experiments.
-PRESETS: dict[str, ModelShape] = {
-    shape.name: shape
-    for shape in (
-        _dense("llama-3.1-8b", 32, 4096, 14336, (32, 8), 128256, 131072),
-        _dense("llama-3.1-70b", 80, 8192, 28672, (64, 8), 128256, 131072),
-        _dense("ministral-8b", 36, 4096, 12288, (32, 8), 131072, 131072),
-        _dense("mistral-nemo-12b", 40, 5120, 14336, (32, 8), 131072, 131072),
-        _dense("mistral-small-24b", 40, 5120, 32768, (32, 8), 131072, 32768),
-        _dense("phi-4", 40, 5120, 17920, (40, 10), 100352, 16384),
-        _dense("qwen3-8b", 36, 4096, 12288, (32, 8), 151936, 40960),
-        _dense("qwen3-32b", 64, 5120, 25600, (64, 8), 151936, 40960),
-        _gpt_oss("gpt-oss-20b", 24, experts=32),
-        _gpt_oss("gpt-oss-120b", 36, experts=128),
-        ModelShape(
-            name="gemma-3-27b",
-            hidden_size=5376,
-            query_heads=32,
-            kv_heads=16,
-            head_dim=128,
-            mlp_weights=(gated_mlp(5376, 21504),) * 62,
-            vocab_size=262208,
-            max_positions=131072,
-            windows=tuple(None if layer % 6 == 5 else 1024 for layer in range(62)),
-        ),
-    )
-}
-
-# Names on the Hub other than the preset's own with an owner before it.
-_HUB_NAMES: dict[str, tuple[str, ...]] = {
-    "llama-3.1-8b": (
+PRESETS: dict[str, Preset] = {
+    "llama-3.1-8b": _dense(
+        *("llama", 32, 4096, 14336, (32, 8), 128256, 131072),
         *("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct"),
         *("meta-llama/Meta-Llama-3.1-8B", "meta-llama/Meta-Llama-3.1-8B-Instruct"),
     ),
-    "llama-3.1-70b": (
+    "llama-3.1-70b": _dense(
+        *("llama", 80, 8192, 28672, (64, 8), 128256, 131072),
         *("meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.1-70B-Instruct"),
         *("meta-llama/Meta-Llama-3.1-70B", "meta-llama/Meta-Llama-3.1-70B-Instruct"),
     ),
-    "ministral-8b": ("mistralai/Ministral-8B-Instruct-2410",),
-    "mistral-nemo-12b": (
+    "ministral-8b": _dense(
+        *("mistral", 36, 4096, 12288, (32, 8), 131072, 131072),
+        "mistralai/Ministral-8B-Instruct-2410",
+    ),
+    "mistral-nemo-12b": _dense(
+        *("mistral", 40, 5120, 14336, (32, 8), 131072, 131072),
         *("mistralai/Mistral-Nemo-Base-2407", "mistralai/Mistral-Nemo-Instruct-2407"),
     ),
-    "mistral-small-24b": (
-        *("mistralai/Mistral-Small-24B-Base-2501", "mistralai/Mistral-Small-24B-Instruct-2501"),
+    "mistral-small-24b": _dense(
+        *("mistral", 40, 5120, 32768, (32, 8), 131072, 32768),
+        "mistralai/Mistral-Small-24B-Base-2501",
+        "mistralai/Mistral-Small-24B-Instruct-2501",
     ),
-    "phi-4": ("microsoft/phi-4",),
-    "qwen3-8b": ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base"),
-    "qwen3-32b": ("Qwen/Qwen3-32B",),
-    "gpt-oss-20b": ("openai/gpt-oss-20b",),
-    "gpt-oss-120b": ("openai/gpt-oss-120b",),
-    "gemma-3-27b": ("google/gemma-3-27b-it", "google/gemma-3-27b-pt"),
+    "phi-4": _dense("phi3", 40, 5120, 17920, (40, 10), 100352, 16384, "microsoft/phi-4"),
+    "qwen3-8b": _dense(
+        *("qwen3", 36, 4096, 12288, (32, 8), 151936, 40960), "Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base"
+    ),
+    "qwen3-32b": _dense("qwen3", 64, 5120, 25600, (64, 8), 151936, 40960, "Qwen/Qwen3-32B"),
+    "gpt-oss-20b": _gpt_oss(24, 32, "openai/gpt-oss-20b"),
+    "gpt-oss-120b": _gpt_oss(36, 128, "openai/gpt-oss-120b"),
+    "gemma-3-27b": Preset(
+        "gemma3_text",
+        {
+            "num_hidden_layers": 62,
+            "hidden_size": 5376,
+            "intermediate_size": 21504,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 128,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "sliding_window": 1024,
+        },
+        ("google/gemma-3-27b-it", "google/gemma-3-27b-pt"),
+    ),
+    "gemma-4-26b": Preset(
+        "gemma4_text",
+        {
+            "num_hidden_layers": 30,
+            "hidden_size": 2816,
+            "intermediate_size": 2112,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "moe_intermediate_size": 704,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 1024,
+            "max_position_embeddings": 262144,
+        },
+        ("google/gemma-4-26B-A4B", "google/gemma-4-26B-A4B-it"),
+    ),
+    "qwen3.6-35b-a3b": Preset(
+        "qwen3_5_moe_text",
+        {"max_position_embeddings": 262144},
+        ("Qwen/Qwen3.6-35B-A3B", "Qwen/Qwen3.5-35B-A3B"),
+    ),
+    "deepseek-v3": Preset(
+        "deepseek_v3",
+        {"max_position_embeddings": 163840},
+        ("deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V3-0324", "deepseek-ai/DeepSeek-R1"),
+    ),
 }
+
 _BY_HUB_NAME = {
-    spelling.lower(): PRESETS[preset]
-    for preset, names in _HUB_NAMES.items()
-    for name in names
-    for spelling in (name, name.partition("/")[2])
+    spelling.lower(): name
+    for name, preset in PRESETS.items()
+    for hub_name in preset.hub_names
+    for spelling in (hub_name, hub_name.partition("/")[2])
 }
 
 
-def preset_named(name: str) -> ModelShape | None:
-    """The preset of a name, or of a name on the Hub, in upper or lower case; None for another.
+def preset_name(name: str) -> str | None:
+    """The name of a preset by that, or by a name on the Hub, in upper or lower case, else None.
 
     Example:
-        >>> preset_named("meta-llama/Llama-3.1-8B-Instruct") is PRESETS["llama-3.1-8b"]
-        True
+        >>> preset_name("meta-llama/Llama-3.1-8B-Instruct")
+        'llama-3.1-8b'
     """
-    return PRESETS.get(name.lower()) or _BY_HUB_NAME.get(name.lower())
+    lower = name.lower()
+    return lower if lower in PRESETS else _BY_HUB_NAME.get(lower)

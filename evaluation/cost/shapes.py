@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvpolicy.checks import check_kind
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.evaluation.cost.model_shape import ModelShape, gated_mlp, mixture_mlp, plain_mlp
-from kvpolicy.evaluation.cost.presets import PRESETS, preset_named
+from kvpolicy.evaluation.cost.model_shape import ModelShape
+from kvpolicy.evaluation.cost.presets import PRESETS, preset_name
 
 
 def load_shape(name: str) -> ModelShape:
@@ -31,8 +31,16 @@ def load_shape(name: str) -> ModelShape:
         (36, 64)
     """
     check_kind("name", name, str)
-    preset = preset_named(name)
-    return shape_of(_read_config(name), name) if preset is None else preset
+    preset = preset_name(name)
+    return shape_of(_read_config(name), name) if preset is None else _preset_shape(preset)
+
+
+@functools.cache
+def _preset_shape(name: str) -> ModelShape:
+    from transformers import AutoConfig
+
+    preset = PRESETS[name]
+    return shape_of(AutoConfig.for_model(preset.model_type, **preset.sizes), name)
 
 
 def shape_of(config: Any, name: str = "model") -> ModelShape:
@@ -45,77 +53,18 @@ def shape_of(config: Any, name: str = "model") -> ModelShape:
 
     Raises:
         TypeError: ``config`` is no configuration.
-        UnsupportedModelError: The family's layers are not known, or a size is missing.
+        UnsupportedModelError: Transformers cannot make a decoder of it, or one whose layers hold
+            keys and values.
     """
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"config must be a configuration of Transformers, got {config!r}")
+    from kvpolicy.evaluation.cost.tracing import trace_layers  # which needs Transformers
+
     text = config.get_text_config(decoder=True)
-    family = FAMILIES.get(text.model_type)
-    if family is None:
-        raise UnsupportedModelError(
-            f"model_type of {name} must be one whose layers are known, {', '.join(FAMILIES)}, got "
-            f"{text.model_type!r}; describe it by a ModelShape"
-        )
-    _check_layers(text, name)
-    heads, hidden = _size(text, name, "num_attention_heads"), _size(text, name, "hidden_size")
-    layers, vocab_size = _size(text, name, "num_hidden_layers"), _size(text, name, "vocab_size")
-    mlp_weights = tuple(family(text, name, index) for index in range(layers))
-    try:
-        return ModelShape(
-            name=name,
-            hidden_size=hidden,
-            query_heads=heads,
-            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or hidden // heads,
-            mlp_weights=mlp_weights,
-            vocab_size=vocab_size,
-            max_positions=getattr(text, "max_position_embeddings", None),
-            windows=_windows(text, layers),
-        )
-    except (TypeError, ValueError) as error:
-        raise UnsupportedModelError(f"configuration of {name} is not usable: {error}") from None
-
-
-def _gated(config: Any, name: str, layer_idx: int) -> int:
-    return gated_mlp(_size(config, name, "hidden_size"), _size(config, name, "intermediate_size"))
-
-
-def _plain(config: Any, name: str, layer_idx: int) -> int:
-    return plain_mlp(_size(config, name, "hidden_size"), _size(config, name, "intermediate_size"))
-
-
-def _mixture(config: Any, name: str, layer_idx: int) -> int:
-    """The active experts, those that all tokens share, and the router."""
-    step = getattr(config, "decoder_sparse_step", 1)
-    if layer_idx in (getattr(config, "mlp_only_layers", None) or ()) or (layer_idx + 1) % step:
-        return _gated(config, name, layer_idx)
-    hidden = _size(config, name, "hidden_size")
-    own = hasattr(config, "moe_intermediate_size")
-    width = _size(config, name, "moe_intermediate_size" if own else "intermediate_size")
-    local = hasattr(config, "num_local_experts")
-    experts = _size(config, name, "num_local_experts" if local else "num_experts")
-    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
-    active = _size(config, name, "num_experts_per_tok")
-    return mixture_mlp(hidden, width, active=active, experts=experts, shared=shared)
-
-
-# By model_type, how to count the weights of a layer's MLP; all have plain attention projections.
-FAMILIES: dict[str, Callable[[Any, str, int], int]] = {
-    **dict.fromkeys(
-        (
-            *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2"),
-            *("gemma3_text", "phi3", "granite", "olmo", "olmo2", "olmo3", "cohere", "cohere2"),
-            *("stablelm", "smollm3", "helium", "exaone4", "glm", "glm4", "seed_oss", "ernie4_5"),
-        ),
-        _gated,
-    ),
-    **dict.fromkeys(
-        ("phi", "starcoder2", "nemotron", "gpt_neox", "persimmon", "arcee", "apertus"), _plain
-    ),
-    **dict.fromkeys(
-        ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe", "gpt_oss"), _mixture
-    ),
-}
+    _size(text, name, "num_hidden_layers")
+    vocab_size, hidden = _size(text, name, "vocab_size"), _size(text, name, "hidden_size")
+    most = getattr(text, "max_position_embeddings", None)
+    return ModelShape(name, hidden, trace_layers(config, name), vocab_size, most)
 
 
 def _read_config(name: str) -> Any:
@@ -152,22 +101,3 @@ def _size(config: Any, name: str, attribute: str) -> int:
             f"{attribute} of {name} must be an int of at least 1, got {size!r}"
         )
     return size
-
-
-def _check_layers(config: Any, name: str) -> None:
-    kinds = set(getattr(config, "layer_types", None) or ())
-    unknown = sorted(kinds - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise UnsupportedModelError(
-            f"layer_types of {name} must be full_attention or sliding_attention, got "
-            f"{', '.join(unknown)}"
-        )
-
-
-def _windows(config: Any, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer; empty where all see all."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
-    if window is None or "sliding_attention" not in kinds:
-        return ()
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -2,6 +2,7 @@
 
 from kvpolicy.integrations.transformers.batching import wrap_continuous_batching
 from kvpolicy.integrations.transformers.cache import PolicyCache
+from kvpolicy.integrations.transformers.document import ReadDocument
 from kvpolicy.integrations.transformers.generation import wrap_generate
 from kvpolicy.integrations.transformers.state.report import CacheReport, LayerReport
 from kvpolicy.integrations.transformers.state.storage import (
@@ -18,6 +19,7 @@ __all__ = [
     "PlainStorage",
     "PolicyCache",
     "QuantizedStorage",
+    "ReadDocument",
     "Storage",
 ]
 

@@ -24,6 +24,7 @@ from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.model.check import verdict_of
 from kvpolicy.integrations.transformers.model.parallel import Spread
 from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.model_print import ModelPrint
 from kvpolicy.integrations.transformers.state.recurrent import layer_for
@@ -139,6 +140,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
             return
         placed = self.policy.placed(parts.num_layers, parts.eligible)
         placed.check_model(parts.num_layers)
+        parts.check_queries(placed)
         verdict = verdict_of(model, parts, PolicyCache)
         verdict.check(self.policy, parts.num_layers)
         self._check_filled_by(parts)
@@ -204,7 +206,10 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def _check_kinds(self, parts: ModelParts) -> None:
         for index, (layer, kind) in enumerate(zip(self.layers, parts.kinds, strict=True)):
-            if type(layer) is not type(layer_for(kind, self.storage, 0)):
+            wanted = layer_for(kind, self.storage, 0)
+            if isinstance(layer, IndexedLayer) and isinstance(wanted, IndexedLayer):
+                layer.blocks = wanted.blocks  # which a file does not say
+            if type(layer) is not type(wanted):
                 raise ValueError(
                     f"saved cache must hold what layer {index} of the model holds, which is "
                     f"{kind.name}, got something else; the file was changed"
@@ -213,8 +218,11 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def _find_heads(self, parts: ModelParts) -> None:
         tp_size = getattr(parts.model, "tp_size", None) or 1
         for layer, attention in zip(self.layers, parts.attentions, strict=True):
+            layer.shows_queries = attention is not None or not layer.attends
             if attention is not None:
                 layer.spread = Spread.of(attention, parts.config, tp_size)
+            elif layer.attends:  # nothing else will tell
+                layer.query_heads = getattr(parts.config, "num_attention_heads", 0)
 
     def _move_to(self, parts: ModelParts) -> None:
         assert self._reader.tokens is not None
@@ -234,7 +242,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
         if any(layer.state_nbytes() for layer in self.layers):
             raise ValueError(
                 f"model must be in the precision in which the saved cache was filled, {saved}, "
-                f"where it has recurrent layers, got {own}; a state is summed up in one precision"
+                f"where it has recurrent layers or has read images, got {own}; what is held of "
+                "these is in one precision"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -356,6 +365,20 @@ class PolicyCache(Cache):  # type: ignore[misc]
         """
         self._reader.start_turn(prompt_len)
 
+    @contextmanager
+    def appending(self) -> Iterator[PolicyCache]:
+        """Let `generate` append the prompts it is given: the policy does not act on them.
+
+        A question that is asked of a document after the policy has chosen what to keep of it is
+        read so, and held whole. The first prompt of an empty cache is read under the policy all
+        the same. Nothing is compiled inside the block.
+        """
+        before, self._reader.appends = self._reader.appends, True
+        try:
+            yield self
+        finally:
+            self._reader.appends = before
+
     @property
     def reader(self) -> Reader:
         """What takes up the model's forwards; for `generate`'s sake, not for users."""
@@ -393,6 +416,18 @@ class PolicyCache(Cache):  # type: ignore[misc]
         if static is not None:
             return static.layers[layer_idx].write(key_states, value_states)
         return self._reader.update(layer_idx, key_states, value_states)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Take a layer's new index keys; return all that its indexer is to see.
+
+        Args:
+            indexer_key_states: ``[batch, new_len, index_dim]``.
+            layer_idx: The layer's.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        return self._reader.update_index(layer_idx, indexer_key_states)
 
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None

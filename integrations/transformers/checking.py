@@ -51,6 +51,11 @@ class ModelCheck:
         """Whether rows may be padded on the left."""
         return self.verdict is None or self.verdict.care.pads
 
+    @property
+    def shows_queries(self) -> bool:
+        """Whether the queries of attention can be seen, which many policies look at."""
+        return self.parts is None or self.parts.shows_queries
+
     def refusal_of(self, policy: CachePolicy, context_len: int) -> str | None:
         """Why a policy cannot be applied; None where it can.
 
@@ -66,6 +71,7 @@ class ModelCheck:
         placed = policy.placed(self.parts.num_layers, self.parts.eligible)
         placed.check_model(self.parts.num_layers)
         try:
+            self.parts.check_queries(placed)
             self.verdict.check(policy, self.parts.num_layers)
             self.parts.check_policy(placed, context_len)
         except UnsupportedModelError as error:

@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
     DynamicCache,
-    GPT2Config,
-    GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -25,7 +26,7 @@ from kvpolicy.errors import (
     UnsupportedModelError,
 )
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import FastKV, SnapKV
+from kvpolicy.policies import FastKV, SnapKV, StreamingLLM
 from tests.integrations.support.conversation import left_padded
 from tests.integrations.test_use import prompt, tokens_of, trace_of
 from tests.reference import random_tokens, tiny_model
@@ -249,15 +250,12 @@ def test_no_policy(policy: Any) -> None:
 
 
 def unsupported_models() -> dict[str, tuple[Any, str]]:
-    gpt2 = GPT2Config(vocab_size=97, n_embd=16, n_layer=2, n_head=2)
+    gptj = GPTJConfig(vocab_size=97, n_embd=16, n_layer=2, n_head=2, rotary_dim=4)
     bloom = BloomConfig(vocab_size=97, hidden_size=16, n_layer=2, n_head=2)
     t5 = T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
     return {
-        "as many out as in": (GPT2LMHeadModel(gpt2), "its self-check ended in RuntimeError: shape"),
-        "own attention": (
-            BloomForCausalLM(bloom),
-            "must have one module that calls Transformers' Attention",
-        ),
+        "own attention": (GPTJForCausalLM(gptj), "shows no queries: it looks at queries"),
+        "counting in columns": (BloomForCausalLM(bloom), "but BloomBlock adds alibi to them"),
         "encoder-decoder": (T5ForConditionalGeneration(t5), "must be decoder-only"),
     }
 
@@ -284,7 +282,7 @@ def test_no_model() -> None:
     ):
         pass
     with (
-        pytest.raises(UnsupportedModelError, match="must have get_decoder"),
+        pytest.raises(UnsupportedModelError, match="must take past_key_values.* Linear does not"),
         PolicyCache(FASTKV).attached(nn.Linear(2, 2)),
     ):
         pass
@@ -301,11 +299,41 @@ def test_attention_that_bypasses_the_interface() -> None:
     attention.__class__ = OwnAttention
     before = trace_of(other)
     cache = PolicyCache(FASTKV)
-    with pytest.raises(
-        UnsupportedModelError, match="AttentionInterface, .* but LlamaDecoderLayer at 2 has 0"
-    ):
+    with pytest.raises(UnsupportedModelError, match="shows no queries: it looks at queries"):
         tokens_of(other, prompt(60), cache)
+    with pytest.raises(UnsupportedModelError, match=r"but layers \[2\] did not update it"):
+        tokens_of(other, prompt(60), PolicyCache(StreamingLLM(0.3)))
     assert trace_of(other) == before
+
+
+def test_own_attention_in_a_tested_family_is_checked() -> None:
+    """Here one that forgets the mask, so that what is padding or comes later is seen."""
+    other = tiny_model("llama", seed=1)
+
+    class Blind(type(other.model.layers[2].self_attn)):  # type: ignore[misc]
+        def forward(
+            self,
+            hidden_states: Tensor,
+            position_embeddings: Any = None,
+            attention_mask: Any = None,
+            past_key_values: Any = None,
+            **kwargs: Any,
+        ) -> tuple[Tensor, None]:
+            batch, length, _ = hidden_states.shape
+            each = (batch, length, -1, self.head_dim)
+            queries, keys, values = (
+                part(hidden_states).view(each).transpose(1, 2)
+                for part in (self.q_proj, self.k_proj, self.v_proj)
+            )
+            if past_key_values is not None:
+                keys, values = past_key_values.update(keys, values, self.layer_idx)
+            output = scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+            return self.o_proj(output.transpose(1, 2).reshape(batch, length, -1)), None
+
+    for layer in other.model.layers:
+        layer.self_attn.__class__ = Blind
+    with pytest.raises(UnsupportedModelError, match="its self-check found"):
+        tokens_of(other, prompt(60), PolicyCache(StreamingLLM(0.3)))
 
 
 def test_keys_that_do_not_all_reach_attention(model: PreTrainedModel) -> None:

@@ -20,7 +20,7 @@ from .decoder import (
 )
 from .dense import Act
 from .gem_filter import GemFilter
-from .methods import LayerView, Method
+from .methods import Choice, LayerView, Method
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,18 @@ class ReferenceState:
             model: a causal language model of the Llama, Mistral, Qwen2 or Qwen3 family on the CPU.
             method: what to keep and pass on.
         """
-        sizes = geometry(model)
         self.model = model
         self.method = method
         self.seen = 0
         self.rotary = 0
         self.cache: list[list[list[Entry]]] = [
-            [[] for _ in range(sizes.kv_heads)] for _ in range(sizes.num_layers)
+            [[] for _ in range(heads)] for heads in self._heads_held()
         ]
+
+    def _heads_held(self) -> list[int]:
+        """Per layer, how many KV heads hold entries of their own."""
+        sizes = geometry(self.model)
+        return [sizes.kv_heads] * sizes.num_layers
 
     def positions(self) -> list[list[list[int]]]:
         """Per layer and KV head the positions held now, ascending."""
@@ -187,7 +191,7 @@ class ReferenceState:
         margin = inf
         for layer_idx in range(len(self.cache)):
             hidden, queries, grown = self._layer(layer_idx, hidden, positions, rotary)
-            choice = self.method.choose(self._view(layer_idx, queries, positions, grown))
+            choice = self._choose(layer_idx, queries, positions, grown)
             margin = min(margin, choice.margin)
             self.cache[layer_idx] = [
                 [held[index] for index in kept]
@@ -198,7 +202,21 @@ class ReferenceState:
                 positions = [positions[index] for index in choice.passed]
                 rotary = [rotary[index] for index in choice.passed]
             reached.append(positions)
-        return logits_of(self.model, hidden[-1]), reached, margin
+        return self._logits(hidden[-1]), reached, margin
+
+    def _choose(
+        self,
+        layer_idx: int,
+        queries: Sequence[Tensor],
+        positions: Sequence[int],
+        entries: Sequence[Sequence[Entry]],
+    ) -> Choice:
+        """What the method decides at a layer that has attended."""
+        return self.method.choose(self._view(layer_idx, queries, positions, entries))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """From what leaves the last layer `[hidden]` to logits `[vocab]`."""
+        return logits_of(self.model, hidden)
 
     def _view(
         self,
@@ -220,7 +238,7 @@ class ReferenceState:
         hidden = embed(self.model, [token_id])
         for layer_idx in range(len(self.cache)):
             hidden, _, self.cache[layer_idx] = self._layer(layer_idx, hidden, [position], [rotary])
-        return logits_of(self.model, hidden[-1])
+        return self._logits(hidden[-1])
 
     def _layer(
         self,

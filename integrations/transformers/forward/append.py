@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
+from kvpolicy.integrations.transformers.forward.indexers import new_places, with_positions
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
+from kvpolicy.integrations.transformers.forward.states import check_states_skip_nothing
 from kvpolicy.integrations.transformers.model.masks import (
     FLASH,
     Mask,
@@ -18,6 +21,9 @@ from kvpolicy.integrations.transformers.model.masks import (
     causal_mask,
 )
 from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
+from kvpolicy.integrations.transformers.model.temperature import Temperature
+from kvpolicy.integrations.transformers.state.cross import CrossLayer
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -37,16 +43,20 @@ class Forward:
         layers: What each layer of the model holds.
         incoming: The forward's tokens and those seen before.
         implementation: The model's attention implementation.
-        windows: Each layer's sliding window; None where it sees all.
+        windows: Each layer's sliding window or chunk; None where it sees all.
+        answer_windows: Likewise, of what follows a prompt that is seen whole.
+        temperatures: By layer, how its queries depend on counted positions; None where they do not.
         own_masks: Whether the model makes its masks outside of the decoder, where it may know more
             than the order of tokens.
         spares_masks: Whether a layer may get no mask where its attention function would do right
             without.
         causal: Whether a layer without a mask sees no later token; else it sees all of a prompt.
         attended: Where to note which keys each layer attends to; None where nobody asks.
+        rotary: The decoder's rotary embedding, for index keys that are turned late; None without.
     """
 
     acts = False  # whether the policy does, on this forward
+    in_prompt = False  # whether its tokens are a prompt's
 
     def __init__(
         self,
@@ -56,10 +66,13 @@ class Forward:
         *,
         implementation: str,
         windows: list[int | None],
+        answer_windows: list[int | None] | None = None,
+        temperatures: list[Temperature | None] | None = None,
         own_masks: bool = False,
         spares_masks: bool = True,
         causal: bool = True,
         attended: AttendedKeys | None = None,
+        rotary: Any = None,
     ) -> None:
         self.policy = policy
         self.layers = layers
@@ -72,6 +85,7 @@ class Forward:
             if incoming.positions is None
             else incoming.positions
         )
+        self._started = incoming.tokens.lengths > 0  # rows of which something has been read
         self.tokens = incoming.tokens.extended(
             self.new_positions,
             incoming.columns,
@@ -84,6 +98,9 @@ class Forward:
         self._new_len = incoming.new_valid.shape[1]
         self._columns = incoming.columns
         self._windows = windows
+        self._answer_windows = answer_windows or [None] * len(layers)
+        self._temperatures = temperatures or [None] * len(layers)
+        self._places = self.new_positions  # at which the tokens that reach the layer are read
         self.propagated: dict[int, Tensor] = {}
         self._updated: set[int] = set()
         self._order_of_columns = incoming.order
@@ -96,11 +113,12 @@ class Forward:
         self._combined: Tensor | None = None  # positions of the keys of the layer at hand
         self._order: Tensor | None = None  # that brings padding in the middle to the left
         self._pending: tuple[Tensor, Tensor] | None = None
-        self._causal: dict[int, Mask] = {}
+        self._causal: dict[tuple[int, bool], Mask] = {}  # by length, and whether none will do
         self._own_masks = own_masks
         self._spares_masks = spares_masks
         self._sees_all = not causal and self.first
         self._attended = attended
+        self._rotary = rotary
         self._own_blocks: dict[int, tuple[Any, Tensor | None]] = {}  # by the id of the mask
 
     # Before a layer.
@@ -119,6 +137,8 @@ class Forward:
         Raises:
             UnsupportedModelError: The model reads a padded row otherwise than alone.
         """
+        if index == 0:
+            self._check_tokens(module, hidden)
         if index == 0 and self._sees_all and self._padded and self._own_block(kwargs) is None:
             raise UnsupportedModelError(
                 "rows must not be padded where the model sees a prompt both ways without padding "
@@ -135,14 +155,60 @@ class Forward:
         if self._attended is not None and not (self.first and self._order_of_columns is None):
             heads = 1 if layer.held is None else layer.held.shape[1]
             self._attended.note(index, self._positions(layer, heads, hidden.device))
-        return hidden, self._with_mask(index, hidden, self._reaching(kwargs))
+        here = self._reaching(kwargs)
+        self._note_places(here)
+        if isinstance(layer, IndexedLayer):
+            return hidden, self._for_indexer(index, layer, hidden, here)
+        return hidden, self._with_mask(index, hidden, here)
+
+    def _note_places(self, kwargs: dict[str, Any]) -> None:
+        """Take note of the positions at which the tokens of a layer's arguments are read."""
+        given = kwargs.get("position_ids")
+        if not isinstance(given, Tensor) or given.ndim != 2:
+            given = self.new_positions
+        self._places = given
+
+    def _for_indexer(
+        self, index: int, layer: IndexedLayer, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The arguments of a layer with an indexer, which reads masks and positions itself."""
+        own = kwargs.get("attention_mask")
+        layer.taking = functools.partial(self.update_index, index)
+        if isinstance(own, Tensor) and own.ndim == 2:  # of tokens, from which it makes its own
+            kwargs = {**kwargs, "attention_mask": self.new_valid.to(hidden.device)}
+        else:
+            kwargs = self._with_mask(index, hidden, kwargs)
+            mask = kwargs["attention_mask"]
+            mask = self._mask(index, hidden) if mask is None else mask
+            assert isinstance(mask, Tensor)
+            kwargs = {**kwargs, "attention_mask": mask.expand(hidden.shape[0], -1, -1, -1)}
+        return with_positions(layer, hidden, kwargs, self._rotary, self._order)
+
+    def _check_tokens(self, module: nn.Module, hidden: Tensor) -> None:
+        """Check that the first layer gets a hidden state for each token and no other."""
+        if hidden.ndim == 3 and hidden.shape[1] != self.new_valid.shape[1]:
+            raise UnsupportedModelError(
+                "a decoder must give its layers one hidden state for each token, but "
+                f"{type(module).__name__} gets {hidden.shape[1]} for {self.new_valid.shape[1]} "
+                "tokens, as where a model puts features of an image before them"
+            )
 
     def _for_state(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a recurrent layer: its mask tells tokens from padding."""
+        """The arguments of a recurrent layer: its mask tells tokens from padding.
+
+        Raises:
+            UnsupportedModelError: See `check_states_skip_nothing`.
+        """
         valid = self.new_valid if self._padded else None
         if valid is not None:
+            check_states_skip_nothing(valid, self._started)
             valid = None if bool(valid.all()) else valid.to(hidden.device).long()
-        return {**kwargs, "attention_mask": valid}
+        # A layer's convolutions may have a name of their own for it.
+        return {
+            **kwargs,
+            **dict.fromkeys({"conv_mask"} & kwargs.keys(), valid),
+            "attention_mask": valid,
+        }
 
     def _reaching(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments for the tokens that reach the layer."""
@@ -161,8 +227,24 @@ class Forward:
             # Nothing held and nothing dropped: the model's own mask is right, but for windows,
             # which it measures in columns.
             return kwargs
-        own = self._own_block(kwargs)
-        return {**kwargs, "attention_mask": self._mask(index, hidden, own)}
+        mask = self._mask(index, hidden, self._own_block(kwargs))
+        if not self.layers[index].shows_queries and isinstance(mask, Tensor):
+            mask = mask.expand(hidden.shape[0], -1, -1, -1)  # some check its shape
+            self._check_own_window(index)
+        return {**kwargs, "attention_mask": mask}
+
+    def _check_own_window(self, index: int) -> None:
+        """Check that a layer that counts its window in columns has no padding between tokens.
+
+        Columns are no farther apart than positions then, so that it hides nothing from the mask.
+        """
+        between = not self.acts and self.layers[index].kept_len and not bool(self.new_valid.all())
+        if between and self._window(index) is not None:
+            raise UnsupportedModelError(
+                f"rows must not be padded behind what was read before where layers, as layer "
+                f"{index}, count their window in columns; give rows of one length, or one row at "
+                "a time"
+            )
 
     def _own_block(self, kwargs: dict[str, Any]) -> Tensor | None:
         """What a layer's own mask says of the forward's tokens, where it is not order alone."""
@@ -226,7 +308,10 @@ class Forward:
 
     def _mask(self, index: int, hidden: Tensor, own: Tensor | None = None) -> Mask:
         layer, window = self.layers[index], self._window(index)
+        answer = self._answer_windows[index]
         query_len = self.new_valid.shape[1]
+        if answer is not None and not self.in_prompt and self.tokens.appended.shape[1] > answer:
+            return self._mask_behind_prompt(layer, answer, hidden)
         key_len = layer.kept_len + query_len
         if self._combined is not None or window is not None or own is not None:
             positions = self._positions(layer, layer.choices, hidden.device)
@@ -234,21 +319,34 @@ class Forward:
             # away; elsewhere what is not new lies before all queries.
             if not (layer.ragged or self._moved is not None or window is not None):
                 positions = positions[:, :1]
+            elif not layer.shows_queries and bool((positions == positions[:, :1]).all()):
+                positions = positions[:, :1]  # some take one mask for all heads
             heads = layer.query_heads if positions.shape[1] > 1 else 1
             places = self.new_positions.to(hidden.device)
             among = self._own_visibility(own, positions)
-            seen = Visibility(positions, places, heads, window, among)
+            seen = Visibility(positions, places, heads, window, own=among)
             return seen.mask(self.implementation, hidden.dtype)
-        if key_len not in self._causal:
-            self._causal[key_len] = causal_mask(
+        spare = self._spares_masks and not layer.one_choice
+        if (key_len, spare) not in self._causal:
+            self._causal[key_len, spare] = causal_mask(
                 key_len,
                 query_len,
                 implementation=self.implementation,
                 dtype=hidden.dtype,
                 device=hidden.device,
-                spare=self._spares_masks,
+                spare=spare,
             )
-        return self._causal[key_len]
+        return self._causal[key_len, spare]
+
+    def _mask_behind_prompt(self, layer: PolicyLayer, window: int, hidden: Tensor) -> Mask:
+        """Of tokens behind a prompt: they see what is held of it, and a window."""
+        positions = self._positions(layer, layer.choices, hidden.device)
+        heads = layer.query_heads if positions.shape[1] > 1 else 1
+        before = self._before
+        prompt = (before.lengths - (before.appended >= 0).sum(dim=1)).to(hidden.device)
+        places = self.new_positions.to(hidden.device)
+        seen = Visibility(positions, places, heads, window, prompt)
+        return seen.mask(self.implementation, hidden.dtype)
 
     def _positions(self, layer: PolicyLayer, kv_heads: int, device: torch.device) -> Tensor:
         """Positions ``[batch, kv_heads, key_len]`` of all keys that the layer sees."""
@@ -264,7 +362,18 @@ class Forward:
         """All keys and values that the layer's attention is to see, with the new ones."""
         layer = self.layers[index]
         self._updated.add(index)
-        return layer.append(keys, values, self._before)
+        keys, values = layer.append(keys, values, self._before)
+        if isinstance(layer, IndexedLayer):
+            layer.attend_to(keys)
+        if self._temperatures[index] is not None:
+            self._pending = keys, values
+        return keys, values
+
+    def update_index(self, index: int, keys: Tensor) -> Tensor:
+        """All index keys that the layer's indexer is to see, with the new ones."""
+        layer = self.layers[index]
+        assert isinstance(layer, IndexedLayer)
+        return layer.append_index(keys, new_places(self.layers, self._slots))
 
     def note_state(self, index: int) -> None:
         """A layer reads or writes its state."""
@@ -289,6 +398,13 @@ class Forward:
         alike = (keys.shape[0], keys.shape[-2]) == (given.shape[0], given.shape[-2])
         return keys is given or (own and alike)
 
+    def at_own_positions(self, index: int, queries: Tensor) -> Tensor:
+        """A layer's queries, where it has counted other positions for them than their own."""
+        temperature = self._temperatures[index]
+        if temperature is None:
+            return queries
+        return temperature.corrected(queries, self._before.seen, self._places)
+
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:
         """The layer's queries are known, its attention is not computed yet."""
 
@@ -303,6 +419,7 @@ class Forward:
 
     def observe(self, index: int, inputs: AttentionInputs) -> None:
         """The layer has attended."""
+        self._pending = None
 
     # After a layer, and after the last.
 
@@ -317,7 +434,8 @@ class Forward:
             UnsupportedModelError: A layer did not use the cache, as with gradient checkpointing.
         """
         layers = enumerate(self.layers)
-        missing = {i for i, each in layers if not isinstance(each, EmptyLayer)} - self._updated
+        spared = EmptyLayer, CrossLayer  # the second is left out where there is no image
+        missing = {i for i, each in layers if not isinstance(each, spared)} - self._updated
         if missing:
             raise UnsupportedModelError(
                 f"model must give every layer the cache, but layers {sorted(missing)} did not "
@@ -384,10 +502,14 @@ class Forward:
         return take_columns(hidden, self._order_of_columns.argsort(dim=1))
 
 
+_WHOLE = ("attention_mask", "cross_attention_states")
+
+
 def cut_arguments(kwargs: dict[str, Any], slots: Tensor, length: int) -> dict[str, Any]:
     """The arguments of a layer for some of its tokens.
 
-    What holds something for each token, such as rotary embeddings, is cut; the mask is not.
+    What holds something for each token, such as rotary embeddings, is cut; the mask is not, nor is
+    what holds something for each patch of an image.
 
     Args:
         kwargs: By name, for ``length`` tokens.
@@ -395,7 +517,7 @@ def cut_arguments(kwargs: dict[str, Any], slots: Tensor, length: int) -> dict[st
         length: Tokens.
     """
     return {
-        name: value if name == "attention_mask" else _cut(value, slots, length)
+        name: value if name in _WHOLE else _cut(value, slots, length)
         for name, value in kwargs.items()
     }
 

@@ -99,6 +99,8 @@ class Chunks:
 class ChunkForward(Forward):
     """A forward over a chunk that does not end its prompt: appended, its queries remembered."""
 
+    in_prompt = True
+
     def __init__(self, *args: Any, chunks: Chunks, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._chunks = chunks
@@ -111,8 +113,9 @@ class ChunkForward(Forward):
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """As `Forward.update`; then an attention function is to show the queries."""
-        self._pending = super().update(index, keys, values)
-        return self._pending
+        found = super().update(index, keys, values)
+        self._pending = found if self.layers[index].shows_queries else None
+        return found
 
     def observe(self, index: int, inputs: AttentionInputs) -> None:
         """Remember the layer's queries."""

@@ -239,6 +239,9 @@ def _reordered(arguments: dict[str, Any], order: Tensor, seen: int) -> dict[str,
         if arguments[name] is not None:
             first = arguments[name].ndim - 2 if name == "position_ids" else 0
             arguments[name] = take_columns(arguments[name], order, first, first + 1)
+    for name in {"cross_attention_mask", "full_text_row_masked_out_mask"} & arguments.keys():
+        if arguments[name] is not None:  # [batch, 1, new_len, ...], by token what it sees of images
+            arguments[name] = take_columns(arguments[name], order, 0, 2)
     mask = arguments["attention_mask"]
     new = mask[:, seen:].gather(1, order.to(mask.device))
     arguments["attention_mask"] = torch.cat([mask[:, :seen], new], dim=1)

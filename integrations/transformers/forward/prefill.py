@@ -11,10 +11,16 @@ from torch.nn.functional import pad
 from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.append import Forward, cut_arguments
+from kvpolicy.integrations.transformers.forward.indexers import new_places
 from kvpolicy.integrations.transformers.forward.inputs import take_columns
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
-from kvpolicy.integrations.transformers.model.masks import FLASH
-from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
+from kvpolicy.integrations.transformers.model.masks import FLASH, first_seen
+from kvpolicy.integrations.transformers.model.routing import (
+    Attend,
+    AttentionInputs,
+    without_queries,
+)
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.selection import compress, gather_positions, gather_slots
 
@@ -30,22 +36,27 @@ class ActingForward(Forward):
         narrows: Whether layers may be run for some of their tokens only.
         keep_last: How many of the last tokens' outputs are asked for; None for those of all that
             go on.
+        refills: Whether the decoder is to get as many hidden states behind its last layer as it
+            has read tokens; what stands before those of the tokens that went on is cut off again.
         features: What is added to hidden states between layers, where the decoder is not to do so.
         kwargs: See `Forward`.
     """
 
-    acts = True
+    acts = in_prompt = True
 
     def __init__(
         self,
         *args: Any,
         narrows: bool = False,
         keep_last: int | None = None,
+        refills: bool = False,
         features: AddedFeatures | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._features = features
+        self._refills = refills
+        self._filled = 0  # hidden states that stand for no token
         self._seen_len = tuple(self.tokens.lengths.tolist())
         self._narrows = narrows
         # The last token stays last when padding is moved before tokens. Others may not: the last
@@ -53,6 +64,7 @@ class ActingForward(Forward):
         moved = self._order_of_columns is not None
         self._keep_last = None if moved and keep_last != 1 else keep_last
         self._passed: Tensor | None = None  # of the tokens that reach the layer, those that go on
+        self._kept: Tensor | None = None  # the slots that the last layer keeps
         # Of a layer that runs twice: whether this is the first run; then what it has seen, and, if
         # the second is for some tokens only, for which.
         self._looking = False
@@ -80,12 +92,14 @@ class ActingForward(Forward):
         valid = None if valid is None else valid.to(keys.device)
         self._narrowed = Narrowed(keys, values, own, valid, self.implementation)
         here = cut_arguments({**here, "attention_mask": None}, slots, hidden.shape[1])
+        self._note_places(here)
         return take_columns(hidden, slots), here
 
     def _few_go_on(self, index: int) -> bool:
         """Whether so few tokens leave a layer that it is worth to run it for these alone."""
         # What has a state would read the tokens twice.
-        narrows = self._narrows and type(self.layers[index]) is PolicyLayer
+        layer = self.layers[index]
+        narrows = self._narrows and type(layer) is PolicyLayer and layer.shows_queries
         if not narrows or self._window(index) is not None:
             return False
         new_len, num_layers = self.new_valid.shape[1], len(self.layers)
@@ -107,6 +121,7 @@ class ActingForward(Forward):
 
     def _look(self, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> None:
         """Run a layer until its queries and keys are known, and the policy has decided."""
+        self._note_places(kwargs)
         self._looking = True
         try:
             # Not through its hooks, one of which has brought us here. Its attention is not reached.
@@ -145,7 +160,17 @@ class ActingForward(Forward):
         if self._order is not None:
             keys, values = gather_slots(keys, self._order), gather_slots(values, self._order)
         self._pending = keys, values
+        if isinstance(layer, IndexedLayer):
+            layer.attend_to(keys)
+        if not layer.shows_queries:
+            self._decide(index, without_queries(layer.query_heads, keys, values))
         return keys, values
+
+    def update_index(self, index: int, keys: Tensor) -> Tensor:
+        """All index keys that the layer's indexer is to see, with the new ones."""
+        layer = self.layers[index]
+        assert isinstance(layer, IndexedLayer)
+        return layer.show_index(keys, new_places(self.layers, self._slots), self._order)
 
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:
         """In the first of two runs, let the policy decide, and end the run."""
@@ -181,7 +206,10 @@ class ActingForward(Forward):
             layer.store(keys, values, positions, self._near(context, positions, window))
             return
         decision = self.policy.decide(context)
-        layer.store(keys, values, positions, decision.kept)
+        # Whoever attends to slots that another layer's indexer has picked has the same in them.
+        borrows = isinstance(layer, IndexedLayer) and layer.borrows
+        self._kept = self._kept if borrows and self._kept is not None else decision.kept
+        layer.store(keys, values, positions, self._kept)
         passed = self._here(decision.passed_on)
         if passed is not None and passed.shape == self.new_valid.shape:
             passed = None if torch.equal(passed >= 0, self.new_valid) else passed
@@ -198,7 +226,7 @@ class ActingForward(Forward):
         it, which it does not bound, the policy does.
         """
         lengths = self.tokens.lengths.to(context.keys.device)[:, None, None]
-        near = (positions >= 0) & (positions > lengths - window)
+        near = (positions >= 0) & (positions >= first_seen(lengths, window))
         kept = compress(near, int(near.sum(dim=-1).max()))
         if self.implementation in FLASH or not bool((lengths <= window).any()):
             return kept
@@ -216,14 +244,15 @@ class ActingForward(Forward):
         # By whichever heads there are: keys that are only bent are still one head's each.
         held_as_shown = keys.shape[1] == self._pending[0].shape[1]
         shown, new_valid = self._observed(index, queries)
-        positions = self._positions(self.layers[index], keys.shape[1], keys.device)
+        layer = self.layers[index]
+        positions = self._positions(layer, keys.shape[1], keys.device)
         return LayerContext(
             layer_idx=index,
             num_layers=len(self.layers),
             queries=shown,
             keys=keys,
             values=inputs.values,
-            stored=None if held_as_shown else self._pending,
+            stored=None if held_as_shown and not layer.one_choice else self._pending,
             positions=positions,
             kinds=self.tokens.kinds_at(positions),
             new_valid=new_valid.to(keys.device),
@@ -231,7 +260,7 @@ class ActingForward(Forward):
             scaling=scores.scaling,
             softcap=scores.softcap,
             sinks=scores.sinks,
-            heads=self.layers[index].spread.heads(queries.shape[1]),
+            heads=layer.spread.heads(queries.shape[1]),
         )
 
     def _observed(self, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,7 +280,27 @@ class ActingForward(Forward):
             hidden = take_columns(hidden, passed)
         if self._features is not None and self._features.after:
             hidden = self._features.added(hidden, index, self._left(hidden))
+        if self._refills and index == len(self.layers) - 1:
+            self._filled = self._new_len - hidden.shape[1]
+            hidden = pad(hidden, (0, 0, self._filled, 0))
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    def in_order(self, output: Any) -> Any:
+        """See `Forward.in_order`; the hidden states are those of the tokens that went on."""
+        return super().in_order(self._unfilled(output) if self._filled else output)
+
+    def _unfilled(self, output: Any) -> Any:
+        def cut(states: Any) -> Any:
+            if isinstance(states, tuple):  # before each layer and after the last, or of attention
+                return (*states[:-1], cut(states[-1])) if states else states
+            whole = getattr(states, "ndim", 0) == 3 and states.shape[1] == self._new_len
+            return states[:, self._filled :] if whole else states
+
+        if isinstance(output, tuple):
+            return tuple(map(cut, output))
+        for name in {"last_hidden_state", "hidden_states"} & output.keys():
+            output[name] = cut(output[name])
+        return output
 
     def _left(self, hidden: Tensor) -> Tensor | None:
         """The slots ``[batch, count]`` of the tokens that left the layer; None for all."""

@@ -29,6 +29,7 @@ from kvpolicy.integrations.transformers.forward.chunked_prefill import (
     joined_outputs,
 )
 from kvpolicy.integrations.transformers.forward.inputs import (
+    Incoming,
     check_step,
     inputs_of,
     read_inputs,
@@ -47,6 +48,8 @@ from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.state.cross import CrossLayer
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
@@ -65,6 +68,19 @@ class Snapshot:
     starts_turn: bool
     prompt_end: int | None
     chunks: Chunks | None
+
+
+def keeps_everything(policy: CachePolicy, num_layers: int) -> bool:
+    """Whether a policy keeps and passes on every token, whatever the prompt.
+
+    Args:
+        policy: The policy, its layers placed or open.
+        num_layers: Layers of the model.
+    """
+    selector = policy.selector
+    budget = None if isinstance(selector, KeepAllSelector) else selector.budget
+    keeps = isinstance(selector, KeepAllSelector) or (budget is not None and budget.rate == 1)
+    return keeps and not policy.propagation.acting_layers(num_layers)
 
 
 class Reader:
@@ -101,6 +117,7 @@ class Reader:
         self.filled_by: weakref.ref[nn.Module] | None = None
         self.tokens: SeenTokens | None = None
         self.starts_turn = False
+        self.appends = False  # whether a new turn is appended, the policy not acting on it
         self.prompt_end: int | None = None  # in columns; None: where the next forward ends
         self._in_generate = False  # which may give the whole conversation again
         self._may_be_static = True  # as far as the generate under way allows
@@ -137,7 +154,7 @@ class Reader:
     def _begin_turn(self, prompt_end: int | None) -> None:
         self.abandon_forward()
         self.end_static()
-        self.starts_turn, self.prompt_end, self.chunks = True, prompt_end, None
+        self.starts_turn, self.prompt_end, self.chunks = not self.appends, prompt_end, None
 
     @contextmanager
     def new_turn(
@@ -154,7 +171,7 @@ class Reader:
         before, outer = self._snapshot(), (self._in_generate, self._may_be_static)
         self._begin_turn(prompt_end)
         self._in_generate = True
-        self._may_be_static = may_be_static and self.attachment.alone
+        self._may_be_static = may_be_static and self.attachment.alone and not self.appends
         try:
             yield
         except BaseException:
@@ -236,11 +253,7 @@ class Reader:
     @property
     def may_evict(self) -> bool:
         """Whether the policy acts on the next forward, and may keep fewer tokens than there are."""
-        selector = self.placed.selector
-        everything = isinstance(selector, KeepAllSelector) or (
-            selector.budget is not None and selector.budget.rate == 1
-        )
-        return self.acts_next and not (everything and not self._drops)
+        return self.acts_next and not keeps_everything(self.placed, len(self.layers))
 
     @property
     def _drops(self) -> bool:
@@ -307,6 +320,8 @@ class Reader:
         parts = self.attachment.parts
         starts, implementation = self.acts_next, parts.implementation
         acts = starts and ends
+        if starts and self.chunks is None:
+            parts.check_turn(self.seen)
         if starts and self._drops and (self.chunks is not None or not ends):
             raise UnsupportedGenerationError(
                 f"a prompt must come in one forward where {self.placed} drops tokens, got a chunk "
@@ -325,6 +340,8 @@ class Reader:
         incoming = attrs.evolve(incoming, ids=self._ids_of(arguments))
         if incoming.tokens.padded or incoming.padded:
             parts.check_padding(self.care)
+        if not self.care.counts:
+            self._check_positions_given(arguments, incoming)
         if parts.holds_states:
             check_states_go_on(incoming, several=self.care.continues)
         kinds, self._new_kinds = self._new_kinds, None
@@ -341,9 +358,12 @@ class Reader:
         kind: dict[str, Any] = {
             "implementation": implementation,
             "windows": parts.windows,
+            "answer_windows": parts.answer_windows,
+            "temperatures": parts.temperatures,
             "own_masks": outside,
             "spares_masks": self.care.spares_masks,
             "causal": parts.causal,
+            "rotary": getattr(parts.decoder, "rotary_emb", None),
             "attended": (
                 AttendedKeys(parts.attending)
                 if _asked(arguments, parts, "output_attentions")
@@ -371,6 +391,22 @@ class Reader:
         forward = ActingForward(self.placed, self.layers, incoming, features=features, **kind)
         forward.propagated.update(propagated)
         return forward, incoming.arguments
+
+    def _check_positions_given(self, arguments: dict[str, Any], incoming: Incoming) -> None:
+        """Check that a model that counts positions from a number of its own is given all it needs.
+
+        Raises:
+            UnsupportedModelError: It is not, and a cache cannot know that number.
+        """
+        needed = incoming.arguments.get("position_ids") is not None
+        restarts = self.acts_next and self.placed.propagation.restarts
+        if arguments.get("position_ids") is None and (needed or restarts):
+            assert self.attachment is not None
+            raise UnsupportedModelError(
+                f"position_ids must be given with {type(self.attachment.parts.model).__name__}, "
+                "which counts from a number of its own without them, where rows are padded or a "
+                "policy restarts the prefill; give each row's own, as generate does"
+            )
 
     def _ids_of(self, arguments: dict[str, Any]) -> Tensor | None:
         """Ids ``[batch, new_len]`` of a forward's tokens; None where only embeddings are known."""
@@ -405,15 +441,20 @@ class Reader:
         return outside, {**arguments, "attention_mask": outer} if outside else arguments
 
     def _narrowing(self, arguments: dict[str, Any], parts: ModelParts) -> dict[str, Any]:
-        """Whether layers may be run for some tokens only, and whether the last one for the last."""
+        """How layers may be run for some tokens only, and the last one for the last."""
         # Flash attention is replaced by sdpa there, which knows neither caps nor sinks.
         replaced = parts.implementation in FLASH and not parts.plain_scores
 
         # Hidden states are recorded as a layer gets them, which narrowing would cut.
         states = _asked(arguments, parts, "output_hidden_states")
         keep_last = None if states else self._keep_last
-        narrows = not (_asked(arguments, parts, "output_attentions") or states or replaced)
-        return {"narrows": narrows and self.care.narrows, "keep_last": keep_last}
+        whole = states or replaced or not parts.passes_on
+        narrows = not (_asked(arguments, parts, "output_attentions") or whole)
+        return {
+            "narrows": narrows and self.care.narrows,
+            "keep_last": keep_last,
+            "refills": self.care.refills,
+        }
 
     def _without_seen(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """A forward over the whole conversation as one over its new columns."""
@@ -470,9 +511,18 @@ class Reader:
     def is_compileable(self) -> bool:
         """Whether `generate` may compile the decoding of an answer."""
         plain = isinstance(self.storage, PlainStorage)
-        # A state is a tensor of one size, but is copied before every forward.
-        grows = not any(isinstance(layer, RecurrentLayer) for layer in self.layers)
-        return self.max_new_tokens is not None and plain and self._may_be_static and grows
+        # A state is a tensor of one size, but is copied before every forward; index keys grow, and
+        # images are no tokens.
+        grow = any(
+            isinstance(layer, (RecurrentLayer, IndexedLayer, CrossLayer)) for layer in self.layers
+        )
+        seen = all(layer.shows_queries for layer in self.layers if layer.attends)
+        # What counts positions itself is told others than those of a step; and what is seen of an
+        # answer alone has no mask there.
+        parts = None if self.attachment is None else self.attachment.parts
+        counts = parts is not None and any((*parts.temperatures, *parts.answer_windows))
+        fixed = plain and seen and not grow and not counts
+        return self.max_new_tokens is not None and fixed and self._may_be_static
 
     def mask_of_step(self, attention_mask: Tensor | None) -> Tensor | None:
         """The mask that `generate` is to give the model at the next forward.
@@ -595,6 +645,7 @@ class Reader:
             **self.__dict__,
             "layers": layers,
             "propagated": dict(held.propagated),
+            "appends": False,
             "tokens": held.tokens,
             "starts_turn": held.starts_turn,
             "prompt_end": held.prompt_end,
@@ -638,6 +689,9 @@ class Reader:
             NotAttachedError: The cache is not attached to the model that calls.
         """
         self._forward = self._attached_forward()
+        layer = self.layers[index]
+        if isinstance(layer, CrossLayer):
+            return layer.with_images(keys, values)
         keys, values = self._forward.update(index, keys, values)
         if self._forward.waits_for_queries():
             assert self.attachment is not None
@@ -645,6 +699,14 @@ class Reader:
             assert module is not None  # whose keys these are
             routing.waiting.set((self._forward, index, module))
         return keys, values
+
+    def update_index(self, index: int, keys: Tensor) -> Tensor:
+        """Take a layer's new index keys; return all that its indexer is to see.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        return self._attached_forward().update_index(index, keys)
 
 
 def _is_plain(mask: Any) -> bool:

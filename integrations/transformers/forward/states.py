@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.inputs import Incoming
 
@@ -38,4 +40,28 @@ def check_states_go_on(incoming: Incoming, *, several: bool) -> None:
             f"one token at a time must follow what the cache has read, got {valid.shape[1]}: the "
             "model's recurrent layers begin anew with several, with any cache; give the whole "
             "conversation to a new PolicyCache, in one forward"
+        )
+
+
+def check_states_skip_nothing(valid: Tensor, started: Tensor) -> None:
+    """Check that a recurrent layer is to read no padding behind what it has read.
+
+    A row that passes on fewer tokens than another, or restarts with fewer, is padded before them.
+
+    Args:
+        valid: bool ``[batch, reaching_len]``: False on padding, of the tokens that reach it.
+        started: bool ``[batch]``, rows of which something has been read before this forward.
+
+    Raises:
+        UnsupportedModelError: It is.
+    """
+    between = started.to(valid.device) & ~valid.all(dim=1)
+    if bool(between.any()):
+        row = int(between.nonzero()[0])
+        counts = valid.sum(dim=1).tolist()
+        raise UnsupportedModelError(
+            "all rows of a later turn must pass on as many tokens where layers behind are "
+            f"recurrent, since a state cannot skip padding, but row {row} passes on {counts[row]} "
+            f"of up to {max(counts)}; give budgets in tokens, rows of one length in all, or read "
+            "rows one at a time"
         )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
+from kvpolicy.integrations.transformers.model import unseen
 from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.dense import dense_outputs, plain_outputs, visible_to
 from kvpolicy.integrations.transformers.model.parts import ModelParts
@@ -65,6 +66,7 @@ class Finding:
 # What is tried, in this order.
 CARES = (
     Care(),
+    Care(refills=True),
     Care(narrows=False),
     Care(narrows=False, spares_masks=False),
     Care(pads=False),
@@ -99,6 +101,12 @@ class Verdict:
         Raises:
             UnsupportedModelError: It is one; says why.
         """
+        if policy.propagation.restarts and not self.care.pads:
+            raise UnsupportedModelError(
+                f"{policy} cannot be applied to this model: it restarts the prefill at positions "
+                "without gaps, but the model counts columns, which is why it reads a padded row "
+                "otherwise than alone, too; use a policy that does not restart"
+            )
         drops = bool(policy.propagation.acting_layers(num_layers))
         for finding in (self.evicting, *([self.dropping] if drops else [])):
             if finding.reason is not None:
@@ -122,20 +130,26 @@ def verdict_of(
     if care is not None:
         return Verdict(False, untold, untold, care)
     # Of the model as a whole: one with images around a decoder that is known is not known itself.
-    tested = getattr(getattr(model, "config", None), "model_type", None) in TESTED
+    named = getattr(getattr(model, "config", None), "model_type", None) in TESTED
+    # Nor is one whose attention is another than its family's.
+    tested = named and parts.shows_queries
     if tested and not fresh:
         return Verdict(True, untold, untold)
     key = (
         f"{type(model).__module__}.{type(model).__qualname__}",
         parts.config.to_json_string(),
         parts.implementation,
+        *_own_modules(parts),
     )
     with _lock:
         known = _verdicts.get(key)
     if known is not None and not fresh:
         return known
-    verdict = _tried(model, parts, make_cache, CARES[0], tested=tested)
-    for care in CARES[1:]:
+    with _as_check(model, Care()):
+        positions = _positions(model, _rows(parts)[0][None], _dtype(parts))
+    cares = [attrs.evolve(each, **positions) for each in CARES]
+    verdict = _tried(model, parts, make_cache, cares[0], tested=tested)
+    for care in cares[1:]:
         if not verdict.reasons:
             break
         more = _tried(model, parts, make_cache, care, tested=tested)
@@ -150,12 +164,46 @@ def verdict_of(
 def _tried(
     model: nn.Module, parts: ModelParts, make_cache: MakeCache, care: Care, *, tested: bool
 ) -> Verdict:
+    own = None if parts.shows_queries else unseen
     with _as_check(model, care):
-        evicting = _found(model, parts, make_cache(EVICTING))
+        evicting = _found(model, parts, make_cache(own.EVICTING if own else EVICTING))
         dropping = evicting
         if evicting.reason is None:
-            dropping = _found(model, parts, make_cache(DROPPING))
+            dropping = _found(model, parts, make_cache(own.DROPPING if own else DROPPING))
     return Verdict(tested, evicting, dropping, care)
+
+
+def _own_modules(parts: ModelParts) -> list[str]:
+    """The classes of modules in layers whose attention is a function of their own."""
+    layers = [parts.layers[i] for i in parts.attending if parts.attentions[i] is None]
+    kinds = {type(each) for layer in layers for each in layer.modules()}
+    return sorted(f"{each.__module__}.{each.__qualname__}" for each in kinds)
+
+
+def _positions(model: Any, row: Tensor, dtype: torch.dtype) -> dict[str, bool]:
+    """How a model counts: see `Care.counts` and `Care.placed`.
+
+    Args:
+        model: The model.
+        row: ``[1, len]`` int64.
+        dtype: Of its weights.
+    """
+    try:
+        own = plain_outputs(model, row).float()
+        given = plain_outputs(model, row, placed=True).float()
+    except Exception:  # one that takes no positions, or no text alone
+        return {"counts": True, "placed": False}
+    if _apart(given, own) <= _rounding(dtype, own):
+        return {"counts": True, "placed": False}
+    config = GenerationConfig(
+        max_new_tokens=1, return_dict_in_generate=True, output_logits=True, pad_token_id=0
+    )
+    try:
+        logits = model.generate(row, generation_config=config).logits[0].float()
+    except Exception:  # a decoder, or one that generates from images only: read by hand
+        return {"counts": False, "placed": True}
+    nearer = (logits[0] - given[-1]).abs().max() < (logits[0] - own[-1]).abs().max()
+    return {"counts": False, "placed": bool(nearer)}
 
 
 def _with_continuing(
@@ -259,13 +307,15 @@ def _of_row(
     end, prompt = len(ids), len(ids) - len(found) + 1
     left = _left(cache, row, prompt)
     whole = [(kept[:, :0], list(range(end))) for kept, _ in left]
+    placed = _places_given()
 
     def dense(layers: list[tuple[Tensor, list[int]]], read: int) -> Tensor:
         see = visible_to(layers, parts.windows, read, end)
-        return dense_outputs(model, parts, ids[None], see)[prompt - 1 :].float()
+        found = dense_outputs(model, parts, ids[None], see, placed=placed)
+        return found[prompt - 1 :].float()
 
     want, full = dense(left, prompt), dense(whole, end)
-    plain = plain_outputs(model, ids[None])[prompt - 1 :].float()
+    plain = plain_outputs(model, ids[None], placed=placed)[prompt - 1 :].float()
     effect = _apart(full, want)
     dtype = _dtype(parts)
     rounding = _rounding(dtype, want)
@@ -307,6 +357,12 @@ def _rows(parts: ModelParts) -> list[Tensor]:
     return [plain[each].to(device) for each in drawn]
 
 
+def _places_given() -> bool:
+    """Whether positions are given in the check that is under way."""
+    care = _checking.get()
+    return care is not None and care.placed
+
+
 def _reads_text(model: Any, row: Tensor) -> bool:
     try:
         model.generate(row[None], max_new_tokens=1, do_sample=False)
@@ -346,8 +402,10 @@ def _read_by_hand(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> tuple[Te
     found, said, new = [], [], ids
     with cache.attached(model):
         for step in range(1 + DECODED):
+            places = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -new.shape[1] :]
+            given = {"position_ids": places} if _places_given() else {}
             output = model(
-                input_ids=new, attention_mask=mask, past_key_values=cache, use_cache=True
+                input_ids=new, attention_mask=mask, past_key_values=cache, use_cache=True, **given
             )
             found.append(output.last_hidden_state[:, -1])
             new = ids[:, step + 1 : step + 2].clamp(min=1)

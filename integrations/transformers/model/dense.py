@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.integrations.transformers.model import routing
+from kvpolicy.integrations.transformers.model.kinds import Indexed
+from kvpolicy.integrations.transformers.model.masks import first_seen
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 
 # By layer, what its attention is narrowed to in this thread: [query_heads, len, len] bool.
@@ -18,7 +21,9 @@ _visible: ContextVar[Sequence[Tensor] | None] = ContextVar("kvpolicy_visible", d
 
 
 @torch.no_grad()
-def dense_outputs(model: nn.Module, parts: ModelParts, ids: Tensor, see: list[Tensor]) -> Tensor:
+def dense_outputs(
+    model: nn.Module, parts: ModelParts, ids: Tensor, see: list[Tensor], *, placed: bool = False
+) -> Tensor:
     """What a model says of one row, every layer's attention narrowed to what is visible there.
 
     Args:
@@ -27,6 +32,7 @@ def dense_outputs(model: nn.Module, parts: ModelParts, ids: Tensor, see: list[Te
         ids: ``[1, len]`` int64.
         see: By layer, ``[kv_heads or 1, len, len]`` bool: whether a token (second axis) sees
             another. A layer without attention reads the tokens that the last one sees.
+        placed: See `plain_outputs`.
 
     Returns:
         Logits, or the last hidden states, ``[len, size]``.
@@ -34,15 +40,23 @@ def dense_outputs(model: nn.Module, parts: ModelParts, ids: Tensor, see: list[Te
     token = _visible.set(see)
     try:
         with _dense(parts):
-            return plain_outputs(model, ids)
+            return plain_outputs(model, ids, placed=placed)
     finally:
         _visible.reset(token)
 
 
 @torch.no_grad()
-def plain_outputs(model: nn.Module, ids: Tensor) -> Tensor:
-    """What a model says of one row ``[1, len]``: logits or hidden states ``[len, size]``."""
-    output: Any = model(input_ids=ids, use_cache=False, return_dict=True)
+def plain_outputs(model: nn.Module, ids: Tensor, *, placed: bool = False) -> Tensor:
+    """What a model says of one row ``[1, len]``: logits or hidden states ``[len, size]``.
+
+    Args:
+        model: The model, or its decoder.
+        ids: ``[1, len]`` int64.
+        placed: Whether it is given positions, as by ``generate``, and does not count them itself.
+    """
+    places = torch.arange(ids.shape[1], device=ids.device)[None]
+    given = {"position_ids": places} if placed else {}
+    output: Any = model(input_ids=ids, use_cache=False, return_dict=True, **given)
     found = output.logits if "logits" in output else output.last_hidden_state
     rows: Tensor = found[0]
     return rows
@@ -51,12 +65,48 @@ def plain_outputs(model: nn.Module, ids: Tensor) -> Tensor:
 @contextmanager
 def _dense(parts: ModelParts) -> Iterator[None]:
     with ExitStack() as stack:
+        picked = _Picked()
         for index, attention in enumerate(parts.attentions):
-            if attention is not None:
+            if isinstance(parts.kinds[index], Indexed):
+                stack.enter_context(picked.among_what_is_seen(parts, index))
+            elif attention is not None:
                 stack.enter_context(routing.replaced(attention, _Dense(index)))
+            elif parts.kinds[index].attends:
+                how = parts.implementation
+                stack.enter_context(_given_mask(parts.layers[index], index, how))
             else:
                 stack.enter_context(_reading_some(parts.layers[index], index))
         yield
+
+
+@contextmanager
+def _given_mask(layer: nn.Module, index: int, implementation: str) -> Iterator[None]:
+    """Give a layer with an attention function of its own what is visible there as its mask.
+
+    What is visible is no more than what comes before, so that the model's own mask adds nothing.
+    """
+
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        see = _visible.get()
+        if see is None:
+            return None
+        names = list(inspect.signature(type(module).forward).parameters)[1:]  # after self
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        hidden, visible = given.pop(names[0]), see[index]
+        assert bool((visible == visible[:1]).all())  # some take one mask for all heads
+        mask = visible[:1].to(hidden.device)[None]
+        if implementation != "sdpa":
+            lowest = torch.finfo(hidden.dtype).min
+            mask = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill_(~mask, lowest)
+        return (hidden,), {**given, "attention_mask": mask}
+
+    handle = layer.register_forward_pre_hook(before, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager
@@ -111,6 +161,80 @@ def _cut(value: Any, there: Tensor) -> Any:
     if not axes:
         return value
     return value.index_select(axes[0], there.nonzero()[:, 0].to(value.device))
+
+
+class _Picked:
+    """Runs layers whose indexer picks among the tokens that are seen, as if there were no others.
+
+    Under a mask alone an indexer may pick what is hidden. So each of a layer's tokens takes its
+    output from a run over the tokens that it sees.
+    """
+
+    def __init__(self) -> None:
+        # What the last such layer gave besides hidden states: of the whole row, then by run.
+        self._beside: list[tuple[Tensor, dict[tuple[bool, ...], Any]]] = []
+
+    @contextmanager
+    def among_what_is_seen(self, parts: ModelParts, index: int) -> Iterator[None]:
+        """Do so with a layer. Calls of other threads pass through."""
+        kind = parts.kinds[index]
+        by_slot = isinstance(kind, Indexed) and kind.blocks
+
+        def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            see = _visible.get()
+            if see is None:
+                return output
+            hidden, *others = output if isinstance(output, tuple) else (output,)
+            hidden, runs = torch.zeros_like(hidden), {}
+            for there, own in _runs(see[index][0].to(hidden.device)):
+                given = kwargs
+                if by_slot:  # of what is there, whose blocks these are
+                    slots = there.cumsum(dim=0)[None] - 1
+                    given = {**kwargs, "position_ids": slots}
+                found = self._run(module, args, given, there)
+                runs[tuple(there.tolist())] = found
+                hidden[:, own] = (found[0] if isinstance(output, tuple) else found)[:, own[there]]
+            self._beside = [
+                (whole, {run: found[place] for run, found in runs.items()})
+                for place, whole in enumerate(others, start=1)
+                if isinstance(whole, Tensor)
+            ]
+            return (hidden, *others) if isinstance(output, tuple) else hidden
+
+        layer: Any = parts.layers[index]
+        handle = layer.register_forward_hook(after, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _run(self, module: Any, args: Any, kwargs: dict[str, Any], there: Tensor) -> Any:
+        def cut(name: str, value: Any) -> Any:
+            lent = next((by_run for whole, by_run in self._beside if whole is value), None)
+            if lent is not None:
+                return lent.get(tuple(there.tolist()))  # not there for a layer that picks anew
+            cut_once = _cut(value, there)
+            pairs = name == "attention_mask" and isinstance(value, Tensor) and value.ndim == 4
+            return _cut(cut_once.transpose(2, 3), there).transpose(2, 3) if pairs else cut_once
+
+        named = {name: cut(name, value) for name, value in kwargs.items()}
+        return module.forward(*(cut("", value) for value in args), **named)
+
+
+def _runs(see: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The tokens of each run ``[len]`` bool, and those whose outputs are taken from it.
+
+    Args:
+        see: ``[len, len]`` bool: whether a token (first axis) sees another.
+    """
+    left = see.sum(dim=0) > 1  # nobody reads what is seen by itself alone, but for the last
+    left[-1] = True
+    causal = torch.ones_like(see).tril()
+    while bool(left.any()):
+        there = see[int(left.nonzero()[-1])]
+        own = left & there & (see == (there & causal)).all(dim=1)
+        left = left & ~own
+        yield there, own
 
 
 class _Dense:
@@ -171,7 +295,7 @@ def visible_to(
         later = held[:, :end] | decoded
         see = torch.where(decoded[:, None], later[:, None, :], there[None, None, :]) & causal
         if window is not None:
-            see = see & (places[None, :] > places[:, None] - window)
+            see = see & (places[None, :] >= first_seen(places, window)[:, None])
         # What did not reach a layer sees itself there, so that it stays finite; nobody reads it.
         found.append(see | torch.eye(end, dtype=torch.bool))
     return found

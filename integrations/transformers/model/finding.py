@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.model.unseen import column_bias, takes_cache
 from kvpolicy.kinds import TokenKind
 
 # Where models with several inputs keep the part that decodes text.
@@ -29,10 +30,59 @@ def find_decoder(model: Any) -> nn.Module:
     check_uncompiled(model)
     for each in _candidates(model):
         if layer_list(each) is not None:
-            return each
-    raise UnsupportedModelError(
-        f"model must have get_decoder() with a list of decoder layers, got {name}"
-    )
+            return _reading_tokens(model, each)
+    # One whose layers attend several times: the innermost module around them.
+    around = [each for each in _candidates(model) if attending_in_turn(each)]
+    if around:
+        return _reading_tokens(model, around[-1])
+    raise UnsupportedModelError(_without_layers(model))
+
+
+def _without_layers(model: nn.Module) -> str:
+    """Why a model has no list of decoder layers that a cache could go by."""
+    if not takes_cache(model):
+        return (
+            "model must take past_key_values, the cache in which a policy chooses, but "
+            f"{type(model).__name__} does not"
+        )
+    config = getattr(model, "config", None)
+    name, count = type(model).__name__, getattr(config, "num_hidden_layers", None)
+    attending = [each for each in model.modules() if _calls_interface(each)]
+    if count and attending and len(attending) < count:
+        return (
+            f"model must run each of its layers once for a token, got {name}, whose {count} layers "
+            f"of keys and values are those of {len(attending)} modules that it runs several times"
+        )
+    for each in model.modules():
+        if isinstance(each, nn.ModuleList) and len(each) and (bias := column_bias(each[0])):
+            return bias
+    return f"model must have get_decoder() with a list of decoder layers, got {name}"
+
+
+def _reading_tokens(model: nn.Module, module: nn.Module) -> nn.Module:
+    """The innermost module around one, or that one, whose calls bring tokens or their embeddings.
+
+    A model of BERT's like embeds the tokens before it calls the module that has the layers.
+    """
+    named = dict(model.named_modules())
+    name = next(name for name, each in named.items() if each is module)
+    parts = name.split(".") if name else []
+    around = [named[".".join(parts[:end])] for end in range(len(parts), -1, -1)]
+    found = next((each for each in around if _takes_tokens(each)), module)
+    for each in around[: around.index(found) + 1]:
+        check_uncompiled(each)
+    is_decoder = getattr(getattr(model, "config", None), "is_decoder", True)
+    if found is not module and is_decoder is False:
+        raise UnsupportedModelError(
+            "model must be a decoder, got one whose config.is_decoder is False, so that tokens see "
+            "later ones; load it with is_decoder=True"
+        )
+    return found
+
+
+def _takes_tokens(module: nn.Module) -> bool:
+    names = inspect.signature(type(module).forward).parameters.keys()
+    return bool({"input_ids", "inputs_embeds"} & names)
 
 
 def _candidates(model: Any) -> Iterator[nn.Module]:
@@ -95,28 +145,46 @@ def layer_list(decoder: Any) -> nn.ModuleList | None:
     return None
 
 
-def find_attention(layer: nn.Module, index: int) -> nn.Module:
-    """The one module of a layer that calls an attention function of Transformers.
+def layers_within(decoder: nn.Module) -> list[nn.Module]:
+    """A decoder's layers: of its own list or that of a module within, or what attends in turn."""
+    found = map(layer_list, _candidates(decoder))
+    return list(next((each for each in found if each is not None), attending_in_turn(decoder)))
+
+
+def attending_in_turn(decoder: nn.Module) -> list[nn.Module]:
+    """The modules that attend, in order; empty unless there is one for each layer of a cache."""
+    count = getattr(getattr(decoder, "config", None), "num_hidden_layers", None)
+    found = [each for each in decoder.modules() if _calls_interface(each)]
+    in_turn = [getattr(each, "layer_idx", None) for each in found] == list(range(count or 0))
+    return found if in_turn else []
+
+
+def _calls_interface(module: nn.Module) -> bool:
+    forward: Any = inspect.unwrap(type(module).forward)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS" in names
+
+
+def find_attention(layer: nn.Module, index: int) -> nn.Module | None:
+    """The one module of a layer that calls an attention function of Transformers; None without.
 
     Raises:
-        UnsupportedModelError: There is none, or several.
+        UnsupportedModelError: There are several.
     """
     found = [
         module
         for module in layer.modules()
-        if getattr(module, "layer_idx", None) == index
-        and hasattr(module, "config")
-        and "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names
+        if getattr(module, "layer_idx", None) == index and _calls_interface(module)
     ]
     # Beside it may stand one for the tokens of an encoder, which a decoder alone does not call.
     found = [each for each in found if not _is_cross(layer, each)] or found
-    if len(found) != 1:
+    if len(found) > 1:
         raise UnsupportedModelError(
-            "every decoder layer must have one module that calls Transformers' AttentionInterface, "
-            f"the only place where queries can be seen, but {type(layer).__name__} at {index} has "
-            f"{len(found)}"
+            "no decoder layer may have several modules that call Transformers' "
+            "AttentionInterface, the only place where queries can be seen, but "
+            f"{type(layer).__name__} at {index} has {len(found)}"
         )
-    return found[0]
+    return found[0] if found else None
 
 
 def _is_cross(layer: nn.Module, attention: nn.Module) -> bool:

@@ -25,6 +25,18 @@ DENSE = ("eager", "sdpa")
 Mask = Tensor | BlockMask | None
 
 
+class Chunk(int):
+    """The length of chunks, where it stands in the place of a sliding window's.
+
+    A token then sees those of its own chunk. Chunks begin at multiples of their length.
+    """
+
+
+def first_seen(places: Tensor, window: int) -> Tensor:
+    """The first place that tokens at ``places`` see through a window, or in their chunk."""
+    return places - places % window if isinstance(window, Chunk) else places - window + 1
+
+
 @attrs.frozen(eq=False)
 class OwnVisibility:
     """What a model's own mask says of a forward's tokens among themselves.
@@ -90,7 +102,9 @@ class Visibility:
         keys: ``[batch, 1 or kv_heads, key_len]`` int64, places of the keys, -1 on padding.
         queries: ``[batch, query_len]`` int64, places of the queries, -1 on padding.
         query_heads: Query heads, of a group for each of ``keys``' heads.
-        window: Places a query sees, its own among them; None for all before it.
+        window: Places a query sees, its own among them, or its `Chunk`; None for all before it.
+        reference: ``[batch]`` int64: the place behind the prompt that is seen in spite of the
+            window; None where it hides all that is far.
         own: What the model's own mask says of the tokens at hand, where it is not of order alone,
             as where the tokens of an image see each other both ways; None where it is.
     """
@@ -99,6 +113,7 @@ class Visibility:
     queries: Tensor
     query_heads: int
     window: int | None = None
+    reference: Tensor | None = None
     own: OwnVisibility | None = None
 
     def mask(self, implementation: str, dtype: torch.dtype) -> Mask:
@@ -141,7 +156,10 @@ class Visibility:
         keys, queries = places[:, :, None, :], self.queries[:, None, :, None]
         visible = (keys >= 0) & (keys <= queries)
         if self.window is not None:
-            visible &= keys > queries - self.window
+            near = keys >= first_seen(queries, self.window)
+            if self.reference is not None:
+                near |= keys < self.reference[:, None, None, None]
+            visible &= near
         if self.own is not None:
             visible = self.own.over(visible, self.query_heads)
         # A padded query sees everything: what it yields is never used, but it has to stay finite,
@@ -151,15 +169,18 @@ class Visibility:
     def _block_mask(self) -> BlockMask:
         batch, heads, key_len = self.keys.shape
         group = self.query_heads // heads
-        window = key_len + int(self.queries.max()) + 1 if self.window is None else self.window
+        none = torch.zeros_like(self.queries)
+        first = none if self.window is None else first_seen(self.queries, self.window)
+        reference = none[:, 0] if self.reference is None else self.reference
 
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             # The kernel asks for every row and head, also where the mask is one for all.
             row = row if batch > 1 else torch.zeros_like(row)
             own = self.queries[row, query]
             place = self.keys[row, head // group if heads > 1 else torch.zeros_like(head), key]
-            near = (place >= 0) & (place <= own) & (place > own - window)
-            return near | (own < 0)
+            near = (place >= first[row, query]) | (place < reference[row])
+            seen = (place >= 0) & (place <= own) & near
+            return seen | (own < 0)
 
         each = self.query_heads if heads > 1 else None
         query_len = self.queries.shape[1]
@@ -173,6 +194,40 @@ class Visibility:
                 "which has no mask for each; load the model with attn_implementation='sdpa'"
             )
         return None if bool(tokens.all()) else tokens[:, 0].long()
+
+
+def of_picked(mask: Tensor, slots: Tensor) -> Tensor:
+    """A mask under which queries see only what an indexer has picked for them.
+
+    Args:
+        mask: ``[batch or 1, 1, query_len, key_len]``, bool or to be added.
+        slots: ``[batch, query_len, count]`` int, of the keys.
+    """
+    picked = torch.zeros(*slots.shape[:2], mask.shape[3], dtype=torch.bool, device=mask.device)
+    picked = picked.scatter_(2, slots.to(torch.int64), True)[:, None]
+    if mask.dtype == torch.bool:
+        return mask & picked
+    return mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
+
+
+def of_picked_blocks(mask: Tensor, blocks: Tensor, size: int, query_heads: int) -> Tensor:
+    """A mask under which queries see only the blocks of keys that an indexer has picked for them.
+
+    Args:
+        mask: ``[batch or 1, 1, query_len, key_len]``, bool or to be added.
+        blocks: ``[batch, heads, query_len, count]`` int, for groups of query heads; -1 for none.
+        size: Keys of a block.
+        query_heads: Of all groups.
+    """
+    key_len = mask.shape[3]
+    count = -(-key_len // size)
+    picked = torch.zeros(*blocks.shape[:3], count + 1, dtype=torch.bool, device=mask.device)
+    picked = picked.scatter_(3, torch.where(blocks < 0, count, blocks), True)[..., :count]
+    picked = picked.repeat_interleave(size, dim=3)[..., :key_len]
+    picked = picked.repeat_interleave(query_heads // blocks.shape[1], dim=1)
+    if mask.dtype == torch.bool:
+        return mask & picked
+    return mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
 
 
 def causal_mask(

@@ -10,17 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.model import unseen
 from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.finding import (
     check_uncompiled,
     find_attention,
     find_decoder,
-    layer_list,
+    layers_within,
     modules_between,
     placeholders_of,
 )
-from kvpolicy.integrations.transformers.model.kinds import Recurrent, kinds_of
-from kvpolicy.integrations.transformers.model.masks import FLASH, IMPLEMENTATIONS
+from kvpolicy.integrations.transformers.model.kinds import (
+    Indexed,
+    Recurrent,
+    ReferenceWindow,
+    kinds_of,
+)
+from kvpolicy.integrations.transformers.model.masks import DENSE, FLASH, IMPLEMENTATIONS
+from kvpolicy.integrations.transformers.model.temperature import Temperature
 from kvpolicy.interfaces import nearest_layer
 from kvpolicy.policy import CachePolicy
 
@@ -36,9 +43,13 @@ class ModelParts:
         between: The modules through which a call of the model reaches it.
         layers: Its decoder layers.
         kinds: The kind of each.
-        attentions: The attention module of each; None where a layer does not attend.
+        attentions: The attention module of each; None where a layer does not attend, or does so
+            by a function of its own.
         windows: For each, the tokens its sliding window sees, itself among them; None where it
             sees all.
+        answer_windows: For each, the tokens it sees of what follows a first prompt, which it sees
+            whole; None where it makes no difference between the two.
+        temperatures: For each, how its queries depend on positions that it counts; None without.
 
     Raises:
         TypeError: ``model`` is not a torch module.
@@ -57,9 +68,7 @@ class ModelParts:
                 check_uncompiled(module)
         self.config: Any = self.decoder.config
         self._placeholders = placeholders_of(self.model)
-        layers = layer_list(self.decoder)
-        assert layers is not None
-        self.layers: list[nn.Module] = list(layers)
+        self.layers = layers_within(self.decoder)
         for layer in self.layers:
             check_uncompiled(layer)
         self.kinds = kinds_of(self.config, len(self.layers))
@@ -75,12 +84,18 @@ class ModelParts:
                 "nothing; a policy has nothing to choose there"
             )
         self.windows = [kind.window for kind in self.kinds]
+        self.answer_windows = [
+            kind.answer_window if isinstance(kind, ReferenceWindow) else None for kind in self.kinds
+        ]
         self.attentions = [
             find_attention(layer, index) if kind.attends else None
             for index, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True))
         ]
+        self.temperatures = [Temperature.of(each) for each in self.attentions]
         for attention in filter(None, self.attentions):
             check_uncompiled(attention)
+        for layer in (self.layers[i] for i in self.attending if self.attentions[i] is None):
+            unseen.check_layer(layer, self.decoder)
         _ = self.implementation
 
     @property
@@ -91,9 +106,10 @@ class ModelParts:
             UnsupportedModelError: It is one whose masks are not known.
         """
         name = str(self.config._attn_implementation)
-        if name not in IMPLEMENTATIONS:
+        known = IMPLEMENTATIONS if self.shows_queries else DENSE
+        if name not in known:
             raise UnsupportedModelError(
-                f"attn_implementation of the model must be one of {', '.join(IMPLEMENTATIONS)}, "
+                f"attn_implementation of the model must be one of {', '.join(known)}, "
                 f"got {name!r}; load it with attn_implementation='sdpa'"
             )
         return name
@@ -133,7 +149,28 @@ class ModelParts:
         """Layers after which tokens may be dropped whatever the context; all if there is none."""
         attending = self.attending
         whole = [index for index in attending if self.windows[index] is None]
-        return whole or attending
+        free = [index for index in whole if not self._lends(index)]
+        return free or whole or attending
+
+    def _lends(self, index: int) -> bool:
+        """Whether a later layer attends to slots that an indexer up to this one has picked."""
+        later = (kind for kind in self.kinds[index + 1 :] if isinstance(kind, Indexed))
+        following = next(later, None)
+        return following is not None and following.borrows
+
+    @property
+    def shows_queries(self) -> bool:
+        """Whether the queries of every layer that attends can be seen."""
+        return all(self.attentions[index] is not None for index in self.attending)
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether a layer's output is that of its tokens, so that some may be left out of it.
+
+        Where the modules that attend are taken for layers, something is added to their output.
+        """
+        pairs = zip(self.layers, self.attentions, strict=True)
+        return all(layer is not attention for layer, attention in pairs)
 
     @property
     def attending(self) -> list[int]:
@@ -171,12 +208,35 @@ class ModelParts:
         Raises:
             UnsupportedModelError: It does not.
         """
-        if not care.pads:
+        by_slot = any(isinstance(kind, Indexed) and kind.blocks for kind in self.kinds)
+        if by_slot or not care.pads:
             raise UnsupportedModelError(
                 f"rows must not be padded with {type(self.model).__name__}, which reads a padded "
                 "row otherwise than alone, with any cache; give rows of one length, or one row at "
                 "a time"
             )
+
+    def check_turn(self, seen: int) -> None:
+        """Check that a turn can begin behind the columns seen.
+
+        Raises:
+            UnsupportedModelError: What follows the first prompt falls out of a window.
+        """
+        if seen and any(self.answer_windows):
+            raise UnsupportedModelError(
+                f"there can be no second turn with {type(self.model).__name__}, whose layers see a "
+                "first prompt whole and a window of what follows; give the conversation to a new "
+                "PolicyCache"
+            )
+
+    def check_queries(self, policy: CachePolicy) -> None:
+        """Check that a policy asks for no queries where none can be seen.
+
+        Raises:
+            UnsupportedModelError: It does.
+        """
+        if not self.shows_queries:
+            unseen.check_policy(self.model, policy)
 
     def check_policy(self, policy: CachePolicy, context_len: int) -> None:
         """Check that a policy can act on a context of a length.
@@ -212,7 +272,21 @@ class ModelParts:
 
     def _check_acting(self, policy: CachePolicy, acting: frozenset[int]) -> None:
         """Check that a policy asks only layers whose queries can be seen."""
+        if acting and not self.passes_on:
+            raise UnsupportedModelError(
+                f"{policy.propagation} cannot be applied to {type(self.model).__name__}, whose "
+                "layers attend several times each: no token can leave the prompt between two of "
+                "these times; use a policy that drops no tokens"
+            )
         attending = self.attending
+        lending = sorted(index for index in acting if self._lends(index))
+        if lending and not policy.propagation.restarts:
+            others = [index for index in attending if not self._lends(index)]
+            raise UnsupportedModelError(
+                f"layers after which {policy.propagation} drops tokens must not lend the slots "
+                f"that an indexer has picked to a later layer, which layers {lending} do; the "
+                f"others: {others}; the nearest is {nearest_layer(lending[0], others)}"
+            )
         others = sorted(acting - set(attending))
         if others:
             raise UnsupportedModelError(

@@ -22,6 +22,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.model.masks import (
+    DENSE,
+    causal_mask,
+    of_picked,
+    of_picked_blocks,
+)
 
 ROUTED = "kvpolicy_routed"
 
@@ -54,6 +60,20 @@ class AttentionInputs:
     scores: Scores
 
 
+def without_queries(query_heads: int, keys: Tensor, values: Tensor) -> AttentionInputs:
+    """What an attention function is called with that nobody sees: keys and values alone.
+
+    Args:
+        query_heads: Query heads of the layer, as far as they are known.
+        keys: See `AttentionInputs`.
+        values: See `AttentionInputs`.
+    """
+    batch, kv_heads, _, head_dim = keys.shape
+    heads = query_heads if query_heads and query_heads % kv_heads == 0 else kv_heads
+    none = keys.new_empty(batch, heads, 0, head_dim)
+    return AttentionInputs(none, keys, values, Scores(head_dim**-0.5))
+
+
 class Observer(Protocol):
     """A forward that wants to see the queries of a layer whose keys it has handed out."""
 
@@ -65,6 +85,9 @@ class Observer(Protocol):
             own: Whether the layer's own module calls it, which may have made these keys of those
                 that were handed out.
         """
+
+    def at_own_positions(self, index: int, queries: Tensor) -> Tensor:
+        """A layer's queries, where it has counted other positions for them than their own."""
 
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:
         """The layer's queries are known, its attention is not computed yet."""
@@ -196,7 +219,7 @@ def routed_attention(
 
 
 def _attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -204,11 +227,14 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     attend = _replacing.get().get(id(module)) or _own_function(module)
+    if module.config._attn_implementation in DENSE:  # a kernel would apply what is picked itself
+        attention_mask = _as_picked(module, query, key, attention_mask, kwargs)
     pending = waiting.get()
     if pending is None or not pending[0].waits_for(key, own=pending[2] is module):
         return attend(module, query, key, value, attention_mask, **kwargs)
     waiting.set(None)
     forward, layer_idx, _ = pending
+    query = forward.at_own_positions(layer_idx, query)
     scaling = kwargs.get("scaling")
     scores = Scores(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -220,6 +246,25 @@ def _attention(
     output = forward.attend(attend, module, query, key, value, attention_mask, **kwargs)
     forward.observe(layer_idx, inputs)
     return output
+
+
+def _as_picked(module: Any, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> Any:
+    """The mask under which queries see only what the module's indexer has picked, if it has one.
+
+    A module that does not know its function by name leaves it to the function to apply that.
+    """
+    slots, blocks = kwargs.pop("indices", None), kwargs.pop("block_indices", None)
+    if slots is None and blocks is None:
+        return mask
+    if mask is None:
+        how = {"implementation": module.config._attn_implementation, "spare": False}
+        lengths = key.shape[2], query.shape[2]
+        mask = causal_mask(*lengths, dtype=query.dtype, device=query.device, **how)
+    if slots is not None:
+        mask = of_picked(mask, slots)
+    if blocks is not None:
+        mask = of_picked_blocks(mask, blocks, module.indexer.block_size, query.shape[1])
+    return mask
 
 
 def _own_function(attention: Any) -> Attend:

@@ -31,9 +31,12 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         ragged: Whether heads of one row do.
         spread: How the model's heads of this layer are spread over processes.
         attends: Whether the layer has keys and values at all.
+        one_choice: Whether tokens are kept for all heads together, whatever attention is given.
+        shows_queries: Whether the model's attention shows its queries there.
     """
 
     attends = True
+    one_choice = False
     is_sliding = False
     is_compileable = False
     is_croppable = True
@@ -48,6 +51,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.ragged = False
         self.query_heads = 0
         self.spread = Spread()
+        self.shows_queries = True
         self._chosen: Tensor | None = None  # positions of what the policy kept, without appended
         self._tokens: SeenTokens | None = None
 
@@ -200,6 +204,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def nbytes(self) -> int:
         """Bytes of memory behind the keys and values, whole storages."""
         return 0 if self.held is None else self.held.nbytes()
+
+    def beside_nbytes(self) -> int:
+        """Bytes of what is held of each slot beside its keys and values, in one row."""
+        return 0
 
     def state_nbytes(self) -> int:
         """Bytes of what is held besides, whatever the number of tokens."""

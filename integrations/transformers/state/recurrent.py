@@ -9,7 +9,14 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvpolicy.integrations.transformers.model.kinds import LayerKind, Recurrent
+from kvpolicy.integrations.transformers.model.kinds import (
+    CrossAttention,
+    Indexed,
+    LayerKind,
+    Recurrent,
+)
+from kvpolicy.integrations.transformers.state.cross import CrossLayer
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -135,6 +142,10 @@ def layer_for(kind: LayerKind, storage: Storage, room: int) -> PolicyLayer:
     """
     if isinstance(kind, Recurrent):
         return RecurrentLayer(storage, room, kind.states)
+    if isinstance(kind, CrossAttention):
+        return CrossLayer(storage, room)
+    if isinstance(kind, Indexed):
+        return IndexedLayer(storage, room, blocks=kind.blocks)
     return PolicyLayer(storage, room) if kind.attends else EmptyLayer(storage, room)
 
 

@@ -16,9 +16,10 @@ class LayerReport:
     Args:
         seen: Tokens seen, over all rows, padding not counted.
         kept: Tokens whose keys and values are held, over all rows; the mean over the KV heads.
-        held_bytes: Bytes of the keys and values held, in this process. Buffers have room for more:
-            that of ``max_new_tokens``, or, while decoding, up to a sixteenth.
-        full_bytes: Bytes of the keys and values a full cache would hold, padding included.
+        held_bytes: Bytes of the keys and values held, in this process, and of index keys where a
+            layer has an indexer. Buffers have room for more: that of ``max_new_tokens``, or, while
+            decoding, up to a sixteenth.
+        full_bytes: Bytes of the same that a full cache would hold, padding included.
         padding_bytes: Those of ``held_bytes`` that hold no token: where heads or rows keep unlike
             numbers of tokens, all have as many slots as the one that keeps most.
         holds_tokens: Whether the layer has keys and values at all; others hold a state, which is as
@@ -80,7 +81,7 @@ class CacheReport:
             slot_bytes = (key_dim + values.shape[3]) * keys.element_size()
             tokens = int((positions >= 0).sum())
             held = layer.nbytes() * layer.kept_len // max(layer.capacity, 1)
-            full = batch * kv_heads * columns * slot_bytes
+            full = batch * columns * (kv_heads * slot_bytes + layer.beside_nbytes())
             padding = held * (positions.numel() - tokens) // max(positions.numel(), 1)
             reports.append(LayerReport(seen, tokens / positions.shape[1], held, full, padding))
         return CacheReport(tuple(reports))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.integrations.transformers.state.saved_states import check_states
+from kvpolicy.integrations.transformers.state.saved_states import OF_CROSS, OF_INDEX, check_states
 
 # Characters of what is no JSON that an error shows.
 _SHOWN = 80
@@ -37,6 +37,7 @@ def check_contents(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -
     _check_tensor("model.samples", tensors["model.samples"], torch.float32, None)
     acted = _check_tokens(tensors, padded=json.loads(metadata["padded"]))
     _check_layers(query_heads, tensors, acted)
+    _check_crosses(metadata, query_heads, tensors, len(acted))
     states = _read_json(metadata, "states") if "states" in metadata else {}
     check_states(states, query_heads, tensors, len(acted))
     for name, positions in tensors.items():
@@ -150,12 +151,15 @@ def _check_layer(
     _check_tensor(names[0], keys, keys.dtype, len(acted), None, None, None)
     _, kv_heads, kept_len, _ = keys.shape
     _check_tensor(names[1], values, keys.dtype, len(acted), kv_heads, kept_len, None)
+    # A latent may have no rotary part, which stands in the place of values.
+    whole = f"layers.{index}.{OF_INDEX[0]}" in tensors
     for name, tensor in zip(names[:2], (keys, values), strict=True):
-        if not (kv_heads and tensor.shape[3]):
+        if not (kv_heads and (tensor.shape[3] or (whole and tensor is values))):
             raise ValueError(
                 f"{name} must have at least one KV head and a head_dim of at least 1, got shape "
                 f"{list(tensor.shape)}"
             )
+    _check_index(index, tensors, keys)
     chosen_len = kept_len - tensors["tokens.appended"].shape[1]
     choices = 1 if positions.ndim > 1 and positions.shape[1] == 1 else kv_heads
     _check_tensor(names[2], positions, torch.int64, len(acted), choices, chosen_len)
@@ -166,6 +170,46 @@ def _check_layer(
             f"1, got {query_heads!r}"
         )
     return query_heads, kv_heads, keys.shape[3], values.shape[3]
+
+
+def _check_crosses(
+    metadata: Mapping[str, str],
+    query_heads: list[object],
+    tensors: Mapping[str, Tensor],
+    batch: int,
+) -> None:
+    """Check what layers hold that attend to images: as many keys as values, or none."""
+    crosses = _read_json(metadata, "crosses") if "crosses" in metadata else []
+    fits = isinstance(crosses, list) and len(crosses) in (0, len(query_heads))
+    wrong = [
+        index
+        for index, each in enumerate(crosses if fits else [])
+        if not isinstance(each, bool) or (each and query_heads[index] is not None)
+    ]
+    if not fits or wrong:
+        raise ValueError(
+            f"crosses must be true for some layers without query_heads, false for the others, got "
+            f"{crosses!r}"
+        )
+    for index, heads in enumerate(query_heads):
+        names = [f"layers.{index}.{name}" for name in OF_CROSS]
+        if heads is not None or not any(name in tensors for name in names):
+            continue
+        if not (crosses and crosses[index]):
+            raise ValueError(f"{names[0]} must be of a layer that attends to images, got {index}")
+        keys, values = (tensors[name] for name in names)
+        _check_tensor(names[0], keys, keys.dtype, batch, None, None, None)
+        _check_tensor(names[1], values, keys.dtype, *keys.shape)
+
+
+def _check_index(index: int, tensors: Mapping[str, Tensor], keys: Tensor) -> None:
+    """Check what a layer with an indexer holds beside its keys: one of each a slot."""
+    names = [f"layers.{index}.{name}" for name in OF_INDEX]
+    if not any(name in tensors for name in names):
+        return
+    index_keys, beside = (tensors[name] for name in names)
+    _check_tensor(names[0], index_keys, keys.dtype, len(keys), 1, keys.shape[2], None)
+    _check_tensor(names[1], beside, beside.dtype, len(keys), 1, keys.shape[2], None)
 
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | None) -> None:

@@ -14,6 +14,10 @@ from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer, S
 # What the states of convolutions and the others are called, before their numbers.
 PARTS = ("conv", "recurrent")
 _OF_KEYS = ("keys", "values", "positions")
+# Beside them, where a layer has an indexer.
+OF_INDEX = ("index_keys", "index_beside")
+# In the place of them, where a layer attends to images.
+OF_CROSS = ("image_keys", "image_values")
 # More than any layer has, so that a broken file makes no room for what is not there.
 _MOST = 64
 
@@ -101,7 +105,8 @@ def check_states(
     for name in tensors:
         group, _, rest = name.partition(".")
         layer, _, what = rest.partition(".")
-        of_keys = what in _OF_KEYS and layer not in _without_keys(query_heads)
+        bare = layer in _without_keys(query_heads) and layer not in states
+        of_keys = what in (OF_CROSS if bare else (*_OF_KEYS, *OF_INDEX)) and layer not in states
         if group == "layers" and name not in named and not of_keys:
             raise ValueError(f"{name} must be something that its layer holds, got {what!r}")
 

@@ -15,11 +15,15 @@ from torch import Tensor
 
 from kvpolicy.checks import check_kind
 from kvpolicy.description import Description, describe, from_description
+from kvpolicy.integrations.transformers.state.cross import CrossLayer
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.model_print import ModelPrint
 from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
 from kvpolicy.integrations.transformers.state.saved_contents import check_contents
 from kvpolicy.integrations.transformers.state.saved_states import (
+    OF_CROSS,
+    OF_INDEX,
     read_states,
     state_metadata,
     state_tensors,
@@ -70,6 +74,7 @@ class SavedCache:
             "padded": json.dumps(self.tokens.padded),
             "starts_turn": json.dumps(self.starts_turn),
             **state_metadata(self.layers),
+            "crosses": json.dumps([isinstance(each, CrossLayer) for each in self.layers]),
         }
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=".saving-")
         os.close(handle)
@@ -88,6 +93,12 @@ class SavedCache:
             if held is not None:
                 found[f"layers.{index}.keys"], found[f"layers.{index}.values"] = held.read()
                 found[f"layers.{index}.positions"] = positions
+            if isinstance(layer, CrossLayer) and layer.images is not None:
+                names = (f"layers.{index}.{name}" for name in OF_CROSS)
+                found |= dict(zip(names, layer.images, strict=True))
+            if isinstance(layer, IndexedLayer) and held is not None:
+                names = (f"layers.{index}.{name}" for name in OF_INDEX)
+                found |= dict(zip(names, layer.index_tensors(), strict=True))
         found |= state_tensors(self.layers)
         for name in ("valid", "ids", "lengths", "appended", "skipped", "kinds"):
             if getattr(self.tokens, name) is not None:
@@ -217,19 +228,28 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
         kinds=tensors.get("tokens.kinds"),
     )
     layers = []
+    crosses = json.loads(metadata.get("crosses", "[]"))
     for index, query_heads in enumerate(json.loads(metadata["query_heads"])):
         number, *states = read_states(metadata, tensors, index)
         if number:
             layer: PolicyLayer = RecurrentLayer(number_of_states=number)
             assert isinstance(layer, RecurrentLayer)
             layer.hold_states(*states)
+        elif crosses[index : index + 1] == [True]:
+            layer = CrossLayer()
+            of_cross = [tensors.get(f"layers.{index}.{name}") for name in OF_CROSS]
+            if of_cross[0] is not None and of_cross[1] is not None:
+                layer.hold_images((of_cross[0], of_cross[1]))
         elif query_heads is None:
             layer = EmptyLayer()
         else:
-            layer = PolicyLayer()
+            of_index = [f"layers.{index}.{name}" for name in OF_INDEX]
+            layer = IndexedLayer() if of_index[0] in tensors else PolicyLayer()
             names = ("keys", "values", "positions")
             keys, values, positions = (tensors[f"layers.{index}.{name}"] for name in names)
             layer.load(keys, values, positions, tokens)
+            if isinstance(layer, IndexedLayer):
+                layer.load_index(*(tensors[name] for name in of_index))
             layer.query_heads = query_heads
         layers.append(layer)
     propagated = {

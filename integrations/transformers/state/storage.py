@@ -68,6 +68,10 @@ class Storage(abc.ABC):
             values: Likewise; the head dimension may be another.
         """
 
+    def beside(self) -> Storage:
+        """How what stands beside keys and values is held, of which nothing may be lost."""
+        return self
+
 
 @attrs.frozen
 class PlainStorage(Storage):
@@ -148,6 +152,10 @@ class QuantizedStorage(Storage):
             q_group_size=self.q_group_size,
             residual_length=self.residual_length,
         )
+
+    def beside(self) -> Storage:
+        """See `Storage.beside`."""
+        return PlainStorage()
 
     def hold(self, keys: Tensor, values: Tensor) -> Held:
         """See `Storage.hold`.

@@ -163,7 +163,7 @@ def test_ties_go_to_the_earlier_token_and_a_tail_can_be_set() -> None:
 
 def test_parts_keep_their_contracts() -> None:
     check_scorer(WindowAttentionScorer(5))
-    check_selector(ShowingSelector(lambda saliency: None))
+    check_selector(ShowingSelector(lambda context, saliency: None))
 
 
 class Largest(TorchDispatchMode):

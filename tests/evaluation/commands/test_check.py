@@ -50,4 +50,14 @@ def test_kinds_and_windows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_what_cannot_work_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", saved("bloom", tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert all(each.startswith("no: every decoder layer") for each in rows_of(out).values())
+    assert all(each.startswith("no: scores of attention must") for each in rows_of(out).values())
+
+
+def test_attention_that_shows_no_queries(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", saved("gptj", tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "attention shows no queries: policies that look at them cannot be applied" in out
+    work = {name for name, each in rows_of(out).items() if each.strip() == "yes"}
+    assert work == {"full_context", "streaming_llm", "key_norm", "key_diff", "random"}

@@ -43,7 +43,7 @@ def test_the_command_shows_and_writes_the_same_numbers(run: Run, tmp_path: Path)
     assert list(file.parent.iterdir()) == [file]
     data = json.loads(file.read_text())
     assert data["settings"] == {"config": LLAMA.upper(), "context": 131072, "dtype": "bfloat16"}
-    assert data["model"]["mlp_weights"] == [3 * 4096 * 14336] * 32
+    assert [layer["weights"] for layer in data["model"]["layers"]] == [218103808] * 32
     rows = rows_of(shown)
     assert [row["policy"] for row in data["rows"]] == [row[0] for row in rows]
     assert {row[0] for row in rows} == set(registered("policy"))

@@ -11,10 +11,11 @@ import torch
 from transformers.utils import logging
 
 from kvpolicy import CachePolicy
+from kvpolicy.building import PartOption
 from kvpolicy.evaluation import load, needle_prompts
 from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.commands.chosen import chosen_variant, chosen_variants
-from kvpolicy.evaluation.commands.options import PartOption, policy_options
+from kvpolicy.evaluation.commands.options import policy_options
 from kvpolicy.policies import (
     FastKV,
     GemFilter,

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from kvpolicy import CachePolicy, registry
+from kvpolicy.building import parameters_of
 from kvpolicy.errors import UnknownPolicyError
 from kvpolicy.evaluation import build_policy, variants
-from kvpolicy.evaluation.comparison.variant import parameters_of, takes
+from kvpolicy.evaluation.comparison.variant import takes
 from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
 
 
@@ -70,6 +71,7 @@ def test_third_party_factories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "kvpolicy.evaluation.comparison.variant.registered", lambda kind=None: factories
     )
+    monkeypatch.setattr("kvpolicy.building.registered", lambda kind=None: factories)
     monkeypatch.setattr("kvpolicy.registry.registered", lambda kind=None: factories)
     found = variants(rates=[0.1, 0.2])
     assert [each.label for each in found] == ["anything", "rated 0.1", "rated 0.2"]

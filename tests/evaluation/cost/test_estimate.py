@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from kvpolicy import CachePolicy, KVSelector, LayerContext, build
-from kvpolicy.evaluation import ModelShape, estimate, shape_of
-from kvpolicy.evaluation.cost.presets import PRESETS
+from kvpolicy.evaluation import ModelShape, estimate, load_shape, shape_of
+from kvpolicy.evaluation.cost.model_shape import LayerShape, attention_layer
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.policies import (
@@ -31,15 +31,13 @@ from tests.reference import random_tokens, tiny_model
 LLAMA, MINISTRAL, NEMO = "llama-3.1-8b", "ministral-8b", "mistral-nemo-12b"
 
 # A token: queries 8 x 12, keys 8 x 6, values 8 x 6, output 12 x 8, three matrices of 8 x 10.
-TINY = ModelShape(
-    name="tiny",
-    hidden_size=8,
-    query_heads=4,
-    kv_heads=2,
-    head_dim=3,
-    mlp_weights=(240, 240),
-    vocab_size=7,
-)
+LAYER = attention_layer(8, 4, 2, 3, mlp=240)
+TINY = ModelShape("tiny", hidden_size=8, layers=(LAYER, LAYER), vocab_size=7)
+
+
+def windowed(*windows: int | None) -> ModelShape:
+    """Layers with these windows."""
+    return attrs.evolve(TINY, layers=tuple(attrs.evolve(LAYER, window=each) for each in windows))
 
 
 def gem_filter(filter_layer: int | None = None, retention_rate: float = 0.1) -> CachePolicy:
@@ -81,25 +79,55 @@ def test_a_restart_on_paper() -> None:
 
 
 def test_layers_that_differ_are_counted_each() -> None:
-    shape = attrs.evolve(TINY, mlp_weights=(1000, 1))
+    layers = (attention_layer(8, 4, 2, 3, mlp=1000), attention_layer(8, 4, 2, 3, mlp=1))
+    shape = attrs.evolve(TINY, layers=layers)
     found = estimate(FastKV(tsp_layer=0, tsp_rate=0.5, retention_rate=0.25), shape, 40)
     assert found.prefill.linear == 2 * 40 * (288 + 1000) + 2 * 20 * (288 + 1)
 
 
 def test_a_window_on_paper() -> None:
     """Of 5 tokens the first sees 1, the others 2: themselves and the one before."""
-    shape = attrs.evolve(TINY, windows=(2, None))
+    shape = windowed(2, None)
     found = estimate(SnapKV(retention_rate=1.0), shape, 40)
     # The triangle of 40 without that of 38, a product of 12 numbers twice, 2 operations each.
     assert found.prefill.attention == pytest.approx(4 * 12 * (40**2 - 38**2 + 40**2) / 2)
     assert found.kept_tokens == (1.0, 40.0)
-    within = attrs.evolve(TINY, windows=(40, None))
+    within = windowed(40, None)
     assert estimate(SnapKV(), within, 40) == estimate(SnapKV(), TINY, 40)
+
+
+def test_chunks_on_paper() -> None:
+    """Of 40 tokens two chunks of 16, and 8: each token sees its own chunk's before it."""
+    chunk = attrs.evolve(LAYER, window=16, chunked=True)
+    found = estimate(FullContext(), attrs.evolve(TINY, layers=(chunk, LAYER)), 40)
+    assert found.full.attention == pytest.approx(2 * 24 * (16**2 + 16**2 + 8**2 + 40**2) / 2)
+
+
+def test_a_state_on_paper() -> None:
+    """A layer of 50 weights whose state has 30 numbers, 20 of them always in float32."""
+    recurrent = LayerShape(weights=50, state_elements=30, float_state_elements=20)
+    shape = attrs.evolve(TINY, layers=(LAYER, recurrent))
+    policy = FastKV(tsp_layer=0, tsp_rate=0.5, retention_rate=0.25)
+    found = estimate(policy, shape, 40)
+    assert found.prefill.linear == 2 * 40 * 528 + 2 * 20 * 50
+    assert (found.prefill.states, found.full.states) == (4 * 20 * 30, 4 * 40 * 30)
+    assert found.state_bytes == 10 * 2 + 20 * 4
+    assert found.kv_bytes == 10 * 12 * 2 + found.state_bytes
+    assert found.full_kv_bytes == 40 * 12 * 2 + found.state_bytes
+    assert (found.kept_tokens, found.mean_kept) == ((10.0, 0.0), 10.0)
+
+
+def test_a_layer_with_anothers_keys_on_paper() -> None:
+    """It attends, and holds nothing."""
+    borrowing = attrs.evolve(LAYER, token_elements=0)
+    found = estimate(SnapKV(0.25), attrs.evolve(TINY, layers=(LAYER, borrowing)), 40)
+    assert found.full.attention == 2 * (2 * 40 * 40 * 12)
+    assert found.kv_bytes == 10 * 12 * 2
 
 
 def test_tokens_that_went_on_see_fewer_in_a_window() -> None:
     """Half of the tokens, spread evenly, see half of the window: a quarter of the pairs."""
-    shape = attrs.evolve(TINY, windows=(None, 10))
+    shape = windowed(None, 10)
     whole = estimate(FullContext(), shape, 40)
     found = estimate(FastKV(tsp_layer=0, tsp_rate=0.5, retention_rate=0.5), shape, 40)
     first = 2 * 40**2 * 12
@@ -115,7 +143,7 @@ def test_the_cache_keeps_as_many_tokens_in_windows(family: str) -> None:
         model(torch.tensor([random_tokens(6, 200)]), past_key_values=cache)
     held = cache.report()
     shape = shape_of(model.config)
-    assert len(set(shape.windows)) == 2
+    assert len({layer.window for layer in shape.layers}) == 2
     found = estimate(SnapKV(0.25), shape, 200, dtype=torch.float32)
     assert found.kept_tokens == pytest.approx([layer.kept for layer in held.layers])
     assert found.kv_bytes == held.total.held_bytes
@@ -139,7 +167,7 @@ class Falling(KVSelector):
 
 def test_a_layer_keeps_no_more_than_reaches_it() -> None:
     policy = CachePolicy(SnapKV().scorer, Falling(), TokenSelectivePropagation(1, 0.2))
-    shape = attrs.evolve(TINY, mlp_weights=(240,) * 4)
+    shape = attrs.evolve(TINY, layers=(LAYER,) * 4)
     assert estimate(policy, shape, 100).kept_tokens == pytest.approx((100, 50, 20, 10))
 
 
@@ -176,20 +204,20 @@ def test_first_tokens_that_always_go_on_are_computed() -> None:
     ],
 )
 def test_compute_rates_of_the_paper(preset: str, policy: CachePolicy, percent: int) -> None:
-    assert round(100 * estimate(policy, PRESETS[preset], 32768).compute_rate) == percent
+    assert round(100 * estimate(policy, load_shape(preset), 32768).compute_rate) == percent
 
 
 @pytest.mark.parametrize(("thousands", "allowed"), [(8, 1.70), (32, 1.76), (128, 1.84)])
 def test_speedups_of_the_paper(thousands: int, allowed: float) -> None:
     for rate in (0.1, 0.2):
-        found = estimate(FastKV(retention_rate=rate), PRESETS[LLAMA], 1024 * thousands)
+        found = estimate(FastKV(retention_rate=rate), load_shape(LLAMA), 1024 * thousands)
         assert round(found.speedup, 2) == allowed
         assert found.kv_share == pytest.approx(rate)
 
 
 def test_pyramid_keeps_what_reaches_each_layer() -> None:
     """Its retention is its compute rate, in the paper 60/60."""
-    found = estimate(PyramidInfer(), PRESETS[LLAMA], 32768)
+    found = estimate(PyramidInfer(), load_shape(LLAMA), 32768)
     assert found.kv_share == pytest.approx(found.compute_rate)
 
 
@@ -297,16 +325,29 @@ def test_estimate_bad_input(
     ("change", "error", "said"),
     [
         ({"hidden_size": 0}, ValueError, "hidden_size must be at least 1, got 0"),
-        ({"head_dim": 2.0}, TypeError, "head_dim must be an int"),
-        ({"kv_heads": 3}, ValueError, "query_heads must be a multiple of kv_heads, got 4 and 3"),
-        ({"mlp_weights": 240}, TypeError, "mlp_weights must be a tuple of ints, got 240"),
-        ({"mlp_weights": ()}, ValueError, "mlp_weights must have an entry for each layer"),
-        ({"mlp_weights": (1, 0)}, ValueError, "mlp_weights must be at least 1"),
+        ({"layers": 240}, TypeError, "layers must be a tuple of LayerShape, got 240"),
+        ({"layers": (240,)}, TypeError, "layers must be a tuple of LayerShape, got "),
+        ({"layers": ()}, ValueError, "layers must have an entry for each layer"),
         ({"max_positions": 0}, ValueError, "max_positions must be at least 1"),
-        ({"windows": (0, None)}, ValueError, "windows must be at least 1, got 0"),
-        ({"windows": (3,)}, ValueError, "an entry for each of 2 layers, or none, got 1"),
     ],
 )
 def test_shape_bad_input(change: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         attrs.evolve(TINY, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"weights": 0}, ValueError, "weights must be at least 1, got 0"),
+        ({"key_dim": 2.0}, TypeError, "key_dim must be an int"),
+        ({"window": 0}, ValueError, "window must be at least 1, got 0"),
+        ({"kv_heads": 3}, ValueError, "query_heads must be a multiple of kv_heads, got 4 and 3"),
+        ({"kv_heads": 0}, ValueError, "query_heads must be a multiple of kv_heads, got 4 and 0"),
+        ({"projection_weights": 529}, ValueError, "must be among the layer's 528 weights, got 529"),
+        ({"float_state_elements": 1}, ValueError, "must be among the 0 state_elements, got 1"),
+    ],
+)
+def test_layer_bad_input(change: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        attrs.evolve(LAYER, **change)

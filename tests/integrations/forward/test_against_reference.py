@@ -3,41 +3,24 @@
 from functools import cache
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from tests.integrations.support.conversation import (
     FIRST_LENS,
     METHODS,
-    NUM_DECODE,
-    Turn,
+    TOLERANCE,
+    assert_same,
     expected_turns,
     run_conversation,
 )
-from tests.reference import FAMILIES, TurnResult, tiny_model
+from tests.reference import FAMILIES, tiny_model
 
-TOLERANCE = 1e-4
 ALL_ROWS = tuple(range(len(FIRST_LENS)))
 
 
 @cache
 def model_of(family: str, implementation: str = "sdpa") -> PreTrainedModel:
     return tiny_model(family, seed=3, attn_implementation=implementation)
-
-
-def assert_same(turn: Turn, index: int, expected: TurnResult) -> None:
-    """Row `index` of a turn is what the reference gives for the row alone."""
-    assert expected.margin > 1e-4, "the reference's choice is a near tie: take another seed"
-    assert turn.kept[index] == expected.kept
-    for layer, positions in turn.propagated.items():
-        # A layer that drops in another row alone passes all of this row's tokens.
-        assert positions[index] == expected.propagated.get(layer, expected.reached[layer])
-    assert set(expected.propagated) <= set(turn.propagated)
-    want = torch.cat([expected.prefill_logits[None], expected.decode_logits])
-    assert want.shape[0] == 1 + NUM_DECODE
-    difference = (turn.logits[index] - want).abs().max()
-    assert difference <= TOLERANCE, f"logits differ by {difference}"
-    assert turn.tokens[index].tolist() == expected.tokens
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -7,9 +7,10 @@ import attrs
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy import CachePolicy, LayerContext, PropagationPolicy
+from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import (
     GemFilter,
@@ -21,6 +22,7 @@ from kvpolicy.policies import (
     WindowMaxPoolScorer,
 )
 from kvpolicy.selection import compress
+from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.support.conversation import left_padded
 from tests.reference import random_tokens, tiny_model
 
@@ -321,3 +323,24 @@ def test_prefill_compute_rate(
 ) -> None:
     policy = GemFilter(filter_layer, rate)
     assert round(policy.prefill_compute_rate(num_layers), 2) == computed
+
+
+@pytest.mark.parametrize("name", ["bart", "kosmos-2.5"])
+def test_models_that_count_columns(name: str) -> None:
+    """Their decoders would go on from the prompt's end, not from that of the chosen tokens."""
+    model, cache = builds()[name].model(), PolicyCache(GEM)
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match="but the model counts columns"):
+            tokens_of(model, prompt(40), cache)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "opt"])
+def test_an_answer_is_that_to_the_chosen_tokens(name: str) -> None:
+    """Of models with positions that are learned, and not rotated."""
+    model, cache = builds()[name].model(), PolicyCache(GEM)
+    answer = tokens_of(model, prompt(40), cache)
+    (chosen,) = cache.propagated.values()
+    alone = tokens_of(model, prompt(40)[:, chosen[0]], DynamicCache(config=model.config))
+    assert len(chosen[0]) == 12
+    assert answer == alone

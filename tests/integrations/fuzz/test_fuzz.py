@@ -6,12 +6,13 @@ fail, which takes minutes; without it they are the same every time, and are show
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from torch import Tensor
 
 from kvpolicy import CachePolicy
@@ -20,6 +21,7 @@ from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policies import GemFilter
 from tests import reference
+from tests.integrations.fuzz import kinds_machine
 from tests.integrations.fuzz.drawing import Drawn, built
 from tests.integrations.fuzz.drawn_policies import KINDS
 from tests.integrations.fuzz.machine import Conversation
@@ -35,21 +37,36 @@ pytestmark = pytest.mark.skipif(
 MINUTES = float(os.environ.get("FUZZ_MINUTES", "0"))
 
 
-def run(kind: str, **profile: Any) -> None:
-    """Conversations of policies of one kind."""
+def run(machine: Callable[[], RuleBasedStateMachine], **profile: Any) -> None:
+    """Conversations of one machine."""
     common = {"deadline": None, "database": None, "report_multiple_bugs": False}
     profile |= {"suppress_health_check": list(HealthCheck)}
-    run_state_machine_as_test(lambda: Conversation(kind), settings=settings(**common, **profile))
+    run_state_machine_as_test(machine, settings=settings(**common, **profile))
+
+
+def quickly(machine: Callable[[], RuleBasedStateMachine], examples: int) -> None:
+    """The same conversations every time."""
+    how = {"derandomize": True, "phases": [Phase.generate], "stateful_step_count": 12}
+    run(machine, max_examples=examples, **how)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_conversations(kind: str) -> None:
+    go_on(lambda: Conversation(kind), 16)
+
+
+@pytest.mark.parametrize("name", kinds_machine.KINDS)
+def test_conversations_with_every_kind_of_layer(name: str) -> None:
+    go_on(lambda: kinds_machine.KindConversation(name), 6)
+
+
+def go_on(machine: Callable[[], RuleBasedStateMachine], examples: int) -> None:
+    """Quickly, or for the machine's share of FUZZ_MINUTES."""
     if not MINUTES:
-        quick = {"derandomize": True, "phases": [Phase.generate]}
-        run(kind, max_examples=16, stateful_step_count=12, **quick)
-    end = time.monotonic() + 60 * MINUTES / len(KINDS)
+        quickly(machine, examples)
+    end = time.monotonic() + 60 * MINUTES / (len(KINDS) + len(kinds_machine.KINDS))
     while time.monotonic() < end:
-        run(kind, max_examples=50, stateful_step_count=20)
+        run(machine, max_examples=50, stateful_step_count=20)
 
 
 # The comparison itself.

@@ -24,8 +24,9 @@ from tests.integrations.hybrids.models import (
     tokens,
 )
 from tests.integrations.model.builds.catalogue import Build, builds
-from tests.integrations.model.builds.dense import Seen, decoder_layers, dense_logits
+from tests.integrations.model.builds.dense import decoder_layers, dense_logits
 from tests.integrations.model.builds.judge import Judge
+from tests.integrations.support.two_turns import seen_in_two_turns
 
 ROWS = [tokens(0, 47), tokens(1, 31)]
 TWO_TURNS: dict[str, CachePolicy] = {
@@ -128,42 +129,6 @@ def test_after_a_drop_later_layers_read_what_went_on(name: str) -> None:
     assert last[0].shape == want.shape
     assert apart(last[0], want) < TOLERANCE
     assert apart(everything[:, -1], want[:, -1]) > 1e-2
-
-
-def seen_in_two_turns(
-    kept: list[list[Tensor | None]], passed: list[dict[int, Tensor]], ends: list[int], length: int
-) -> list[Seen]:
-    """By layer, what every token sees of a row that was read in two turns.
-
-    Args:
-        kept: By turn and layer, the positions held after its prompt; None without attention.
-        passed: By turn, the positions that layers passed on, by layer.
-        ends: Columns at the first prompt's end, at the second's start, and at its end.
-        length: Of the row.
-    """
-    first, start, second = ends
-    place = torch.arange(length)
-    reaching, layers = torch.ones(length, dtype=torch.bool), []
-    for index, (early, late) in enumerate(zip(*kept, strict=True)):
-        keys = None
-        if early is not None and late is not None:
-            heads = []
-            for one, other in zip(early, late, strict=True):
-                see = reaching.expand(length, -1).clone()
-                for held, since, until in ((one, first, second), (other, second, length)):
-                    row = place >= since
-                    row[held[held >= 0]] = True
-                    see[since:until] = row & (reaching | (place < start))
-                heads.append((see & (place[:, None] >= place)) | (place[:, None] == place))
-            keys = torch.stack(heads)
-        layers.append(Seen(keys, reaching))
-        prompts = (slice(0, first), slice(start, second))
-        reaching = reaching.clone()
-        for turn, prompt in zip(passed, prompts, strict=True):
-            if index in turn:
-                reaching[prompt] = False
-                reaching[turn[index][0]] = True
-    return layers
 
 
 @pytest.mark.parametrize("policy", TWO_TURNS)

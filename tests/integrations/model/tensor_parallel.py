@@ -25,6 +25,7 @@ from kvpolicy.policies import (
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
 )
+from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.support.conversation import METHODS, run_conversation
 from tests.reference import Family, random_tokens, tiny_model
 
@@ -64,6 +65,14 @@ CASES: list[tuple[Family, str]] = [
     ("qwen3", "pyramid_infer"),
 ]
 
+# One with latents for all heads, one with recurrent layers; read in one turn, since a state skips
+# no padding between two.
+KINDS: list[tuple[str, str]] = [
+    (name, policy)
+    for name in ("deepseek_v2", "qwen3_next")
+    for policy in ("snapkv", "fastkv", "gem_filter")
+]
+
 
 def build(family: Family) -> PreTrainedModel:
     """A model of 8 query heads and 4 KV heads, in groups of two."""
@@ -91,6 +100,30 @@ def seen(model: PreTrainedModel, policy: CachePolicy) -> dict[str, Any]:
     return {
         "turns": [asdict(turn) for turn in turns],
         "held_bytes": store.report().total.held_bytes,
+    }
+
+
+def seen_of_kind(model: PreTrainedModel, policy: CachePolicy) -> dict[str, Any]:
+    """One turn of a padded batch: tokens, logits, positions held, and bytes."""
+    rows = [random_tokens(seed, length) for seed, length in ((0, 47), (1, 31))]
+    ids = torch.tensor([[0] * (47 - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (47 - len(row)) + [1] * len(row) for row in rows])
+    cache = PolicyCache(policy)
+    said: Any = model.generate(
+        ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        max_new_tokens=6,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return {
+        "tokens": said.sequences,
+        "logits": torch.stack(said.logits),
+        "kept": [layer.positions for layer in cache.layers],
+        "propagated": dict(cache.propagated),
+        "held_bytes": cache.report().total.held_bytes,
     }
 
 
@@ -128,6 +161,8 @@ def main(folder: str) -> None:
     go_on_from_a_file(models["llama"], Path(folder))
     cases = [*CASES, *((family, "local") for family in SEEDS)]
     results = {(family, name): seen(models[family], POLICIES[name]) for family, name in cases}
+    spread = {name: distributed_over_processes(builds()[name].model()) for name in dict(KINDS)}
+    results |= {(name, each): seen_of_kind(spread[name], POLICIES[each]) for name, each in KINDS}
     torch.save(results, Path(folder) / f"{distributed.get_rank()}.pt")
     distributed.destroy_process_group()
 

@@ -15,14 +15,23 @@ from transformers import PreTrainedModel
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.heads import Heads
 from kvpolicy.integrations.transformers.model.parallel import ProcessHeads, Spread
-from tests.integrations.model.tensor_parallel import CASES, POLICIES, SEEDS, build, seen
+from tests.integrations.model.builds.catalogue import builds
+from tests.integrations.model.tensor_parallel import (
+    CASES,
+    KINDS,
+    POLICIES,
+    SEEDS,
+    build,
+    seen,
+    seen_of_kind,
+)
 from tests.reference import Family
 
 ROOT = Path(__file__).parents[3]
 PROCESSES = 2
 TIMEOUT = 300  # seconds; some 40 are needed
 
-Seen = dict[tuple[Family, str], dict[str, Any]]  # what one process saw, by family and policy
+Seen = dict[tuple[str, str], dict[str, Any]]  # what one process saw, by family and policy
 
 with_processes = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()),
@@ -82,6 +91,30 @@ def test_two_processes_give_what_one_gives(
             for layer, heads in enumerate(layers):
                 kept = [part["turns"][turn]["kept"][row][layer] for part in parts]
                 assert [head for of_process in kept for head in of_process] == heads
+
+
+@with_processes
+@pytest.mark.parametrize(("name", "policy"), KINDS)
+def test_two_processes_agree_on_layers_of_other_kinds(
+    ranks: list[Seen], name: str, policy: str
+) -> None:
+    """Latents, of which every process holds all, and states."""
+    whole = seen_of_kind(builds()[name].model(), POLICIES[policy])
+    for rank in ranks:
+        found: Any = rank[name, policy]
+        assert torch.equal(found["tokens"], whole["tokens"])
+        torch.testing.assert_close(found["logits"], whole["logits"], atol=1e-3, rtol=0)
+        assert found["propagated"].keys() == whole["propagated"].keys()
+        for layer, positions in whole["propagated"].items():
+            assert torch.equal(found["propagated"][layer], positions)
+    for layer, positions in enumerate(whole["kept"]):
+        held: list[Any] = [rank[name, policy]["kept"][layer] for rank in ranks]
+        if positions is None:
+            assert held == [None, None]
+        elif name == "deepseek_v2":
+            assert all(torch.equal(each, positions) for each in held)
+        else:
+            assert torch.equal(torch.cat(held, dim=1), positions)
 
 
 @with_processes

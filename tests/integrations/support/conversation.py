@@ -30,6 +30,7 @@ from tests import reference
 from tests.reference import PAD_TOKEN_ID, Method, ReferenceState, TurnResult, random_tokens
 
 NUM_DECODE = 16
+TOLERANCE = 1e-4
 # Tokens of each row in the first turn, and of what its user adds in the second.
 FIRST_LENS = (67, 41, 23)
 SECOND_LENS = (11, 29, 3)
@@ -113,44 +114,68 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
 }
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """Of a conversation's parts, in tokens.
+
+    Attributes:
+        first: of each row in the first turn.
+        second: of what each row's user adds in the second.
+        num_decode: decode steps of each turn.
+    """
+
+    first: tuple[int, ...] = FIRST_LENS
+    second: tuple[int, ...] = SECOND_LENS
+    num_decode: int = NUM_DECODE
+
+
+USUAL = Lengths()
+
+
 @dataclass
 class Turn:
     """What a turn of `generate` gave: see `TurnResult`, with a batch axis."""
 
-    logits: Tensor  # [batch, 1 + NUM_DECODE, vocab]
-    tokens: Tensor  # [batch, 1 + NUM_DECODE]
+    logits: Tensor  # [batch, 1 + num_decode, vocab]
+    tokens: Tensor  # [batch, 1 + num_decode]
     kept: list[list[list[list[int]]]]  # per row, layer and head
     propagated: dict[int, list[list[int]]]
 
 
 @cache
-def expected_turns(model: PreTrainedModel, method: Method, row: int) -> tuple[TurnResult, ...]:
+def expected_turns(
+    model: PreTrainedModel,
+    method: Method,
+    row: int,
+    lengths: Lengths = USUAL,
+    state_class: type[ReferenceState] = ReferenceState,
+) -> tuple[TurnResult, ...]:
     """Both turns of one row alone, by the reference."""
-    state = ReferenceState(model, method)
-    first = state.turn(random_tokens(row, FIRST_LENS[row]), NUM_DECODE)
-    added = random_tokens(100 + row, SECOND_LENS[row])
-    return first, state.turn([first.tokens[-1], *added], NUM_DECODE)
+    state = state_class(model, method)
+    first = state.turn(random_tokens(row, lengths.first[row]), lengths.num_decode)
+    added = random_tokens(100 + row, lengths.second[row])
+    return first, state.turn([first.tokens[-1], *added], lengths.num_decode)
 
 
-def run_turn(model: PreTrainedModel, store: PolicyCache, ids: Tensor, mask: Tensor | None) -> Turn:
+def run_turn(
+    model: PreTrainedModel,
+    store: PolicyCache,
+    ids: Tensor,
+    mask: Tensor | None,
+    num_decode: int = NUM_DECODE,
+) -> Turn:
     """One call of `generate` with the whole conversation `[batch, len]`."""
     output = model.generate(
         ids,
         attention_mask=mask,
         past_key_values=store,
-        max_new_tokens=1 + NUM_DECODE,
+        max_new_tokens=1 + num_decode,
         do_sample=False,
         return_dict_in_generate=True,
         output_logits=True,
     )
     kept = [
-        [
-            [
-                [p for p in head if p >= 0]
-                for head in layer.positions[row, :, : layer.kept_len - NUM_DECODE].tolist()
-            ]
-            for layer in store.layers
-        ]
+        [kept_at(layer.positions, row, num_decode) for layer in store.layers]
         for row in range(ids.shape[0])
     ]
     propagated = {
@@ -159,6 +184,14 @@ def run_turn(model: PreTrainedModel, store: PolicyCache, ids: Tensor, mask: Tens
     }
     tokens = output.sequences[:, ids.shape[1] :]
     return Turn(torch.stack(output.logits, dim=1), tokens, kept, propagated)
+
+
+def kept_at(positions: Tensor | None, row: int, num_decode: int) -> list[list[int]]:
+    """Per head what a layer held before it decoded; no head where it holds no tokens."""
+    if positions is None:
+        return []
+    held = positions[row, :, : positions.shape[2] - num_decode].tolist()
+    return [[p for p in head if p >= 0] for head in held]
 
 
 def left_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -170,13 +203,31 @@ def left_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def run_conversation(
-    model: PreTrainedModel, policy: CachePolicy, rows: tuple[int, ...]
+    model: PreTrainedModel,
+    policy: CachePolicy,
+    rows: tuple[int, ...],
+    lengths: Lengths = USUAL,
 ) -> tuple[PolicyCache, list[Turn]]:
     """Both turns of some rows as one batch."""
     store = PolicyCache(policy)
-    ids, mask = left_padded([random_tokens(row, FIRST_LENS[row]) for row in rows])
-    first = run_turn(model, store, ids, mask)
-    added, added_mask = left_padded([random_tokens(100 + row, SECOND_LENS[row]) for row in rows])
+    ids, mask = left_padded([random_tokens(row, lengths.first[row]) for row in rows])
+    first = run_turn(model, store, ids, mask, lengths.num_decode)
+    added, added_mask = left_padded([random_tokens(100 + row, lengths.second[row]) for row in rows])
     ids = torch.cat([ids, first.tokens, added], dim=1)
     mask = torch.cat([mask, torch.ones_like(first.tokens), added_mask], dim=1)
-    return store, [first, run_turn(model, store, ids, mask)]
+    return store, [first, run_turn(model, store, ids, mask, lengths.num_decode)]
+
+
+def assert_same(turn: Turn, index: int, expected: TurnResult) -> None:
+    """Row `index` of a turn is what the reference gives for the row alone."""
+    assert expected.margin > 1e-4, "the reference's choice is a near tie: take another seed"
+    assert turn.kept[index] == expected.kept
+    for layer, positions in turn.propagated.items():
+        # A layer that drops in another row alone passes all of this row's tokens.
+        assert positions[index] == expected.propagated.get(layer, expected.reached[layer])
+    assert set(expected.propagated) <= set(turn.propagated)
+    want = torch.cat([expected.prefill_logits[None], expected.decode_logits])
+    assert turn.logits[index].shape == want.shape
+    difference = (turn.logits[index] - want).abs().max()
+    assert difference <= TOLERANCE, f"logits differ by {difference}"
+    assert turn.tokens[index].tolist() == expected.tokens

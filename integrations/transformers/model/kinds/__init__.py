@@ -7,20 +7,28 @@ from typing import Any
 from transformers import DynamicCache
 
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
+from kvpolicy.integrations.transformers.model.kinds.chunked import ChunkedAttention
+from kvpolicy.integrations.transformers.model.kinds.cross_attention import CrossAttention
 from kvpolicy.integrations.transformers.model.kinds.full_attention import FullAttention
+from kvpolicy.integrations.transformers.model.kinds.indexed import Indexed
 from kvpolicy.integrations.transformers.model.kinds.latent_attention import LatentAttention
 from kvpolicy.integrations.transformers.model.kinds.recurrent import Recurrent
+from kvpolicy.integrations.transformers.model.kinds.reference_window import ReferenceWindow
 from kvpolicy.integrations.transformers.model.kinds.refused import Refused
 from kvpolicy.integrations.transformers.model.kinds.sliding_window import SlidingWindow
 from kvpolicy.integrations.transformers.model.kinds.tokenwise import Tokenwise
 
 __all__ = [
     "KINDS",
+    "ChunkedAttention",
+    "CrossAttention",
     "FullAttention",
+    "Indexed",
     "LatentAttention",
     "LayerFacts",
     "LayerKind",
     "Recurrent",
+    "ReferenceWindow",
     "Refused",
     "SlidingWindow",
     "Tokenwise",
@@ -28,9 +36,13 @@ __all__ = [
 
 # In the order in which they are asked; the last takes whatever is left.
 KINDS: tuple[type[LayerKind], ...] = (
+    CrossAttention,
     LatentAttention,
     FullAttention,
+    Indexed,
     SlidingWindow,
+    ChunkedAttention,
+    ReferenceWindow,
     Tokenwise,
     Recurrent,
     Refused,
@@ -45,9 +57,12 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
         num_layers: Its layers.
     """
     own = DynamicCache(config=config).layers
-    called = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
+    called = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    called = called or ["full_attention"] * num_layers
     if len(own) == 1 < num_layers:  # grown as layers come: all alike
         own = own * num_layers
+    indexers = getattr(config, "indexer_types", None) or [None] * num_layers
+    crossing = getattr(config, "cross_attention_layers", None) or ()
     kinds = []
     for index in range(num_layers):
         cached = own[index] if index < len(own) else None
@@ -55,9 +70,12 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
             index,
             called[index] if index < len(called) else "full_attention",
             None if cached is None else type(cached).__name__,
-            getattr(cached, "sliding_window", None),
+            getattr(cached, "sliding_window", None) or getattr(config, "window_size", None),
             latent=getattr(config, "kv_lora_rank", None) is not None,
             states=getattr(cached, "number_of_states", 1),
+            indexes_blocks=hasattr(cached, "update_index"),
+            crosses=index in crossing,
+            indexer=indexers[index] if index < len(indexers) else None,
         )
         kinds.append(next(kind for each in KINDS if (kind := each.of(facts)) is not None))
     return kinds

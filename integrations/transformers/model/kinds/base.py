@@ -45,9 +45,13 @@ class LayerFacts:
         kind: Transformers' word for it, such as ``"sliding_attention"``.
         cached_as: The name of the class that Transformers' own cache has for it; None where it
             has none.
-        window: The sliding window of that, in tokens.
+        window: The sliding window of that, or else of the configuration, in tokens.
         latent: Whether attention makes keys and values of a latent that all heads share.
         states: The states of either kind that it holds, if it holds any.
+        indexer: ``"full"`` or ``"shared"`` where layers differ in whether they have an indexer.
+        indexes_blocks: Whether an indexer picks blocks of slots, and hands its index keys to what
+            the layer holds.
+        crosses: Whether it attends to images instead of the tokens.
     """
 
     index: int
@@ -56,3 +60,6 @@ class LayerFacts:
     window: int | None
     latent: bool = False
     states: int = 1
+    indexer: str | None = None
+    indexes_blocks: bool = False
+    crosses: bool = False

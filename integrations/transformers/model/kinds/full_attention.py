@@ -18,7 +18,7 @@ class FullAttention(LayerKind):
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:
         """See `LayerKind.of`."""
-        known = ("full_attention", "attention", "sliding_attention")
+        known = ("full_attention", "attention", "sliding_attention", "global")
         # A layer may be called sliding and have no window.
         plain = layer.cached_as in (None, "DynamicLayer")
         return cls() if layer.kind in known and plain else None

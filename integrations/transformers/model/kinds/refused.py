@@ -8,14 +8,15 @@ import attrs
 
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 
+_COMPRESSED = "holds its tokens compressed, several to an entry, and a window of them as they are"
 _STATE = "holds a state in which tokens cannot be told apart"
 _REASONS = {
-    "chunked_attention": ("chunked attention", "attends within chunks of the context"),
+    "compressed_sparse_attention": ("compressed attention", _COMPRESSED),
+    "heavily_compressed_attention": ("compressed attention", _COMPRESSED),
     "hybrid": ("attention and recurrent", _STATE),
     "hybrid_sliding": ("attention and recurrent", _STATE),
 }
 _CACHED_AS = {
-    "DynamicIndexedLayer": ("with an indexer", "holds index keys beside its keys and values"),
     "DummyLayer": ("without a cache", "attends to keys of another layer, or not at all"),
 }
 

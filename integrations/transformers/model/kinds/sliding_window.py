@@ -22,6 +22,8 @@ class SlidingWindow(LayerKind):
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:
         """See `LayerKind.of`."""
+        if layer.kind == "local":  # of which Transformers' own cache holds everything
+            return None if layer.window is None else cls(window=layer.window)
         known = layer.kind in ("full_attention", "attention", "sliding_attention")
         if not known or layer.cached_as != "DynamicSlidingWindowLayer":
             return None

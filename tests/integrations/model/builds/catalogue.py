@@ -51,6 +51,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "moshi_wide": ("moshi", {"sliding_window": 512}),
     "opt_narrow_embedding": ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": True}),
     "stablelm_partial": ("stablelm", {"partial_rotary_factor": 0.5, "use_parallel_residual": True}),
+    "llama4_text_mixed": (
+        "llama4_text",
+        {"no_rope_layers": [1, 0] * 2, "layer_types": ["chunked_attention", _FULL] * 2},
+    ),
+    "minimax_m3_vl_text_sparse": (
+        "minimax_m3_vl_text",
+        {
+            "layer_types": ["minimax_m3_sparse", _FULL] * 2,
+            "index_n_heads": 2,
+            "index_block_size": 4,
+            "index_topk_blocks": 3,
+        },
+    ),
     "llama_multi_query": ("llama", {"num_key_value_heads": 1}),
     "llama_multi_head": ("llama", {"num_key_value_heads": 4}),
     "gpt_neox_sequential": ("gpt_neox", {"use_parallel_residual": False}),

@@ -23,7 +23,15 @@ _SDPA = (nn.functional.scaled_dot_product_attention, torch._C._nn.scaled_dot_pro
 _BESIDE = re.compile(r"vision|visual|image|audio|speech|vq|qformer|perceiver|depth_decoder|encoder")
 
 # Without position ids, which `generate` gives them, these count positions from their padding id on.
-COUNTED = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xmod")
+COUNTED = (
+    "camembert",
+    "data2vec-text",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
 
 
 class UnjudgedError(Exception):
@@ -53,6 +61,14 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     inside = [each for each in lists if not _BESIDE.search(each[0])] or lists
     named = [each for each in inside if re.search(r"(layers?|h|blocks?)$", each[0])] or inside
     if not named:
+        # Of layers that attend several times, what attends.
+        numbered = [
+            each
+            for each in model.modules()
+            if hasattr(each, "layer_idx") and re.search("Attention|MLA", type(each).__name__)
+        ]
+        if [each.layer_idx for each in numbered] == list(range(count or 0)):
+            return numbered
         raise UnjudgedError(f"no list of {count} layers")
     return list(named[0][1])
 
@@ -140,8 +156,8 @@ class Seen:
     Attributes:
         keys: bool `[kv_heads, len, len]`, whether the query of a row sees the key of a column; None
             where it sees all that the model lets it.
-        tokens: bool `[len]`, those that reach the layer. Only a layer without keys takes these from
-            here; where there are keys, those of others are not seen.
+        tokens: bool `[len]`, those that reach the layer. Only a layer without keys, or with an
+            indexer, takes these from here; elsewhere the keys of others are not seen.
     """
 
     keys: Tensor | None
@@ -156,6 +172,7 @@ def dense_logits(
     seen: Sequence[Seen] = (),
     *,
     tiled: bool = False,
+    beside: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """One forward over a whole row without a cache, each layer's attention narrowed.
 
@@ -166,6 +183,7 @@ def dense_logits(
         seen: by layer; empty where all layers see all.
         tiled: whether query head `i` has the key head `i % kv_heads`, instead of neighbours
             sharing one.
+        beside: what the model is given of images, by name.
 
     Returns:
         Logits `[len, vocab]`.
@@ -178,13 +196,18 @@ def dense_logits(
     layers = decoder_layers(model) if seen else []
     if len(layers) != len(seen):
         raise UnjudgedError(f"{len(layers)} layers, but {len(seen)} in the cache")
+    parts = _InParts()
     for index, (layer, each) in enumerate(zip(layers, seen, strict=True)):
         handles += _hooks(masked, index, layer)
+        if each.keys is not None and _has_indexer(layer):
+            handles.append(parts.hook(layer, each))
         if each.keys is None and not bool(each.tokens.all()):
             handles += _gathering(layer, each.tokens)
     try:
         with masked:
-            logits: Tensor = model(**_inputs(model, token_ids), use_cache=False).logits
+            logits: Tensor = model(
+                **_inputs(model, token_ids), **(beside or {}), use_cache=False
+            ).logits
     finally:
         for handle in handles:
             handle.remove()
@@ -211,6 +234,89 @@ def _hooks(masked: _Masked, index: int, layer: nn.Module) -> list[Any]:
         layer.register_forward_pre_hook(enters),
         layer.register_forward_hook(leaves, always_call=True),
     ]
+
+
+def _has_indexer(layer: nn.Module) -> bool:
+    """Whether a layer has an indexer, or goes by that of one before it."""
+    inside = list(layer.modules())
+    named = any("Indexer" in type(each).__name__ for each in inside)
+    return named or any(getattr(each, "skip_topk", False) for each in inside)
+
+
+class _InParts:
+    """Runs layers whose indexer picks among the tokens there are for these tokens alone.
+
+    Such a layer is not what it is under a mask: of what is hidden, nothing may be picked. So its
+    own code is run anew, once for each stretch of tokens that see the same ones and each other,
+    on what the stretch sees, and each token's output taken from its own run.
+    """
+
+    def __init__(self) -> None:
+        # What the layer before gave besides its hidden states: of the whole row, then by run.
+        self.beside: list[tuple[Any, list[Any]]] = []
+
+    def hook(self, layer: nn.Module, seen: Seen) -> Any:
+        assert seen.keys is not None
+        if not bool((seen.keys == seen.keys[:1]).all()):
+            raise UnjudgedError("heads keep tokens of their own where an indexer picks for all")
+        runs = _stretches(seen.keys[0], seen.tokens)
+
+        def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+            outputs = [
+                self._run(module, args, kwargs, there, i) for i, (there, _) in enumerate(runs)
+            ]
+            several = isinstance(output, tuple)
+            hidden = torch.zeros_like(output[0] if several else output)
+            for (there, own), found in zip(runs, outputs, strict=True):
+                hidden[:, own] = (found[0] if several else found)[:, torch.isin(there, own)]
+            if not several:
+                return hidden
+            pairs = zip(output[1:], zip(*(each[1:] for each in outputs), strict=True), strict=True)
+            self.beside = [(whole, list(each)) for whole, each in pairs if whole is not None]
+            return (hidden, *output[1:])
+
+        return layer.register_forward_hook(after, with_kwargs=True)
+
+    def _run(self, module: Any, args: Any, kwargs: dict[str, Any], there: Tensor, run: int) -> Any:
+        length = (args[0] if args else kwargs["hidden_states"]).shape[1]
+
+        def cut(value: Any, every: bool = False) -> Any:
+            for whole, by_run in self.beside:
+                if value is whole:
+                    return by_run[run]
+            if isinstance(value, tuple):
+                return tuple(cut(each) for each in value)
+            if isinstance(value, Tensor):
+                axes = [i for i in range(1, value.ndim) if value.shape[i] == length]
+                for axis in axes if every else axes[:1]:
+                    value = value.index_select(axis, there)
+            return value
+
+        named = {name: cut(each, name.endswith("mask")) for name, each in kwargs.items()}
+        if any(hasattr(each, "build_block_mask") for each in module.modules()):
+            # Blocks of keys are counted among those there are; rotary embeddings stay as they are.
+            named["position_ids"] = torch.arange(len(there))[None]
+        return type(module).forward(module, *map(cut, args), **named)
+
+
+def _stretches(keys: Tensor, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Stretches of tokens that see the same ones before them, and all of their own up to itself.
+
+    Args:
+        keys: bool `[len, len]`, whether the query of a row sees the key of a column.
+        tokens: bool `[len]`, those that reach the layer.
+
+    Returns:
+        By stretch, the places that its last token sees, and its own places.
+    """
+    stretches: list[list[int]] = []
+    sets = [set(keys[i, : i + 1].nonzero()[:, 0].tolist()) for i in range(len(tokens))]
+    for i in tokens.nonzero()[:, 0].tolist():
+        if stretches and sets[i] == sets[stretches[-1][-1]] | {i}:
+            stretches[-1].append(i)
+        else:
+            stretches.append([i])
+    return [(torch.tensor(sorted(sets[own[-1]])), torch.tensor(own)) for own in stretches]
 
 
 def _gathering(layer: nn.Module, tokens: Tensor) -> list[Any]:

@@ -90,19 +90,29 @@ def generate(model: PreTrainedModel, rows: list[list[int]], store: Any = None) -
 
 
 def seen_by(store: PolicyCache, row: int, prompt_len: int) -> list[Seen]:
+    """`seen_after` the tokens that every model here decodes."""
+    return seen_after(store, row, prompt_len, prompt_len + DECODED)
+
+
+def seen_after(store: PolicyCache, row: int, prompt_len: int, length: int) -> list[Seen]:
     """Per layer, what the queries of a row see beyond what the model itself hides.
 
     A prompt's tokens see those that reached their layer; later ones what was kept of the prompt,
     and all newer ones. Every token sees itself.
+
+    Args:
+        store: What has read the row in one prompt, and tokens after it.
+        row: Of the batch.
+        prompt_len: Tokens of the row's prompt.
+        length: Tokens of the row.
     """
-    length = prompt_len + DECODED
     later = torch.arange(length) >= prompt_len
     reaching = torch.ones(length, dtype=torch.bool)
     layers: list[Seen] = []
     for index, layer in enumerate(store.layers):
         keys = None
         if layer.positions is not None:
-            held = layer.positions[row, :, : layer.kept_len - DECODED]
+            held = layer.positions[row, :, : layer.kept_len - (length - prompt_len)]
             kept = torch.zeros(held.shape[0], length + 1, dtype=torch.bool)
             kept = kept.scatter(1, torch.where(held < 0, length, held), True)[:, :length]
             keys = torch.where(later[None, :, None], (kept | later)[:, None, :], reaching)

@@ -73,14 +73,21 @@ PATCHES: dict[str, dict[str, Any]] = {
         "layer_types": ["mamba", "attention"] * 2,
         "mamba_d_head": "auto",
     },
-    "hrm_text": {"num_layers_per_stack": 2},
+    "hrm_text": {"num_layers_per_stack": None},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", _FULL] * 2},
     "lfm2_moe": {"layer_types": ["conv", _FULL] * 2},
+    "llama4_text": {"floor_scale": 8, "attn_scale": 0.3},
+    "longcat_flash": {"head_dim": 8, "num_layers": 2},
     "mamba2": {"num_heads": 8},
     "mistral": {"sliding_window": None},
     "mllama_text_model": {"bos_token_id": 1, "cross_attention_layers": [1]},
-    "mllama_vision_model": {"max_num_tiles": 4},
+    "mllama_vision_model": {
+        "max_num_tiles": 4,
+        "num_global_layers": 1,
+        "intermediate_layers_indices": [0, 1],
+        "vision_output_dim": 192,  # of the last layer and the two
+    },
     "modernbert-decoder": {"bos_token_id": 1},
     "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
     "mpt": {"attn_config": {"attn_pdrop": 0}},
@@ -91,7 +98,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     # Linear attention may yield nearly nothing, which a norm without this would blow up.
     "qwen3_next": {"rms_norm_eps": 1e-2},
     "qwen4_exp_text": {
-        "indexer_n_heads": 4,
+        "indexer_n_heads": 32,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
         "indexer_budget": 8,
@@ -104,6 +111,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "roc_bert": {"shape_vocab_size": 20, "shape_embed_dim": 8, "pronunciation_vocab_size": 20},
     "step3p5": {"sliding_window": 16, "layer_types": [_SLIDING, _FULL] * 2},
+    "unlimited_ocr_text": {"num_key_value_heads": 4},  # its eager attention repeats no keys
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},

@@ -31,7 +31,7 @@ _NAMES: list[tuple[int, str]] = [
     (
         HEADS,
         """attention_heads conf_num_attention_heads decoder_attention_heads encoder_attention_heads
-        index_n_heads linear_num_heads linear_num_value_heads mamba_n_heads mamba_num_heads
+        linear_num_heads linear_num_value_heads mamba_n_heads mamba_num_heads
         moe_num_experts n_head n_heads n_routed_experts num_attention_heads
         num_decoder_attention_heads num_experts num_heads num_local_experts
         num_sliding_attention_heads resampler_heads resampler_n_heads swa_num_attention_heads""",
@@ -55,10 +55,10 @@ _NAMES: list[tuple[int, str]] = [
         intermediate_size_mlp mlp_dim projection_intermediate_size shared_intermediate_size""",
     ),
     (
-        32,
-        """base_channels codebook_size crop_size expert_ffn_hidden_size image_size kv_lora_rank
-        mamba_d_head moe_intermediate_size moe_shared_expert_intermediate_size num_embeddings
-        q_lora_rank resolution router_hidden_size share_expert_dim
+        32,  # as many index heads, since scores of a few are often 0: equals, any of which is best
+        """base_channels codebook_size crop_size expert_ffn_hidden_size image_size index_n_heads
+        kv_lora_rank mamba_d_head moe_intermediate_size moe_shared_expert_intermediate_size
+        num_embeddings q_lora_rank resolution router_hidden_size share_expert_dim
         shared_expert_intermediate_size vision_output_dim""",
     ),
     (24, "o_lora_rank"),

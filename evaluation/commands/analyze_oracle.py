@@ -1,0 +1,118 @@
+"""`kvpolicy analyze --oracle`: how well scorers rank what an answer will attend to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from kvpolicy.building import PartOption
+from kvpolicy.errors import UnknownPolicyError
+from kvpolicy.evaluation.analysis.oracle import TOP_SHARE, Ranking
+from kvpolicy.evaluation.analysis.oracle_study import (
+    OracleSettings,
+    OracleStudy,
+    check_oracle,
+    run_oracle,
+    write_oracle,
+)
+from kvpolicy.evaluation.commands.terminal import load_shown, progress_bar
+from kvpolicy.interfaces import Scorer
+from kvpolicy.registry import registered
+
+# Of layers, beside a scorer's name, so that a table fits 80 columns.
+MAX_COLUMNS = 8
+
+
+def analyze_oracle(settings: OracleSettings, names: Sequence[str], out: Path | None) -> None:
+    """Run the study and show it; ``names`` are scorers' as in a composition, none for all."""
+    scorers = chosen_scorers(names)
+    texts = check_oracle(settings, out)
+    analysis = settings.analysis
+    loaded = load_shown(analysis.model, analysis.dtype, analysis.device)
+    with progress_bar() as progress:
+        study = run_oracle(settings, texts, loaded, scorers, progress)
+    show(study)
+    if out is not None:
+        written = ", ".join(write_oracle(study, out))
+        Console(highlight=False, markup=False, soft_wrap=True).print(
+            f"\nwritten to {out}: {written}"
+        )
+
+
+def chosen_scorers(names: Sequence[str]) -> dict[str, Scorer]:
+    """Scorers by what they are asked for by.
+
+    Args:
+        names: Each a registered name, or ``name:parameter=value,...``; none for all registered.
+
+    Raises:
+        ValueError: A name is unknown, or a parameter is none of the scorer's.
+    """
+    known = registered("scorer")
+    scorers: dict[str, Scorer] = {}
+    for written in names or known:
+        asked = PartOption.parse(written, "--scorer")
+        name = asked.name.replace("-", "_")
+        if name not in known:
+            raise UnknownPolicyError(
+                f"no scorer is named {asked.name!r}; known: {', '.join(known)}"
+            )
+        try:
+            part = known[name](**asked.parameters)
+        except TypeError as error:
+            raise ValueError(f"--scorer {written}: {error}") from error
+        assert isinstance(part, Scorer)
+        scorers[written] = part
+    return scorers
+
+
+def show(study: OracleStudy) -> None:
+    """Print both tables, what they say, and the notes."""
+    console = Console(highlight=False, markup=False)
+    share = round(100 * TOP_SHARE)
+    correlation = _tables(study, "rho", lambda each: each.spearman, 1.0)
+    found = _tables(study, f"top {share}% found", lambda each: each.found, 100.0)
+    for table in (*correlation, *found):
+        console.print(table)
+        console.print()
+    count, kernel = len(study.lengths), study.settings.kernel_size
+    console.print(
+        "The truth: the attention that the answer with full context gives each token, in the "
+        f"layer and head that give it most, mean over the answer's tokens, pooled over {kernel}. "
+        "rho: Spearman's correlation of a scorer's saliency at a layer with it, all heads "
+        f"together. found: of the truth's top {share}% of the tokens, the share in the scorer's "
+        f"top {share}% ({share}% by chance). Means over {count} prompt{'s' * (count > 1)} of "
+        f"{_span(study.lengths)} tokens with answers of {_span(study.answers)}; the last "
+        f"{study.settings.analysis.window_size} tokens are not ranked.",
+        style="dim",
+    )
+    for note in study.notes:
+        console.print(note)
+
+
+def _tables(
+    study: OracleStudy, title: str, values: Callable[[Ranking], dict[int, float]], unit: float
+) -> list[Table]:
+    """A row for each scorer; as many tables as the layers need."""
+    tables = []
+    layers = study.layers
+    for first in range(0, len(layers), MAX_COLUMNS):
+        shown = layers[first : first + MAX_COLUMNS]
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        table.add_column(f"{title}\nby layer", overflow="fold")
+        for layer in shown:
+            table.add_column(f"\n{layer}", justify="right", no_wrap=True)
+        for name, ranking in study.rankings.items():
+            row = values(ranking)
+            cells = (f"{unit * row[layer]:.{2 if unit == 1 else 0}f}" for layer in shown)
+            table.add_row(name, *cells)
+        tables.append(table)
+    return tables
+
+
+def _span(lengths: Sequence[int]) -> str:
+    low, high = min(lengths), max(lengths)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"

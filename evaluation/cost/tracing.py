@@ -1,0 +1,281 @@
+"""The shapes of a model's layers, from two tokens that run through it without any numbers.
+
+The model is built on PyTorch's `meta` device, where tensors have a shape and nothing else, so that
+one of hundreds of gigabytes takes no memory and well under a second. Nothing here knows a family:
+linear layers say how often a token is multiplied with them, attention functions what they are
+given, and Transformers' own cache what it holds.
+"""
+
+from __future__ import annotations
+
+import copy
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+)
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.utils import logging
+
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.evaluation.cost.model_shape import LayerShape
+from kvpolicy.integrations.transformers.model.finding import (
+    attending_in_turn,
+    find_decoder,
+    layers_within,
+)
+
+NAME = "kvpolicy_shapes"
+TOKENS = 2
+# The precision of the model: states in another are so whatever the model's is.
+DTYPE = torch.bfloat16
+
+
+def trace_layers(config: Any, name: str) -> tuple[LayerShape, ...]:
+    """The shape of every layer of a decoder.
+
+    Args:
+        config: The model's configuration; of one of several modalities the text decoder counts.
+        name: What to call it in messages.
+
+    Raises:
+        UnsupportedModelError: Transformers cannot make or run it so, or its attention is its own.
+    """
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, eager_mask)
+    config = copy.deepcopy(config)  # building a model of it writes to it
+    text = config.get_text_config(decoder=True)
+    try:
+        model = _built(config, text)
+        decoder = find_decoder(model)
+        layers = layers_within(decoder)
+        if layers == attending_in_turn(decoder):
+            raise UnsupportedModelError("its layers attend several times each")
+        cache = DynamicCache(config=text)
+        seen = _Seen(layers)
+        ids = torch.ones(1, TOKENS, dtype=torch.long, device="meta")
+        with torch.no_grad(), seen.watching(), _quiet():
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except Exception as error:  # whatever a family's own code raises
+        reason = f"{type(error).__name__}: {textwrap.shorten(str(error), 160)}"
+        raise UnsupportedModelError(
+            f"{name} must be a decoder that runs without weights, but that ended in {reason}; "
+            "describe it by a ModelShape"
+        ) from error
+    held = [*cache.layers, *[None] * len(layers)][: len(layers)]  # fewer where some hold nothing
+    found = tuple(
+        _layer(facts, cached, *_window(text, index, cached))
+        for index, (facts, cached) in enumerate(zip(seen.layers, held, strict=True))
+    )
+    if not any(layer.token_elements for layer in found):
+        raise UnsupportedModelError(
+            f"{name} must have layers that hold keys and values, but none does; a policy has "
+            "nothing to choose there"
+        )
+    if any(layer.token_elements and not layer.query_heads for layer in found):
+        raise UnsupportedModelError(
+            f"{name} must attend by Transformers' AttentionInterface, but some of its layers do "
+            "not; describe it by a ModelShape"
+        )
+    return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what Transformers says of kernels that nothing is computed with."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _built(config: Any, text: Any) -> nn.Module:
+    """The model without numbers; its experts are run for each token, which needs none."""
+    options = {"dtype": DTYPE, "attn_implementation": NAME}
+    model: Any
+    with torch.device("meta"):
+        if type(text) in AutoModelForCausalLM._model_mapping:
+            model = AutoModelForCausalLM.from_config(text, **options)
+        elif type(text) in AutoModel._model_mapping:
+            model = AutoModel.from_config(text, **options)
+        else:
+            model = AutoModelForImageTextToText.from_config(config, **options)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")
+    built: nn.Module = model.eval()
+    return built
+
+
+@attrs.define
+class _LayerFacts:
+    """What running a layer showed."""
+
+    linear: float = 0.0
+    projection: float | None = None
+    owned: int = 0
+    heads: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+
+@attrs.define
+class _Seen:
+    """Watches the layers of a model while it runs.
+
+    Args:
+        modules: The decoder's layers.
+    """
+
+    modules: list[nn.Module]
+    layers: list[_LayerFacts] = attrs.field(init=False)
+    current: _LayerFacts | None = attrs.field(init=False, default=None)
+
+    def __attrs_post_init__(self) -> None:
+        self.layers = [_LayerFacts(owned=_owned_weights(layer)) for layer in self.modules]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what is run meanwhile."""
+        handles = []
+        for layer, facts in zip(self.modules, self.layers, strict=True):
+            handles.append(layer.register_forward_pre_hook(self._enter(facts)))
+            handles.append(layer.register_forward_hook(self._leave))
+        inner = {id(each): each for layer in self.modules for each in layer.modules()}
+        for module in inner.values():
+            if isinstance(module, nn.Linear):
+                handles.append(module.register_forward_hook(self._linear))
+            elif _expert_weights(module):
+                handles.append(module.register_forward_hook(self._experts, with_kwargs=True))
+        token = _watching.set(self)
+        try:
+            yield
+        finally:
+            _watching.reset(token)
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, facts: _LayerFacts) -> Any:
+        def enter(*_: Any) -> None:
+            self.current = facts
+
+        return enter
+
+    def _leave(self, *_: Any) -> None:
+        self.current = None
+
+    def _linear(self, module: nn.Linear, inputs: tuple[Tensor, ...], _: Any) -> None:
+        if self.current is not None:
+            rows = inputs[0].numel() // module.in_features
+            self.current.linear += module.weight.numel() * rows / TOKENS
+
+    def _experts(
+        self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], _: Any
+    ) -> None:
+        """Of all experts a token is sent to as many as it has numbers of experts."""
+        if self.current is None:
+            return
+        given = [each for each in (*inputs, *named.values()) if isinstance(each, Tensor)]
+        chosen = [each.shape[-1] for each in given if not each.is_floating_point()]
+        config: Any = getattr(module, "config", None)
+        active = chosen[0] if chosen else getattr(config, "num_experts_per_tok", None) or 1
+        for weight in _expert_weights(module):
+            self.current.linear += active * weight[0].numel()
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """A layer's attention function is called."""
+        if self.current is not None:
+            heads = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
+            self.current.heads = heads
+            if self.current.projection is None:
+                self.current.projection = self.current.linear
+
+
+_watching: ContextVar[_Seen] = ContextVar("watching")
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """An attention function that looks at what it is given, and computes nothing."""
+    _watching.get().attended(query, key, value)
+    batch, heads, tokens, _dim = query.shape
+    return query.new_empty(batch, tokens, heads, value.shape[-1]), None
+
+
+def _expert_weights(module: nn.Module) -> list[Tensor]:
+    """Matrices that a module holds one of for every expert."""
+    if isinstance(module, (nn.Conv1d, nn.Conv2d)):
+        return []
+    own = dict(module.named_parameters(recurse=False))
+    return [each for name, each in own.items() if each.ndim == 3 and not name.endswith("bias")]
+
+
+def _owned_weights(layer: nn.Module) -> int:
+    """Weights of a layer's routers and convolutions, which a token meets once."""
+    found = 0
+    for module in layer.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            continue
+        convolution = isinstance(module, nn.Conv1d)
+        for name, weight in module.named_parameters(recurse=False):
+            if not name.endswith("bias") and weight.ndim == (3 if convolution else 2):
+                found += weight.numel()
+    return found
+
+
+def _layer(facts: _LayerFacts, cached: Any, window: int | None, chunked: bool) -> LayerShape:
+    query_heads, kv_heads, key_dim, value_dim = facts.heads
+    states = list(_states(cached))
+    return LayerShape(
+        weights=max(round(facts.linear) + facts.owned, 1),
+        projection_weights=round(facts.projection or 0.0),
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        token_elements=_token_elements(cached),
+        state_elements=sum(each.numel() for each in states),
+        float_state_elements=sum(each.numel() for each in states if each.dtype != DTYPE),
+        window=window,
+        chunked=chunked,
+    )
+
+
+def _token_elements(cached: Any) -> int:
+    """Numbers held for a token: keys and values, and what stands beside them."""
+    held = (getattr(cached, name, None) for name in ("keys", "values", "indexer_keys"))
+    return sum(each.numel() // TOKENS for each in held if isinstance(each, Tensor))
+
+
+def _states(cached: Any) -> Iterator[Tensor]:
+    """The states that a layer of a cache holds, those of convolutions among them."""
+    for name in ("conv_states", "recurrent_states"):
+        held = getattr(cached, name, None)
+        if isinstance(held, dict):
+            held = list(held.values())
+        for each in held if isinstance(held, (list, tuple)) else [held]:
+            if isinstance(each, Tensor):
+                yield each
+
+
+def _window(config: Any, index: int, cached: Any) -> tuple[int | None, bool]:
+    """Tokens that a token of the layer sees, None for all; and whether these are a chunk's."""
+    kinds = getattr(config, "layer_types", None)
+    own = getattr(cached, "sliding_window", None)
+    if not kinds or index >= len(kinds):
+        return own, False
+    if kinds[index] == "chunked_attention":
+        return config.attention_chunk_size, True
+    # A layer that has another's keys has no window of its own in the cache.
+    return config.sliding_window if kinds[index] == "sliding_attention" else own, False

@@ -1,0 +1,211 @@
+"""The tasks of lm-evaluation-harness, answered by one loaded model under many policies.
+
+Prompts, filters and metrics are the harness's own. Only the loop is not: it goes document by
+document, so that each is a line as soon as it is answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import Task
+
+from kvpolicy.evaluation.models import Loaded
+from kvpolicy.evaluation.suite.runner import Documents, Runner
+from kvpolicy.evaluation.suite.sample import FULL_CONTEXT, Answer, Cell, Document
+from kvpolicy.evaluation.suite.scoring import depth_of, prediction_of, references_of, scores_of
+from kvpolicy.integrations.lm_eval import PolicyLM, RequestCosts
+from kvpolicy.integrations.lm_eval.splitters import document_end
+from kvpolicy.integrations.transformers.checking import check_model
+from kvpolicy.policy import CachePolicy
+
+if TYPE_CHECKING:
+    from kvpolicy.integrations.lm_eval.model import Question
+
+# The field of a document that says for which prompt length it was made; RULER's.
+LENGTH_FIELD = "max_length"
+
+
+class HarnessRunner(Runner):
+    """Asks the harness's tasks of one model, which is in memory once.
+
+    Args:
+        loaded: The model.
+        tasks: By name.
+        policies: By method; full context among them.
+        questions: Ways to ask, ``"with"``, ``"later"`` or both.
+        limit: Documents of each task and length; None for all.
+        batch_size: Prompts that are read at once.
+        chat_template: Whether prompts are a user's turn of a chat.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        tasks: Mapping[str, Task],
+        policies: Mapping[str, CachePolicy],
+        *,
+        questions: Sequence[str] = ("with",),
+        limit: int | None = None,
+        batch_size: int = 1,
+        chat_template: bool = False,
+    ) -> None:
+        self.loaded = loaded
+        self.tasks = dict(tasks)
+        self.policies = dict(policies)
+        self.questions = tuple(questions)
+        self.limit = limit
+        self.batch_size = batch_size
+        self.chat_template = chat_template
+        self._models: dict[tuple[str, str], PolicyLM] = {}
+        self._requests: dict[tuple[str, int], list[Instance]] = {}
+
+    def documents(self) -> Documents:
+        """Build every prompt, and check what can be checked before the first is asked."""
+        with quiet():
+            for name, task in self.tasks.items():
+                self._build(name, task)
+        found: dict[tuple[str, int | None], list[Document]] = {}
+        for (name, number), requests in self._requests.items():
+            length = requests[0].doc.get(LENGTH_FIELD)
+            group = found.setdefault((name, None if length is None else int(length)), [])
+            if self.limit is None or len(group) < self.limit:
+                group.append(_document(self.tasks[name], number, requests))
+        self._check(found)
+        return found
+
+    def answer(self, cell: Cell, documents: Sequence[Document]) -> list[Answer]:
+        """Answer documents as the harness would, and score them."""
+        task = self.tasks[cell.task]
+        groups = [
+            [
+                dataclasses.replace(each, resps=[], filtered_resps={})
+                for each in self._requests[cell.task, document.id]
+            ]
+            for document in documents
+        ]
+        asked = [each for group in groups for each in group]
+        with quiet():
+            costs = iter(self._ask(self._model(cell.method, cell.question), asked))
+            task._instances = asked  # what `apply_filters` filters
+            task.apply_filters()
+        return [
+            _answer(task, cell, group, [cost for _ in group for cost in next(costs)])
+            for group in groups
+        ]
+
+    def _ask(self, model: PolicyLM, requests: Sequence[Instance]) -> list[list[RequestCosts]]:
+        """Add responses to requests, as many as they repeat; returns what each cost."""
+        repeated = [each for each in requests for _ in range(each.repeats or 1)]
+        ask = getattr(model, repeated[0].request_type)
+        for request, response in zip(repeated, ask(repeated, disable_tqdm=True), strict=True):
+            request.resps.append(response)
+        costs = iter(model.last_costs)
+        return [[next(costs) for _ in range(each.repeats or 1)] for each in requests]
+
+    def _model(self, method: str, question: str) -> PolicyLM:
+        """The one model under a policy; nothing of it is copied."""
+        if (method, question) not in self._models:
+            self._models[method, question] = PolicyLM(
+                pretrained=self.loaded.model,
+                tokenizer=self.loaded.tokenizer,
+                policy=self.policies[method],
+                question=cast("Question", question),
+                batch_size=self.batch_size,
+            )
+        return self._models[method, question]
+
+    def _build(self, name: str, task: Task) -> None:
+        if task.OUTPUT_TYPE == "loglikelihood_rolling":
+            raise ValueError(
+                f"tasks must have prompts, got {name}, which scores whole texts: there is nothing "
+                "to decode after them"
+            )
+        model = self._model(FULL_CONTEXT, "with")
+        task.build_all_requests(
+            apply_chat_template=self.chat_template,
+            fewshot_as_multiturn=self.chat_template,
+            chat_template=model.apply_chat_template if self.chat_template else None,
+            tokenizer_name=model.chat_template(True) if self.chat_template else "",
+        )
+        for request in task.instances:
+            self._requests.setdefault((name, request.doc_id), []).append(request)
+
+    def _check(self, documents: Documents) -> None:
+        """Check that every prompt can be read under every policy, and asked in every way.
+
+        Raises:
+            ValueError: A prompt is longer than the model's positions, its question cannot be told
+                from its document, or a policy cannot be applied to the model.
+        """
+        model = self._model(FULL_CONTEXT, "with")
+        longest = 0
+        for (name, _), group in documents.items():
+            for document in group:
+                for request in self._requests[name, document.id]:
+                    longest = max(longest, self._tokens(model, name, request))
+                    if "later" in self.questions:
+                        document_end(name, request.doc, request.args[0])
+        found = check_model(self.loaded.model)
+        for method, policy in self.policies.items():
+            reason = found.refusal_of(policy, longest)
+            if reason is not None:
+                raise ValueError(f"{method} cannot be applied to {self.loaded.name}: {reason}")
+
+    def _tokens(self, model: PolicyLM, name: str, request: Instance) -> int:
+        """Tokens of a prompt, its answer included, held against the model's positions."""
+        prompt, follows = request.args[0], request.args[1]
+        if isinstance(follows, str):
+            answer = len(model.tok_encode(follows, add_special_tokens=False))
+        else:
+            answer = int(follows.get("max_gen_toks", model.max_gen_toks))
+        tokens = len(model.tok_encode(prompt)) + answer
+        if tokens > model.max_length:
+            raise ValueError(
+                f"prompts must fit into the {model.max_length:,} positions of {self.loaded.name}, "
+                f"got document {request.doc_id} of {name}, which with an answer of up to {answer} "
+                f"tokens has {tokens:,}; give smaller --lengths, other --tasks or another --model"
+            )
+        return tokens
+
+
+def _document(task: Task, number: int, requests: Sequence[Instance]) -> Document:
+    doc = requests[0].doc
+    prompt = "\n".join(dict.fromkeys(request.args[0] for request in requests))
+    references = references_of(task, doc)
+    return Document(number, prompt, references, depth_of(task.task_name, doc, prompt, references))
+
+
+def _answer(
+    task: Task, cell: Cell, requests: Sequence[Instance], costs: Sequence[RequestCosts]
+) -> Answer:
+    """One document's answer; of several requests the largest cache, and all of the time."""
+    most = max(costs, key=lambda cost: cost.bytes_held)
+    return Answer(
+        prediction=prediction_of(task, requests),
+        scores=scores_of(task, cell.length, requests),
+        tokens_seen=most.prompt_tokens,
+        tokens_kept=most.kept_tokens,
+        bytes_held=most.bytes_held,
+        prefill_seconds=sum(cost.prefill_seconds for cost in costs),
+        total_seconds=sum(cost.total_seconds for cost in costs),
+    )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the harness's bars and lines, which would run through the command's own."""
+    logger: Any = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)

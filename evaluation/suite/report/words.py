@@ -1,0 +1,57 @@
+"""How numbers are written, on the page and in the Markdown table alike."""
+
+from __future__ import annotations
+
+from kvpolicy.evaluation.comparison.tables import byte_unit
+from kvpolicy.evaluation.suite.statistics import Difference
+from kvpolicy.evaluation.suite.summary import Figure
+
+MINUS = "\N{MINUS SIGN}"
+
+
+def signed(points: float) -> str:
+    """Percentage points with their sign.
+
+    Example:
+        >>> signed(2.25), signed(-0.01)
+        ('+2.2', '0.0')
+    """
+    written = f"{points:+.1f}"
+    return "0.0" if written in ("+0.0", "-0.0") else written.replace("-", MINUS)
+
+
+def interval(difference: Difference) -> str:
+    """A difference's 95% interval."""
+    return f"[{signed(difference.low)}, {signed(difference.high)}]"
+
+
+def unfinished(figure: Figure) -> str:
+    """How far a cell is that has no numbers yet."""
+    return f"{figure.done} of {figure.expected}" if figure.done else "not begun"
+
+
+def memory(size: float) -> str:
+    """A number of bytes in a unit that fits.
+
+    Example:
+        >>> memory(1_572_864)
+        '1.57 MB'
+    """
+    unit, unit_bytes = byte_unit(round(size))
+    return f"{size / unit_bytes:.3g} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, or milliseconds below one.
+
+    Example:
+        >>> duration(0.0123), duration(75)
+        ('12.3 ms', '75 s')
+    """
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def place(length: int | None, question: str) -> str:
+    """A length and a question in words."""
+    tokens = "own length" if length is None else f"{length:,} tokens"
+    return f"{tokens}, question {'with the context' if question == 'with' else 'later'}"

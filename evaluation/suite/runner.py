@@ -1,0 +1,40 @@
+"""What a comparison asks of whoever has the tasks and the model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from kvpolicy.evaluation.suite.sample import Answer, Cell, Document
+
+# Documents by task and length; the length is None for a task whose prompts are as long as they are.
+Documents = Mapping[tuple[str, int | None], Sequence[Document]]
+
+
+class Runner(ABC):
+    """Tasks and a model: prepares documents, and answers them under a policy."""
+
+    @abstractmethod
+    def documents(self) -> Documents:
+        """All documents that are to be asked, always the same ones in the same order.
+
+        Raises:
+            ValueError: One of them cannot be asked, such as a prompt that is too long.
+        """
+
+    @abstractmethod
+    def answer(self, cell: Cell, documents: Sequence[Document]) -> list[Answer]:
+        """Answer documents of a cell, in their order."""
+
+
+class Listener:
+    """Is told of cells as they are done; this one tells nobody."""
+
+    def finished(self, cell: Cell, answers: Sequence[Answer], found: int) -> None:
+        """Hear of a finished cell.
+
+        Args:
+            cell: The cell.
+            answers: Of all its samples.
+            found: How many of them had been there before.
+        """

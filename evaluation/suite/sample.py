@@ -1,0 +1,173 @@
+"""One document asked once: what came, what it cost and what it was asked under; a line of JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import attrs
+
+from kvpolicy.evaluation.comparison.variant import Variant
+
+FULL_CONTEXT = "full_context"
+
+
+@attrs.frozen(order=True)
+class Cell:
+    """What one number of a comparison stands for: a task at a length, a method and a question.
+
+    Args:
+        task: The task's name.
+        length: Tokens that its prompts were made for; None for a task whose prompts are as long as
+            they are.
+        question: ``"with"`` where the policy sees the question when it chooses, ``"later"`` where
+            the question is asked after the context has been read.
+        method: A policy and its retention, such as ``"snapkv 0.1"``; ``"full_context"`` for none.
+    """
+
+    task: str
+    length: int | None
+    question: str
+    method: str
+
+    def __str__(self) -> str:
+        length = "" if self.length is None else f" {self.length:,}"
+        return f"{self.task}{length}, question {self.question}, {self.method}"
+
+    @property
+    def baseline(self) -> Cell:
+        """The same documents, asked with full context."""
+        return attrs.evolve(self, method=FULL_CONTEXT)
+
+
+@attrs.frozen
+class Document:
+    """A document of a task, as it is asked.
+
+    Args:
+        id: Which of the task's documents it is, from 0.
+        prompt: All that the model reads.
+        references: Answers that count as right.
+        depth: Where in the prompt the needle lies, as a fraction of its length; None where there is
+            none, or more than one.
+    """
+
+    id: int
+    prompt: str
+    references: tuple[str, ...]
+    depth: float | None = None
+
+    @property
+    def digest(self) -> str:
+        """Tells the prompt from another one."""
+        return hashlib.sha256(self.prompt.encode()).hexdigest()[:16]
+
+
+@attrs.frozen
+class Answer:
+    """What a model says to one document under a policy.
+
+    Args:
+        prediction: The text that was scored; for a multiple choice, the choice.
+        scores: By metric, first the one that counts.
+        tokens_seen: Tokens of the prompt.
+        tokens_kept: Of them, the mean over layers and heads after prefill.
+        bytes_held: Of the cache after prefill.
+        prefill_seconds: Reading the prompt; in a batch its share of the batch's.
+        total_seconds: All of it, likewise.
+    """
+
+    prediction: str
+    scores: dict[str, float]
+    tokens_seen: int
+    tokens_kept: float
+    bytes_held: int
+    prefill_seconds: float
+    total_seconds: float
+
+
+@attrs.frozen
+class Method:
+    """A policy as it is compared.
+
+    Args:
+        policy: Its name.
+        rate: The retention rate it was given, if any.
+        tokens: The retention in tokens, in place of a rate.
+        parameters: The policy as it is written in Python, with all of its parts.
+    """
+
+    policy: str
+    rate: float | None
+    tokens: int | None
+    parameters: str
+
+    @classmethod
+    def of(cls, variant: Variant) -> Method:
+        """The method that a variant is."""
+        return cls(
+            variant.name, variant.retention_rate, variant.retention_tokens, repr(variant.policy)
+        )
+
+
+@attrs.frozen
+class Sample:
+    """A line of the results.
+
+    Args:
+        cell: What it counts to.
+        policy: The policy's name.
+        rate: Its retention rate, if it has one.
+        document: The document's id.
+        prompt_digest: See `Document.digest`.
+        references: See `Document`.
+        depth: See `Document`.
+        answer: What came.
+    """
+
+    cell: Cell
+    policy: str
+    rate: float | None
+    document: int
+    prompt_digest: str
+    references: tuple[str, ...]
+    depth: float | None
+    answer: Answer
+
+    @classmethod
+    def of(cls, cell: Cell, method: Method, document: Document, answer: Answer) -> Sample:
+        """A document's answer as a line."""
+        return cls(
+            cell,
+            method.policy,
+            method.rate,
+            document.id,
+            document.digest,
+            document.references,
+            document.depth,
+            answer,
+        )
+
+    def to_line(self) -> str:
+        """JSON on one line, its end included."""
+        data = attrs.asdict(self)
+        flat = {**data.pop("cell"), **data}
+        flat |= flat.pop("answer")
+        return json.dumps(flat, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> Sample:
+        """Read what `to_line` wrote.
+
+        Raises:
+            ValueError: It did not write it.
+        """
+        try:
+            read: dict[str, Any] = json.loads(line)
+            cell = Cell(**{each.name: read.pop(each.name) for each in attrs.fields(Cell)})
+            answer = Answer(**{each.name: read.pop(each.name) for each in attrs.fields(Answer)})
+            read["references"] = tuple(read["references"])
+            return cls(cell=cell, answer=answer, **read)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"no sample of an evaluation: {error!r}") from None

@@ -1,0 +1,188 @@
+"""What a folder of samples comes to: a figure for every cell that is finished, and none else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, median
+
+import attrs
+
+from kvpolicy.evaluation.suite.folder import Results
+from kvpolicy.evaluation.suite.sample import FULL_CONTEXT, Cell, Method, Sample
+from kvpolicy.evaluation.suite.statistics import Difference, paired_difference
+
+
+@attrs.frozen
+class Cost:
+    """What a sample of a cell costs: means of tokens and bytes, medians of seconds.
+
+    Args:
+        tokens_seen: Tokens of a prompt.
+        tokens_kept: Of them after prefill, over layers and heads.
+        bytes_held: Of the cache after prefill.
+        prefill_seconds: Reading a prompt.
+        total_seconds: And answering it.
+    """
+
+    tokens_seen: float
+    tokens_kept: float
+    bytes_held: float
+    prefill_seconds: float
+    total_seconds: float
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Cost:
+        """Of at least one sample."""
+
+        def over(middle: Callable[[list[float]], float], name: str) -> float:
+            return middle([float(getattr(each.answer, name)) for each in samples])
+
+        return cls(
+            *(over(fmean, name) for name in ("tokens_seen", "tokens_kept", "bytes_held")),
+            *(over(median, name) for name in ("prefill_seconds", "total_seconds")),
+        )
+
+
+@attrs.frozen
+class Figure:
+    """A cell in numbers; there are none before all of its samples are finished.
+
+    Args:
+        cell: The cell.
+        method: What was asked under.
+        done: Finished samples.
+        expected: Samples that the cell has when it is finished.
+        scores: Mean score by metric, in percent, first the one that counts; empty unless finished.
+        differences: To full context by metric, in percentage points; empty unless both are
+            finished, and for full context itself.
+        cost: What it cost; None unless finished.
+    """
+
+    cell: Cell
+    method: Method
+    done: int
+    expected: int
+    scores: dict[str, float]
+    differences: dict[str, Difference]
+    cost: Cost | None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all samples are there."""
+        return self.done == self.expected
+
+    @property
+    def score(self) -> float | None:
+        """The mean of the metric that counts."""
+        return next(iter(self.scores.values()), None)
+
+    @property
+    def difference(self) -> Difference | None:
+        """Of the metric that counts."""
+        return next(iter(self.differences.values()), None)
+
+
+@attrs.frozen
+class Summary:
+    """All figures of a folder, in the order of asking.
+
+    Args:
+        figures: By cell.
+        samples: The samples of every cell, by document.
+        largest: What each task's metrics give for the best answer.
+    """
+
+    figures: Mapping[Cell, Figure]
+    samples: Mapping[Cell, Sequence[Sample]]
+    largest: Mapping[tuple[str, str], float]
+
+    @classmethod
+    def of(cls, results: Results) -> Summary:
+        """Sum up a folder."""
+        samples = results.by_cell()
+        largest = largest_scores(results.samples)
+        figures = {
+            cell: _figure(results, cell, samples, largest) for cell in results.description.expected
+        }
+        return cls(figures, samples, largest)
+
+    def percents(self, cell: Cell) -> list[float]:
+        """The scores of a cell's samples in percent, by the metric that counts."""
+        found = []
+        for sample in self.samples[cell]:
+            metric, score = next(iter(sample.answer.scores.items()))
+            found.append(100 * score / self.largest[cell.task, metric])
+        return found
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the tasks."""
+        return list(dict.fromkeys(cell.task for cell in self.figures))
+
+    @property
+    def methods(self) -> list[str]:
+        """Labels of the methods, full context first."""
+        return list(dict.fromkeys(cell.method for cell in self.figures))
+
+    @property
+    def places(self) -> list[tuple[int | None, str]]:
+        """Pairs of length and question under which methods can be held against each other."""
+        found = dict.fromkeys((cell.length, cell.question) for cell in self.figures)
+        return sorted(found, key=lambda pair: (pair[0] is None, pair[0] or 0, pair[1] != "with"))
+
+    def under(self, length: int | None, question: str) -> dict[str, list[Figure]]:
+        """The figures of every method at a length, under a question; one a task."""
+        found: dict[str, list[Figure]] = {}
+        for cell, figure in self.figures.items():
+            if (cell.length, cell.question) == (length, question):
+                found.setdefault(cell.method, []).append(figure)
+        return found
+
+
+def mean_score(figures: Sequence[Figure]) -> float | None:
+    """The mean over tasks of the metric that counts; None unless all of them are finished."""
+    scores = [figure.score for figure in figures]
+    known = [score for score in scores if score is not None]
+    return fmean(known) if known and len(known) == len(scores) else None
+
+
+def mean_cost(figures: Sequence[Figure]) -> Cost | None:
+    """The mean over tasks of what a sample cost; None unless all of them are finished."""
+    costs = [figure.cost for figure in figures if figure.cost is not None]
+    if not costs or len(costs) < len(figures):
+        return None
+    names = [each.name for each in attrs.fields(Cost)]
+    return Cost(**{name: fmean(getattr(cost, name) for cost in costs) for name in names})
+
+
+def _figure(
+    results: Results,
+    cell: Cell,
+    samples: Mapping[Cell, Sequence[Sample]],
+    largest: Mapping[tuple[str, str], float],
+) -> Figure:
+    description = results.description
+    own, full = samples[cell], samples[cell.baseline]
+    expected = description.expected[cell]
+    method = description.methods[cell.method]
+    if len(own) < expected:
+        return Figure(cell, method, len(own), expected, {}, {}, None)
+    scores, differences = {}, {}
+    for metric in own[0].answer.scores:
+        one = largest[cell.task, metric] / 100
+        points = [sample.answer.scores[metric] / one for sample in own]
+        scores[metric] = fmean(points)
+        if cell.method != FULL_CONTEXT and len(full) == expected:
+            baseline = [sample.answer.scores[metric] / one for sample in full]
+            differences[metric] = paired_difference(points, baseline, scale=100.0)
+    return Figure(cell, method, len(own), expected, scores, differences, Cost.of(own))
+
+
+def largest_scores(samples: Sequence[Sample]) -> dict[tuple[str, str], float]:
+    """What a task's metric gives for the best answer: 1, or 100 where it gave more than 1."""
+    largest: dict[tuple[str, str], float] = {}
+    for sample in samples:
+        for metric, score in sample.answer.scores.items():
+            key = sample.cell.task, metric
+            largest[key] = 100.0 if score > 1 else largest.get(key, 1.0)
+    return largest

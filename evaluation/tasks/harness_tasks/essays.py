@@ -1,0 +1,50 @@
+"""Essays from a folder, and their sentences."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kvpolicy.evaluation.tasks.prompts import read_text
+
+# Behind a full stop and its quotes, where white space and no small letter follows.
+_END = re.compile("(?:(?<=[.!?])|(?<=[.!?][\"'\u2019\u201d)\\]]))\\s+(?=[^a-z\\s])")
+
+
+def read_essays(data: Path) -> str:
+    """The essays ``data/essays/*.txt``, in the order of their names, one behind the other.
+
+    Args:
+        data: The folder of local data.
+
+    Raises:
+        ValueError: There are none.
+    """
+    files = sorted((data / "essays").glob("*.txt"))
+    if not files:
+        raise ValueError(
+            f"data must hold essays as essays/*.txt, got none in {data}; put texts there, or leave "
+            "data out to let the harness fetch them"
+        )
+    return " ".join(read_text(file, "essay").strip() for file in files)
+
+
+def sentences_of(text: str) -> list[str]:
+    """The sentences of a text, where nltk's own splitter has no data to go by.
+
+    Example:
+        >>> sentences_of('It was late. "Who is it?" he asked, e.g. in vain. No one came!')
+        ['It was late.', '"Who is it?" he asked, e.g. in vain.', 'No one came!']
+    """
+    return [each for each in _END.split(text.strip()) if each]
+
+
+def has_punkt() -> bool:
+    """Whether nltk finds the data of its sentence splitter."""
+    import nltk
+
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError:
+        return False
+    return True

@@ -1,0 +1,12 @@
+"""The harness's own command with the model type ``kvpolicy``.
+
+``python -m kvpolicy.integrations.lm_eval`` is ``lm_eval``, whose registry of models reads no entry
+points: a model type is known once its module is imported.
+"""
+
+from lm_eval.__main__ import cli_evaluate
+
+import kvpolicy.integrations.lm_eval  # noqa: F401 - registers the model type
+
+if __name__ == "__main__":
+    cli_evaluate()

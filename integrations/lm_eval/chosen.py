@@ -1,0 +1,99 @@
+"""The policy that model arguments ask for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from lm_eval.models.huggingface import HFLM
+
+from kvpolicy.building import PARTS, PartOption, build_policy, compose, factory_of, parameters_of
+from kvpolicy.checks import check_kind
+from kvpolicy.policy import CachePolicy
+from kvpolicy.registry import registered
+
+
+def chosen_policy(
+    policy: CachePolicy | str | None,
+    parts: Mapping[str, str | None],
+    arguments: Mapping[str, Any],
+) -> tuple[CachePolicy, dict[str, Any]]:
+    """Build the policy that a model's arguments ask for.
+
+    Args:
+        policy: A policy, a registered name, or None: a composition where a part is named, else
+            the full context.
+        parts: By kind, a composition's parts as texts such as ``"last_query"`` or
+            ``"window_max_pool:window_size=16"``; None for one that is not named.
+        arguments: All further arguments, of the policy and of the model.
+
+    Returns:
+        The policy, and the arguments that are left.
+
+    Raises:
+        TypeError: ``policy`` is neither.
+        UnknownPolicyError: A name is not registered.
+        ValueError: Both a policy and a part are named, or an argument is a parameter of policies
+            that the chosen one does not take.
+    """
+    named = {kind: PartOption.parse(text, kind) for kind, text in parts.items() if text is not None}
+    if policy is not None and named:
+        raise ValueError(
+            f"policy must be None where parts of a composition are named ({', '.join(named)}), "
+            f"got {policy}"
+        )
+    taken = _taken(policy, named)
+    own = {name: value for name, value in arguments.items() if name in taken}
+    rest = {name: value for name, value in arguments.items() if name not in taken}
+    for name in rest.keys() & _all_parameters() - parameters_of(HFLM.__init__).keys():
+        raise ValueError(
+            f"{name} must be a parameter of the policy, got {policy or 'a composition'}, which "
+            f"takes {', '.join(taken) or 'none'}"
+        )
+    if named:
+        return compose(named, own), rest
+    if isinstance(policy, CachePolicy):
+        return policy, rest
+    return build_policy(policy or "full_context", **own), rest
+
+
+def _taken(policy: CachePolicy | str | None, parts: Mapping[str, PartOption]) -> dict[str, Any]:
+    """The parameters that a policy or composition takes, with their defaults."""
+    if parts:
+        factories = [factory_of(parts[k].name if k in parts else PARTS[k], k) for k in PARTS]
+        return {name: each for part in factories for name, each in parameters_of(part).items()}
+    if isinstance(policy, CachePolicy):
+        return {}
+    check_kind("policy", policy or "", str)
+    return parameters_of(factory_of(policy or "full_context"))
+
+
+def _all_parameters() -> set[str]:
+    return {name for each in registered().values() for name in parameters_of(each)}
+
+
+def check_model_arguments(arguments: Mapping[str, Any], *, loaded: bool) -> None:
+    """Check what is left for `HFLM`, which passes over what it does not know.
+
+    Args:
+        arguments: The arguments.
+        loaded: Whether the model is given as an object, so that none are for loading it.
+
+    Raises:
+        ValueError: An argument would have no effect, or does not go with a policy.
+    """
+    known = inspect.signature(HFLM.__init__).parameters
+    unknown = [name for name in arguments if name not in known]
+    if loaded and unknown:
+        raise ValueError(
+            f"{', '.join(unknown)} must be an argument of the policy or of HFLM, which takes "
+            f"{', '.join(name for name in known if name not in ('self', 'kwargs'))}"
+        )
+    if str(arguments.get("batch_size", 1)).startswith("auto"):
+        raise ValueError(
+            "batch_size must be an int, got auto: a size that plain forwards fit into says nothing "
+            "of what fits with a policy"
+        )
+    if arguments.get("backend", "default") == "seq2seq":
+        raise ValueError("backend must be causal, got seq2seq: policies are for decoders")

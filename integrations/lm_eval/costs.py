@@ -1,0 +1,120 @@
+"""What a request cost: tokens read and kept, bytes, seconds."""
+
+from __future__ import annotations
+
+import time
+
+import attrs
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from kvpolicy.integrations.transformers import PolicyCache
+
+
+@attrs.frozen
+class RequestCosts:
+    """What one request cost.
+
+    Args:
+        prompt_tokens: Tokens of the prompt, after truncation, padding not counted.
+        kept_tokens: Of them, held when the prompt had been read; the mean over the layers that
+            hold tokens and their KV heads.
+        bytes_held: Bytes of their keys and values, slots that hold nothing not counted.
+        prefill_seconds: From the batch's start to the logits of its first answer token, by rows:
+            rows of a batch are read together, and each has its share of the time.
+        total_seconds: The batch's time by rows, answers included.
+    """
+
+    prompt_tokens: int
+    kept_tokens: float
+    bytes_held: int
+    prefill_seconds: float
+    total_seconds: float
+
+
+@attrs.frozen
+class RowsHeld:
+    """What each row of a cache holds.
+
+    Args:
+        tokens: Tokens seen, by row.
+        kept: Tokens held, the mean over layers that hold some and their KV heads, by row.
+        nbytes: Bytes of their keys and values, by row.
+    """
+
+    tokens: tuple[int, ...]
+    kept: tuple[float, ...]
+    nbytes: tuple[int, ...]
+
+    @staticmethod
+    def of(cache: PolicyCache) -> RowsHeld:
+        """What a cache holds now."""
+        pairs = [
+            (layer.positions >= 0, report.held_bytes - report.padding_bytes)
+            for layer, report in zip(cache.layers, cache.report().layers, strict=True)
+            if layer.positions is not None
+        ]
+        rows = len(cache.seen_lengths)
+        kept, nbytes = [0.0] * rows, [0.0] * rows
+        for held, used in pairs:
+            slots = held.sum(dim=2)  # [batch, kv_heads]
+            for row in range(rows):
+                kept[row] += float(slots[row].float().mean())
+                nbytes[row] += used * int(slots[row].sum()) / max(int(slots.sum()), 1)
+        return RowsHeld(
+            cache.seen_lengths,
+            tuple(each / len(pairs) for each in kept),
+            tuple(round(each) for each in nbytes),
+        )
+
+
+class PrefillClock(LogitsProcessor):  # type: ignore[misc]
+    """Notes, at the first logits that `generate` gets, the time and what the cache holds.
+
+    Args:
+        cache: The cache that is about to read the prompts.
+    """
+
+    def __init__(self, cache: PolicyCache) -> None:
+        self.cache = cache
+        self.begin = now()
+        self.seconds: float | None = None
+        self.held: RowsHeld | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Leave the scores as they are."""
+        if self.held is None:
+            self.seconds = now() - self.begin
+            self.held = RowsHeld.of(self.cache)
+        return scores
+
+    def costs(self, rows: int) -> list[RequestCosts]:
+        """The costs of the prompts, once `generate` has ended.
+
+        Args:
+            rows: Prompts; the cache has as many rows, or each as often as there are beams, whose
+                bytes are then those of all its beams.
+        """
+        assert self.held is not None
+        assert self.seconds is not None
+        beams, held = len(self.held.tokens) // rows, self.held
+        nbytes = tuple(beams * each for each in held.nbytes[::beams])
+        first = RowsHeld(held.tokens[::beams], held.kept[::beams], nbytes)
+        return costs_of(first, self.seconds, now() - self.begin)
+
+
+def costs_of(held: RowsHeld, prefill_seconds: float, total_seconds: float) -> list[RequestCosts]:
+    """The costs of a batch's rows, which share its time."""
+    rows = len(held.tokens)
+    return [
+        RequestCosts(tokens, kept, nbytes, prefill_seconds / rows, total_seconds / rows)
+        for tokens, kept, nbytes in zip(held.tokens, held.kept, held.nbytes, strict=True)
+    ]
+
+
+def now() -> float:
+    """Seconds, when all that was asked of a GPU is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,204 @@
+"""Log-likelihoods of continuations, scored from caches that have read their contexts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from kvpolicy.integrations.lm_eval.costs import RequestCosts, RowsHeld, now
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.document import left_padded, read
+from kvpolicy.policy import CachePolicy
+
+
+@attrs.frozen
+class Continuation:
+    """A continuation to be scored, and what comes before it.
+
+    Args:
+        document: Ids that the policy acts on.
+        rest: Ids that are appended: what is left of the context, at least one token, whose last
+            predicts the first of the continuation, then the continuation but its last token.
+        scored: Ids of the continuation.
+    """
+
+    document: tuple[int, ...]
+    rest: tuple[int, ...]
+    scored: tuple[int, ...]
+
+    @staticmethod
+    def of(
+        context: Sequence[int], scored: Sequence[int], document_len: int | None, max_length: int
+    ) -> Continuation:
+        """Cut a context where the policy's part of it ends.
+
+        The last token of a context is never the policy's: its logits, as any of a prompt that the
+        policy acts on, would be those of the full context.
+
+        Args:
+            context: Its ids.
+            scored: The continuation's.
+            document_len: Tokens of the context that are its document; None for all of it.
+            max_length: Tokens that a model reads at most; more are cut off on the left, as `HFLM`
+                does.
+
+        Raises:
+            ValueError: The continuation is longer than that, or of the document nothing is left.
+        """
+        if len(scored) > max_length:
+            raise ValueError(
+                f"a continuation must have at most max_length={max_length} tokens, got "
+                f"{len(scored)}"
+            )
+        whole = tuple([*context, *scored][-(max_length + 1) :])
+        left = len(whole) - len(scored)  # tokens of the context
+        end = left if document_len is None else document_len - (len(context) - left)
+        if document_len is not None and end < 1:
+            raise ValueError(
+                f"max_length must leave room for the document before the question, which has "
+                f"{len(context) - document_len} tokens, got {max_length}"
+            )
+        end = min(end, left - 1)
+        return Continuation(whole[:end], whole[end:-1], tuple(scored))
+
+    @property
+    def asked_len(self) -> int:
+        """Tokens of the context behind the document."""
+        return len(self.rest) - (len(self.scored) - 1)
+
+
+@attrs.frozen
+class Score:
+    """What came out for one continuation.
+
+    Args:
+        log_likelihood: The sum of its tokens' log-probabilities.
+        is_greedy: Whether every token is the most likely one.
+        costs: What it cost; the seconds of a batch are shared by its continuations.
+    """
+
+    log_likelihood: float
+    is_greedy: bool
+    costs: RequestCosts
+
+
+@attrs.frozen
+class CacheScorer:
+    """Scores continuations with a model under a policy.
+
+    Args:
+        model: The model.
+        policy: The policy.
+        batch_size: Rows of a forward.
+        pad: The id of padding.
+        softmax_dtype: As `HFLM` takes it.
+    """
+
+    model: torch.nn.Module
+    policy: CachePolicy
+    batch_size: int
+    pad: int
+    softmax_dtype: torch.dtype | None = None
+
+    def score(self, requests: Mapping[int, Continuation]) -> Iterator[dict[int, Score]]:
+        """Score continuations whose documents are not empty, a batch of documents at a time.
+
+        A document is read once, however many continuations it has.
+
+        Args:
+            requests: By an index of the caller's.
+
+        Yields:
+            Scores by index.
+        """
+        documents: dict[tuple[int, ...], list[int]] = {}
+        for index, request in requests.items():
+            documents.setdefault(request.document, []).append(index)
+        longest_first = sorted(documents, key=lambda ids: (-len(ids), ids))
+        for start in range(0, len(longest_first), self.batch_size):
+            batch = longest_first[start : start + self.batch_size]
+            asked = [(row, i) for row, ids in enumerate(batch) for i in documents[ids]]
+            yield self._score_batch(batch, asked, requests)
+
+    @torch.no_grad()
+    def _score_batch(
+        self,
+        documents: Sequence[tuple[int, ...]],
+        asked: list[tuple[int, int]],
+        requests: Mapping[int, Continuation],
+    ) -> dict[int, Score]:
+        """Read documents, then score ``(row, index)`` pairs from forks of the cache."""
+        begin = now()
+        cache = PolicyCache(self.policy)
+        ids, mask = left_padded(documents, self.pad, self._device)
+        read(self.model, cache, ids, mask)
+        prefill, held = now() - begin, RowsHeld.of(cache)
+        found: dict[int, tuple[float, bool]] = {}
+        for chunk in self._chunks(cache, asked, requests):
+            rows = torch.tensor([row for row, _ in chunk], device=self._device)
+            fork = copy.copy(cache)
+            fork.batch_select_indices(rows)
+            found |= self._continue(fork, mask[rows], {i: requests[i] for _, i in chunk})
+        seconds = (prefill / len(asked), (now() - begin) / len(asked))
+        return {
+            index: Score(*found[index], _costs(held, row, requests[index], *seconds))
+            for row, index in asked
+        }
+
+    def _chunks(
+        self,
+        cache: PolicyCache,
+        asked: Sequence[tuple[int, int]],
+        requests: Mapping[int, Continuation],
+    ) -> Iterator[list[tuple[int, int]]]:
+        """Pairs that are scored together, the longest first."""
+
+        def length(pair: tuple[int, int]) -> int:
+            return -len(requests[pair[1]].rest)
+
+        # A recurrent layer cannot skip padding behind a document: rows of one length alone.
+        padded = all(layer.is_croppable for layer in cache.layers)
+        ordered = sorted(asked, key=length)
+        groups = [ordered] if padded else [list(each) for _, each in groupby(ordered, length)]
+        for group in groups:
+            for start in range(0, len(group), self.batch_size):
+                yield group[start : start + self.batch_size]
+
+    def _continue(
+        self, cache: PolicyCache, mask: Tensor, requests: Mapping[int, Continuation]
+    ) -> dict[int, tuple[float, bool]]:
+        """Append what is left of the rows ``[rows]``, whose documents had the mask."""
+        each = list(requests.values())
+        ids, valid = left_padded([request.rest for request in each], self.pad, self._device)
+        with cache.attached(self.model):
+            logits = self.model(
+                ids, attention_mask=torch.cat([mask, valid], dim=1), past_key_values=cache
+            ).logits
+        found = {}
+        for row, (index, request) in enumerate(requests.items()):
+            own = logits[row, -len(request.scored) :]  # [scored_len, vocab_size]
+            likely = log_softmax(own, dim=-1, dtype=self.softmax_dtype)
+            target = torch.tensor(request.scored, device=likely.device)
+            total = float(likely.gather(1, target[:, None]).sum())
+            found[index] = (total, bool((likely.argmax(dim=-1) == target).all()))
+        return found
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+
+def _costs(
+    held: RowsHeld, row: int, request: Continuation, prefill: float, total: float
+) -> RequestCosts:
+    """With the tokens of the context behind the document, each held as those kept of it are."""
+    kept = held.kept[row] + request.asked_len
+    nbytes = held.nbytes[row] * kept / held.kept[row] if held.kept[row] else 0.0
+    tokens = len(request.document) + request.asked_len
+    return RequestCosts(tokens, kept, round(nbytes), prefill, total)

@@ -1,0 +1,90 @@
+"""Where a task's prompt ends its document and asks its question."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Splitter = Callable[[Mapping[str, Any], str], int]
+
+_splitters: dict[str, Splitter] = {}
+
+
+def register_splitter(pattern: str, splitter: Splitter) -> None:
+    """Say where the document of a task's prompts ends.
+
+    Args:
+        pattern: A task's name, or a pattern such as ``"longbench_*"``. A later pattern goes before
+            an earlier one.
+        splitter: Is given the task's document (its fields by name) and the whole prompt, in
+            which a chat template may stand around it; returns how many characters of the prompt
+            come before the question.
+
+    Example:
+        >>> register_splitter("my_task", lambda doc, prompt: prompt.rindex(doc["question"]))
+    """
+    _splitters.pop(pattern, None)
+    _splitters[pattern] = splitter
+
+
+def document_end(task: str | None, doc: Mapping[str, Any], prompt: str) -> int:
+    """How many characters of a prompt are its document.
+
+    Args:
+        task: The task's name.
+        doc: The task's document.
+        prompt: The whole prompt.
+
+    Raises:
+        ValueError: No splitter is registered for the task, or it does not find the document.
+    """
+    matching = [each for each in _splitters if fnmatch.fnmatchcase(task or "", each)]
+    if not matching:
+        raise ValueError(
+            f"question must be 'with' for the task {task!r}, got 'later': no splitter says where "
+            "its prompts end their document and ask their question; register one, which returns "
+            "how many characters come before the question, with kvpolicy.integrations.lm_eval."
+            f"register_splitter({task!r}, lambda doc, prompt: ...); its documents have the fields "
+            f"{', '.join(doc)}"
+        )
+    pattern = matching[-1]
+    try:
+        end = _splitters[pattern](doc, prompt)
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"the splitter {pattern!r} must find the document in a prompt of the task {task!r}, "
+            f"got {type(error).__name__}: {error}; the document has the fields {', '.join(doc)}"
+        ) from error
+    if not 0 < end <= len(prompt):
+        raise ValueError(
+            f"the splitter {pattern!r} must return a number of characters in [1, {len(prompt)}], "
+            f"the prompt's length, got {end}"
+        )
+    return end
+
+
+def after_field(name: str) -> Splitter:
+    """A splitter behind the last place where a field of the document stands in the prompt."""
+
+    def split(doc: Mapping[str, Any], prompt: str) -> int:
+        text = str(doc[name]).strip()  # a chat template may strip the ends of a message
+        return prompt.rindex(text) + len(text)
+
+    return split
+
+
+def before_last_line(name: str) -> Splitter:
+    """A splitter before the last line of a field of the document."""
+
+    def split(doc: Mapping[str, Any], prompt: str) -> int:
+        text = str(doc[name]).strip()
+        return prompt.rindex(text) + text.rindex("\n") + 1
+
+    return split
+
+
+for _pattern in ("longbench_*", "needle_*", "haystack*"):
+    register_splitter(_pattern, after_field("context"))
+for _pattern in ("niah_*", "ruler_*"):  # the last sentence, which is a line, asks
+    register_splitter(_pattern, before_last_line("input"))

@@ -1,0 +1,227 @@
+"""A document that is read once, of which questions are asked afterwards."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy.checks import check_count, check_kind
+from kvpolicy.integrations.transformers.cache import PolicyCache
+from kvpolicy.integrations.transformers.state.storage import Storage
+from kvpolicy.policy import CachePolicy
+
+
+class ReadDocument:
+    """A document that a model has read once under a policy; any number of questions follow.
+
+    The policy chooses what to keep before it knows any question. Each question is appended to a
+    copy of the cache, and held whole, so that no answer sees another question.
+
+    Args:
+        model: A decoder-only model of Transformers.
+        tokenizer: Its tokenizer.
+        document: The text.
+        policy: Which of its tokens to keep.
+        chat: Whether document and question stand in a user's message of the tokenizer's chat
+            template; else one simply follows the other.
+        storage: How keys and values are held; see `PolicyCache`.
+
+    Attributes:
+        cache: What is kept of the document.
+
+    Raises:
+        ValueError: The document is empty, or the chat template does not begin with it whatever is
+            asked.
+
+    Example:
+        >>> from kvpolicy.evaluation.needle import NeedleTask, load_model, load_tokenizer
+        >>> from kvpolicy.policies import KeyDiff
+        >>> tokenizer, prompt = load_tokenizer(), NeedleTask(context_len=256).prompts(1)[0]
+        >>> text = tokenizer.decode(prompt.input_ids[:-2])
+        >>> document = ReadDocument(load_model(), tokenizer, text, KeyDiff(retention_rate=0.8))
+        >>> question = tokenizer.decode(prompt.input_ids[-2:])
+        >>> answers = document.answer([question], max_new_tokens=3)
+        >>> answers == [tokenizer.decode(prompt.answer)]
+        True
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        document: str,
+        policy: CachePolicy,
+        *,
+        chat: bool = False,
+        storage: Storage | None = None,
+    ) -> None:
+        check_kind("document", document, str)
+        if not document.strip():
+            raise ValueError("document must be a text that is not blank, got an empty one")
+        self._model, self._tokenizer = model, tokenizer
+        self._document, self._chat = document, chat
+        self._text = self._templated("?")[: -len(self._after("?"))] if chat else document
+        ids = prompt_ids(tokenizer, self._text, special=not chat)
+        self._ids = torch.tensor([ids], device=model.device)
+        self.cache = PolicyCache(policy, storage)
+        read(model, self.cache, self._ids, torch.ones_like(self._ids))
+
+    def answer(
+        self, questions: Sequence[str], *, batch_size: int | None = None, **generation: Any
+    ) -> list[str]:
+        """Answer questions, each as if it was the only one.
+
+        Args:
+            questions: Texts, each of which follows the document as it stands.
+            batch_size: Questions answered at a time, each with a copy of what is kept; None for
+                all of them.
+            generation: For `generate`, such as ``max_new_tokens``.
+
+        Returns:
+            The answers, in the order of the questions, without special tokens.
+
+        Raises:
+            TypeError: ``questions`` is a text, and no sequence of such.
+            ValueError: A question is empty.
+        """
+        if isinstance(questions, str):
+            raise TypeError(
+                f"questions must be a sequence of texts, got {questions!r}; pass a list"
+            )
+        if batch_size is not None:
+            check_count("batch_size", batch_size, minimum=1)
+        size, answers = batch_size or max(len(questions), 1), list[str]()
+        for start in range(0, len(questions), size):
+            answers += self._answer(questions[start : start + size], generation)
+        return answers
+
+    def _answer(self, questions: Sequence[str], generation: dict[str, Any]) -> list[str]:
+        rows = [self._question_ids(question) for question in questions]
+        pad = self._tokenizer.pad_token_id
+        pad = self._tokenizer.eos_token_id if pad is None else pad
+        asked, valid = left_padded(rows, pad or 0, self._ids.device)
+        document = self._ids.expand(len(rows), -1)
+        ids = torch.cat([document, asked], dim=1)
+        mask = torch.cat([torch.ones_like(document), valid], dim=1)
+        fork = copy.copy(self.cache)
+        fork.batch_repeat_interleave(len(rows) * beams_of(self._model, generation))
+        with fork.appending():
+            output = self._model.generate(
+                ids,
+                attention_mask=mask,
+                past_key_values=fork,
+                **{"pad_token_id": pad, **generation},
+            )
+        decoded: list[str] = self._tokenizer.batch_decode(
+            output[:, ids.shape[1] :], skip_special_tokens=True
+        )
+        return decoded
+
+    def _question_ids(self, question: str) -> list[int]:
+        text = self._after(question) if self._chat else question
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise ValueError(f"questions must not be empty, got {question!r}")
+        return ids
+
+    def _templated(self, question: str) -> str:
+        message = {"role": "user", "content": self._document + question}
+        text: str = self._tokenizer.apply_chat_template(
+            [message], tokenize=False, add_generation_prompt=True
+        )
+        return text
+
+    def _after(self, question: str) -> str:
+        """What the chat template has behind the document."""
+        text, document = self._templated(question), self._document.strip()
+        before, found, after = text.partition(document)
+        if not found or not (before + found).startswith(getattr(self, "_text", before + found)):
+            raise ValueError(
+                "the chat template must begin with the document whatever is asked, got one that "
+                "changes it; build the texts yourself, and pass chat=False"
+            )
+        return after
+
+
+def prompt_ids(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
+    """The ids of a text that more text is to follow.
+
+    Args:
+        tokenizer: The tokenizer.
+        text: The text.
+        special: Whether special tokens stand before it, as the tokenizer puts them there; what it
+            puts behind a text is left out.
+    """
+    own: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not special:
+        return own
+    ids: list[int] = tokenizer(text)["input_ids"]
+    for before in range(len(ids) - len(own) + 1):
+        if ids[before : before + len(own)] == own:
+            return ids[: before + len(own)]
+    return ids
+
+
+def beams_of(model: Any, generation: Mapping[str, Any]) -> int:
+    """How many rows `generate` makes of one, which a cache that has been filled must have.
+
+    Args:
+        model: The model.
+        generation: What it is called with.
+
+    Raises:
+        ValueError: Several answers to one prompt are asked for.
+    """
+    own = model.generation_config
+    returned = generation.get("num_return_sequences", own.num_return_sequences) or 1
+    if returned != 1:
+        raise ValueError(f"num_return_sequences must be 1, got {returned}")
+    return int(generation.get("num_beams", own.num_beams) or 1)
+
+
+def read(model: Any, cache: PolicyCache, input_ids: Tensor, attention_mask: Tensor) -> None:
+    """Read prompts, or the beginnings of such, under a cache's policy.
+
+    Args:
+        model: A decoder-only model of Transformers.
+        cache: An empty one.
+        input_ids: ``[batch, len]``, padded on the left.
+        attention_mask: ``[batch, len]``, 0 on padding.
+    """
+    keep = {} if "logits_to_keep" not in _parameters(model) else {"logits_to_keep": 1}
+    with torch.no_grad(), cache.attached(model):
+        model(input_ids, attention_mask=attention_mask, past_key_values=cache, **keep)
+
+
+def _parameters(model: Any) -> Any:
+    return inspect.signature(model.forward).parameters
+
+
+def left_padded(
+    rows: Sequence[Sequence[int]], pad: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Rows of token ids as one batch.
+
+    Args:
+        rows: The ids, each row at least one.
+        pad: The id of padding.
+        device: Of what is returned.
+
+    Returns:
+        Ids and attention mask ``[batch, len]`` int64, padded on the left.
+
+    Example:
+        >>> left_padded([[5, 6], [7]], 0, torch.device("cpu"))
+        (tensor([[5, 6],
+                [0, 7]]), tensor([[1, 1],
+                [0, 1]]))
+    """
+    width = max(len(row) for row in rows)
+    ids = [[pad] * (width - len(row)) + list(row) for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)

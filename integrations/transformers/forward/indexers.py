@@ -1,0 +1,60 @@
+"""What a layer with an indexer is told of positions, of the keys that it holds and of new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy.integrations.transformers.forward.inputs import take_columns
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+
+Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def new_places(layers: Sequence[PolicyLayer], slots: Tensor | None) -> Tensor | None:
+    """Position ids ``[axes, batch, new_len]`` of the tokens that reach a layer.
+
+    Args:
+        layers: What each layer holds; a model that turns index keys late gives them to one.
+        slots: ``[batch, new_len]`` int64, the forward's tokens that reach the layer; None for all.
+
+    Returns:
+        None where the model gives none.
+    """
+    given = (layer.new_places for layer in layers if isinstance(layer, IndexedLayer))
+    places = next((each for each in given if each is not None), None)
+    return places if places is None or slots is None else take_columns(places, slots, 1, 2)
+
+
+def with_positions(
+    layer: IndexedLayer,
+    hidden: Tensor,
+    kwargs: dict[str, Any],
+    rotary: Rotary | None,
+    order: Tensor | None,
+) -> dict[str, Any]:
+    """A layer's arguments with positions as its indexer takes them.
+
+    Args:
+        layer: What it holds.
+        hidden: ``[batch, new_len, hidden]``, its input.
+        kwargs: Its other arguments, by name.
+        rotary: The decoder's rotary embedding, by which index keys that are held are turned.
+        order: ``[batch, 1, key_len]`` int64, the slot in each place; None where they stay.
+    """
+    if layer.blocks:  # which are counted by slot
+        slots = torch.arange(hidden.shape[1], device=hidden.device) + layer.kept_len
+        kwargs = {**kwargs, "position_ids": slots.expand(hidden.shape[0], -1)}
+    places = layer.places()
+    if places is None:
+        return kwargs
+    assert rotary is not None
+    pairs = zip(rotary(hidden, places), kwargs["position_embeddings"], strict=True)
+    turns = tuple(torch.cat([held, new], dim=1) for held, new in pairs)
+    if order is not None:
+        turns = tuple(take_columns(each, order[:, 0]) for each in turns)
+    return {**kwargs, "position_embeddings": turns}

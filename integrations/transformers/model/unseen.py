@@ -1,0 +1,99 @@
+"""Layers whose own attention function shows nobody its queries, and what can be done with them.
+
+Their keys and values still go through the cache, where a policy can choose that asks for no
+queries. It does so when the cache gets them, and the layer attends to all of them nevertheless.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.policies import (
+    KeyNormScorer,
+    StreamingLLM,
+    TokenSelectivePropagation,
+)
+from kvpolicy.policy import CachePolicy
+
+# What such a model is checked with. All heads keep the same: some take one mask for all.
+EVICTING = StreamingLLM(retention_rate=0.5)
+DROPPING = CachePolicy(
+    KeyNormScorer(),
+    EVICTING.selector,
+    TokenSelectivePropagation(tsp_rate=0.7, window_size=4),
+)
+
+# Parts of the names of arguments that are added to scores, column by column.
+_BIASES = ("alibi", "position_bias", "relative_position")
+
+
+def check_layer(layer: nn.Module, decoder: nn.Module) -> None:
+    """Check what is known of a layer with an attention function of its own.
+
+    Args:
+        layer: The decoder layer.
+        decoder: Its decoder.
+
+    Raises:
+        UnsupportedModelError: It uses no cache, or counts in columns, which a policy changes.
+    """
+    config: Any = decoder.config
+    if not takes_cache(decoder):
+        raise UnsupportedModelError(
+            "model must take past_key_values, the cache in which a policy chooses, but "
+            f"{type(decoder).__name__} does not"
+        )
+    kind = getattr(config, "attention_type", None)
+    if isinstance(kind, str) and "sparse" in kind:
+        raise UnsupportedModelError(
+            "a layer with an attention function of its own must see the whole context, but "
+            f"attention_type is {kind!r}, which attends to blocks of columns"
+        )
+    bias = None if getattr(config, "alibi", None) is False else column_bias(layer)
+    if bias is not None:
+        raise UnsupportedModelError(bias)
+
+
+def takes_cache(decoder: nn.Module) -> bool:
+    """Whether a decoder can be called with a cache of Transformers."""
+    parameters = inspect.signature(type(decoder).forward).parameters
+    return "past_key_values" in parameters
+
+
+def column_bias(layer: nn.Module) -> str | None:
+    """What a layer's arguments say of scores that depend on the columns of keys; None if nothing.
+
+    What a policy leaves lies in other columns than it did, so that such scores would be wrong.
+    """
+    for name in inspect.signature(type(layer).forward).parameters:
+        if any(each in name for each in _BIASES):
+            return (
+                "scores of attention must not depend on the columns in which keys stand, but "
+                f"{type(layer).__name__} adds {name} to them"
+            )
+    return None
+
+
+def check_policy(model: nn.Module, policy: CachePolicy) -> None:
+    """Check that a policy asks for no queries of a model that shows none.
+
+    Raises:
+        UnsupportedModelError: It does, or what it asks for comes with them.
+    """
+    name = type(model).__name__
+    if policy.num_queries != 0 or policy.propagation.restarts:
+        asks = "restarts the prefill" if policy.num_queries == 0 else "looks at queries"
+        raise UnsupportedModelError(
+            f"{policy} cannot be applied to {name}, whose attention does not go through "
+            f"Transformers' AttentionInterface and shows no queries: it {asks}; use a policy "
+            "without, such as StreamingLLM, KeyNorm or KeyDiff"
+        )
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        raise UnsupportedModelError(
+            f"{name} must be in one process, since its attention does not show which heads a "
+            "process computes; load it without tensor parallelism"
+        )

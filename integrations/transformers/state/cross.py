@@ -1,0 +1,80 @@
+"""What a `PolicyCache` stores for a layer that attends to images."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
+from kvpolicy.integrations.transformers.state.storage import Storage, own_storage
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+
+
+class CrossLayer(PolicyLayer):
+    """Keys and values of images ``[batch, kv_heads, image_len, head_dim]``, which stay as they are.
+
+    Args:
+        storage: Of keys and values of tokens; those of images stay on their device.
+        room: As of a `PolicyLayer`.
+    """
+
+    attends = False
+
+    def __init__(self, storage: Storage | None = None, room: int = 0) -> None:
+        super().__init__(storage, room)
+        self.images: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Those of all images, where a model finds them; None before any."""
+        return None if self.images is None else self.images[0]
+
+    @property
+    def values(self) -> Tensor | None:
+        """See `keys`."""
+        return None if self.images is None else self.images[1]
+
+    def with_images(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add those of more images behind; returns all of them."""
+        if self.images is not None:
+            keys = torch.cat([self.images[0], keys], dim=2)
+            values = torch.cat([self.images[1], values], dim=2)
+        images = own_storage(keys), own_storage(values)
+        self.hold_images(images)
+        return images
+
+    def hold_images(self, images: tuple[Tensor, Tensor] | None) -> None:
+        """Hold these, and no others."""
+        self.images, self.is_initialized = images, images is not None
+        if images is not None:
+            self.dtype, self.device = images[0].dtype, images[0].device
+
+    def move_to(self, device: torch.device, tokens: SeenTokens) -> None:
+        """See `PolicyLayer.move_to`."""
+        super().move_to(device, tokens)
+        if self.images is not None:
+            self.hold_images((self.images[0].to(device), self.images[1].to(device)))
+
+    def take_rows(self, rows: Tensor, tokens: SeenTokens) -> None:
+        """See `PolicyLayer.take_rows`."""
+        super().take_rows(rows, tokens)
+        if self.images is not None:
+            keys, values = (each.index_select(0, rows.to(each.device)) for each in self.images)
+            self.hold_images((keys, values))
+
+    def state_nbytes(self) -> int:
+        """See `PolicyLayer.state_nbytes`."""
+        return sum(each.nbytes for each in self.images or ())
+
+    def state(self) -> State:
+        """See `PolicyLayer.state`."""
+        return (*super().state(), self.images)
+
+    def restore(self, state: State) -> None:
+        """See `PolicyLayer.restore`."""
+        *own, images = state
+        super().restore(tuple(own))
+        self.hold_images(images)
+
+    def _nothing(self) -> State:
+        return (*super()._nothing(), None)

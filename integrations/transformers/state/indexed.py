@@ -1,0 +1,211 @@
+"""What a `PolicyCache` stores for a layer whose indexer picks the keys that a query attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvpolicy.errors import NotAttachedError
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
+from kvpolicy.integrations.transformers.state.storage import Held, Storage
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.selection import gather_slots
+
+
+class IndexedLayer(PolicyLayer):
+    """Keys and values as in any layer, and slot by slot an index key beside them.
+
+    A layer that borrows the slots of an earlier layer's indexer has no index keys of its own. Where
+    index keys are turned to their positions only when they are scored, these are held beside them.
+
+    Args:
+        storage: How keys and values are held; index keys are not quantised.
+        room: As of a `PolicyLayer`.
+        blocks: Whether the indexer picks blocks of slots, and hands index keys to the layer itself.
+
+    Attributes:
+        borrows: Whether the layer was given no index keys since the forward began.
+        new_places: ``[axes, batch, new_len]`` int64: the position ids of a forward's tokens, which
+            a model that turns index keys late gives to the first such layer.
+        taking: What index keys go to that are handed to the layer, during a forward.
+    """
+
+    one_choice = True
+    new_places: Tensor | None = None
+    taking: Callable[[Tensor], Tensor] | None = None
+
+    def __init__(
+        self, storage: Storage | None = None, room: int = 0, *, blocks: bool = False
+    ) -> None:
+        super().__init__(storage, room)
+        self.blocks = blocks
+        self.index: Held | None = None  # its keys are index keys, of one head
+        self._shown: tuple[Tensor, Tensor] | None = None  # of every slot, till some are kept
+        self._attended: Tensor | None = None  # the keys of the forward under way
+
+    def fresh(self) -> PolicyLayer:
+        """See `PolicyLayer.fresh`."""
+        return type(self)(self.storage, self.room, blocks=self.blocks)
+
+    @property
+    def borrows(self) -> bool:
+        """See the class."""
+        return self._shown is None
+
+    def index_tensors(self) -> tuple[Tensor, Tensor]:
+        """Index keys ``[batch, 1, kept_len, index_dim]``, and what else each slot has, as wide."""
+        if self.index is not None:
+            return self.index.read()
+        assert self.held is not None
+        none = self.held.read()[0][:, :1, :, :0]
+        return none, none
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        """As `PolicyCache.update_indexer`, of index keys ``[batch, 1, new_len, index_dim]``.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        if self.taking is None:
+            raise NotAttachedError(
+                "cache must be attached to the model for its policy to act: use "
+                "model.generate(past_key_values=cache), or call the model inside "
+                "`with cache.attached(model):`"
+            )
+        return self.taking(keys[:, 0])[:, None]
+
+    @property
+    def keys(self) -> Tensor | None:
+        """See `PolicyLayer.keys`; during a forward those attended to, whose slots are picked."""
+        return super().keys if self._attended is None else self._attended
+
+    def attend_to(self, keys: Tensor) -> None:
+        """Take note of the keys ``[batch, kv_heads, key_len, head_dim]`` of a forward under way."""
+        self._attended = keys
+
+    @property
+    def indexer_position_ids(self) -> None:
+        """Nothing: a model would put its positions before those of the tokens at hand."""
+        return None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, places: Tensor) -> None:
+        self.new_places = places
+
+    def places(self) -> Tensor | None:
+        """The position ids ``[axes, batch, kept_len]`` of what is held; None without any."""
+        places = None if self.index is None else self.index.read()[1]
+        return None if places is None or not places.shape[3] else places[:, 0].permute(2, 0, 1)
+
+    def show_index(self, new: Tensor, places: Tensor | None, order: Tensor | None) -> Tensor:
+        """All index keys of a forward after which `store` keeps some slots.
+
+        Args:
+            new: ``[batch, new_len, index_dim]``, of its tokens.
+            places: ``[axes, batch, new_len]`` int64, their position ids; None without any.
+            order: ``[batch, 1, key_len]`` int64, the slot in each place; None where they stay.
+
+        Returns:
+            ``[batch, key_len, index_dim]``.
+        """
+        keys, beside = _slots(new, places)
+        if self.index is not None:
+            held_keys, held_beside = self.index.read()
+            keys = torch.cat([held_keys, keys], dim=2)
+            beside = torch.cat([held_beside, beside], dim=2)
+        if order is not None:
+            keys, beside = gather_slots(keys, order), gather_slots(beside, order)
+        self._shown = keys, beside
+        return keys[:, 0]
+
+    def append_index(self, new: Tensor, places: Tensor | None) -> Tensor:
+        """Add the index keys of a forward's tokens behind those held; return all of them.
+
+        Args:
+            new: See `show_index`.
+            places: Likewise.
+        """
+        slots = _slots(new, places)
+        if self.index is None:
+            self.index = self.storage.beside().hold(*slots)
+        else:
+            self.index = self.index.appended(*slots)
+        return self.index.read()[0][:, 0]
+
+    def store(self, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor) -> None:
+        """See `PolicyLayer.store`; index keys are kept alongside."""
+        shown, self._shown = self._shown, None
+        super().store(keys, values, positions[:, :1], kept[:, :1])
+        if shown is not None:
+            self._hold_index(*(gather_slots(each, kept[:, :1]) for each in shown))
+
+    def load_index(self, keys: Tensor, beside: Tensor) -> None:
+        """Hold what a file has; see `index_tensors`."""
+        self.index = None
+        if keys.shape[3]:
+            self._hold_index(keys, beside)
+
+    def _hold_index(self, keys: Tensor, beside: Tensor) -> None:
+        self.index = self.storage.beside().hold(keys, beside).with_room(self.room)
+
+    def move_to(self, device: torch.device, tokens: SeenTokens) -> None:
+        """See `PolicyLayer.move_to`."""
+        super().move_to(device, tokens)
+        if self.index is not None and self.held is not None:
+            keys, beside = self.index.read()
+            dtype = self.held.read()[0].dtype  # that of the model, loaded in another precision
+            self._hold_index(keys.to(device, dtype), beside.to(device))
+
+    def drop_last(self, count: int) -> None:
+        """See `PolicyLayer.drop_last`."""
+        if count and self.index is not None:
+            self.index = self.index.first(self.kept_len - count)
+        super().drop_last(count)
+
+    def take_rows(self, rows: Tensor, tokens: SeenTokens) -> None:
+        """See `PolicyLayer.take_rows`."""
+        super().take_rows(rows, tokens)
+        if self.index is not None:
+            self.index = self.index.rows(rows)
+
+    def state(self) -> State:
+        """See `PolicyLayer.state`."""
+        return (*super().state(), self.index)
+
+    def restore(self, state: State) -> None:
+        """See `PolicyLayer.restore`."""
+        *own, self.index = state
+        self._shown = self._attended = self.new_places = self.taking = None
+        super().restore(tuple(own))
+
+    def follow(self, tokens: SeenTokens) -> None:
+        """See `PolicyLayer.follow`; the forward is over."""
+        super().follow(tokens)
+        self._attended = self.new_places = self.taking = None
+
+    def get_seq_length(self) -> int:
+        """Columns seen; during a forward, slots attended to."""
+        return super().get_seq_length() if self._attended is None else self._attended.shape[2]
+
+    def _nothing(self) -> State:
+        return (*super()._nothing(), None)
+
+    def nbytes(self) -> int:
+        """See `PolicyLayer.nbytes`; with the index keys."""
+        return super().nbytes() + (0 if self.index is None else self.index.nbytes())
+
+    def beside_nbytes(self) -> int:
+        """See `PolicyLayer.beside_nbytes`."""
+        if self.index is None:
+            return 0
+        return sum(each.shape[3] * each.element_size() for each in self.index.read())
+
+
+def _slots(new: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Index keys ``[batch, 1, new_len, index_dim]``, and position ids likewise, of any width."""
+    keys = new[:, None]
+    if places is None:
+        return keys, keys[..., :0]
+    return keys, places.expand(-1, new.shape[0], -1).permute(1, 2, 0)[:, None]

@@ -1,0 +1,175 @@
+"""Policies built from names and values, as command lines and model arguments give them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import attrs
+
+from kvpolicy.checks import check_kind
+from kvpolicy.errors import UnknownPolicyError
+from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+from kvpolicy.policy import CachePolicy
+from kvpolicy.registry import Part, build, registered
+
+# What a composition has where nothing is named: SnapKV's.
+PARTS = {"scorer": "window_max_pool", "selector": "gqa_group", "propagation": "pass_all"}
+
+
+@attrs.frozen
+class PartOption:
+    """A part of a composition as it is written: a registered name, and parameters.
+
+    Args:
+        name: Under which it is registered.
+        parameters: Values by name.
+    """
+
+    name: str
+    parameters: dict[str, Any] = attrs.field(factory=dict)
+
+    @staticmethod
+    def parse(text: str, option: str) -> PartOption:
+        """Read ``"name"`` or ``"name:parameter=value,..."``.
+
+        Args:
+            text: The text.
+            option: Whose it is, for messages.
+
+        Raises:
+            ValueError: See `parse_assignments`.
+        """
+        name, colon, rest = text.partition(":")
+        assignments = rest.split(",") if colon else []
+        return PartOption(name.strip(), parse_assignments(assignments, option))
+
+
+def parse_assignments(assignments: Iterable[str], option: str) -> dict[str, Any]:
+    """Values by name, of texts such as ``"window_size=16"``.
+
+    Args:
+        assignments: The texts.
+        option: Whose they are, for messages.
+
+    Raises:
+        ValueError: One is no name and value.
+
+    Example:
+        >>> parse_assignments(["tsp_layer=none", "tsp_rate=0.5", "kernel_size=5"], "--set")
+        {'tsp_layer': None, 'tsp_rate': 0.5, 'kernel_size': 5}
+    """
+    parsed: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = (each.strip() for each in assignment.partition("="))
+        value = _value(text)
+        if not (name.isidentifier() and equals) or value != value:
+            raise ValueError(
+                f"{option} must be NAME=VALUE, a finite number, true, false or none, got "
+                f"{assignment!r}"
+            )
+        parsed[name] = value
+    return parsed
+
+
+def _value(text: str) -> Any:
+    """The value that a text means; NaN where it means none."""
+    named = {"none": None, "true": True, "false": False}
+    if text.lower() in named:
+        return named[text.lower()]
+    try:
+        value: float = int(text) if text.lstrip("+-").isdecimal() else float(text)
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan
+
+
+def parameters_of(factory: Callable[..., Any]) -> dict[str, Any]:
+    """The parameters a factory takes by name, with their defaults.
+
+    Returns:
+        `inspect.Parameter.empty` where there is no default. Empty for a factory whose signature
+        cannot be read; ``*args`` and ``**kwargs`` promise nothing and do not count.
+    """
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {each.name: each.default for each in parameters if each.kind in by_name}
+
+
+def factory_of(name: str, kind: str = "policy") -> Callable[..., Part]:
+    """The registered factory of a name; ``-`` counts as ``_``.
+
+    Raises:
+        TypeError: ``name`` is not a str.
+        UnknownPolicyError: Nothing of that kind has the name; lists what has.
+    """
+    check_kind("name", name, str)
+    known = registered(kind)
+    if name.replace("-", "_") not in known:
+        raise UnknownPolicyError(f"no {kind} is named {name!r}; known: {', '.join(known)}")
+    return known[name.replace("-", "_")]
+
+
+def build_policy(name: str, **parameters: Any) -> CachePolicy:
+    """Build a registered policy from the parameters that are not None.
+
+    Raises:
+        ValueError: No policy has the name, it takes no parameter of that name, or a value is out
+            of its range.
+
+    Example:
+        >>> build_policy("snapkv", retention_rate=0.2, tsp_rate=None).selector.budget
+        Budget(rate=0.2, tokens=None)
+    """
+    given = {key: value for key, value in parameters.items() if value is not None}
+    known = parameters_of(factory_of(name))
+    for key in given:
+        if key not in known:
+            raise ValueError(
+                f"policy {name} takes no {key}; it takes {', '.join(known) or 'no parameters'}"
+            )
+    policy = build(name, **given)
+    assert isinstance(policy, CachePolicy)
+    return policy
+
+
+def compose(parts: Mapping[str, PartOption], shared: Mapping[str, Any]) -> CachePolicy:
+    """Build a composition of registered parts.
+
+    Args:
+        parts: By kind, ``"scorer"``, ``"selector"`` and ``"propagation"``; what is not named is
+            SnapKV's.
+        shared: Further values by name, for every part that takes them.
+
+    Raises:
+        ValueError: A part is unknown, takes no parameter that it is told, or a value is out of its
+            range.
+
+    Example:
+        >>> print(compose({"scorer": PartOption("last_query")}, {"retention_rate": 0.2}).selector)
+        GQAGroupSelector(retention_rate=0.2)
+    """
+    built: dict[str, Any] = {}
+    for kind, default in PARTS.items():
+        told = parts.get(kind, PartOption(default))
+        factory = factory_of(told.name, kind)
+        known = parameters_of(factory)
+        for key in told.parameters:
+            if key not in known:
+                raise ValueError(
+                    f"--{kind} {told.name} takes no {key}; it takes "
+                    f"{', '.join(known) or 'no parameters'}"
+                )
+        taken = {key: value for key, value in shared.items() if key in known}
+        built[kind] = factory(**{**taken, **told.parameters})
+    scorer, selector, propagation = built["scorer"], built["selector"], built["propagation"]
+    assert isinstance(scorer, Scorer)
+    assert isinstance(selector, KVSelector)
+    assert isinstance(propagation, PropagationPolicy)
+    needed = selector.needs_saliency or propagation.needs_saliency
+    return CachePolicy(scorer if needed or "scorer" in parts else None, selector, propagation)

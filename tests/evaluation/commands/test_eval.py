@@ -1,0 +1,202 @@
+"""`kvpolicy eval` and `kvpolicy report`: from a command line to a page, and what goes wrong."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils import logging
+
+from kvpolicy.evaluation import models
+from kvpolicy.evaluation.cli import main
+from kvpolicy.evaluation.suite import Settings, Summary, load, run
+from kvpolicy.evaluation.suite.harness import HarnessRunner
+from kvpolicy.evaluation.suite.sample import Answer, Cell, Document
+from tests.evaluation.suite.tasks import TASKS
+
+Run = Callable[..., tuple[int, str, str]]
+ASKED = ("--tasks", "needle_one_hop", "--lengths", "128,192", "-p", "snapkv", "--limit", 2)
+
+
+@pytest.fixture(autouse=True)
+def _process_state() -> Iterator[None]:
+    threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
+    yield
+    torch.set_num_threads(threads)
+    logging.set_verbosity(verbosity)
+    logging.enable_progress_bar()
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run_main(*arguments: object) -> tuple[int, str, str]:
+        status = main([str(each) for each in arguments])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run_main
+
+
+def fails(result: tuple[int, str, str], *said: str, status: int = 1) -> None:
+    """One clear line on stderr, before anything was asked."""
+    assert result[0] == status
+    lines = [line for line in result[2].splitlines() if line.strip()]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    for each in said:
+        assert each in lines[0]
+
+
+def test_from_a_command_line_to_a_page(command: Run, tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    arguments = ("eval", *ASKED, "--rate", 0.1, "--rate", 0.5, "--question", "with,later")
+    status, said, err = command(*arguments, "--out", out, "--threads", 1)
+    assert (status, err) == (0, "")
+    lines = said.splitlines()
+    assert "needle_one_hop 128, question with, snapkv 0.1 ..." in lines
+    scored = [line for line in lines if "exact_match" in line]
+    assert len(scored) == 2 * 2 * 3
+    assert scored[0].startswith(
+        "needle_one_hop 128, question with, full_context: exact_match 1.000"
+    )
+    assert lines[-1] == f"written to {out}; for a page of it: kvpolicy report {out}"
+    results = load(out)
+    assert len(results.samples) == 2 * 2 * 3 * 2
+    settings = json.loads((out / "settings.json").read_text())
+    assert settings["settings"]["model"] == "needle"
+    assert settings["settings"]["threads"] == 1
+    assert len(settings["settings"]["fingerprint"]) == 16
+    assert {"kvpolicy", "torch", "transformers", "python", "lm_eval"} == set(settings["versions"])
+
+    before = (out / "samples.jsonl").read_bytes()
+    status, said, err = command(*arguments, "--out", out)  # with the folder's own threads
+    assert (status, err) == (0, "")
+    assert (out / "samples.jsonl").read_bytes() == before
+    assert said.count("each, 2 of them there before") == 12
+
+    status, said, err = command("report", out)
+    assert (status, err) == (0, "")
+    assert said == f"written: {out / 'report.html'}, {out / 'report.md'}\n"
+    figures = Summary.of(results).figures
+    rows = (out / "report.md").read_text().splitlines()[2:]
+    for row, (cell, figure) in zip(rows, figures.items(), strict=True):
+        cells = [each.strip() for each in row.split("|")[1:-1]]
+        assert cells[:5] == [
+            cell.task,
+            str(cell.length),
+            cell.question,
+            cell.method,
+            f"{figure.score:.1f}",
+        ]
+
+
+def test_goes_on_after_it_was_stopped(
+    command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Cell, int]] = []
+    answer = HarnessRunner.answer
+
+    def stopping(self: Any, cell: Cell, documents: Sequence[Document]) -> list[Answer]:
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        asked.extend((cell, document.id) for document in documents)
+        return answer(self, cell, documents)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HarnessRunner, "answer", stopping)
+        status, said, err = command("eval", *ASKED, "--out", tmp_path, "--threads", 1)
+    assert (status, err) == (130, "error: interrupted\n")
+    assert f"what is answered stays in {tmp_path}; the same command goes on" in said
+    assert len(load(tmp_path).samples) == 3
+    status, said, _ = command("report", tmp_path, "--out", tmp_path / "half.html")
+    assert (status, said.splitlines()[0]) == (0, "3 of 8 samples are finished")
+    assert "Not finished: 3 of 4 cells" in (tmp_path / "half.html").read_text()
+    status, said, err = command("eval", *ASKED, "--out", tmp_path)
+    assert (status, err) == (0, "")
+    assert "needle_one_hop 128, question with, full_context: " in said
+    samples = load(tmp_path).samples
+    assert len({(each.cell, each.document) for each in samples}) == len(samples) == 8
+    assert [(each.cell, each.document) for each in samples[:3]] == asked
+
+
+def test_a_folder_of_other_settings(command: Run, tmp_path: Path) -> None:
+    assert command("eval", *ASKED, "--out", tmp_path, "--threads", 1)[0] == 0
+    before = {each.name: each.read_bytes() for each in tmp_path.iterdir() if each.is_file()}
+    other = ("eval", *ASKED, "--limit", 1, "--rate", 0.2, "--out", tmp_path)
+    fails(
+        command(*other),
+        "out must be a new folder, or one of the same settings",
+        "limit was 2, got 1",
+        "method snapkv 0.1 was",
+        "method snapkv 0.2 was not given",
+    )
+    assert before == {each.name: each.read_bytes() for each in tmp_path.iterdir() if each.is_file()}
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_none(*arguments: object, **named: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(models, "load", load_none)
+    monkeypatch.setattr("kvpolicy.evaluation.commands.terminal.load", load_none)
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--tasks", "needle_one_hops"), "near: needle_one_hop"),
+        (("--tasks", "needle_one_hop", "--chat-template"), "tokenizer with a chat template, got"),
+        (("--tasks", "needle_one_hop", "--lengths", "4k"), "--lengths must be numbers of tokens"),
+        (("--tasks", "needle_one_hop", "--question", "never"), "must be with or later, got never"),
+        (("--tasks", "needle_one_hop", "-p", "snapvk"), "snapkv"),
+        (("--tasks", "needle_one_hop", "--data", "nowhere"), "data must be a folder, got nowhere"),
+        (("--tasks", "needle_one_hop", "--model", "no/such/model"), "does not exist"),
+    ],
+)
+def test_bad_input_is_said_before_a_model_is_loaded(
+    command: Run, tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    fails(command("eval", *arguments, "--out", tmp_path / "results"), said)
+    assert not (tmp_path / "results").exists()
+
+
+def test_prompts_longer_than_the_model(command: Run, tmp_path: Path) -> None:
+    arguments = (
+        "--tasks",
+        "needle_one_hop",
+        "--lengths",
+        "128,4224",
+        "--out",
+        tmp_path / "results",
+    )
+    fails(command("eval", *arguments), "4,224 positions of needle", "give smaller --lengths")
+    assert not (tmp_path / "results").exists()
+
+
+def test_without_the_harness(command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    result = command("eval", "--tasks", "needle_one_hop", "--out", tmp_path)
+    fails(result, "lm_eval is not installed; get it with: pip install 'kvpolicy[eval]'")
+
+
+def test_report_of_no_folder(command: Run, tmp_path: Path) -> None:
+    fails(command("report", tmp_path), "a folder that kvpolicy eval has written")
+
+
+def test_from_python(tmp_path: Path) -> None:
+    settings = Settings(
+        "needle", tasks=("needle_choice",), lengths=(128,), include=(TASKS,), limit=2, threads=1
+    )
+    results = run(settings, tmp_path, policies=["snapkv", "full_context"], rates=[0.1])
+    assert results == load(tmp_path)
+    figures = Summary.of(results).figures
+    assert [str(cell) for cell in figures] == [
+        "needle_choice 128, question with, full_context",
+        "needle_choice 128, question with, snapkv 0.1",
+    ]
+    assert all(figure.finished for figure in figures.values())

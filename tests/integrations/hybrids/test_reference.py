@@ -1,0 +1,161 @@
+"""PolicyCache on hybrids against the slow reference, which sees one row at a time."""
+
+from functools import cache
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kvpolicy import CachePolicy
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import (
+    FastKV,
+    GemFilter,
+    GQAGroupSelector,
+    KeepAllSelector,
+    StagedPropagation,
+    TokenSelectivePropagation,
+    WindowMaxPoolScorer,
+)
+from tests import reference
+from tests.integrations.support.conversation import (
+    METHODS,
+    TOLERANCE,
+    Lengths,
+    Turn,
+    assert_same,
+    expected_turns,
+    left_padded,
+    run_conversation,
+    run_turn,
+)
+from tests.reference import Act, Method, random_tokens
+from tests.reference.cut import cut_logits
+from tests.reference.hybrid import HybridState, default_layer
+from tests.reference.mixed_models import FULL, LINEAR, hybrid_model
+
+# A state skips no padding: in the second turn all rows are given as many tokens, and few enough
+# that those which go on by rates are all of them.
+LENGTHS = Lengths(first=(43, 31, 23), second=(11, 11, 11), num_decode=8)
+ALL_ROWS = tuple(range(len(LENGTHS.first)))
+# Of one length, and enough in the second turn for rates to drop some.
+ALIKE = Lengths(first=(31, 31), second=(29, 29), num_decode=8)
+# Rows of unlike length of which rates pass on unlike numbers in the second turn too.
+UNLIKE = Lengths(first=(37, 23), second=(29, 29), num_decode=4)
+# PyramidInfer drops after every layer, and behind a recurrent one nothing says what goes on.
+ALLOWED = [name for name in METHODS if not name.startswith("pyramid_infer")]
+# What METHODS drop at are layers 0 and 2; of these the nearest to the middle is 2.
+ATTENDING_FIRST = (FULL, LINEAR, FULL, LINEAR)
+RECURRENT_FIRST = (LINEAR, FULL, LINEAR, FULL, LINEAR)
+DROPPING: dict[str, tuple[CachePolicy, Method]] = {
+    "fastkv": (
+        FastKV(tsp_rate=0.35, retention_rate=0.3, window_size=4),
+        reference.FastKV(0.3, window_size=4, tsp_rate=0.35),
+    ),
+    "fastkv_last": (
+        FastKV(tsp_layer=3, tsp_rate=0.3, retention_rate=0.3, window_size=4),
+        reference.FastKV(0.3, window_size=4, tsp_rate=0.3, tsp_layer=3),
+    ),
+    "two_stages": (
+        CachePolicy(
+            WindowMaxPoolScorer(4, 3),
+            GQAGroupSelector(0.2, window_size=4),
+            StagedPropagation(
+                [
+                    TokenSelectivePropagation(1, 0.4, window_size=4),
+                    TokenSelectivePropagation(3, 0.25, window_size=4),
+                ]
+            ),
+        ),
+        reference.Staged(0.2, window_size=4, kernel_size=3, stages=((1, 0.4), (3, 0.25))),
+    ),
+    "gem_filter": (GemFilter(retention_rate=0.3), reference.GemFilter(retention_rate=0.3)),
+}
+
+
+@cache
+def model_of(layer_types: tuple[str, ...], implementation: str = "sdpa") -> PreTrainedModel:
+    return hybrid_model(3, layer_types=layer_types, attn_implementation=implementation)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_padded_batch_over_two_turns(name: str) -> None:
+    policy, method = METHODS[name]
+    model = model_of(ATTENDING_FIRST)
+    _, turns = run_conversation(model, policy, ALL_ROWS, LENGTHS)
+    for row in ALL_ROWS:
+        expected = expected_turns(model, method, row, LENGTHS, HybridState)
+        for turn, of_row in zip(turns, expected, strict=True):
+            assert_same(turn, row, of_row)
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_rows_of_one_length_drop_in_both_turns(name: str) -> None:
+    policy, method = DROPPING[name]
+    model = model_of(RECURRENT_FIRST)
+    _, turns = run_conversation(model, policy, (0, 1), ALIKE)
+    for row in range(2):
+        expected = expected_turns(model, method, row, ALIKE, HybridState)
+        for turn, of_row in zip(turns, expected, strict=True):
+            assert_same(turn, row, of_row)
+            assert of_row.propagated
+
+
+@pytest.mark.parametrize("attending", [(3, 7), (1, 5), (0, 6), (7,)], ids=str)
+@pytest.mark.parametrize("policy", [FastKV(), GemFilter()], ids=["fastkv", "gem_filter"])
+def test_defaults_take_the_layer_nearest_to_half_depth(
+    policy: CachePolicy, attending: tuple[int, ...]
+) -> None:
+    layer_types = tuple(FULL if index in attending else LINEAR for index in range(8))
+    store = PolicyCache(policy)
+    run_turn(model_of(layer_types), store, torch.tensor([random_tokens(0, 60)]), None, 1)
+    assert list(store.propagated) == [default_layer(attending, 8)]
+
+
+@pytest.mark.parametrize("name", ["snapkv", "fastkv"])
+def test_single_row_with_eager_attention(name: str) -> None:
+    policy, method = METHODS[name]
+    _, turns = run_conversation(model_of(ATTENDING_FIRST, "eager"), policy, (1,), LENGTHS)
+    expected = expected_turns(model_of(ATTENDING_FIRST), method, 1, LENGTHS, HybridState)
+    for turn, of_row in zip(turns, expected, strict=True):
+        assert_same(turn, 0, of_row)
+
+
+@pytest.mark.parametrize("name", ["fastkv", "two_stages", "gem_filter"])
+def test_unlike_numbers_that_go_on_in_a_later_turn(name: str) -> None:
+    """A state would read the padding of the row that passes on fewer."""
+    policy, _ = METHODS[name]
+    with pytest.raises(UnsupportedModelError, match="must pass on as many tokens.*but row 1 pass"):
+        run_conversation(model_of(ATTENDING_FIRST), policy, (0, 1), UNLIKE)
+
+
+def act_of(turn: Turn, row: int, length: int, num_layers: int) -> Act:
+    """A first turn of a prompt of so many tokens as the cut decoder is told it."""
+    reached, there = [], list(range(length))
+    for layer in range(num_layers):
+        reached.append(there)
+        there = turn.propagated[layer][row] if layer in turn.propagated else there
+    return Act(0, length, turn.kept[row], reached)
+
+
+@pytest.mark.parametrize("layer_types", [ATTENDING_FIRST, RECURRENT_FIRST], ids=["4", "5"])
+@pytest.mark.parametrize("evicts", [False, True])
+def test_the_decoder_cut_in_two(evicts: bool, layer_types: tuple[str, ...]) -> None:
+    """By the model's own modules alone: the upper ones read what went on, and then the answer."""
+    model, layer = model_of(layer_types), layer_types.index(FULL)
+    propagation = TokenSelectivePropagation(layer, 0.4, window_size=4)
+    selector = GQAGroupSelector(0.3, window_size=4) if evicts else KeepAllSelector()
+    store = PolicyCache(CachePolicy(WindowMaxPoolScorer(4), selector, propagation))
+    ids, mask = left_padded([random_tokens(row, LENGTHS.first[row]) for row in ALL_ROWS])
+    turn = run_turn(model, store, ids, mask, LENGTHS.num_decode)
+    for row, length in enumerate(LENGTHS.first):
+        whole = [*random_tokens(row, length), *turn.tokens[row].tolist()[:-1]]
+        act = act_of(turn, row, length, len(layer_types))
+        assert [len(reached) for reached in act.reached or ()][layer:][:2] == [
+            length,
+            int(0.4 * length),
+        ]
+        assert (turn.logits[row] - cut_logits(model, whole, act)).abs().max() <= TOLERANCE
+        uncut = Act(0, length, act.kept, [list(range(length))] * len(layer_types))
+        assert (turn.logits[row] - cut_logits(model, whole, uncut)).abs().max() > 100 * TOLERANCE

@@ -1,0 +1,157 @@
+"""Decoders whose layers lie in a module that reads no tokens, as BERT's and its like's."""
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvpolicy import CachePolicy
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV, StreamingLLM
+from tests.integrations.hybrids.models import TOLERANCE, apart, generate, padded, tokens
+from tests.integrations.model.builds.catalogue import Build, builds
+from tests.integrations.model.builds.dense import Seen, dense_logits
+from tests.integrations.model.builds.judge import Judge
+from tests.integrations.support.two_turns import off_in_two_turns
+
+# Positions from 0, from behind the padding id, with a norm behind the module of the layers.
+FAMILIES = ("bert", "roberta", "xlm-roberta-xl", "electra")
+ROWS = [tokens(0, 40), tokens(1, 23)]
+POLICIES: dict[str, CachePolicy] = {
+    "snapkv": SnapKV(0.3, window_size=4),
+    "fastkv": FastKV(tsp_rate=0.2, retention_rate=0.2, window_size=4),
+}
+
+
+@cache
+def decoder(name: str) -> PreTrainedModel:
+    return builds()[name].model()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_policies_are_right(name: str) -> None:
+    verdict = Judge(name, decoder(name))()
+    assert verdict.outcome == "right", verdict
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_turns_of_padded_rows(name: str, policy: str) -> None:
+    store = PolicyCache(POLICIES[policy])
+    worst, effect = off_in_two_turns(decoder(name), store, [40, 23], [9, 21])
+    assert worst < TOLERANCE
+    assert effect > 1e-2
+    assert bool(store.propagated) is (policy == "fastkv")
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_beams(name: str) -> None:
+    """Their score is what dense attention to what was kept, and to their own tokens, says."""
+    model, ids = decoder(name), torch.tensor(ROWS[:1])
+    asked: dict[str, Any] = {
+        "num_beams": 3,
+        "num_return_sequences": 3,
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "length_penalty": 0.0,
+    }
+    own: Any = model.generate(ids, past_key_values=DynamicCache(config=model.config), **asked)
+    full: Any = model.generate(ids, past_key_values=PolicyCache(FullContext()), **asked)
+    assert torch.equal(full.sequences, own.sequences)
+    found: Any = model.generate(ids, past_key_values=PolicyCache(StreamingLLM(0.3)), **asked)
+    length, place = 44, torch.arange(44)
+    kept = (place < 4) | (place >= 32)
+    see = torch.where((place >= 40)[:, None], kept, True) & (place[:, None] >= place)
+    seen = [Seen(see[None], torch.ones(length, dtype=torch.bool))] * 4
+    for row, score in zip(found.sequences, found.sequences_scores, strict=True):
+        logits = dense_logits(model, row[:-1].tolist(), 40, seen)[39:]
+        said = logits.log_softmax(dim=-1).gather(1, row[40:, None]).sum()
+        torch.testing.assert_close(score, said, atol=1e-3, rtol=1e-4)
+
+
+def test_copies_and_files_go_on_alike(tmp_path: Path) -> None:
+    model, (ids, mask) = decoder("roberta"), padded(ROWS)
+    store = PolicyCache(SnapKV(0.4, window_size=4))
+    said, _ = generate(model, store, ids, mask)
+    store.save(tmp_path / "cache")
+    others = [copy.deepcopy(store), PolicyCache.load(tmp_path / "cache")]
+    longer = torch.cat([said, torch.tensor([tokens(5, 7), tokens(6, 7)])], dim=1)
+    ones = torch.ones(2, longer.shape[1] - ids.shape[1], dtype=torch.long)
+    whole = torch.cat([mask, ones], dim=1)
+    want_tokens, want = generate(model, store, longer, whole)
+    for other in others:
+        found_tokens, found = generate(model, other, longer, whole)
+        assert torch.equal(found_tokens, want_tokens)
+        assert torch.equal(found, want)
+
+
+def test_a_prompt_in_chunks_and_memory_for_an_answer() -> None:
+    model, (ids, mask) = decoder("bert"), padded(ROWS)
+    want_tokens, want = generate(model, PolicyCache(SnapKV(0.4, window_size=4)), ids, mask)
+    chunked = PolicyCache(SnapKV(0.4, window_size=4))
+    assert apart(generate(model, chunked, ids, mask, prefill_chunk_size=9)[1], want) < TOLERANCE
+    fixed = PolicyCache(SnapKV(0.4, window_size=4), max_new_tokens=8)
+    found_tokens, found = generate(model, fixed, ids, mask)
+    assert fixed.is_compileable
+    assert torch.equal(found_tokens, want_tokens)
+    assert apart(found, want) < TOLERANCE
+
+
+@torch.no_grad()
+def test_positions_that_a_model_counts_from_elsewhere() -> None:
+    """In a loop of one's own a padded row's positions are known to nobody but the caller."""
+    model, (ids, mask) = decoder("roberta"), padded(ROWS)
+    store = PolicyCache(FullContext())
+    with store.attached(model):
+        whole: Any = model(ids[:1], past_key_values=store)
+        torch.testing.assert_close(whole.logits, model(ids[:1]).logits, atol=1e-4, rtol=1e-4)
+        more: Any = model(ids[:1, :3], past_key_values=store)
+    want: Any = model(torch.cat([ids[:1], ids[:1, :3]], dim=1))
+    torch.testing.assert_close(more.logits, want.logits[:, -3:], atol=1e-4, rtol=1e-4)
+    store.reset()
+    with store.attached(model):
+        with pytest.raises(UnsupportedModelError, match="position_ids must be given with Roberta"):
+            model(ids, attention_mask=mask, past_key_values=store)
+        places = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        given = {"attention_mask": mask, "position_ids": places}
+        output: Any = model(ids, past_key_values=store, **given)
+    alone: Any = model(ids[1:, -23:], position_ids=places[1:, -23:])
+    torch.testing.assert_close(output.logits[1, -23:], alone.logits[0], atol=1e-4, rtol=1e-4)
+    restarting = PolicyCache(GemFilter(retention_rate=0.5))
+    with restarting.attached(model):
+        with pytest.raises(UnsupportedModelError, match="or a policy restarts the prefill"):
+            model(ids[:1], past_key_values=restarting)
+        model(ids[:1], position_ids=places[:1], past_key_values=restarting)
+    assert restarting.get_seq_length() == 40
+
+
+@torch.no_grad()
+def test_without_a_head() -> None:
+    for name in ("bert", "roberta"):
+        model: Any = decoder(name).base_model
+        store, ids = PolicyCache(SnapKV(0.3, window_size=4)), torch.tensor(ROWS[:1])
+        with store.attached(model):
+            found = model(ids, past_key_values=store).last_hidden_state
+        torch.testing.assert_close(found, model(ids).last_hidden_state, atol=1e-4, rtol=1e-4)
+        assert [layer.kept_len for layer in store.layers] == [12] * 4
+
+
+def test_a_model_that_is_no_decoder() -> None:
+    model = Build("bert", "bert", {"is_decoder": False}).model()
+    with pytest.raises(UnsupportedModelError, match="load it with is_decoder=True"):
+        generate(model, PolicyCache(FullContext()), torch.tensor(ROWS[:1]))
+
+
+@pytest.mark.parametrize("inside", ["bert", "bert.encoder"])
+def test_a_compiled_part_of_it(inside: str) -> None:
+    model = builds()["bert"].model()
+    model.get_submodule(inside).compile(backend="eager")
+    with pytest.raises(UnsupportedModelError, match="must not be compiled"):
+        generate(model, PolicyCache(FullContext()), torch.tensor(ROWS[:1]))

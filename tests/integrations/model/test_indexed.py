@@ -1,0 +1,332 @@
+"""Layers with an indexer: what is held beside keys and values, and what the indexer picks among.
+
+Every family of `make families` is held against its own code on what a layer holds there; here are
+two turns against the same, and what else a cache has to do with index keys.
+"""
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvpolicy import CachePolicy
+from kvpolicy.errors import NotAttachedError, UnsupportedModelError
+from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache
+from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
+from kvpolicy.policies import AdaKV, FastKV, FullContext, GemFilter, SnapKV, StreamingLLM
+from tests.integrations.hybrids.models import apart, generate, padded, tokens
+from tests.integrations.model.builds.catalogue import builds
+from tests.integrations.model.builds.dense import decoder_layers
+from tests.integrations.support.read_twice import read_two_turns
+from tests.integrations.test_generation import CHUNKS_GO_ON
+
+# An indexer in every layer; in every other, whose slots the next borrows; among sliding windows;
+# of blocks of tokens, turned to their positions late; of blocks, told what is padding by a mask; of
+# blocks of slots beside layers without.
+FAMILY_NAMES = tuple(
+    name
+    for name in (
+        "deepseek_v32",
+        "hy_v4",
+        "dots3_note_text",
+        "qwen4_exp_text",
+        "glm5_next",
+        "minimax_m3_vl_text_sparse",
+    )
+    if name in builds()
+)
+STATES = ("qwen4_exp_text", "glm5_next")  # from which no token can be taken back
+BLOCKS = ("minimax_m3_vl_text_sparse",)  # of slots, which the model counts with padding
+if not FAMILY_NAMES:
+    pytest.skip("Transformers has no indexers yet", allow_module_level=True)
+ROWS = [tokens(0, 47), tokens(1, 31)]
+POLICIES: dict[str, CachePolicy] = {
+    "snapkv": SnapKV(0.35, window_size=4),
+    "ada_kv": AdaKV(0.35, window_size=4),
+    "fastkv": FastKV(tsp_rate=0.6, retention_rate=0.35, window_size=4),
+    "full_context": FullContext(),
+}
+SNAPKV = POLICIES["snapkv"]
+TOLERANCE = 1e-4
+
+
+@cache
+def model_of(name: str) -> PreTrainedModel:
+    return builds()[name].model()
+
+
+def indexed(store: PolicyCache) -> dict[int, IndexedLayer]:
+    """The layers that have index keys of their own."""
+    return {
+        index: layer
+        for index, layer in enumerate(store.layers)
+        if isinstance(layer, IndexedLayer) and layer.index is not None
+    }
+
+
+def held(store: PolicyCache) -> list[Tensor]:
+    """All that is held of tokens."""
+    found: list[Tensor] = []
+    for layer in store.layers:
+        if layer.positions is not None:
+            there = (layer.positions >= 0)[..., None]
+            found += [layer.positions, layer.keys * there, layer.values * there]
+    for layer in indexed(store).values():
+        keys, beside = layer.index_tensors()
+        assert keys.shape[:3] == (len(layer.positions), 1, layer.kept_len)
+        found += [each * (layer.positions >= 0)[..., None] for each in (keys, beside)]
+    return found
+
+
+def assert_same(one: PolicyCache, other: PolicyCache) -> None:
+    pairs = list(zip(held(one), held(other), strict=True))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in pairs)
+
+
+def rows_of(name: str) -> list[list[int]]:
+    """Two prompts, the second of them padded where the model can be given one."""
+    return [ROWS[0], tokens(1, 47)] if name in BLOCKS else ROWS
+
+
+def goes_on(name: str, sequences: Tensor) -> tuple[Tensor, Tensor]:
+    """What was said, and as many tokens more in every row."""
+    more = torch.tensor([tokens(7 + row, 9) for row in range(2)])
+    mask = torch.ones(2, sequences.shape[1] + 9, dtype=torch.int64)
+    mask[1, : len(ROWS[0]) - len(rows_of(name)[1])] = 0
+    return torch.cat([sequences, more], dim=1), mask
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "full_context"])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_two_turns_against_the_models_own_code(name: str, policy: str) -> None:
+    """Every layer run anew on what it held: of what was evicted nothing is picked."""
+    model = model_of(name)
+    turns = (19, 11) if name not in (*STATES, *BLOCKS) else (19, 19)  # no state skips padding
+    read = read_two_turns(model, POLICIES[policy], rows_of(name), turns)
+    for row in range(2):
+        want = read.want(model, row)
+        assert apart(read.found(row), want) < TOLERANCE
+        if policy != "full_context":
+            assert apart(read.want(model, row, whole=True), want) > 1e-2
+
+
+@pytest.mark.parametrize("storage", [None, OffloadedStorage()])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_index_keys_are_those_of_the_tokens_kept(name: str, storage: Any) -> None:
+    """And count in the report, as held and as what a full cache would hold."""
+    model, ids = model_of(name), torch.tensor(ROWS[:1])
+    own, store = (
+        DynamicCache(config=model.config),
+        PolicyCache(StreamingLLM(retention_tokens=10), storage),
+    )
+    with torch.no_grad():
+        model(ids, past_key_values=own)
+        with store.attached(model):
+            model(ids, past_key_values=store)
+    assert indexed(store)
+    chosen = [*range(4), *range(41, 47)]
+    for index, layer in indexed(store).items():
+        full, line = own.layers[index], store.report().layers[index]
+        of_full = full.idx_keys[:, 0] if name in BLOCKS else full.indexer_keys
+        keys, places = layer.index_tensors()
+        assert layer.positions.tolist() == [[chosen]]
+        torch.testing.assert_close(keys[:, 0], of_full[:, chosen])
+        if places.shape[3]:
+            assert places[0, 0].tolist() == [[place] * places.shape[3] for place in chosen]
+        beside = keys.nbytes + places.nbytes
+        assert line.held_bytes == layer.keys.nbytes + layer.values.nbytes + beside
+        assert line.full_bytes == full.keys.nbytes + full.values.nbytes + beside * 47 // 10
+
+
+@pytest.mark.parametrize("storage", [None, OffloadedStorage()])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_a_file_and_a_copy_go_on_alike(name: str, storage: Any, tmp_path: Path) -> None:
+    model, store = model_of(name), PolicyCache(SNAPKV, storage)
+    said, _ = generate(model, store, *padded(rows_of(name)))
+    store.save(tmp_path / "cache")
+    loaded, fork = PolicyCache.load(tmp_path / "cache", storage=storage), copy.deepcopy(store)
+    turn = goes_on(name, said)
+    _, want = generate(model, store, *turn)
+    for other in (loaded, fork):
+        assert torch.equal(generate(model, other, *turn)[1], want)
+        assert_same(store, other)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name not in STATES])
+def test_rows_are_taken_and_tokens_taken_back(name: str) -> None:
+    store = PolicyCache(SNAPKV)
+    generate(model_of(name), store, *padded(rows_of(name)))
+    whole = held(copy.deepcopy(store))
+    store.crop(-2)
+    store.batch_select_indices(torch.tensor([1, 0, 1]))
+    for found, before in zip(held(store), whole, strict=True):
+        assert torch.equal(found, before[[1, 0, 1], :, :-2])
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_beams_are_the_models_own(name: str) -> None:
+    model = model_of(name)
+    own = DynamicCache(config=model.get_decoder().config)
+    want, _ = generate(model, own, *padded(rows_of(name)), num_beams=3)
+    found, _ = generate(model, PolicyCache(FullContext()), *padded(rows_of(name)), num_beams=3)
+    assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "full_context"])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_chunks_and_drafts_change_nothing(name: str, policy: str) -> None:
+    model, plain = model_of(name), PolicyCache(POLICIES[policy])
+    said, want = generate(model, plain, *padded(rows_of(name)))
+    store = PolicyCache(POLICIES[policy])
+    found, _ = generate(model, store, *padded(rows_of(name)), prefill_chunk_size=16)
+    assert torch.equal(found, said)
+    assert_same(plain, store)
+    if CHUNKS_GO_ON:
+        turn = goes_on(name, said)
+        generate(model, plain, *turn)
+        generate(model, store, *turn, prefill_chunk_size=4)
+        assert_same(plain, store)
+    if name in STATES:
+        return
+    row = torch.tensor(ROWS[:1])
+    want, _ = generate(model, PolicyCache(POLICIES[policy]), row, max_new_tokens=8)
+    drafts = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 8}
+    assert torch.equal(generate(model, PolicyCache(POLICIES[policy]), row, **drafts)[0], want)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "ada_kv", "fastkv", "full_context"])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_memory_had_in_advance_changes_nothing(name: str, policy: str) -> None:
+    """Nothing is decoded into buffers of a fixed size there, which index keys do not have."""
+    model = model_of(name)
+    grows, roomy = PolicyCache(POLICIES[policy]), PolicyCache(POLICIES[policy], max_new_tokens=8)
+    want, found = (generate(model, each, *padded(rows_of(name)))[1] for each in (grows, roomy))
+    assert torch.equal(found, want)
+    assert_same(grows, roomy)
+    assert not roomy.is_compileable
+
+
+class Broken(Exception):  # noqa: N818
+    pass
+
+
+def fail(*_: Any) -> None:
+    raise Broken
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("when", ["prompt", "step", "second turn"])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_a_failure_in_a_late_layer_is_undone(name: str, when: str) -> None:
+    model = model_of(name)
+    calls = [torch.tensor(ROWS[:1]), torch.tensor([[5]]), torch.tensor([tokens(3, 11)])]
+    at, ends = ["prompt", "step", "second turn"].index(when), []
+    for fails in (False, True):
+        store = PolicyCache(SNAPKV)
+        with store.attached(model):
+            for call, new in enumerate(calls):
+                if call == 2:
+                    store.start_turn()
+                if fails and call == at:
+                    before = held(store)
+                    handle = decoder_layers(model)[-1].register_forward_hook(fail)
+                    with pytest.raises(Broken):
+                        model(new, past_key_values=store)
+                    handle.remove()
+                    assert all(map(torch.equal, held(store), before))
+                    assert store.get_seq_length() == sum(each.shape[1] for each in calls[:call])
+                output = model(new, past_key_values=store)
+        ends.append((output.logits, held(store)))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert all(map(torch.equal, ends[0][1], ends[1][1]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", [None, "eager"], ids=["its own", "eager"])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_plain_calls_while_a_cache_is_attached(name: str, implementation: str | None) -> None:
+    """What an indexer picks is applied as ever."""
+    model, ids = builds()[name].model(attn_implementation=implementation), torch.tensor(ROWS[:1])
+    own = DynamicCache(config=model.config)
+    want = model(ids, use_cache=False).logits
+    with PolicyCache(SNAPKV).attached(model):
+        assert torch.equal(model(ids, use_cache=False).logits, want)
+        found = [model(each, past_key_values=own).logits for each in (ids[:, :40], ids[:, 40:])]
+    torch.testing.assert_close(torch.cat(found, dim=1), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name != "qwen4_exp_text"])
+def test_a_cache_that_is_not_attached(name: str) -> None:
+    with pytest.raises(NotAttachedError, match="cache must be attached"):
+        model_of(name)(torch.tensor(ROWS[:1]), past_key_values=PolicyCache(SNAPKV))
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name != "dots3_note_text"])
+def test_a_restart_is_a_prefill_of_what_is_left(name: str) -> None:
+    """In the first pass index keys are made as well, of which nothing stays."""
+    model, store = model_of(name), PolicyCache(GemFilter(retention_rate=0.5))
+    _, logits = generate(model, store, torch.tensor(ROWS[:1]))
+    assert all(layer.positions.shape[2] == 23 + 3 for layer in indexed(store).values())
+    left = store.layers[1].positions[0, 0, :23].tolist()
+    rest = torch.tensor([[ROWS[0][place] for place in left]])
+    _, want = generate(model, DynamicCache(config=model.config), rest)
+    torch.testing.assert_close(logits, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif("hy_v4" not in FAMILY_NAMES, reason="no such model yet")
+def test_layers_that_borrow_slots_keep_what_the_lender_keeps() -> None:
+    model, store = model_of("hy_v4"), PolicyCache(SNAPKV)
+    assert model.config.indexer_types == ["full", "shared"] * 2
+    generate(model, store, *padded(ROWS))
+    assert list(indexed(store)) == [0, 2]
+    assert torch.equal(store.layers[0].positions, store.layers[1].positions)
+    assert torch.equal(store.layers[2].positions, store.layers[3].positions)
+    assert not torch.equal(store.layers[0].positions, store.layers[2].positions)
+
+
+@pytest.mark.skipif("hy_v4" not in FAMILY_NAMES, reason="no such model yet")
+def test_tokens_are_not_dropped_between_lender_and_borrower() -> None:
+    model, store = model_of("hy_v4"), PolicyCache(FastKV(tsp_layer=2, tsp_rate=0.6))
+    assert ModelParts(model).eligible == [1, 3]
+    message = r"which layers \[2\] do; the others: \[1, 3\]; the nearest is 3"
+    with pytest.raises(UnsupportedModelError, match=message):
+        generate(model, store, torch.tensor(ROWS[:1]))
+    assert store.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("name", [name for name in BLOCKS if name in FAMILY_NAMES])
+def test_rows_are_not_padded_where_blocks_are_counted_with_padding(name: str) -> None:
+    """By the model, with any cache."""
+    store = PolicyCache(SNAPKV)
+    with pytest.raises(UnsupportedModelError, match="rows must not be padded with MiniMaxM3"):
+        generate(model_of(name), store, *padded(ROWS))
+    assert store.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("part", ["index_keys", "index_beside"])
+@pytest.mark.skipif("deepseek_v32" not in FAMILY_NAMES, reason="no such model yet")
+def test_a_file_whose_index_keys_do_not_fit(part: str, tmp_path: Path) -> None:
+    path, store = tmp_path / "cache", PolicyCache(SNAPKV)
+    generate(model_of("deepseek_v32"), store, torch.tensor(ROWS[:1]))
+    store.save(path)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    name = f"layers.0.{part}"
+    save_file({**found, name: found[name][:, :, 1:].clone()}, path, metadata)
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        PolicyCache.load(path)
+    without = {each: tensor for each, tensor in found.items() if ".index_" not in each}
+    save_file(without, path, metadata)
+    loaded = PolicyCache.load(path)
+    message = "must hold what layer 0 of the model holds, which is with an indexer"
+    with pytest.raises(ValueError, match=message), loaded.attached(model_of("deepseek_v32")):
+        pass

@@ -1,0 +1,56 @@
+"""PolicyCache on latent attention against the slow reference, which sees one row at a time."""
+
+from functools import cache
+
+import pytest
+from transformers import PreTrainedModel
+
+from tests.integrations.support.conversation import (
+    METHODS,
+    TOLERANCE,
+    Lengths,
+    assert_same,
+    expected_turns,
+    run_conversation,
+)
+from tests.reference.latent import LatentState
+from tests.reference.mixed_models import latent_model
+
+LENGTHS = Lengths(first=(45, 31, 19), second=(9, 17, 3), num_decode=8)
+ALL_ROWS = tuple(range(len(LENGTHS.first)))
+
+
+@cache
+def model_of(implementation: str = "sdpa") -> PreTrainedModel:
+    return latent_model(3, attn_implementation=implementation)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_padded_batch_over_two_turns(name: str) -> None:
+    policy, method = METHODS[name]
+    _, turns = run_conversation(model_of(), policy, ALL_ROWS, LENGTHS)
+    for row in ALL_ROWS:
+        expected = expected_turns(model_of(), method, row, LENGTHS, LatentState)
+        for turn, of_row in zip(turns, expected, strict=True):
+            assert_same(turn, row, of_row)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "key_diff", "pyramid_infer_steep", "fastkv"])
+def test_single_row_with_eager_attention(name: str) -> None:
+    policy, method = METHODS[name]
+    store, turns = run_conversation(model_of("eager"), policy, (1,), LENGTHS)
+    assert all(layer.positions.shape[:2] == (1, 1) for layer in store.layers)
+    for turn, expected in zip(
+        turns, expected_turns(model_of(), method, 1, LENGTHS, LatentState), strict=True
+    ):
+        assert_same(turn, 0, expected)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "fastkv", "gem_filter"])
+def test_the_methods_evict_what_matters(name: str) -> None:
+    """The tests above could not pass with the full context in the place of the method."""
+    turns, full = (
+        run_conversation(model_of(), METHODS[each][0], (0,), LENGTHS)[1][0].logits
+        for each in (name, "full_context")
+    )
+    assert (turns - full)[:, 1:].abs().max() > 100 * TOLERANCE

@@ -1,0 +1,234 @@
+"""Models with attention functions of their own, which show no queries: policies without work."""
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvpolicy import CachePolicy
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.checking import check_model
+from kvpolicy.policies import (
+    H2O,
+    FastKV,
+    FullContext,
+    GemFilter,
+    KeyDiff,
+    KeyNorm,
+    KeyNormScorer,
+    RestartPropagation,
+    SinkAndRecentSelector,
+    SnapKV,
+    StreamingLLM,
+    TokenSelectivePropagation,
+)
+from tests.integrations.hybrids.models import TOLERANCE, apart, generate, padded, tokens
+from tests.integrations.model.builds.catalogue import Build, builds
+from tests.integrations.model.builds.dense import Seen, dense_logits
+from tests.integrations.model.builds.judge import Judge
+from tests.integrations.support.two_turns import off_in_two_turns
+
+# Of one key head for all queries, of one for each; windows in columns; one mask for all heads.
+FAMILIES = ("falcon", "falcon_grouped", "gptj", "gpt_neo", "xglm", "megatron-bert")
+ROWS = [tokens(0, 40), tokens(1, 23)]
+POLICIES: dict[str, CachePolicy] = {
+    "streaming_llm": StreamingLLM(0.4),
+    "key_diff": KeyDiff(0.4, window_size=2),  # each head keeps its own
+    "dropping": CachePolicy(
+        KeyNormScorer(),
+        SinkAndRecentSelector(0.2),
+        TokenSelectivePropagation(tsp_rate=0.2, window_size=4),
+    ),
+}
+LOOKING: dict[str, CachePolicy] = {
+    "snapkv": SnapKV(0.3, window_size=4),
+    "fastkv": FastKV(tsp_rate=0.5, retention_rate=0.3, window_size=4),
+    "h2o": H2O(0.4, window_size=2),
+    "gem_filter": GemFilter(retention_rate=0.4),
+}
+
+
+@cache
+def decoder(name: str) -> PreTrainedModel:
+    return builds()[name].model()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_policies_without_queries_are_right_and_others_refused(name: str) -> None:
+    verdict = Judge(name, decoder(name))()
+    for policy, outcome in verdict.policies.items():
+        if policy.startswith(("full_context", "streaming_llm")):
+            assert outcome == "right", (policy, outcome)
+        else:
+            assert outcome.startswith("refused: "), (policy, outcome)
+            assert "shows no queries: it looks at queries" in outcome
+    assert verdict.effect > 1e-2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_turns_of_padded_rows(name: str, policy: str) -> None:
+    store = PolicyCache(POLICIES[policy])
+    worst, effect = off_in_two_turns(decoder(name), store, [40, 23], [9, 21])
+    assert worst < TOLERANCE
+    assert effect > 1e-2
+    assert bool(store.propagated) is (policy == "dropping")
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_attention_implementations(implementation: str) -> None:
+    model = builds()["falcon"].model(attn_implementation=implementation)
+    worst, effect = off_in_two_turns(model, PolicyCache(KeyDiff(0.4)), [40, 23], [9, 21])
+    assert worst < TOLERANCE < effect
+
+
+def test_evicted_keys_are_freed() -> None:
+    store = PolicyCache(StreamingLLM(0.25))
+    model = decoder("falcon")
+    with torch.no_grad(), store.attached(model):
+        model(torch.tensor(ROWS[:1]), past_key_values=store)
+    config: Any = model.config
+    head = config.hidden_size // config.num_attention_heads
+    assert [layer.nbytes() for layer in store.layers] == [2 * 10 * head * 4] * 4
+
+
+def test_beams() -> None:
+    """Their score is what dense attention to what was kept, and to their own tokens, says."""
+    model, ids = decoder("falcon"), torch.tensor(ROWS[:1])
+    asked: dict[str, Any] = {
+        "num_beams": 3,
+        "num_return_sequences": 3,
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "length_penalty": 0.0,
+    }
+    own: Any = model.generate(ids, past_key_values=DynamicCache(config=model.config), **asked)
+    full: Any = model.generate(ids, past_key_values=PolicyCache(FullContext()), **asked)
+    assert torch.equal(full.sequences, own.sequences)
+    store = PolicyCache(StreamingLLM(0.3))
+    found: Any = model.generate(ids, past_key_values=store, **asked)
+    length = 40 + 4
+    place = torch.arange(length)
+    kept = (place < 4) | (place >= 40 - 8) & (place < 40)
+    late = (place >= 40)[:, None]
+    see = torch.where(late, (kept | (place >= 40))[None], place[:, None] >= place)
+    see = (see & (place[:, None] >= place))[None].expand(1, -1, -1)
+    seen = [Seen(see, torch.ones(length, dtype=torch.bool))] * 4
+    for row, score in zip(found.sequences, found.sequences_scores, strict=True):
+        logits = dense_logits(model, row[:-1].tolist(), 40, seen)[39:]
+        said = logits.log_softmax(dim=-1).gather(1, row[40:, None]).sum()
+        torch.testing.assert_close(score, said, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["falcon", "gpt_neo"])
+def test_copies_and_files_go_on_alike(name: str, tmp_path: Path) -> None:
+    model, (ids, mask) = decoder(name), padded(ROWS)
+    store = PolicyCache(KeyDiff(0.4))
+    said, _ = generate(model, store, ids, mask)
+    store.save(tmp_path / "cache")
+    others = [copy.deepcopy(store), PolicyCache.load(tmp_path / "cache")]
+    more = torch.tensor([tokens(5, 7), tokens(6, 7)])
+    longer = torch.cat([said, more], dim=1)
+    ones = torch.ones(2, longer.shape[1] - ids.shape[1], dtype=torch.long)
+    whole = torch.cat([mask, ones], dim=1)
+    want_tokens, want = generate(model, store, longer, whole)
+    for other in others:
+        found_tokens, found = generate(model, other, longer, whole)
+        assert torch.equal(found_tokens, want_tokens)
+        assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("name", ["gptj", "xglm"])
+def test_a_prompt_in_chunks_and_memory_for_an_answer(name: str) -> None:
+    model, (ids, mask) = decoder(name), padded(ROWS)
+    whole, chunked = (PolicyCache(KeyDiff(0.4)) for _ in range(2))
+    want_tokens, want = generate(model, whole, ids, mask)
+    _, found = generate(model, chunked, ids, mask, prefill_chunk_size=9)
+    assert apart(found, want) < TOLERANCE
+    for one, other in zip(chunked.layers, whole.layers, strict=True):
+        assert torch.equal(one.positions, other.positions)
+    fixed = PolicyCache(KeyDiff(0.4), max_new_tokens=8)
+    found_tokens, found = generate(model, fixed, ids, mask)
+    assert not fixed.is_compileable
+    assert torch.equal(found_tokens, want_tokens)
+    assert torch.equal(found, want)
+
+
+def test_padding_in_a_chunk_behind_others_where_windows_are_of_columns() -> None:
+    """Such a chunk is refused in a later turn, and the cache stays as it was."""
+    model, (ids, mask) = decoder("gpt_neo"), padded(ROWS)
+    store = PolicyCache(StreamingLLM(0.4))
+    said, _ = generate(model, store, ids, mask)
+    more, more_mask = padded([tokens(5, 12), tokens(6, 5)])
+    longer = torch.cat([said, more], dim=1)
+    whole = torch.cat([mask, torch.ones_like(said[:, 40:]), more_mask], dim=1)
+    with pytest.raises(UnsupportedModelError, match="count their window in columns"):
+        generate(model, store, longer, whole, prefill_chunk_size=6)
+    assert store.get_seq_length() == said.shape[1] - 1
+    generate(model, store, longer, whole)
+
+
+@pytest.mark.parametrize("policy", LOOKING)
+def test_policies_that_look_at_queries(policy: str) -> None:
+    model, looking = decoder("falcon"), LOOKING[policy]
+    calls: list[Any] = []
+    handle = model.get_input_embeddings().register_forward_pre_hook(lambda *_: calls.append(None))
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match="use a policy without, such as Streaming"):
+            generate(model, PolicyCache(looking), torch.tensor(ROWS[:1]))
+    handle.remove()
+    assert not calls
+    found = check_model(model)
+    assert not found.shows_queries
+    assert "shows no queries" in str(found.refusal_of(looking, 1000))
+    assert found.refusal_of(KeyNorm(0.4), 1000) is None
+
+
+def test_a_restart_is_refused_with_any_scorer() -> None:
+    policy = CachePolicy(KeyNormScorer(), SinkAndRecentSelector(0.3), RestartPropagation(None, 0.5))
+    with pytest.raises(UnsupportedModelError, match="it restarts the prefill"):
+        generate(decoder("falcon"), PolicyCache(policy), torch.tensor(ROWS[:1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bloom", "columns in which keys stand, but BloomBlock adds alibi"),
+        ("falcon_alibi", "columns in which keys stand, but FalconDecoderLayer adds alibi"),
+        ("mpt", "columns in which keys stand, but MptBlock adds position_bias"),
+        ("cpmant", "columns in which keys stand, but CpmAntTransformerBlock adds position_bias"),
+        ("prophetnet", "but ProphetNetDecoderLayer adds main_relative_position_buckets"),
+        ("big_bird", "attention_type is 'block_sparse', which attends to blocks of columns"),
+        ("openai-gpt", "must take past_key_values.* but OpenAIGPTModel does not"),
+        ("hrm_text", "whose 32 layers of keys and values are those of 8 modules"),
+    ],
+)
+def test_what_no_policy_can_be_applied_to(name: str, reason: str) -> None:
+    if name not in builds():
+        pytest.skip("not in this Transformers")
+    with pytest.raises(UnsupportedModelError, match=reason):
+        generate(decoder(name), PolicyCache(FullContext()), torch.tensor(ROWS[:1]))
+
+
+def test_full_attention_of_a_model_that_may_be_sparse() -> None:
+    model = Build("big_bird", "big_bird", {"attention_type": "original_full"}).model()
+    worst, effect = off_in_two_turns(model, PolicyCache(StreamingLLM(0.4)), [40, 40], [9, 9])
+    assert worst < TOLERANCE < effect
+
+
+def test_image_features_that_are_put_before_the_tokens() -> None:
+    model, ids = decoder("git"), torch.tensor(ROWS[:1])
+    config: Any = model.config
+    size = config.vision_config.image_size
+    store = PolicyCache(FullContext())
+    with pytest.raises(UnsupportedModelError, match="one hidden state for each token"):
+        generate(model, store, ids, pixel_values=torch.zeros(1, 3, size, size))
+    assert store.get_seq_length() == 0
+    generate(model, store, ids)

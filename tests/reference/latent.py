@@ -1,0 +1,162 @@
+"""Latent attention written out: one latent and one rotary key a token, for all heads of a layer.
+
+The layer's output is computed from the keys and values that each latent expands to, head by head.
+What a method is shown says the same in fewer words: a product of a query with an expanded key is
+the product of that query, taken back through the expansion, with the latent itself. So a layer is
+one KV head whose group is all query heads, and every method makes one choice for it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from .attention import Entry, attention_probabilities
+from .decoder import decoder_layers, finish_layer, rms_norm, rotate
+from .generation import ReferenceState
+from .methods import LayerView, Method
+from .scored_methods import KeyDiff, two_minus_cosines
+from .selection import head_mean
+
+
+@dataclass(frozen=True)
+class LatentEntry(Entry):
+    """What a layer stores for one token: latent and rotary key in `key`, the latent in `value`.
+
+    Attributes:
+        heads: per query head the key and the value that these expand to.
+    """
+
+    heads: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class LatentKeyDiff(KeyDiff):
+    """KeyDiff by the expanded keys, the mean over all heads.
+
+    A product with a query is the same for a latent and for what it expands to; a direction is not.
+    """
+
+    def scores(self, layer: LayerView, head: int) -> list[float]:
+        """The mean over the heads of two minus the cosine."""
+        held = [entry for entry in layer.entries[head] if isinstance(entry, LatentEntry)]
+        per_head = zip(*(entry.heads for entry in held), strict=True)
+        return head_mean([two_minus_cosines(entries) for entries in per_head])
+
+
+class LatentState(ReferenceState):
+    """One row's context in a model of the DeepSeek V3 family."""
+
+    def __init__(self, model: PreTrainedModel, method: Method) -> None:
+        """Starts an empty context; see `ReferenceState`."""
+        if isinstance(method, KeyDiff):
+            method = LatentKeyDiff(**asdict(method))
+        super().__init__(model, method)
+
+    def _heads_held(self) -> list[int]:
+        return [1] * len(decoder_layers(self.model))
+
+    def _layer(
+        self,
+        layer_idx: int,
+        hidden: Tensor,
+        positions: Sequence[int],
+        rotary: Sequence[int],
+    ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
+        """As in `ReferenceState`; queries are as the latents are multiplied by them."""
+        layer = decoder_layers(self.model)[layer_idx]
+        attention = layer.self_attn
+        normed = rms_norm(hidden, layer.input_layernorm)
+        queries = expanded_queries(attention, normed, rotary)
+        grown = [*self.cache[layer_idx][0], *latent_entries(attention, normed, positions, rotary)]
+        outputs = []
+        for head, head_queries in enumerate(queries):
+            held = [entry.heads[head] for entry in grown if isinstance(entry, LatentEntry)]
+            given = attention_probabilities(head_queries, positions, held, float(attention.scaling))
+            outputs.append(given @ torch.stack([entry.value for entry in held]))
+        left = finish_layer(self.model, layer_idx, hidden, outputs)
+        absorbed = [
+            absorb(attention, head, head_queries) for head, head_queries in enumerate(queries)
+        ]
+        return left, absorbed, [grown]
+
+
+def turn(attention: Any, vector: Tensor, position: int) -> Tensor:
+    """The rotary embedding of one vector `[rope]`; interleaved pairs are laid side by side."""
+    rope: dict[str, Any] = attention.config.rope_parameters
+    assert rope["rope_type"] == "default", "only the default rotary embedding is covered"
+    if attention.config.rope_interleave:
+        vector = torch.cat([vector[0::2], vector[1::2]])
+    return rotate(vector, position, float(rope["rope_theta"]))
+
+
+def expanded_queries(attention: Any, normed: Tensor, rotary: Sequence[int]) -> list[Tensor]:
+    """Per query head `[len, nope + rope]`, the last `rope` turned.
+
+    Args:
+        attention: the layer's attention module.
+        normed: `[len, hidden]`.
+        rotary: position of each token.
+    """
+    if attention.q_lora_rank is None:
+        flat = linear(normed, attention.q_proj.weight)
+    else:
+        squeezed = linear(normed, attention.q_a_proj.weight, attention.q_a_proj.bias)
+        flat = linear(rms_norm(squeezed, attention.q_a_layernorm), attention.q_b_proj.weight)
+    nope = attention.qk_nope_head_dim
+    queries = []
+    for head in flat.split(attention.qk_head_dim, dim=1):
+        rows = [
+            torch.cat([row[:nope], turn(attention, row[nope:], at)])
+            for row, at in zip(head, rotary, strict=True)
+        ]
+        queries.append(torch.stack(rows))
+    return queries
+
+
+def expansions(attention: Any) -> list[tuple[Tensor, Tensor]]:
+    """Per query head the matrices from latents to keys `[nope, rank]` and values `[v, rank]`."""
+    sizes = [attention.qk_nope_head_dim, attention.v_head_dim]
+    return [
+        (block[: sizes[0]], block[sizes[0] :])
+        for block in attention.kv_b_proj.weight.split(sum(sizes), dim=0)
+    ]
+
+
+def latent_entries(
+    attention: Any, normed: Tensor, positions: Sequence[int], rotary: Sequence[int]
+) -> list[Entry]:
+    """What the layer stores for each token at hand.
+
+    Args:
+        attention: the layer's attention module.
+        normed: `[len, hidden]`.
+        positions: of each token in the row.
+        rotary: position by which each token's rotary key is turned.
+    """
+    projection = attention.kv_a_proj_with_mqa
+    rank = attention.kv_lora_rank
+    matrices = expansions(attention)
+    entries: list[Entry] = []
+    for row, position, at in zip(
+        linear(normed, projection.weight, projection.bias), positions, rotary, strict=True
+    ):
+        latent = rms_norm(row[:rank], attention.kv_a_layernorm)
+        turned = turn(attention, row[rank:], at)
+        heads = tuple(
+            Entry(position, torch.cat([to_key @ latent, turned]), to_value @ latent)
+            for to_key, to_value in matrices
+        )
+        entries.append(LatentEntry(position, torch.cat([latent, turned]), latent, heads))
+    return entries
+
+
+def absorb(attention: Any, head: int, queries: Tensor) -> Tensor:
+    """A head's queries `[len, nope + rope]` taken back to the latents, `[len, rank + rope]`."""
+    nope = attention.qk_nope_head_dim
+    to_key, _ = expansions(attention)[head]
+    return torch.cat([queries[:, :nope] @ to_key, queries[:, nope:]], dim=1)

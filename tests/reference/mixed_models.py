@@ -1,0 +1,59 @@
+"""Tiny models of latent attention and of recurrent and attending layers in turn."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from tests.families import FAMILIES as BUILDS
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+def latent_model(
+    seed: int, *, num_layers: int = 4, attn_implementation: str = "sdpa"
+) -> PreTrainedModel:
+    """Builds a DeepSeek V3; its first layer has an MLP, the others experts.
+
+    Args:
+        seed: of the weights.
+        num_layers: decoder layers.
+        attn_implementation: attention function of Transformers.
+    """
+    build = BUILDS["deepseek_v3"]
+    options = {**build.options, "num_hidden_layers": num_layers}
+    build = replace(build, options=options)
+    return build.build(seed, attn_implementation=attn_implementation)
+
+
+@torch.no_grad()
+def hybrid_model(
+    seed: int,
+    *,
+    layer_types: tuple[str, ...] = (LINEAR, FULL, LINEAR, FULL),
+    attn_implementation: str = "sdpa",
+) -> PreTrainedModel:
+    """Builds a Qwen3-Next whose recurrent layers remember.
+
+    As initialised, most heads forget in one step all that went before, and then it matters little
+    what was read; here what a head holds fades to a half in 2 to 100 tokens or so.
+
+    Args:
+        seed: of the weights.
+        layer_types: of each decoder layer.
+        attn_implementation: attention function of Transformers.
+    """
+    build = BUILDS["qwen3_next"]
+    options = {
+        **build.options,
+        "num_hidden_layers": len(layer_types),
+        "layer_types": list(layer_types),
+    }
+    build = replace(build, options=options)
+    model = build.build(seed, attn_implementation=attn_implementation)
+    for layer, kind in zip(cast(Any, model).model.layers, layer_types, strict=True):
+        if kind == LINEAR:
+            rates = layer.linear_attn.A_log
+            rates.copy_(torch.linspace(0.005, 0.3, len(rates)).log())
+    return model
