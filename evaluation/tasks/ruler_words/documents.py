@@ -108,7 +108,7 @@ def _ask(
     plan: LookupPlan, named: Sequence[tuple[Words, Words]], chains: Sequence[Words]
 ) -> Question:
     if plan.num_links:
-        return ask_past(*chains[0], named[0][1])
+        return ask_past(chains[0][0], chains[0][1], named[0][1])
     if chains:
         return ask_road(chains[0])
     return ask_names(named[: plan.num_asked])
