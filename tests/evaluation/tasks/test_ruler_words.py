@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpolicy.evaluation import load
 from kvpolicy.evaluation.tasks.ruler_words import (
     KINDS,
     MODEL_DIR,
@@ -147,3 +148,12 @@ def test_the_bundled_model_answers(kind: str) -> None:
     texts = tokenizer.batch_decode(output[:, 512:])
     right = [score(text, prompt.outputs) for text, prompt in zip(texts, asked, strict=True)]
     assert sum(right) / len(right) >= LEAST[kind]
+
+
+def test_the_bundled_model_is_loaded_by_its_name() -> None:
+    loaded, model = load("ruler_words"), load_model()
+    assert loaded.dtype == "float32"
+    assert not loaded.bundled  # the needle questions are not its
+    assert loaded.tokenizer.get_vocab() == load_tokenizer().get_vocab() == TOKEN_IDS
+    for one, other in zip(loaded.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
