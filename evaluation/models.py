@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NEEDLE = "needle"
+# The bundled models by name, and where each is loaded.
+BUNDLED = {name: f"kvpolicy.evaluation.tasks.{name}" for name in (NEEDLE, "ruler_words")}
 # The first layer that answers as full context does in `kvpolicy compare --sweep`, whose prompts are
 # others than those it compares on.
 NEEDLE_TSP_LAYER = 2
@@ -64,9 +67,10 @@ def load(name: str = NEEDLE, *, dtype: str = "auto", device: str = "cpu") -> Loa
     """Load a model and its tokenizer.
 
     Args:
-        name: ``"needle"`` for the bundled model, a folder, or a name on the Hugging Face Hub.
+        name: ``"needle"`` or ``"ruler_words"`` for a bundled model, a folder, or a name on the
+            Hugging Face Hub.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; ``"auto"`` for the checkpoint's own,
-            float32 for the bundled model.
+            float32 for a bundled model.
         device: As torch names it: ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
 
     Raises:
@@ -75,11 +79,10 @@ def load(name: str = NEEDLE, *, dtype: str = "auto", device: str = "cpu") -> Loa
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
     target = _check_device(device)
-    if name == NEEDLE:
-        from kvpolicy.evaluation import needle
-
-        model = needle.load_model(dtype=DTYPES.get(dtype, torch.float32))
-        return Loaded(name, model.to(target).eval(), needle.load_tokenizer())
+    if name in BUNDLED:
+        task = import_module(BUNDLED[name])
+        model = task.load_model(dtype=DTYPES.get(dtype, torch.float32))
+        return Loaded(name, model.to(target).eval(), task.load_tokenizer())
     _check_name(name)
     return _from_pretrained(name, DTYPES.get(dtype, "auto"), target)
 
@@ -93,10 +96,8 @@ def load_tokenizer(name: str = NEEDLE) -> Any:
     Raises:
         ValueError: There is no such model; says what was tried.
     """
-    if name == NEEDLE:
-        from kvpolicy.evaluation import needle
-
-        return needle.load_tokenizer()
+    if name in BUNDLED:
+        return import_module(BUNDLED[name]).load_tokenizer()
     _check_name(name)
     from transformers import AutoTokenizer
 
@@ -142,7 +143,7 @@ def _check_name(name: str) -> None:
     elif not _HUB_NAME.fullmatch(name):
         raise ValueError(
             f"model {name} does not exist; give a folder, a Hub name such as owner/model, or "
-            f"{NEEDLE} for the bundled model"
+            f"{' or '.join(BUNDLED)} for a bundled model"
         )
 
 

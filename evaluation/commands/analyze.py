@@ -28,7 +28,10 @@ MAX_COLUMNS = 6
 def analyze(
     model: Annotated[
         str,
-        typer.Option(metavar="NAME", help="A folder, a Hub name, or needle for the bundled model."),
+        typer.Option(
+            metavar="NAME",
+            help="A folder, a Hub name, or needle or ruler_words for a bundled model.",
+        ),
     ] = NEEDLE,
     prompt_file: Annotated[
         list[Path] | None,

@@ -64,7 +64,10 @@ DROP = ("tsp_rate", "window_size", "kernel_size", "protect")
 def calibrate(
     model: Annotated[
         str,
-        typer.Option(metavar="NAME", help="A folder, a Hub name, or needle for the bundled model."),
+        typer.Option(
+            metavar="NAME",
+            help="A folder, a Hub name, or needle or ruler_words for a bundled model.",
+        ),
     ] = NEEDLE,
     prompts: Annotated[
         Path | None,

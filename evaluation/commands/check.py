@@ -20,7 +20,8 @@ def check(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="A folder, a Hub name, or needle for the bundled model."
+            metavar="MODEL",
+            help="A folder, a Hub name, or needle or ruler_words for a bundled model.",
         ),
     ],
     context: Annotated[

@@ -63,7 +63,10 @@ from kvpolicy.evaluation.tasks.prompts import MIN_NEEDLE_CONTEXT
 def compare(
     model: Annotated[
         str,
-        typer.Option(metavar="NAME", help="A folder, a Hub name, or needle for the bundled model."),
+        typer.Option(
+            metavar="NAME",
+            help="A folder, a Hub name, or needle or ruler_words for a bundled model.",
+        ),
     ] = NEEDLE,
     prompts: Annotated[
         Path | None,

@@ -57,7 +57,10 @@ def eval(
     ],
     model: Annotated[
         str,
-        typer.Option(metavar="NAME", help="A folder, a Hub name, or needle for the bundled model."),
+        typer.Option(
+            metavar="NAME",
+            help="A folder, a Hub name, or needle or ruler_words for a bundled model.",
+        ),
     ] = NEEDLE,
     lengths: Annotated[
         list[str] | None,

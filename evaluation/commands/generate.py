@@ -44,7 +44,10 @@ def generate(
     ],
     model: Annotated[
         str,
-        typer.Option(metavar="NAME", help="A folder, a Hub name, or needle for the bundled model."),
+        typer.Option(
+            metavar="NAME",
+            help="A folder, a Hub name, or needle or ruler_words for a bundled model.",
+        ),
     ] = "needle",
     policy: PolicyOption = None,
     rate: RateOption = None,

@@ -84,7 +84,7 @@ def before_last_line(name: str) -> Splitter:
     return split
 
 
-for _pattern in ("longbench_*", "needle_*", "haystack*"):
-    register_splitter(_pattern, after_field("context"))
 for _pattern in ("niah_*", "ruler_*"):  # the last sentence, which is a line, asks
     register_splitter(_pattern, before_last_line("input"))
+for _pattern in ("longbench_*", "needle_*", "haystack*", "ruler_words_*"):
+    register_splitter(_pattern, after_field("context"))

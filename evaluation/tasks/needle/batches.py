@@ -101,24 +101,27 @@ def _mark(batch: Batch, index: int, row: NeedleRow) -> None:
         position += len(piece)
 
 
-def skipped_positions(rng: random.Random, pieces: Pieces, length: int) -> Tensor:
+def skipped_positions(
+    rng: random.Random, pieces: Pieces, length: int, max_position: int = MAX_POSITION
+) -> Tensor:
     """Return positions that mostly jump before some pieces: short rows teach long distances.
 
     Args:
         rng: source of the draw.
         pieces: the row's pieces; jumps happen between them.
-        length: tokens in the row, at most ``MAX_POSITION``.
+        length: tokens in the row, at most ``max_position``.
+        max_position: the positions' limit.
 
     Returns:
-        int64 ``[length]``, strictly ascending from 0, below ``MAX_POSITION``.
+        int64 ``[length]``, strictly ascending from 0, below ``max_position``.
     """
     steps = torch.ones(length, dtype=torch.int64)
     steps[0] = 0
-    if length < MAX_POSITION and rng.random() < SKIP_CHANCE:
+    if length < max_position and rng.random() < SKIP_CHANCE:
         ends = accumulate(len(piece) for piece in pieces)
         starts = [end for end in ends if end < length]
         chosen = rng.sample(starts, min(len(starts), rng.randint(1, MAX_SKIPS)))
-        total = int((MAX_POSITION - length) * rng.random())
+        total = int((max_position - length) * rng.random())
         for start in chosen:
             steps[start] += rng.randint(0, 2 * total // len(chosen))
-    return torch.minimum(steps.cumsum(0), MAX_POSITION - length + torch.arange(length))
+    return torch.minimum(steps.cumsum(0), max_position - length + torch.arange(length))

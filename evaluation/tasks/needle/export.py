@@ -1,5 +1,6 @@
 """Write a trained network as a plain Transformers Llama with a word-level tokenizer."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,24 +10,23 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from . import network as shape
-from .network import Network
-from .vocabulary import BOS, END, PAD, SPECIAL_TOKENS, UNKNOWN, VOCAB_SIZE, token_names
+from .network import NORM_EPS, Network, NetworkShape
+from .vocabulary import BOS, END, PAD, SPECIAL_TOKENS, UNKNOWN, token_names
 
 
-def llama_config() -> LlamaConfig:
-    """Return the configuration of the needle model."""
+def llama_config(shape: NetworkShape) -> LlamaConfig:
+    """Return the configuration of a network of this shape."""
     return LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=shape.HIDDEN,
-        intermediate_size=shape.INTERMEDIATE,
-        num_hidden_layers=shape.NUM_LAYERS,
-        num_attention_heads=shape.QUERY_HEADS,
-        num_key_value_heads=shape.KV_HEADS,
-        head_dim=shape.HEAD_DIM,
-        max_position_embeddings=shape.MAX_POSITION,
-        rms_norm_eps=shape.NORM_EPS,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.ROPE_THETA},
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.query_heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position,
+        rms_norm_eps=NORM_EPS,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         tie_word_embeddings=True,
         bos_token_id=BOS,
         eos_token_id=END,
@@ -40,8 +40,9 @@ def llama_state(network: Network) -> dict[str, Tensor]:
         "model.embed_tokens.weight": network.embedding.weight,
         "model.norm.weight": network.norm.weight,
     }
+    shape = network.shape
     sizes = [
-        heads * shape.HEAD_DIM for heads in (shape.QUERY_HEADS, shape.KV_HEADS, shape.KV_HEADS)
+        heads * shape.head_dim for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads)
     ]
     for index, block in enumerate(network.layers()):
         q, k, v = torch.split(block.qkv.weight, sizes)
@@ -63,7 +64,7 @@ def llama_state(network: Network) -> dict[str, Tensor]:
 
 def to_llama(network: Network) -> LlamaForCausalLM:
     """Return the network as a ``LlamaForCausalLM`` in float32 that computes the same logits."""
-    model = LlamaForCausalLM(llama_config())
+    model = LlamaForCausalLM(llama_config(network.shape))
     missing, unexpected = model.load_state_dict(llama_state(network), strict=False)
     assert not unexpected, unexpected
     assert set(missing) <= {"lm_head.weight"}, missing  # tied to the embedding
@@ -73,9 +74,14 @@ def to_llama(network: Network) -> LlamaForCausalLM:
     return model.eval()
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer: one token to a word, words apart by blanks, nothing added."""
-    vocabulary = {name: index for index, name in enumerate(token_names())}
+def build_tokenizer(names: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Return the tokenizer: one token to a word, words apart by blanks, nothing added.
+
+    Args:
+        names: every token's text, in the order of the ids; the special ones have the needle
+            language's names.
+    """
+    vocabulary = {name: index for index, name in enumerate(names)}
     words = Tokenizer(WordLevel(vocabulary, unk_token=SPECIAL_TOKENS[UNKNOWN]))
     words.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -89,7 +95,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_pretrained(network: Network, folder: Path) -> None:
-    """Write model and tokenizer to ``folder``; weights in bfloat16, half the size of float32."""
+def save_pretrained(network: Network, folder: Path, names: Sequence[str] | None = None) -> None:
+    """Write model and tokenizer to ``folder``; weights in bfloat16, half the size of float32.
+
+    Args:
+        network: the trained network.
+        folder: made where it does not exist.
+        names: the tokens' texts, the needle language's by default (see `build_tokenizer`).
+    """
     to_llama(network).to(torch.bfloat16).save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+    build_tokenizer(names or token_names()).save_pretrained(folder)

@@ -1,20 +1,44 @@
 """A compact Llama to train: fused projections, own positions per row, states of every layer."""
 
+import attrs
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from .vocabulary import VOCAB_SIZE
 
-HIDDEN = 128
-QUERY_HEADS = 8
-KV_HEADS = 2
-HEAD_DIM = 16
-INTERMEDIATE = 256
-NUM_LAYERS = 6
-ROPE_THETA = 1e5
 MAX_POSITION = 4224
 NORM_EPS = 1e-5
+
+
+@attrs.frozen
+class NetworkShape:
+    """The sizes of a network; the defaults are the needle model's.
+
+    Args:
+        vocab_size: tokens of the vocabulary.
+        hidden: width of the hidden states.
+        query_heads: query heads of a layer.
+        kv_heads: KV heads of a layer, a divisor of ``query_heads``.
+        head_dim: dimensions of a head, even.
+        intermediate: width of the feed-forward layers.
+        num_layers: decoder layers.
+        rope_theta: base of the rotary frequencies.
+        max_position: positions that the model is trained for.
+    """
+
+    vocab_size: int = VOCAB_SIZE
+    hidden: int = 128
+    query_heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 16
+    intermediate: int = 256
+    num_layers: int = 6
+    rope_theta: float = 1e5
+    max_position: int = MAX_POSITION
+
+
+NEEDLE_SHAPE = NetworkShape()
 
 HOP_LAYER = 1
 """Where a two-hop question finds its bridge; the values are found in the layer above."""
@@ -23,9 +47,10 @@ Blindfold = tuple[Tensor, Tensor]
 """Two masks ``[batch, length]`` of 0 and 1: tokens of the first do not see those of the second."""
 
 
-def rotary_tables(positions: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_tables(positions: Tensor, shape: NetworkShape) -> tuple[Tensor, Tensor]:
     """Return cosines and sines ``[batch, 1, query_len, head_dim]`` of ``[batch, query_len]``."""
-    frequencies = ROPE_THETA ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM)
+    steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    frequencies = shape.rope_theta**-steps
     angles = positions[:, None, :, None].float() * frequencies
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()
@@ -82,16 +107,18 @@ def causal_attention(
 class Block(nn.Module):
     """One decoder layer; its output projections start at zero, which makes it the identity."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: NetworkShape = NEEDLE_SHAPE) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(HIDDEN, eps=NORM_EPS)
-        self.mlp_norm = nn.RMSNorm(HIDDEN, eps=NORM_EPS)
-        self.qkv = nn.Linear(HIDDEN, (QUERY_HEADS + 2 * KV_HEADS) * HEAD_DIM, bias=False)
-        self.out = nn.Linear(QUERY_HEADS * HEAD_DIM, HIDDEN, bias=False)
-        self.gate_up = nn.Linear(HIDDEN, 2 * INTERMEDIATE, bias=False)
-        self.down = nn.Linear(INTERMEDIATE, HIDDEN, bias=False)
+        self.shape, hidden = shape, shape.hidden
+        self.attention_norm = nn.RMSNorm(hidden, eps=NORM_EPS)
+        self.mlp_norm = nn.RMSNorm(hidden, eps=NORM_EPS)
+        num_heads = shape.query_heads + 2 * shape.kv_heads
+        self.qkv = nn.Linear(hidden, num_heads * shape.head_dim, bias=False)
+        self.out = nn.Linear(shape.query_heads * shape.head_dim, hidden, bias=False)
+        self.gate_up = nn.Linear(hidden, 2 * shape.intermediate, bias=False)
+        self.down = nn.Linear(shape.intermediate, hidden, bias=False)
         for linear in (self.qkv, self.gate_up):
-            nn.init.normal_(linear.weight, std=HIDDEN**-0.5)
+            nn.init.normal_(linear.weight, std=hidden**-0.5)
         for linear in (self.out, self.down):
             nn.init.zeros_(linear.weight)
 
@@ -100,10 +127,11 @@ class Block(nn.Module):
     ) -> Tensor:
         """Map hidden states ``[batch, query_len, hidden]`` to the next layer's."""
         batch, length, _ = x.shape
-        heads = self.qkv(self.attention_norm(x)).view(batch, length, -1, HEAD_DIM).transpose(1, 2)
-        rotated = rotate(heads[:, :-KV_HEADS], cos, sin)
-        queries, keys = torch.split(rotated, [QUERY_HEADS, KV_HEADS], dim=1)
-        attended = causal_attention(queries, keys, heads[:, -KV_HEADS:], blindfold)
+        kv_heads, head_dim = self.shape.kv_heads, self.shape.head_dim
+        heads = self.qkv(self.attention_norm(x)).view(batch, length, -1, head_dim).transpose(1, 2)
+        rotated = rotate(heads[:, :-kv_heads], cos, sin)
+        queries, keys = torch.split(rotated, [self.shape.query_heads, kv_heads], dim=1)
+        attended = causal_attention(queries, keys, heads[:, -kv_heads:], blindfold)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, -1))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         update: Tensor = self.down(functional.silu(gate) * up)
@@ -113,11 +141,12 @@ class Block(nn.Module):
 class Network(nn.Module):
     """The model. Strong tied embeddings and a small final gain make copying easy to find."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: NetworkShape = NEEDLE_SHAPE) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB_SIZE, HIDDEN)
-        self.blocks = nn.ModuleList(Block() for _ in range(NUM_LAYERS))
-        self.norm = nn.RMSNorm(HIDDEN, eps=NORM_EPS)
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.norm = nn.RMSNorm(shape.hidden, eps=NORM_EPS)
         nn.init.normal_(self.embedding.weight, std=0.3)
         nn.init.constant_(self.norm.weight, 0.1)
 
@@ -135,7 +164,7 @@ class Network(nn.Module):
             positions: rotary positions ``[batch, query_len]``.
             blindfold: applied up to and including ``HOP_LAYER``.
         """
-        cos, sin = rotary_tables(positions)
+        cos, sin = rotary_tables(positions, self.shape)
         x = self.embedding(input_ids)
         states = []
         for index, block in enumerate(self.layers()):

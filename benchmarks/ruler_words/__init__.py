@@ -1,0 +1,1 @@
+"""The training of the bundled model of word tasks."""

@@ -1,0 +1,161 @@
+"""Measure every registered method on the word tasks, with the question and before it is known.
+
+Run as ``python -m benchmarks.ruler_words.measure``. ``with`` reads the document and the question
+together, so that a method may look at the question when it chooses; ``later`` reads the document,
+lets the method choose, and only then reads the question. A method that was measured is not measured
+again: ``--out`` is read first, and written after every method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from kvpolicy import CachePolicy
+from kvpolicy.evaluation.comparison.variant import Variant, variants
+from kvpolicy.evaluation.results import environment
+from kvpolicy.evaluation.tasks.ruler_words import (
+    KINDS,
+    MODEL_DIR,
+    WordPrompt,
+    prompts,
+    score,
+)
+from kvpolicy.integrations.transformers import PolicyCache
+
+RESULTS = Path(__file__).resolve().parent.parent / "results" / "ruler_words.json"
+RATES = (0.05, 0.1, 0.2)
+MODES = ("with", "later")
+# Of the methods that keep tokens of text; the rest is a method for images.
+METHODS = (
+    "full_context", "snapkv", "fastkv", "ada_kv", "pyramid_kv", "h2o", "tova", "key_diff",
+    "key_norm", "streaming_llm", "gem_filter", "pyramid_infer", "random",
+)  # fmt: skip
+BATCH_TOKENS = 8192
+
+
+@torch.no_grad()
+def continuations(
+    model: PreTrainedModel,
+    policy: CachePolicy,
+    documents: Tensor,
+    questions: Tensor,
+    max_new_tokens: int,
+    *,
+    later: bool,
+) -> Tensor:
+    """Greedy continuations of questions on documents, under a policy.
+
+    Args:
+        model: in evaluation mode.
+        policy: what to keep, chosen once: after the document and question, or the document alone.
+        documents: token ids ``[batch, document_len]``.
+        questions: token ids ``[batch, question_len]``.
+        max_new_tokens: tokens to generate.
+        later: whether the question is read after the policy has chosen.
+
+    Returns:
+        ``[batch, max_new_tokens]`` token ids; what follows the end of an answer is to be cut off.
+    """
+    cache = PolicyCache(policy)
+    with cache.attached(model):
+        first = documents if later else torch.cat([documents, questions], dim=1)
+        logits = model(first, past_key_values=cache, logits_to_keep=1).logits
+        if later:
+            logits = model(questions, past_key_values=cache, logits_to_keep=1).logits
+        tokens = [logits[:, -1:].argmax(dim=-1)]
+        while len(tokens) < max_new_tokens:
+            logits = model(tokens[-1], past_key_values=cache).logits
+            tokens.append(logits[:, -1:].argmax(dim=-1))
+    return torch.cat(tokens, dim=1)
+
+
+def mean_score(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    policy: CachePolicy,
+    asked: Sequence[WordPrompt],
+    *,
+    later: bool,
+) -> float:
+    """Return the mean part of expected words over prompts of one kind and length."""
+    scores = []
+    size = max(1, BATCH_TOKENS // len(asked[0].input.split()))
+    for start in range(0, len(asked), size):
+        batch = asked[start : start + size]
+        documents, questions = (
+            torch.tensor(tokenizer([getattr(each, part) for each in batch]).input_ids)
+            for part in ("document", "question")
+        )
+        most = max(prompt.max_new_tokens for prompt in batch)
+        generated = continuations(model, policy, documents, questions, most, later=later)
+        for prompt, tokens in zip(batch, generated, strict=True):
+            text, _, _ = tokenizer.decode(tokens).partition(tokenizer.eos_token)
+            scores.append(score(text, prompt.outputs))
+    return fmean(scores)
+
+
+def measure(
+    model: PreTrainedModel, tokenizer: Any, variant: Variant, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Return a method's scores by mode and kind, as plain data."""
+    scores: dict[str, dict[str, float]] = {}
+    for mode in arguments.modes:
+        scores[mode] = {}
+        for kind in arguments.kinds:
+            asked = prompts(kind, arguments.length, arguments.count, arguments.seed)
+            scores[mode][kind] = round(
+                mean_score(model, tokenizer, variant.policy, asked, later=mode == "later"), 4
+            )
+    return {
+        "policy": variant.name,
+        "retention_rate": variant.retention_rate,
+        "parameters": dict(variant.parameters),
+        "length": arguments.length,
+        "count": arguments.count,
+        "scores": scores,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is not in the file yet."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=MODEL_DIR)
+    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--rates", nargs="+", type=float, default=RATES)
+    parser.add_argument("--kinds", nargs="+", default=KINDS)
+    parser.add_argument("--modes", nargs="+", default=MODES)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    model = LlamaForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
+    data = {"environment": environment(model.device), "seed": options.seed, "rows": []}
+    if options.out.exists():
+        data = json.loads(options.out.read_text())
+    done = {(row["policy"], row["retention_rate"], row["length"]) for row in data["rows"]}
+    for variant in variants(options.methods, options.rates):
+        if (variant.name, variant.retention_rate, options.length) in done:
+            continue
+        row = measure(model, tokenizer, variant, options)
+        data["rows"].append(row)
+        options.out.write_text(json.dumps(data, indent=1) + "\n")
+        for mode, scores in row["scores"].items():
+            said = " ".join(f"{kind} {100 * value:.0f}" for kind, value in scores.items())
+            mean = 100 * fmean(scores.values())
+            print(f"{variant.label:20} {mode:5} {mean:5.1f}  {said}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The word tasks as tasks of lm-evaluation-harness."""
