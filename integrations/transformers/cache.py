@@ -27,7 +27,11 @@ from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.model_print import ModelPrint
-from kvpolicy.integrations.transformers.state.recurrent import layer_for
+from kvpolicy.integrations.transformers.state.recurrent import (
+    RecurrentLayer,
+    layer_for,
+    link,
+)
 from kvpolicy.integrations.transformers.state.report import CacheReport
 from kvpolicy.integrations.transformers.state.saving import SavedCache
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
@@ -48,8 +52,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
             `OffloadedStorage`. As they are, if None.
         max_new_tokens: Tokens of an answer to have memory for when the prompt is read. With it
             `generate` can compile their decoding (greedy or sampling, eager or sdpa attention,
-            plain storage, no recurrent layers), as it does by itself on a GPU. A longer answer
-            gets as much again, and is compiled again. None: memory grows.
+            plain storage, layers with keys of their own and no state), as it does by itself on a
+            GPU. A longer answer gets as much again, and is compiled again. None: memory grows.
 
     Attributes:
         policy: The policy.
@@ -174,6 +178,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         if self._reader.tokens is None:
             room = self.max_new_tokens or 0
             self.layers[:] = [layer_for(kind, self.storage, room) for kind in parts.kinds]
+            link(self.layers)
         elif len(self.layers) != parts.num_layers:
             raise ValueError(
                 f"model must have the {len(self.layers)} layers of the model that filled the "
@@ -209,7 +214,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
             wanted = layer_for(kind, self.storage, 0)
             if isinstance(layer, IndexedLayer) and isinstance(wanted, IndexedLayer):
                 layer.blocks = wanted.blocks  # which a file does not say
-            if type(layer) is not type(wanted):
+            if type(layer) is not type(wanted) or layer.producer != wanted.producer:
                 raise ValueError(
                     f"saved cache must hold what layer {index} of the model holds, which is "
                     f"{kind.name}, got something else; the file was changed"
@@ -488,6 +493,28 @@ class PolicyCache(Cache):  # type: ignore[misc]
         )
         return state
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """The recurrent state of a layer whose model replaces it whole; None before any.
+
+        As of the caches that some models define for themselves, with `set_linear_cache`.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self._reader.note_state(layer_idx)
+        layer = self.layers[layer_idx]
+        assert isinstance(layer, RecurrentLayer)
+        state: Tensor | None = layer.recurrent_states[0]
+        return state
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Take a layer's recurrent state after the tokens at hand.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self.update_recurrent_state(linear_cache, layer_idx)
+
     @property
     def static(self) -> StaticDecoding | None:
         """The decoding under way into buffers of a fixed size, which compiled hooks look for."""
@@ -501,6 +528,22 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen, padding included; what is stored is ``layers[i].kept_len``."""
         return self._reader.seen
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length of the keys a forward will see, and the columns seen but not stored.
+
+        An attention module that asks, to tell how far keys lie from queries, is told of all seen.
+        """
+        columns = self._reader.columns(layer_idx)
+        if columns is not None:
+            return columns.keys, 0
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:
+        """Columns seen; to an attention module that asks, what is to be added for its queries."""
+        columns = self._reader.columns(layer_idx)
+        return self.get_seq_length(layer_idx) if columns is None else columns.query_offset
 
     @property
     def batch_size(self) -> int:

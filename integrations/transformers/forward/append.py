@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +13,9 @@ from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.indexers import new_places, with_positions
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
+from kvpolicy.integrations.transformers.forward.relative_positions import Columns
 from kvpolicy.integrations.transformers.forward.states import check_states_skip_nothing
+from kvpolicy.integrations.transformers.model.mask_arguments import MaskArguments
 from kvpolicy.integrations.transformers.model.masks import (
     FLASH,
     Mask,
@@ -25,9 +28,32 @@ from kvpolicy.integrations.transformers.model.temperature import Temperature
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
+from kvpolicy.integrations.transformers.state.recurrent import (
+    EmptyLayer,
+    RecurrentLayer,
+    SharedLayer,
+)
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
+
+
+@attrs.frozen(eq=False)
+class Lent:
+    """What a layer sees whose keys and values others attend to as well.
+
+    Args:
+        keys: ``[batch, 1 or kv_heads, key_len]`` int64 original positions, -1 on padding.
+        queries: ``[batch, query_len]``, likewise.
+        mask: That of its queries.
+        own: What the layer's own mask says of the forward's tokens, where it is not order alone.
+        order: That of its keys, where padding was brought to the left.
+    """
+
+    keys: Tensor
+    queries: Tensor
+    mask: Mask
+    own: Tensor | None
+    order: Tensor | None
 
 
 class Forward:
@@ -113,12 +139,21 @@ class Forward:
         self._combined: Tensor | None = None  # positions of the keys of the layer at hand
         self._order: Tensor | None = None  # that brings padding in the middle to the left
         self._pending: tuple[Tensor, Tensor] | None = None
+        # What the layer before returned beside hidden states, for the tokens that went on.
+        self._beside: tuple[Tensor, ...] = ()
         self._causal: dict[tuple[int, bool], Mask] = {}  # by length, and whether none will do
         self._own_masks = own_masks
         self._spares_masks = spares_masks
         self._sees_all = not causal and self.first
         self._attended = attended
         self._rotary = rotary
+        # By layer whose keys others attend to, what these need to know.
+        self._lent: dict[int, Lent | None] = {
+            layer.producer: None for layer in layers if layer.producer is not None
+        }
+        self._streams_axis = 1  # of the tokens, where hidden states have four
+        self._inside: int | None = None  # the layer at hand
+        self._told: Columns | None = None  # what its attention was told, if it asked
         self._own_blocks: dict[int, tuple[Any, Tensor | None]] = {}  # by the id of the mask
 
     # Before a layer.
@@ -148,9 +183,24 @@ class Forward:
         layer = self.layers[index]
         if isinstance(layer, RecurrentLayer):
             layer.own_states()
-            return hidden, self._for_state(hidden, self._reaching(kwargs))
+        if isinstance(layer, SharedLayer):
+            return hidden, self._enter_borrower(index, hidden, kwargs)
         if not layer.attends:
-            return hidden, self._reaching(kwargs)
+            here = self._reaching(kwargs)
+            states = isinstance(layer, RecurrentLayer)
+            return hidden, self._for_state(hidden, here) if states else here
+        if not isinstance(layer, RecurrentLayer):
+            return hidden, self._enter_attention(index, hidden, kwargs)
+        names = MaskArguments.of(kwargs)
+        here = self._enter_attention(index, hidden, names.taken(kwargs))
+        return hidden, names.given(here, self._valid_here(hidden))
+
+    def _enter_attention(
+        self, index: int, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The arguments of a layer's attention, for the tokens that reach it."""
+        layer = self.layers[index]
+        self._inside, self._told = index, None
         self._combine(layer)
         if self._attended is not None and not (self.first and self._order_of_columns is None):
             heads = 1 if layer.held is None else layer.held.shape[1]
@@ -158,8 +208,10 @@ class Forward:
         here = self._reaching(kwargs)
         self._note_places(here)
         if isinstance(layer, IndexedLayer):
-            return hidden, self._for_indexer(index, layer, hidden, here)
-        return hidden, self._with_mask(index, hidden, here)
+            return self._for_indexer(index, layer, hidden, here)
+        here = self._with_mask(index, hidden, here)
+        self._lend(index, hidden, kwargs, here.get("attention_mask"))
+        return here
 
     def _note_places(self, kwargs: dict[str, Any]) -> None:
         """Take note of the positions at which the tokens of a layer's arguments are read."""
@@ -184,8 +236,58 @@ class Forward:
             kwargs = {**kwargs, "attention_mask": mask.expand(hidden.shape[0], -1, -1, -1)}
         return with_positions(layer, hidden, kwargs, self._rotary, self._order)
 
+    def _lend(self, index: int, hidden: Tensor, kwargs: dict[str, Any], mask: Mask) -> None:
+        """Note which keys a layer sees, and under which mask, where others attend to them."""
+        if index in self._lent:
+            layer = self.layers[index]
+            self._lent[index] = Lent(
+                self._positions(layer, layer.choices, hidden.device),
+                self.new_positions,
+                mask,
+                self._own_block(kwargs),
+                self._order,
+            )
+
+    def _enter_borrower(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a layer that attends to another's keys: under that one's mask."""
+        producer = self.layers[index].producer
+        assert producer is not None
+        lent = self._lent[producer]
+        assert lent is not None
+        here = self._reaching(kwargs)
+        if self._attended is not None:
+            self._attended.note(index, lent.keys)
+        count = hidden.shape[self._token_axis(hidden)]
+        if lent.queries is self.new_positions and count == lent.queries.shape[1]:
+            return {**here, "attention_mask": lent.mask}
+        # Tokens were dropped in between, or the decoder goes on with the last ones.
+        self._order = lent.order
+        own = self._own_visibility(lent.own, lent.keys)
+        if own is not None:
+            own = attrs.evolve(own, queries=own.queries[:, -count:])
+        places = self.new_positions[:, -count:].to(hidden.device)
+        heads = self.layers[producer].query_heads if lent.keys.shape[1] > 1 else 1
+        seen = Visibility(lent.keys, places, heads, self._window(index), own=own)
+        return {**here, "attention_mask": seen.mask(self.implementation, hidden.dtype)}
+
+    def _token_axis(self, hidden: Tensor) -> int:
+        """The axis of the tokens in hidden states, which follows that of the rows."""
+        return self._streams_axis if hidden.ndim == 4 else 1
+
     def _check_tokens(self, module: nn.Module, hidden: Tensor) -> None:
-        """Check that the first layer gets a hidden state for each token and no other."""
+        """Check that the first layer gets a hidden state for each token and no other.
+
+        Several streams of them stand before the rows, or behind the tokens.
+        """
+        if hidden.ndim == 4:
+            rows = tuple(self.new_valid.shape)
+            axes = [axis for axis in (1, 2) if tuple(hidden.shape[axis - 1 : axis + 1]) == rows]
+            if len(axes) != 1:
+                raise UnsupportedModelError(
+                    f"hidden states {list(hidden.shape)} of several streams must show which axes "
+                    f"are the {rows[0]} rows and {rows[1]} tokens; give another number of either"
+                )
+            self._streams_axis = axes[0]
         if hidden.ndim == 3 and hidden.shape[1] != self.new_valid.shape[1]:
             raise UnsupportedModelError(
                 "a decoder must give its layers one hidden state for each token, but "
@@ -194,27 +296,33 @@ class Forward:
             )
 
     def _for_state(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a recurrent layer: its mask tells tokens from padding.
+        """The arguments of a recurrent layer; see `_valid_here`."""
+        valid = self._valid_here(hidden)
+        # A layer's convolutions may have a name of their own for it.
+        own = dict.fromkeys({"conv_mask"} & kwargs.keys(), valid)
+        return {**kwargs, **own, "attention_mask": valid}
+
+    def _valid_here(self, hidden: Tensor) -> Tensor | None:
+        """The mask ``[batch, len]`` of a state, which tells tokens from padding; None without.
 
         Raises:
             UnsupportedModelError: See `check_states_skip_nothing`.
         """
-        valid = self.new_valid if self._padded else None
-        if valid is not None:
-            check_states_skip_nothing(valid, self._started)
-            valid = None if bool(valid.all()) else valid.to(hidden.device).long()
-        # A layer's convolutions may have a name of their own for it.
-        return {
-            **kwargs,
-            **dict.fromkeys({"conv_mask"} & kwargs.keys(), valid),
-            "attention_mask": valid,
-        }
+        if not self._padded:
+            return None
+        check_states_skip_nothing(self.new_valid, self._started)
+        return None if bool(self.new_valid.all()) else self.new_valid.to(hidden.device).long()
 
     def _reaching(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments for the tokens that reach the layer."""
         if self._slots is None:
             return kwargs
-        return cut_arguments(kwargs, self._slots, self._new_len)
+        ours = {
+            name: each
+            for name, each in kwargs.items()
+            if any(each is beside for beside in self._beside)
+        }
+        return {**cut_arguments(kwargs, self._slots, self._new_len), **ours}
 
     def _with_mask(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         spares = self._spares_masks or kwargs.get("attention_mask") is not None
@@ -358,6 +466,21 @@ class Forward:
 
     # Inside its attention.
 
+    def columns(self, index: int) -> Columns | None:
+        """Where a layer's attention is to think that queries and keys stand, while it runs.
+
+        None where that is what the layer holds, before anything was dropped or evicted.
+        """
+        if self._inside != index or (self.first and self._slots is None):
+            return None
+        count = self._before.seen + self._new_len
+        if self._slots is None:
+            queries = torch.arange(self._before.seen, count, device=self.new_positions.device)
+        else:
+            queries = self.new_positions.amax(dim=0)
+        self._told = Columns(count, queries)
+        return self._told
+
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values that the layer's attention is to see, with the new ones."""
         layer = self.layers[index]
@@ -365,8 +488,8 @@ class Forward:
         keys, values = layer.append(keys, values, self._before)
         if isinstance(layer, IndexedLayer):
             layer.attend_to(keys)
-        if self._temperatures[index] is not None:
-            self._pending = keys, values
+        if self._temperatures[index] is not None or self._told is not None:
+            self._pending = keys, values  # its attention function is to be called from here
         return keys, values
 
     def update_index(self, index: int, keys: Tensor) -> Tensor:
@@ -415,6 +538,12 @@ class Forward:
         if self.implementation in FLASH:
             # From positions with gaps it would infer several sequences in one row.
             kwargs.pop("position_ids", None)
+        if self._told is not None:
+            assert self._inside is not None
+            layer = self.layers[self._inside]
+            keys = self._positions(layer, layer.choices, query.device)
+            places = self.new_positions.to(query.device)
+            kwargs = self._told.taken(kwargs, places, keys, query.shape[1])
         return attend(module, query, *others, **kwargs)
 
     def observe(self, index: int, inputs: AttentionInputs) -> None:

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
+# Arguments of a decoder that hold something for each token, [batch, new_len, ...]: the last for
+# every layer, made where ids are known.
+OF_TOKENS = ("input_ids", "inputs_embeds", "per_layer_inputs")
+
 
 @attrs.frozen(eq=False)
 class Incoming:
@@ -129,7 +133,7 @@ def span_of(arguments: dict[str, Any], seen: int, start: int, stop: int) -> dict
     """
     arguments = dict(arguments)
     own_rows = (slice(None), slice(start, stop))
-    for name in {"input_ids", "inputs_embeds", "position_ids"} & arguments.keys():
+    for name in {*OF_TOKENS, "position_ids"} & arguments.keys():
         if arguments[name] is not None:
             # Position ids may have axes before that of the rows.
             own = (..., slice(start, stop))
@@ -235,7 +239,7 @@ def _padding_first(columns: Tensor) -> Tensor | None:
 
 def _reordered(arguments: dict[str, Any], order: Tensor, seen: int) -> dict[str, Any]:
     arguments = dict(arguments)
-    for name in {"input_ids", "inputs_embeds", "position_ids"} & arguments.keys():
+    for name in {*OF_TOKENS, "position_ids"} & arguments.keys():
         if arguments[name] is not None:
             first = arguments[name].ndim - 2 if name == "position_ids" else 0
             arguments[name] = take_columns(arguments[name], order, first, first + 1)
@@ -265,3 +269,21 @@ def take_columns(value: Tensor, columns: Tensor, row_axis: int = 0, token_axis: 
     value = value.expand(sizes)
     sizes[token_axis] = index.shape[1]
     return value.gather(token_axis, index.view(shape).expand(sizes))
+
+
+def spread_tokens(hidden: Tensor, slots: Tensor, length: int, token_axis: int = 1) -> Tensor:
+    """Hidden states of some tokens among zeros for the others: the reverse of `take_columns`.
+
+    Args:
+        hidden: Of ``count`` tokens along ``token_axis``, which follows that of the rows.
+        slots: ``[batch, count]`` int64, where they belong; -1 on padding.
+        length: Tokens of the result.
+        token_axis: That of the tokens.
+    """
+    slots = slots.to(hidden.device)
+    shape = [1] * hidden.ndim
+    shape[token_axis - 1], shape[token_axis] = slots.shape
+    places = torch.where(slots < 0, length, slots).view(shape).expand_as(hidden)
+    sizes = list(hidden.shape)
+    sizes[token_axis] = length + 1
+    return hidden.new_zeros(sizes).scatter(token_axis, places, hidden).narrow(token_axis, 0, length)

@@ -12,7 +12,10 @@ from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.append import Forward, cut_arguments
 from kvpolicy.integrations.transformers.forward.indexers import new_places
-from kvpolicy.integrations.transformers.forward.inputs import take_columns
+from kvpolicy.integrations.transformers.forward.inputs import (
+    spread_tokens,
+    take_columns,
+)
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
 from kvpolicy.integrations.transformers.model.masks import FLASH, first_seen
 from kvpolicy.integrations.transformers.model.routing import (
@@ -39,6 +42,8 @@ class ActingForward(Forward):
         refills: Whether the decoder is to get as many hidden states behind its last layer as it
             has read tokens; what stands before those of the tokens that went on is cut off again.
         features: What is added to hidden states between layers, where the decoder is not to do so.
+        cuts: Whether the decoder is handed hidden states of the tokens that went on alone; else
+            they are among zeros for the others, until the decoder has ended.
         kwargs: See `Forward`.
     """
 
@@ -51,10 +56,13 @@ class ActingForward(Forward):
         keep_last: int | None = None,
         refills: bool = False,
         features: AddedFeatures | None = None,
+        cuts: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._features = features
+        self._cuts = cuts
+        self._went_on: list[Tensor | None] = []  # by layer, slots; None for all
         self._refills = refills
         self._filled = 0  # hidden states that stand for no token
         self._seen_len = tuple(self.tokens.lengths.tolist())
@@ -77,6 +85,8 @@ class ActingForward(Forward):
         self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         """See `Forward.enter_layer`; where few tokens go on, those of these alone."""
+        if self._slots is not None and not self._cuts:
+            hidden = self._taken(hidden, self._slots)
         if self._features is not None and not self._features.after:
             hidden = self._features.added(hidden, index, self._slots)
         if not self._few_go_on(index) or self._own_block(kwargs) is not None:
@@ -88,18 +98,20 @@ class ActingForward(Forward):
         slots = self._going_on(index)
         assert self._seen is not None
         keys, values = self._seen
-        own = torch.where(slots < 0, -1, slots + keys.shape[2] - hidden.shape[1]).to(keys.device)
+        new_len = hidden.shape[self._token_axis(hidden)]
+        own = torch.where(slots < 0, -1, slots + keys.shape[2] - new_len).to(keys.device)
         valid = None if valid is None else valid.to(keys.device)
         self._narrowed = Narrowed(keys, values, own, valid, self.implementation)
-        here = cut_arguments({**here, "attention_mask": None}, slots, hidden.shape[1])
+        here = cut_arguments({**here, "attention_mask": None}, slots, new_len)
         self._note_places(here)
-        return take_columns(hidden, slots), here
+        return self._taken(hidden, slots), here
 
     def _few_go_on(self, index: int) -> bool:
         """Whether so few tokens leave a layer that it is worth to run it for these alone."""
-        # What has a state would read the tokens twice.
+        # What has a state would read the tokens twice; others' attention needs keys of all tokens.
         layer = self.layers[index]
-        narrows = self._narrows and type(layer) is PolicyLayer and layer.shows_queries
+        plain = type(layer) is PolicyLayer and index not in self._lent
+        narrows = self._narrows and plain and layer.shows_queries
         if not narrows or self._window(index) is not None:
             return False
         new_len, num_layers = self.new_valid.shape[1], len(self.layers)
@@ -274,19 +286,26 @@ class ActingForward(Forward):
     def leave_layer(self, index: int, output: Any) -> Any:
         """The layer's output, cut to the tokens that go on, with what is added to it."""
         passed, self._passed = self._passed, None
-        hidden = output[0] if isinstance(output, tuple) else output
+        hidden, *others = output if isinstance(output, tuple) else (output,)
         if passed is not None:
             self._pass_on(index, passed)
-            hidden = take_columns(hidden, passed)
+            others = [_cut_alike(each, hidden, passed) for each in others]
+            hidden = self._taken(hidden, passed)
+        self._beside = tuple(each for each in others if isinstance(each, Tensor))
         if self._features is not None and self._features.after:
             hidden = self._features.added(hidden, index, self._left(hidden))
+        if not self._cuts:
+            self._went_on.append(self._left(hidden))
+            hidden = self._spread(hidden)
         if self._refills and index == len(self.layers) - 1:
             self._filled = self._new_len - hidden.shape[1]
             hidden = pad(hidden, (0, 0, self._filled, 0))
-        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+        return (hidden, *others) if isinstance(output, tuple) else hidden
 
     def in_order(self, output: Any) -> Any:
         """See `Forward.in_order`; the hidden states are those of the tokens that went on."""
+        if self._went_on and self._went_on[-1] is not None:
+            output = self._without_others(output)
         return super().in_order(self._unfilled(output) if self._filled else output)
 
     def _unfilled(self, output: Any) -> Any:
@@ -304,12 +323,42 @@ class ActingForward(Forward):
 
     def _left(self, hidden: Tensor) -> Tensor | None:
         """The slots ``[batch, count]`` of the tokens that left the layer; None for all."""
-        count = hidden.shape[1]
+        count = hidden.shape[self._token_axis(hidden)]
         if self._slots is not None:
             return self._slots[:, -count:]
         everything = self._new_len == count
         ends = torch.arange(self._new_len - count, self._new_len, device=self.new_valid.device)
         return None if everything else ends.expand(self.new_valid.shape[0], -1)
+
+    def _taken(self, hidden: Tensor, slots: Tensor) -> Tensor:
+        """Hidden states of the tokens in ``slots`` ``[batch, count]``."""
+        axis = self._token_axis(hidden)
+        return take_columns(hidden, slots, axis - 1, axis)
+
+    def _spread(self, hidden: Tensor) -> Tensor:
+        """Hidden states of the tokens that left a layer, among zeros for the others."""
+        slots = self._left(hidden)
+        if slots is None:
+            return hidden
+        return spread_tokens(hidden, slots, self._new_len, self._token_axis(hidden))
+
+    def _without_others(self, output: Any) -> Any:
+        def taken(hidden: Tensor, slots: Tensor | None) -> Tensor:
+            whole = hidden.shape[self._token_axis(hidden)] == self._new_len
+            return self._taken(hidden, slots) if whole and slots is not None else hidden
+
+        def each_taken(states: Any) -> Any:
+            if not isinstance(states, tuple) or len(states) != len(self._went_on) + 1:
+                return states
+            pairs = zip(states, [None, *self._went_on], strict=True)
+            return tuple(taken(hidden, slots) for hidden, slots in pairs)
+
+        if isinstance(output, tuple):
+            return (taken(output[0], self._went_on[-1]), *map(each_taken, output[1:]))
+        output["last_hidden_state"] = taken(output["last_hidden_state"], self._went_on[-1])
+        if output.get("hidden_states") is not None:
+            output["hidden_states"] = each_taken(output["hidden_states"])
+        return output
 
     def _pass_on(self, index: int, passed: Tensor) -> None:
         self.new_positions = gather_positions(self.new_positions, passed)
@@ -318,3 +367,10 @@ class ActingForward(Forward):
         self._slots = passed if self._slots is None else gather_positions(self._slots, passed)
         self._causal.clear()
         self.propagated[index] = self.new_positions
+
+
+def _cut_alike(value: Any, hidden: Tensor, slots: Tensor) -> Any:
+    """What a layer returns beside hidden states, for some of its tokens if it is of each token."""
+    # Attentions have four axes, of which the second are heads.
+    like = isinstance(value, Tensor) and value.ndim == 3 and value.shape[:2] == hidden.shape[:2]
+    return take_columns(value, slots) if like else value

@@ -36,6 +36,7 @@ from kvpolicy.integrations.transformers.forward.inputs import (
     span_of,
 )
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
+from kvpolicy.integrations.transformers.forward.relative_positions import Columns
 from kvpolicy.integrations.transformers.forward.restart import FilterPass
 from kvpolicy.integrations.transformers.forward.states import check_states_go_on
 from kvpolicy.integrations.transformers.forward.static_decoding import (
@@ -49,9 +50,8 @@ from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
-from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
-from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
+from kvpolicy.integrations.transformers.state.recurrent import link
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policies import KeepAllSelector
@@ -318,6 +318,8 @@ class Reader:
     def _take_up(self, arguments: dict[str, Any], *, ends: bool) -> tuple[Forward, dict[str, Any]]:
         assert self.attachment is not None
         parts = self.attachment.parts
+        if parts.own_caches_only:
+            arguments = {**arguments, "use_cache": False}
         starts, implementation = self.acts_next, parts.implementation
         acts = starts and ends
         if starts and self.chunks is None:
@@ -352,6 +354,9 @@ class Reader:
         if starts:
             lengths = incoming.tokens.lengths + incoming.new_valid.sum(dim=1)
             parts.check_policy(self.placed, int(lengths.max()))
+            if self._drops:
+                parts.check_logits(self.placed, self._keep_last)
+                parts.check_rows(self.placed, len(lengths), int(lengths.max()))
         if outside:
             taken = {**incoming.arguments, "attention_mask": made}
             incoming = attrs.evolve(incoming, arguments=taken)
@@ -365,7 +370,7 @@ class Reader:
             "causal": parts.causal,
             "rotary": getattr(parts.decoder, "rotary_emb", None),
             "attended": (
-                AttendedKeys(parts.attending)
+                AttendedKeys([i for i, each in enumerate(parts.attentions) if each is not None])
                 if _asked(arguments, parts, "output_attentions")
                 else None
             ),
@@ -454,6 +459,7 @@ class Reader:
             "narrows": narrows and self.care.narrows,
             "keep_last": keep_last,
             "refills": self.care.refills,
+            "cuts": self.care.cuts,
         }
 
     def _without_seen(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -512,16 +518,13 @@ class Reader:
         """Whether `generate` may compile the decoding of an answer."""
         plain = isinstance(self.storage, PlainStorage)
         # A state is a tensor of one size, but is copied before every forward; index keys grow, and
-        # images are no tokens.
-        grow = any(
-            isinstance(layer, (RecurrentLayer, IndexedLayer, CrossLayer)) for layer in self.layers
-        )
-        seen = all(layer.shows_queries for layer in self.layers if layer.attends)
+        # images are no tokens. What attends to another layer's keys has no buffers of its own.
+        own = all(type(layer) is PolicyLayer and layer.shows_queries for layer in self.layers)
         # What counts positions itself is told others than those of a step; and what is seen of an
         # answer alone has no mask there.
         parts = None if self.attachment is None else self.attachment.parts
         counts = parts is not None and any((*parts.temperatures, *parts.answer_windows))
-        fixed = plain and seen and not grow and not counts
+        fixed = plain and own and not counts
         return self.max_new_tokens is not None and fixed and self._may_be_static
 
     def mask_of_step(self, attention_mask: Tensor | None) -> Tensor | None:
@@ -641,6 +644,7 @@ class Reader:
         for layer, own, each in zip(layers, self.layers, held.layers, strict=True):
             layer.restore(each)
             layer.query_heads, layer.spread = own.query_heads, own.spread
+        link(layers)
         return {
             **self.__dict__,
             "layers": layers,
@@ -672,6 +676,10 @@ class Reader:
             NotAttachedError: The cache is not attached to the model that calls.
         """
         self._attached_forward().note_state(index)
+
+    def columns(self, index: int) -> Columns | None:
+        """Where a layer's attention is to think that queries and keys stand; see `Forward`."""
+        return None if self._forward is None else self._forward.columns(index)
 
     def _attached_forward(self) -> Forward:
         if self._forward is None:

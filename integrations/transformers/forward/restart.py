@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
-from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
+from kvpolicy.integrations.transformers.forward.inputs import OF_TOKENS, Incoming, take_columns
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
+from kvpolicy.integrations.transformers.forward.relative_positions import Columns
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.policy import CachePolicy
@@ -87,6 +88,21 @@ class FilterPass(ActingForward):
             )
         return super().enter_layer(index, module, hidden, kwargs)
 
+    def columns(self, index: int) -> Columns | None:
+        """See `Forward.columns`.
+
+        Raises:
+            UnsupportedModelError: The layer's attention counts how far keys lie by columns, which
+                the second pass leaves out.
+        """
+        if self._inside == index:
+            raise UnsupportedModelError(
+                f"attention must go by position_ids where {self.policy.propagation} restarts the "
+                f"prefill at new positions, but that of layer {index} counts columns; use a policy "
+                "that does not restart"
+            )
+        return None
+
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:
         """At the filter layer, choose and end the pass."""
         if index == self.filter_layer:
@@ -120,7 +136,7 @@ class FilterPass(ActingForward):
 
     def _arguments(self, chosen: Tensor) -> dict[str, Any]:
         arguments, tokens = dict(self._incoming.arguments), self._incoming.tokens
-        for name in {"input_ids", "inputs_embeds"} & arguments.keys():
+        for name in set(OF_TOKENS) & arguments.keys():
             if arguments[name] is not None:
                 arguments[name] = take_columns(arguments[name], chosen)
         valid = chosen >= 0

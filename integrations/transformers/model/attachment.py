@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -13,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.model.call_arguments import by_name, signature
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.routing import route, unroute, users_of
 from kvpolicy.policy import CachePolicy
@@ -115,8 +114,8 @@ class LayerHooks(_Hooks):
         if not _carries(self.cache, args, kwargs):
             return None
         # Some models give all but the input by name, some not.
-        others = dict(kwargs or {}) if len(args) < 2 else _by_name(module, args, kwargs)
-        name = list(_signature(type(module).forward).parameters)[1]  # after self
+        others = dict(kwargs or {}) if len(args) < 2 else by_name(module, args, kwargs)
+        name = list(signature(type(module).forward).parameters)[1]  # after self
         hidden: Tensor = args[0] if args else others[name]
         others.pop(name, None)
         hidden, others = self.listener.forward.enter_layer(self.index, module, hidden, others)
@@ -241,9 +240,9 @@ class Attachment(_Hooks):
         """Refuse what asks for logits of tokens that may be dropped; see which are asked for."""
         if not self._carries_cache(args, kwargs):
             return
-        arguments = _by_name(module, args, kwargs)
+        arguments = by_name(module, args, kwargs)
         keep = arguments.get("logits_to_keep")
-        known = "logits_to_keep" in _signature(type(module).forward).parameters
+        known = "logits_to_keep" in signature(type(module).forward).parameters
         last = keep if known and isinstance(keep, int) and keep > 0 else None
         self.listener.begin_call(None if arguments.get("labels") is not None else last)
         self.listener.note_call(arguments, self.parts.kinds_of(arguments))
@@ -273,7 +272,7 @@ class Attachment(_Hooks):
     ) -> None:
         """Take note of the mask of a module between the model and its decoder."""
         if self._carries_cache(args, kwargs):
-            arguments = _by_name(module, args, kwargs)
+            arguments = by_name(module, args, kwargs)
             self.listener.note_call(arguments, self.parts.kinds_of(arguments))
 
     def after_model(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
@@ -287,7 +286,7 @@ class Attachment(_Hooks):
         """Take up a forward that carries the cache."""
         if not self._carries_cache(args, kwargs):
             return None
-        return (), self.listener.begin_forward(_by_name(module, args, kwargs))
+        return (), self.listener.begin_forward(by_name(module, args, kwargs))
 
     def after_decoder(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         """Conclude a forward, or take it back if it failed and there is no output."""
@@ -304,19 +303,3 @@ class Attachment(_Hooks):
 
 def _carries(cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
     return kwargs is not None and any(each is cache for each in (*args, *kwargs.values()))
-
-
-def _by_name(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> dict[str, Any]:
-    """A call's arguments by name."""
-    signature = _signature(type(module).forward)
-    arguments = dict(signature.bind_partial(module, *args, **(kwargs or {})).arguments)
-    arguments.update(arguments.pop("kwargs", {}))
-    arguments.pop("self")
-    return arguments
-
-
-@functools.lru_cache(maxsize=32)
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)

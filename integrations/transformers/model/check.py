@@ -22,7 +22,12 @@ from transformers import GenerationConfig
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.model import unseen
 from kvpolicy.integrations.transformers.model.care import Care
-from kvpolicy.integrations.transformers.model.dense import dense_outputs, plain_outputs, visible_to
+from kvpolicy.integrations.transformers.model.dense import (
+    dense_outputs,
+    plain_outputs,
+    reaching_by_layer,
+    visible_to,
+)
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.tested import TESTED
 from kvpolicy.policies import FastKV, FullContext, SnapKV
@@ -67,6 +72,7 @@ class Finding:
 CARES = (
     Care(),
     Care(refills=True),
+    Care(cuts=False),
     Care(narrows=False),
     Care(narrows=False, spares_masks=False),
     Care(pads=False),
@@ -231,7 +237,8 @@ def _continues(model: Any, parts: ModelParts, cache: Any) -> bool:
             output = decoder(input_ids=part[None], position_ids=own, past_key_values=cache)
     found = output.last_hidden_state[0]
     everything = torch.ones(1, len(whole), len(whole), dtype=torch.bool).tril()
-    want = dense_outputs(decoder, parts, whole[None], [everything] * parts.num_layers)
+    see, reaching = [everything] * parts.num_layers, [everything[0, -1]] * parts.num_layers
+    want = dense_outputs(decoder, parts, whole[None], see, reaching)
     want = want[-len(second) :].float()
     return _apart(found.float(), want) <= _rounding(_dtype(parts), want)
 
@@ -311,7 +318,8 @@ def _of_row(
 
     def dense(layers: list[tuple[Tensor, list[int]]], read: int) -> Tensor:
         see = visible_to(layers, parts.windows, read, end)
-        found = dense_outputs(model, parts, ids[None], see, placed=placed)
+        reaching = reaching_by_layer(layers, read, end)
+        found = dense_outputs(model, parts, ids[None], see, reaching, placed=placed)
         return found[prompt - 1 :].float()
 
     want, full = dense(left, prompt), dense(whole, end)
@@ -416,11 +424,13 @@ def _read_by_hand(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> tuple[Te
 
 def _left(cache: Any, row: int, prompt: int) -> list[tuple[Tensor, list[int]]]:
     """By layer, what is kept of a row's prompt, and which of its tokens reached it."""
-    reached, found = list(range(prompt)), []
+    reached = list(range(prompt))
+    found: list[tuple[Tensor, list[int]]] = []
     for index, layer in enumerate(cache.layers):
         # Without attention, what has reached a layer is all that counts there.
         kept = torch.tensor([reached]) if layer.positions is None else layer.positions[row]
-        found.append((kept.masked_fill(kept >= prompt, -1), reached))
+        own = kept.masked_fill(kept >= prompt, -1), reached
+        found.append(own if layer.producer is None else found[layer.producer])
         if index in cache.propagated:
             reached = [each for each in cache.propagated[index][row].tolist() if each >= 0]
     return found

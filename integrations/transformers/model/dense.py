@@ -12,17 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.integrations.transformers.model import routing
+from kvpolicy.integrations.transformers.model.finding import stateful_parts
 from kvpolicy.integrations.transformers.model.kinds import Indexed
 from kvpolicy.integrations.transformers.model.masks import first_seen
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 
 # By layer, what its attention is narrowed to in this thread: [query_heads, len, len] bool.
 _visible: ContextVar[Sequence[Tensor] | None] = ContextVar("kvpolicy_visible", default=None)
+# Likewise, the tokens that reach it: [len] bool.
+_reaching: ContextVar[Sequence[Tensor] | None] = ContextVar("kvpolicy_reaching", default=None)
 
 
 @torch.no_grad()
 def dense_outputs(
-    model: nn.Module, parts: ModelParts, ids: Tensor, see: list[Tensor], *, placed: bool = False
+    model: nn.Module,
+    parts: ModelParts,
+    ids: Tensor,
+    see: list[Tensor],
+    reaching: list[Tensor],
+    *,
+    placed: bool = False,
 ) -> Tensor:
     """What a model says of one row, every layer's attention narrowed to what is visible there.
 
@@ -31,18 +40,20 @@ def dense_outputs(
         parts: Its modules.
         ids: ``[1, len]`` int64.
         see: By layer, ``[kv_heads or 1, len, len]`` bool: whether a token (second axis) sees
-            another. A layer without attention reads the tokens that the last one sees.
+            another.
+        reaching: By layer, ``[len]`` bool: the tokens that its states read, if it has any.
         placed: See `plain_outputs`.
 
     Returns:
         Logits, or the last hidden states, ``[len, size]``.
     """
-    token = _visible.set(see)
+    tokens = _visible.set(see), _reaching.set(reaching)
     try:
         with _dense(parts):
             return plain_outputs(model, ids, placed=placed)
     finally:
-        _visible.reset(token)
+        _visible.reset(tokens[0])
+        _reaching.reset(tokens[1])
 
 
 @torch.no_grad()
@@ -71,6 +82,9 @@ def _dense(parts: ModelParts) -> Iterator[None]:
                 stack.enter_context(picked.among_what_is_seen(parts, index))
             elif attention is not None:
                 stack.enter_context(routing.replaced(attention, _Dense(index)))
+                if parts.kinds[index].states:
+                    for each in stateful_parts(parts.layers[index], attention):
+                        stack.enter_context(_reading_some(each, index))
             elif parts.kinds[index].attends:
                 how = parts.implementation
                 stack.enter_context(_given_mask(parts.layers[index], index, how))
@@ -111,7 +125,7 @@ def _given_mask(layer: nn.Module, index: int, implementation: str) -> Iterator[N
 
 @contextmanager
 def _reading_some(layer: nn.Module, index: int) -> Iterator[None]:
-    """Run a layer without attention on the tokens that reach it, one after the other.
+    """Run a module without attention on the tokens that reach it, one after the other.
 
     The others leave it as zeros: nobody reads them. Calls of other threads pass through.
     """
@@ -119,20 +133,21 @@ def _reading_some(layer: nn.Module, index: int) -> Iterator[None]:
     def before(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        there = _reaching(index)
+        there = _there(index)
         if there is None:
             return args, kwargs
         cut = {name: _cut(each, there) for name, each in kwargs.items()}
-        return tuple(_cut(each, there) for each in args), {**cut, "attention_mask": None}
+        if "attention_mask" in cut:
+            cut["attention_mask"] = None
+        return tuple(_cut(each, there) for each in args), cut
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        there = _reaching(index)
+        there = _there(index)
         if there is None:
             return output
-        hidden = output[0] if isinstance(output, tuple) else output
-        whole = hidden.new_zeros(hidden.shape[0], len(there), *hidden.shape[2:])
-        whole[:, there.to(hidden.device)] = hidden
-        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+        if isinstance(output, tuple):
+            return tuple(_spread(each, there) for each in output)
+        return _spread(output, there)
 
     handles = [
         layer.register_forward_pre_hook(before, with_kwargs=True),
@@ -145,10 +160,19 @@ def _reading_some(layer: nn.Module, index: int) -> Iterator[None]:
             handle.remove()
 
 
-def _reaching(index: int) -> Tensor | None:
-    """The tokens ``[len]`` that reach a layer: its last one sees them all."""
-    see = _visible.get()
-    return None if see is None else see[index][0, -1]
+def _there(index: int) -> Tensor | None:
+    """The tokens ``[len]`` that reach a layer."""
+    reaching = _reaching.get()
+    return None if reaching is None else reaching[index]
+
+
+def _spread(value: Any, there: Tensor) -> Any:
+    """What a module says of some tokens ``[1, count, ...]``, among zeros for the others."""
+    if not isinstance(value, Tensor) or value.ndim < 3 or value.shape[1] != int(there.sum()):
+        return value
+    whole = value.new_zeros(value.shape[0], len(there), *value.shape[2:])
+    whole[:, there.to(value.device)] = value
+    return whole
 
 
 def _cut(value: Any, there: Tensor) -> Any:
@@ -298,4 +322,25 @@ def visible_to(
             see = see & (places[None, :] >= first_seen(places, window)[:, None])
         # What did not reach a layer sees itself there, so that it stays finite; nobody reads it.
         found.append(see | torch.eye(end, dtype=torch.bool))
+    return found
+
+
+def reaching_by_layer(
+    layers: Sequence[tuple[Tensor, list[int]]], prompt: int, end: int
+) -> list[Tensor]:
+    """The tokens that reach every layer: some of the prompt's, and all later ones.
+
+    Args:
+        layers: As of `visible_to`.
+        prompt: Tokens of the prompt.
+        end: Tokens of the whole row.
+
+    Returns:
+        By layer, ``[end]`` bool.
+    """
+    found = []
+    for _, reached in layers:
+        there = torch.arange(end) >= prompt
+        there[reached] = True
+        found.append(there)
     return found

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import typing
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.model.call_arguments import signature
 from kvpolicy.integrations.transformers.model.unseen import column_bias, takes_cache
 from kvpolicy.kinds import TokenKind
 
@@ -174,7 +177,7 @@ def find_attention(layer: nn.Module, index: int) -> nn.Module | None:
     found = [
         module
         for module in layer.modules()
-        if getattr(module, "layer_idx", None) == index and _calls_interface(module)
+        if _is_of_layer(module, index) and _calls_interface(module)
     ]
     # Beside it may stand one for the tokens of an encoder, which a decoder alone does not call.
     found = [each for each in found if not _is_cross(layer, each)] or found
@@ -187,6 +190,54 @@ def find_attention(layer: nn.Module, index: int) -> nn.Module | None:
     return found[0] if found else None
 
 
+def _is_of_layer(module: nn.Module, index: int) -> bool:
+    """Whether a module is its layer's own; one whose weights several layers share has no index."""
+    own = getattr(module, "layer_idx", index)
+    return own is None or own in (index, -1)
+
+
 def _is_cross(layer: nn.Module, attention: nn.Module) -> bool:
     name = next(name for name, each in layer.named_modules() if each is attention)
     return "cross" in name or "encoder_attn" in name
+
+
+def stateful_parts(module: nn.Module, attention: nn.Module | None) -> Iterator[nn.Module]:
+    """The modules inside of a layer that are given the cache, and do not attend.
+
+    Args:
+        module: The layer.
+        attention: The one that does, which may hold such modules itself; None without one.
+    """
+    for each in module.children():
+        names = signature(type(each).forward).parameters.keys()
+        takes_cache = not names.isdisjoint(("past_key_values", "cache_params"))
+        if takes_cache and not any(inner is attention for inner in each.modules()):
+            yield each
+        else:
+            yield from stateful_parts(each, attention)
+
+
+def check_holds_states(layer: nn.Module, index: int, attention: nn.Module | None) -> None:
+    """Check that a recurrent layer gives its states to the cache.
+
+    Raises:
+        UnsupportedModelError: It keeps them itself.
+    """
+    if not any(True for _ in stateful_parts(layer, attention)):
+        raise UnsupportedModelError(
+            "every recurrent layer must hold its state in the cache, but "
+            f"{type(layer).__name__} at {index} keeps it in the model itself, where calls with "
+            "other caches change it; it can be neither copied nor taken back"
+        )
+
+
+def takes_own_caches_only(decoder: nn.Module) -> bool:
+    """Whether a decoder says that its cache is of a class that its own module defines."""
+    parameter = signature(type(decoder).forward).parameters.get("past_key_values")
+    named = None if parameter is None else parameter.annotation
+    known = (named, *typing.get_args(named))
+    module = type(decoder).__module__
+    return any(
+        isinstance(each, type) and issubclass(each, Cache) and each.__module__ == module
+        for each in known
+    )

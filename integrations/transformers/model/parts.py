@@ -11,21 +11,19 @@ from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.model import unseen
+from kvpolicy.integrations.transformers.model.call_arguments import signature
 from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.finding import (
+    check_holds_states,
     check_uncompiled,
     find_attention,
     find_decoder,
     layers_within,
     modules_between,
     placeholders_of,
+    takes_own_caches_only,
 )
-from kvpolicy.integrations.transformers.model.kinds import (
-    Indexed,
-    Recurrent,
-    ReferenceWindow,
-    kinds_of,
-)
+from kvpolicy.integrations.transformers.model.kinds import Indexed, ReferenceWindow, kinds_of
 from kvpolicy.integrations.transformers.model.masks import DENSE, FLASH, IMPLEMENTATIONS
 from kvpolicy.integrations.transformers.model.temperature import Temperature
 from kvpolicy.interfaces import nearest_layer
@@ -45,6 +43,8 @@ class ModelParts:
         kinds: The kind of each.
         attentions: The attention module of each; None where a layer does not attend, or does so
             by a function of its own.
+        own_caches_only: Whether the decoder refuses caches of classes that are not its own, unless
+            it is told to use none: its layers use what they are given.
         windows: For each, the tokens its sliding window sees, itself among them; None where it
             sees all.
         answer_windows: For each, the tokens it sees of what follows a first prompt, which it sees
@@ -88,7 +88,7 @@ class ModelParts:
             kind.answer_window if isinstance(kind, ReferenceWindow) else None for kind in self.kinds
         ]
         self.attentions = [
-            find_attention(layer, index) if kind.attends else None
+            find_attention(layer, index) if kind.attends or kind.producer is not None else None
             for index, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True))
         ]
         self.temperatures = [Temperature.of(each) for each in self.attentions]
@@ -96,6 +96,17 @@ class ModelParts:
             check_uncompiled(attention)
         for layer in (self.layers[i] for i in self.attending if self.attentions[i] is None):
             unseen.check_layer(layer, self.decoder)
+        for index, kind in enumerate(self.kinds):
+            beside = kind.producer is not None or (kind.attends and kind.states)
+            if beside and self.attentions[index] is None:
+                raise UnsupportedModelError(
+                    "a layer that carries a state beside its attention, or attends to another's "
+                    "keys, must call Transformers' AttentionInterface, but "
+                    f"{type(self.layers[index]).__name__} at {index} does not"
+                )
+            if kind.states:
+                check_holds_states(self.layers[index], index, self.attentions[index])
+        self.own_caches_only = takes_own_caches_only(self.decoder)
         _ = self.implementation
 
     @property
@@ -174,13 +185,13 @@ class ModelParts:
 
     @property
     def attending(self) -> list[int]:
-        """Layers that have keys, values and queries."""
+        """Layers that have keys, values and queries of their own."""
         return [index for index, kind in enumerate(self.kinds) if kind.attends]
 
     @property
     def holds_states(self) -> bool:
         """Whether some layer carries a state from token to token."""
-        return any(isinstance(kind, Recurrent) for kind in self.kinds)
+        return any(kind.states for kind in self.kinds)
 
     def device_of(self, index: int) -> torch.device:
         """The device on which a layer computes.
@@ -270,6 +281,39 @@ class ModelParts:
                 f"{context_len} tokens; layers that see all: {others or 'none'}{nearest}"
             )
 
+    def check_logits(self, policy: CachePolicy, keep_last: int | None) -> None:
+        """Check that a policy that drops tokens can act where some of the logits are asked for.
+
+        Args:
+            policy: One that drops tokens.
+            keep_last: How many of the last tokens' logits are asked for; None for all.
+
+        Raises:
+            UnsupportedModelError: The decoder itself cuts hidden states to those tokens, which it
+                takes for the last of the prompt.
+        """
+        cuts = "logits_to_keep" in signature(type(self.decoder).forward).parameters
+        if cuts and keep_last not in (None, 1):
+            raise UnsupportedModelError(
+                f"logits_to_keep must be 0 or 1 where {policy} drops tokens of a prompt, since "
+                f"{type(self.decoder).__name__} cuts hidden states itself, got {keep_last}"
+            )
+
+    def check_rows(self, policy: CachePolicy, rows: int, context_len: int) -> None:
+        """Check that a policy that drops tokens can act on several rows at a time.
+
+        Raises:
+            UnsupportedModelError: Queries are scaled by where they stand, for which attention takes
+                one column for all rows, and rows may pass on unlike tokens.
+        """
+        floor = getattr(self.config, "log_scaling_n_floor", None)
+        if rows > 1 and floor is not None and context_len > floor:
+            raise UnsupportedModelError(
+                f"a batch must have one row where {policy} drops tokens of a context longer than "
+                f"the model's log_scaling_n_floor, {floor} tokens, got {rows} rows of "
+                f"{context_len}; give one row at a time"
+            )
+
     def _check_acting(self, policy: CachePolicy, acting: frozenset[int]) -> None:
         """Check that a policy asks only layers whose queries can be seen."""
         if acting and not self.passes_on:
@@ -291,6 +335,6 @@ class ModelParts:
         if others:
             raise UnsupportedModelError(
                 f"layers after which {policy.propagation} drops tokens must attend, but layers "
-                f"{others} hold a recurrent state or nothing; layers that attend: {attending}; the "
-                f"nearest is {nearest_layer(others[0], attending)}"
+                f"{others} hold a recurrent state, or no keys of their own; layers that attend: "
+                f"{attending}; the nearest is {nearest_layer(others[0], attending)}"
             )

@@ -30,13 +30,15 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         padded: Whether some row or head holds fewer tokens than others.
         ragged: Whether heads of one row do.
         spread: How the model's heads of this layer are spread over processes.
-        attends: Whether the layer has keys and values at all.
+        attends: Whether the layer has keys and values of its own.
+        producer: The layer whose keys and values it attends to instead; None without such.
         one_choice: Whether tokens are kept for all heads together, whatever attention is given.
         shows_queries: Whether the model's attention shows its queries there.
     """
 
     attends = True
     one_choice = False
+    producer: int | None = None
     is_sliding = False
     is_compileable = False
     is_croppable = True

@@ -1,7 +1,8 @@
-"""What a `PolicyCache` stores for a layer that holds a state, or nothing at all."""
+"""What a `PolicyCache` stores for a layer that carries a state, or holds nothing at all."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from kvpolicy.integrations.transformers.model.kinds import (
     CrossAttention,
     Indexed,
     LayerKind,
-    Recurrent,
 )
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
@@ -123,6 +123,12 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
 
+class SideBySideLayer(RecurrentLayer):
+    """Keys and values, of which a policy chooses, and a state beside them, which is held whole."""
+
+    attends = True
+
+
 class EmptyLayer(PolicyLayer, _Dummy):  # type: ignore[misc]
     """A layer that reads its tokens one by one, such as experts alone, and holds nothing."""
 
@@ -130,6 +136,44 @@ class EmptyLayer(PolicyLayer, _Dummy):  # type: ignore[misc]
 
     def __init__(self, storage: Storage | None = None, room: int = 0) -> None:
         PolicyLayer.__init__(self, storage, room)
+
+
+class SharedLayer(EmptyLayer):
+    """A layer that attends to the keys and values of another one, and holds nothing itself.
+
+    Args:
+        storage: As of a `PolicyLayer`.
+        room: As of a `PolicyLayer`.
+        producer: The layer that holds them, which is known after `link`.
+    """
+
+    def __init__(
+        self, storage: Storage | None = None, room: int = 0, producer: int | None = None
+    ) -> None:
+        super().__init__(storage, room)
+        self.producer = producer
+        self._lender: PolicyLayer | None = None
+
+    def fresh(self) -> PolicyLayer:
+        """See `PolicyLayer.fresh`."""
+        return type(self)(self.storage, self.room, self.producer)
+
+    @property
+    def positions(self) -> Tensor | None:
+        """Those of the layer that holds its keys and values."""
+        return None if self._lender is None else self._lender.positions
+
+    def borrow(self, lender: PolicyLayer) -> None:
+        """Learn which layer holds its keys and values."""
+        self._lender = lender
+
+
+def link(layers: Sequence[PolicyLayer]) -> None:
+    """Tell every layer of a cache that shares another's keys which one that is."""
+    for layer in layers:
+        if isinstance(layer, SharedLayer):
+            assert layer.producer is not None
+            layer.borrow(layers[layer.producer])
 
 
 def layer_for(kind: LayerKind, storage: Storage, room: int) -> PolicyLayer:
@@ -140,12 +184,15 @@ def layer_for(kind: LayerKind, storage: Storage, room: int) -> PolicyLayer:
         storage: How keys and values are held.
         room: Slots to have memory for in advance.
     """
-    if isinstance(kind, Recurrent):
-        return RecurrentLayer(storage, room, kind.states)
+    if kind.producer is not None:
+        return SharedLayer(storage, room, kind.producer)
     if isinstance(kind, CrossAttention):
         return CrossLayer(storage, room)
     if isinstance(kind, Indexed):
         return IndexedLayer(storage, room, blocks=kind.blocks)
+    if kind.states:
+        held = SideBySideLayer if kind.attends else RecurrentLayer
+        return held(storage, room, kind.states)
     return PolicyLayer(storage, room) if kind.attends else EmptyLayer(storage, room)
 
 

@@ -16,9 +16,9 @@ class LayerReport:
     Args:
         seen: Tokens seen, over all rows, padding not counted.
         kept: Tokens whose keys and values are held, over all rows; the mean over the KV heads.
-        held_bytes: Bytes of the keys and values held, in this process, and of index keys where a
-            layer has an indexer. Buffers have room for more: that of ``max_new_tokens``, or, while
-            decoding, up to a sixteenth.
+        held_bytes: Bytes of the keys and values held, in this process, of index keys where a layer
+            has an indexer, and of the layer's state. Buffers have room for more: that of
+            ``max_new_tokens``, or, while decoding, up to a sixteenth.
         full_bytes: Bytes of the same that a full cache would hold, padding included.
         padding_bytes: Those of ``held_bytes`` that hold no token: where heads or rows keep unlike
             numbers of tokens, all have as many slots as the one that keeps most.
@@ -70,8 +70,8 @@ class CacheReport:
         reports = []
         for layer in layers:
             keys, values, positions = layer.keys, layer.values, layer.positions
+            state = layer.state_nbytes()
             if not layer.attends:
-                state = layer.state_nbytes()
                 reports.append(LayerReport(seen, 0.0, state, state, holds_tokens=False))
                 continue
             if keys is None or values is None or positions is None:
@@ -83,7 +83,8 @@ class CacheReport:
             held = layer.nbytes() * layer.kept_len // max(layer.capacity, 1)
             full = batch * columns * (kv_heads * slot_bytes + layer.beside_nbytes())
             padding = held * (positions.numel() - tokens) // max(positions.numel(), 1)
-            reports.append(LayerReport(seen, tokens / positions.shape[1], held, full, padding))
+            kept = tokens / positions.shape[1]
+            reports.append(LayerReport(seen, kept, held + state, full + state, padding))
         return CacheReport(tuple(reports))
 
     @property

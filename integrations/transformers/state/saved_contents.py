@@ -36,10 +36,14 @@ def check_contents(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -
         raise ValueError(f"policy must be the description of one, got {metadata['policy']}")
     _check_tensor("model.samples", tensors["model.samples"], torch.float32, None)
     acted = _check_tokens(tensors, padded=json.loads(metadata["padded"]))
-    _check_layers(query_heads, tensors, acted)
+    unlike = _read_json(metadata, "head_sizes") if "head_sizes" in metadata else None
+    _check_layers(query_heads, tensors, acted, unlike)
     _check_crosses(metadata, query_heads, tensors, len(acted))
     states = _read_json(metadata, "states") if "states" in metadata else {}
     check_states(states, query_heads, tensors, len(acted))
+    _check_producers(
+        _read_json(metadata, "producers") if "producers" in metadata else {}, query_heads
+    )
     for name, positions in tensors.items():
         group, _, layer = name.partition(".")
         if group == "propagated":
@@ -57,6 +61,20 @@ def _read_json(metadata: Mapping[str, str], name: str) -> Any:
     except (json.JSONDecodeError, RecursionError) as error:
         got = metadata[name] if len(metadata[name]) <= _SHOWN else metadata[name][:_SHOWN] + "..."
         raise ValueError(f"{name} must be JSON, got {got!r}: {error}") from None
+
+
+def _check_producers(producers: object, query_heads: list[object]) -> None:
+    """Check that layers without keys attend to those of earlier layers that have some."""
+    if not isinstance(producers, dict):
+        raise ValueError(f"producers must be layers by layer, got {producers!r}")
+    for layer, producer in producers.items():
+        known = layer in map(str, range(len(query_heads))) and query_heads[int(layer)] is None
+        earlier = known and type(producer) is int and 0 <= producer < int(layer)
+        if not earlier or query_heads[producer] is None:
+            raise ValueError(
+                "producers must be earlier layers with keys, by layers without, got "
+                f"{producer!r} for layer {layer}"
+            )
 
 
 def _acted(lengths: Tensor, appended: Tensor) -> Tensor:
@@ -118,18 +136,34 @@ def _check_appended(appended: Tensor, valid: Tensor) -> None:
         )
 
 
-def _check_layers(query_heads: list[object], tensors: Mapping[str, Tensor], acted: Tensor) -> None:
-    """Check every layer, and that all are those of one model."""
+def _check_layers(
+    query_heads: list[object], tensors: Mapping[str, Tensor], acted: Tensor, unlike: object
+) -> None:
+    """Check every layer, and that all are those of one model.
+
+    Args:
+        query_heads: An entry a layer, None without keys.
+        tensors: The file's tensors by name.
+        acted: ``[batch]``, tokens that the policy has acted on.
+        unlike: Where layers have heads of unlike sizes, those of each; else None.
+    """
+    if unlike is not None and (not isinstance(unlike, list) or len(unlike) != len(query_heads)):
+        raise ValueError(f"head_sizes must be a list with an entry a layer, got {unlike!r}")
     first: tuple[int, ...] | None = None
     for index, heads in enumerate(query_heads):
         if heads is None:  # a layer without keys
             continue
         sizes = _check_layer(index, heads, tensors, acted)
         first = first or sizes
-        if sizes != first:
+        if unlike is None and sizes != first:
             raise ValueError(
                 "query heads, KV heads, head_dim of keys and head_dim of values must be the same "
                 f"in every layer, {first} in layer 0, got {sizes} in layer {index}"
+            )
+        if isinstance(unlike, list) and list(sizes) != unlike[index]:
+            raise ValueError(
+                "query heads, KV heads, head_dim of keys and head_dim of values must be those of "
+                f"head_sizes, {unlike[index]} in layer {index}, got {list(sizes)}"
             )
     for name in tensors:
         group, _, rest = name.partition(".")

@@ -75,7 +75,7 @@ def read_states(
 def check_states(
     states: object, query_heads: Sequence[object], tensors: Mapping[str, Tensor], batch: int
 ) -> None:
-    """Check the states of recurrent layers, and that no layer holds what it is not to hold.
+    """Check the states of layers, and that no layer holds what it is not to hold.
 
     Args:
         states: What the file says of them.
@@ -89,9 +89,11 @@ def check_states(
     """
     if not isinstance(states, dict) or not all(map(_is_of_layer, states.values())):
         raise ValueError(f"states must tell numbers and names of states by layer, got {states!r}")
-    unlike = [layer for layer in states if layer not in _without_keys(query_heads)]
+    unlike = [layer for layer in states if layer not in map(str, range(len(query_heads)))]
     if unlike:
-        raise ValueError(f"states must be of layers without query_heads, got layers {unlike}")
+        raise ValueError(
+            f"states must be of layers 0 to {len(query_heads) - 1}, got layers {unlike}"
+        )
     named = {
         f"layers.{layer}.{name}" for layer, of_layer in states.items() for name in of_layer["held"]
     }
@@ -102,17 +104,15 @@ def check_states(
                 f"{name} must be of floats, of shape [{batch}, ...], got {each.dtype} of shape "
                 f"{list(each.shape)}"
             )
+    without_keys = {str(index) for index, heads in enumerate(query_heads) if heads is None}
     for name in tensors:
         group, _, rest = name.partition(".")
         layer, _, what = rest.partition(".")
-        bare = layer in _without_keys(query_heads) and layer not in states
-        of_keys = what in (OF_CROSS if bare else (*_OF_KEYS, *OF_INDEX)) and layer not in states
-        if group == "layers" and name not in named and not of_keys:
+        of_keys: tuple[str, ...] = (*_OF_KEYS, *OF_INDEX)
+        if layer in without_keys:
+            of_keys = () if layer in states else OF_CROSS
+        if group == "layers" and name not in named and what not in of_keys:
             raise ValueError(f"{name} must be something that its layer holds, got {what!r}")
-
-
-def _without_keys(query_heads: Sequence[object]) -> list[str]:
-    return [str(index) for index, heads in enumerate(query_heads) if heads is None]
 
 
 def _is_of_layer(found: Any) -> bool:

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -19,7 +20,13 @@ from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.model_print import ModelPrint
-from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
+from kvpolicy.integrations.transformers.state.recurrent import (
+    EmptyLayer,
+    RecurrentLayer,
+    SharedLayer,
+    SideBySideLayer,
+    link,
+)
 from kvpolicy.integrations.transformers.state.saved_contents import check_contents
 from kvpolicy.integrations.transformers.state.saved_states import (
     OF_CROSS,
@@ -75,6 +82,8 @@ class SavedCache:
             "starts_turn": json.dumps(self.starts_turn),
             **state_metadata(self.layers),
             "crosses": json.dumps([isinstance(each, CrossLayer) for each in self.layers]),
+            **_producer_metadata(self.layers),
+            **_size_metadata(self.layers),
         }
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=".saving-")
         os.close(handle)
@@ -214,6 +223,26 @@ def _mode_of_new_files() -> int:
     return 0o666 & ~umask
 
 
+def _producer_metadata(layers: Sequence[PolicyLayer]) -> dict[str, str]:
+    """By layer that attends to another's keys, which that is; nothing where there is none."""
+    found = {i: each.producer for i, each in enumerate(layers) if each.producer is not None}
+    return {"producers": json.dumps(found)} if found else {}
+
+
+def _size_metadata(layers: Sequence[PolicyLayer]) -> dict[str, str]:
+    """By layer, its query heads, KV heads and head dimensions; nothing where all are alike."""
+    sizes = [_sizes(layer) for layer in layers]
+    alike = len({each for each in sizes if each is not None}) <= 1
+    return {} if alike else {"head_sizes": json.dumps(sizes)}
+
+
+def _sizes(layer: PolicyLayer) -> tuple[int, ...] | None:
+    keys, values = layer.keys, layer.values
+    if keys is None or values is None:
+        return None
+    return layer.query_heads, keys.shape[1], keys.shape[3], values.shape[3]
+
+
 def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache:
     ids, appended = tensors["tokens.ids"], tensors["tokens.appended"]
     acted_len = ids.shape[1] - appended.shape[1]
@@ -227,12 +256,14 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
         skipped=tensors.get("tokens.skipped"),
         kinds=tensors.get("tokens.kinds"),
     )
-    layers = []
+    layers: list[PolicyLayer] = []
     crosses = json.loads(metadata.get("crosses", "[]"))
+    producers = json.loads(metadata.get("producers", "{}"))
     for index, query_heads in enumerate(json.loads(metadata["query_heads"])):
         number, *states = read_states(metadata, tensors, index)
         if number:
-            layer: PolicyLayer = RecurrentLayer(number_of_states=number)
+            of_kind = RecurrentLayer if query_heads is None else SideBySideLayer
+            layer: PolicyLayer = of_kind(number_of_states=number)
             assert isinstance(layer, RecurrentLayer)
             layer.hold_states(*states)
         elif crosses[index : index + 1] == [True]:
@@ -241,17 +272,20 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
             if of_cross[0] is not None and of_cross[1] is not None:
                 layer.hold_images((of_cross[0], of_cross[1]))
         elif query_heads is None:
-            layer = EmptyLayer()
+            producer = producers.get(str(index))
+            layer = EmptyLayer() if producer is None else SharedLayer(producer=producer)
         else:
-            of_index = [f"layers.{index}.{name}" for name in OF_INDEX]
-            layer = IndexedLayer() if of_index[0] in tensors else PolicyLayer()
+            indexed = f"layers.{index}.{OF_INDEX[0]}" in tensors
+            layer = IndexedLayer() if indexed else PolicyLayer()
+        if query_heads is not None:
             names = ("keys", "values", "positions")
             keys, values, positions = (tensors[f"layers.{index}.{name}"] for name in names)
             layer.load(keys, values, positions, tokens)
             if isinstance(layer, IndexedLayer):
-                layer.load_index(*(tensors[name] for name in of_index))
+                layer.load_index(*(tensors[f"layers.{index}.{name}"] for name in OF_INDEX))
             layer.query_heads = query_heads
         layers.append(layer)
+    link(layers)
     propagated = {
         int(name.partition(".")[2]): tensor
         for name, tensor in tensors.items()

@@ -13,7 +13,7 @@ from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache, QuantizedStorage
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.policies import FastKV, SnapKV
-from tests.integrations.model.test_families import EVICTING_ONLY, SUPPORTED, model_of, suited
+from tests.integrations.model.test_families import SUPPORTED, model_of, suited
 from tests.integrations.test_generation import assert_same_state
 from tests.integrations.test_robustness import (
     POLICIES,
@@ -124,7 +124,7 @@ def test_compiled_families(backend: Counting, family: str) -> None:
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_families(family: str) -> None:
     model = model_of(family)
-    sees_all = None in ModelParts(model).windows and family not in EVICTING_ONLY
+    sees_all = None in ModelParts(model).windows
     drops = ["fastkv"] if sees_all else []
     for name in ("ada_kv", *drops):
         policy, given = suited(name, model), batch_of(50, 34)

@@ -49,7 +49,8 @@ class Kind:
 
     Attributes:
         names: of builds.
-        refused: of "append", "crop", "padding" between turns and "restart"; the rest has to work.
+        refused: of "append", "crop", "padding" between turns, "pyramid" and "restart"; the rest
+            has to work.
         drops: whether tokens can be dropped at all.
         queries: whether policies can ask for queries.
     """
@@ -68,6 +69,10 @@ KINDS: dict[str, Kind] = {
     "repeated": Kind(("jetmoe",)),
     "recurrent": Kind(("qwen3_next", "nemotron_h", "granitemoehybrid"), STATES),
     "convolutions": Kind(("lfm2",), STATES),
+    "attention and states": Kind(("falcon_h1", "zaya", "zamba2"), STATES),
+    "distances": Kind(("inkling_text",), STATES | {"restart"}),
+    "shared keys": Kind(("gemma3n_text", "gemma4_text_shared"), frozenset({"restart", "pyramid"})),
+    "spread": Kind(("gpt2",)),
 }
 
 
@@ -86,7 +91,7 @@ def policies(draw: st.DrawFn, kind: Kind) -> CachePolicy:
     dropping = [FastKV(tsp_rate=passed, retention_rate=rate, window_size=4)]
     if "restart" not in kind.refused:
         dropping.append(GemFilter(retention_rate=rate))
-    if "padding" not in kind.refused and kind.names != ("jetmoe",):
+    if not {"padding", "pyramid"} & kind.refused and kind.names != ("jetmoe",):
         dropping.append(PyramidInfer(min_context=4, decay_ratio=0.3))
     found = keys_only + (queries if kind.queries else [])
     return draw(st.sampled_from(found + (dropping if kind.queries and kind.drops else [])))

@@ -24,10 +24,29 @@ _NAMES = (
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_next",
+    # Attention and states in one layer.
+    "falcon_h1",
+    "inkling2_text",
+    "inkling_text",
+    "zamba2",
+    "zaya",
+    # Asks for a cache of its own class.
+    "minimax",
 )
 FAMILIES = tuple(name for name in _NAMES if name in builds())
-# One of each kind of state: gated delta rule, convolution alone, Mamba 2 beside bare MLPs.
-KINDS = ("qwen3_next", "lfm2", "nemotron_h")
+# Whose layers begin anew where several tokens follow what was read, with any cache.
+BEGIN_ANEW = ("jamba", "zamba")
+# That take no DynamicCache.
+OWN_CACHE = ("minimax",)
+# That ask the cache how far keys lie from queries.
+BY_COLUMNS = ("inkling_text", "inkling2_text")
+# One of each kind of state: gated delta rule, convolution alone, Mamba 2 beside bare MLPs, one
+# beside attention, several beside attention that counts columns, one without a convolution.
+KINDS = tuple(
+    name
+    for name in ("qwen3_next", "lfm2", "nemotron_h", "falcon_h1", "inkling_text", "minimax")
+    if name in builds()
+)
 TOLERANCE = 1e-4
 
 

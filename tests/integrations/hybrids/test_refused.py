@@ -14,7 +14,9 @@ from kvpolicy.integrations.transformers.forward.append import Forward
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.policies import FastKV, FullContext, GemFilter, PyramidInfer, SnapKV
 from tests.integrations.hybrids.models import (
+    BY_COLUMNS,
     KINDS,
+    OWN_CACHE,
     generate,
     hybrid,
     padded,
@@ -22,7 +24,8 @@ from tests.integrations.hybrids.models import (
     states_of,
     tokens,
 )
-from tests.integrations.model.builds.catalogue import builds
+from tests.integrations.model.builds.catalogue import Build, builds
+from tests.integrations.model.builds.judge import Judge
 
 ROWS = [tokens(0, 47), tokens(1, 31)]
 
@@ -102,7 +105,7 @@ def test_defaults_act_after_attention(name: str) -> None:
     assert all(parts.kinds[each].attends for each in parts.eligible)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in OWN_CACHE])
 def test_a_cache_that_is_not_attached(name: str) -> None:
     model, cache = hybrid(name), PolicyCache(SnapKV(0.4, window_size=4))
     with pytest.raises(NotAttachedError, match="cache must be attached"):
@@ -137,6 +140,39 @@ def test_a_model_of_states_alone_is_refused() -> None:
         PolicyCache(SnapKV()).attached(builds()["mamba2"].model()),
     ):
         pass
+
+
+def test_a_model_that_keeps_its_states_itself_is_refused() -> None:
+    message = "layer must hold its state in the cache, but RecurrentGemmaDecoderLayer at 0 keeps it"
+    with (
+        pytest.raises(UnsupportedModelError, match=message),
+        PolicyCache(SnapKV()).attached(builds()["recurrent_gemma"].model()),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", [name for name in BY_COLUMNS if name in builds()])
+def test_a_restart_where_attention_counts_columns(name: str) -> None:
+    model, cache = hybrid(name), PolicyCache(GemFilter(filter_layer=1, retention_rate=0.5))
+    ids = torch.tensor([tokens(0, 12)])  # as long as fits the windows
+    with pytest.raises(UnsupportedModelError, match="that of layer 0 counts columns; use a policy"):
+        generate(model, cache, ids)
+    assert cache.get_seq_length() == 0
+    assert all(not layer.state_nbytes() for layer in cache.layers)
+
+
+def test_rows_whose_queries_are_scaled_by_their_column() -> None:
+    build = builds()["inkling_text"]
+    patch = {**build.patch, "log_scaling_n_floor": 40}
+    model = Build("inkling_text", "inkling_text", patch).model()
+    policy = FastKV(tsp_rate=0.5, retention_rate=0.3, window_size=4)
+    cache = PolicyCache(policy)
+    with pytest.raises(UnsupportedModelError, match="log_scaling_n_floor, 40 tokens, got 2 rows"):
+        generate(model, cache, *padded([ROWS[0], ROWS[0]]))
+    assert cache.get_seq_length() == 0
+    generate(model, PolicyCache(SnapKV(0.4, window_size=4)), *padded([ROWS[0], ROWS[0]]))
+    verdict = Judge("inkling_text", model)
+    assert verdict._outcome(policy, [ROWS[0]]) == "right"
 
 
 def test_training_that_leaves_the_cache_out_is_noticed() -> None:

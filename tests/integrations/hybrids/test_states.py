@@ -13,7 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
+from kvpolicy.integrations.transformers.state.recurrent import (
+    EmptyLayer,
+    RecurrentLayer,
+    SideBySideLayer,
+)
 from kvpolicy.policies import FastKV, SnapKV
 from tests.integrations.hybrids.models import (
     KINDS,
@@ -78,9 +82,10 @@ BROKEN: dict[str, dict[str, Any]] = {
     "states must tell numbers and names": {"states": '{"0": 0}'},
     "states must tell numbers and": {"states": '{"0": {"number": 1, "held": ["conv.1"]}}'},
     "states must tell numbers": {"states": '{"0": {"number": 1, "held": []}}'},
-    "states must be of layers without query_heads, got layers .'1'": {
-        "states": '{"1": {"number": 1, "held": ["conv.0"]}}'
+    "states must be of layers 0 to 3, got layers .'4'": {
+        "states": '{"4": {"number": 1, "held": ["conv.0"]}}'
     },
+    "lacks 'layers.1.conv.0'": {"states": '{"1": {"number": 1, "held": ["conv.0"]}}'},
     "layers.0.conv.0 must be something that its layer holds": {
         "states": '{"2": {"number": 1, "held": ["conv.0", "recurrent.0"]}}'
     },
@@ -219,7 +224,13 @@ def test_states_count_as_held_and_as_what_a_full_cache_holds(name: str) -> None:
     report = cache.report()
     for layer, row in zip(cache.layers, report.layers, strict=True):
         assert row.holds_tokens is layer.attends
-        if isinstance(layer, RecurrentLayer):
+        if isinstance(layer, SideBySideLayer):
+            own = sum(each.nbytes for part in layer.states for each in part.values())
+            assert layer.keys is not None
+            assert layer.values is not None
+            assert row.held_bytes == own + layer.keys.nbytes + layer.values.nbytes
+            assert own < row.held_bytes < row.full_bytes
+        elif isinstance(layer, RecurrentLayer):
             own = sum(each.nbytes for part in layer.states for each in part.values())
             assert row.held_bytes == row.full_bytes == own > 0
             assert (layer.keys, layer.values, layer.positions) == (None, None, None)
@@ -229,7 +240,7 @@ def test_states_count_as_held_and_as_what_a_full_cache_holds(name: str) -> None:
             assert row.held_bytes < row.full_bytes
     kept = [row.kept for row in report.layers if row.holds_tokens]
     assert report.total.kept == sum(kept) / len(kept)
-    assert str(report).splitlines()[1].split()[2] == "-"
+    assert (str(report).splitlines()[1].split()[2] == "-") is not cache.layers[0].attends
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import DynamicCache
@@ -15,6 +16,8 @@ from kvpolicy.integrations.transformers.model.kinds.latent_attention import Late
 from kvpolicy.integrations.transformers.model.kinds.recurrent import Recurrent
 from kvpolicy.integrations.transformers.model.kinds.reference_window import ReferenceWindow
 from kvpolicy.integrations.transformers.model.kinds.refused import Refused
+from kvpolicy.integrations.transformers.model.kinds.shared_keys import SharedKeys
+from kvpolicy.integrations.transformers.model.kinds.side_by_side import SideBySide
 from kvpolicy.integrations.transformers.model.kinds.sliding_window import SlidingWindow
 from kvpolicy.integrations.transformers.model.kinds.tokenwise import Tokenwise
 
@@ -30,12 +33,15 @@ __all__ = [
     "Recurrent",
     "ReferenceWindow",
     "Refused",
+    "SharedKeys",
+    "SideBySide",
     "SlidingWindow",
     "Tokenwise",
 ]
 
 # In the order in which they are asked; the last takes whatever is left.
 KINDS: tuple[type[LayerKind], ...] = (
+    SharedKeys,
     CrossAttention,
     LatentAttention,
     FullAttention,
@@ -45,6 +51,7 @@ KINDS: tuple[type[LayerKind], ...] = (
     ReferenceWindow,
     Tokenwise,
     Recurrent,
+    SideBySide,
     Refused,
 )
 
@@ -64,8 +71,10 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
     indexers = getattr(config, "indexer_types", None) or [None] * num_layers
     crossing = getattr(config, "cross_attention_layers", None) or ()
     kinds = []
+    producers = _producers(config, called)
     for index in range(num_layers):
-        cached = own[index] if index < len(own) else None
+        held_by = producers.get(index, index)
+        cached = own[held_by] if held_by < len(own) else None
         facts = LayerFacts(
             index,
             called[index] if index < len(called) else "full_attention",
@@ -76,6 +85,14 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
             indexes_blocks=hasattr(cached, "update_index"),
             crosses=index in crossing,
             indexer=indexers[index] if index < len(indexers) else None,
+            producer=producers.get(index),
         )
         kinds.append(next(kind for each in KINDS if (kind := each.of(facts)) is not None))
     return kinds
+
+
+def _producers(config: Any, called: Sequence[str]) -> dict[int, int]:
+    """By layer that makes no keys, the last layer of its own kind that does."""
+    first = len(called) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    makers = {kind: index for index, kind in enumerate(called[:first])}
+    return {i: makers[called[i]] for i in range(first, len(called)) if called[i] in makers}

@@ -19,11 +19,15 @@ class LayerKind(abc.ABC):
         name: In a few words, as tables show it.
         attends: Whether it has keys, values and queries, which a policy may choose by.
         window: Tokens a layer sees, its own among them; None where it sees all.
+        states: States of either kind that it carries from token to token; 0 without any.
+        producer: The earlier layer whose keys and values it attends to; None without such.
     """
 
     name: ClassVar[str]
     attends: ClassVar[bool] = True
     window: int | None = attrs.field(default=None, kw_only=True)
+    states: int = attrs.field(default=0, kw_only=True)
+    producer: int | None = attrs.field(default=None, kw_only=True)
 
     @classmethod
     @abc.abstractmethod
@@ -52,6 +56,7 @@ class LayerFacts:
         indexes_blocks: Whether an indexer picks blocks of slots, and hands its index keys to what
             the layer holds.
         crosses: Whether it attends to images instead of the tokens.
+        producer: The layer whose keys and values it attends to; None where it makes its own.
     """
 
     index: int
@@ -63,3 +68,4 @@ class LayerFacts:
     indexer: str | None = None
     indexes_blocks: bool = False
     crosses: bool = False
+    producer: int | None = None

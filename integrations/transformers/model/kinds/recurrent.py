@@ -15,16 +15,12 @@ class Recurrent(LayerKind):
 
     Tokens cannot be dropped behind such a layer, which has no queries. Behind one that has dropped
     some, it reads those that went on, in their order.
-
-    Args:
-        states: How many states of either kind the layer has.
     """
 
     name: ClassVar[str] = "recurrent"
     attends: ClassVar[bool] = False
-    states: int = 1
 
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:
         """See `LayerKind.of`."""
-        return cls(layer.states) if layer.cached_as == "LinearAttentionLayer" else None
+        return cls(states=layer.states) if layer.cached_as == "LinearAttentionLayer" else None

@@ -9,15 +9,12 @@ import attrs
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 
 _COMPRESSED = "holds its tokens compressed, several to an entry, and a window of them as they are"
-_STATE = "holds a state in which tokens cannot be told apart"
 _REASONS = {
     "compressed_sparse_attention": ("compressed attention", _COMPRESSED),
     "heavily_compressed_attention": ("compressed attention", _COMPRESSED),
-    "hybrid": ("attention and recurrent", _STATE),
-    "hybrid_sliding": ("attention and recurrent", _STATE),
 }
 _CACHED_AS = {
-    "DummyLayer": ("without a cache", "attends to keys of another layer, or not at all"),
+    "DummyLayer": ("without a cache", "holds nothing, and is of no kind that is known"),
 }
 
 

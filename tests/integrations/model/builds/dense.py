@@ -22,6 +22,8 @@ _SUM = (torch.logsumexp, torch.Tensor.logsumexp)
 _SDPA = (nn.functional.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
 _BESIDE = re.compile(r"vision|visual|image|audio|speech|vq|qformer|perceiver|depth_decoder|encoder")
 
+_STATEFUL = re.compile(r"(MambaMixer|H1Mixer|CCAProjection|ShortConvolution)$")
+
 # Without position ids, which `generate` gives them, these count positions from their padding id on.
 COUNTED = (
     "camembert",
@@ -156,8 +158,8 @@ class Seen:
     Attributes:
         keys: bool `[kv_heads, len, len]`, whether the query of a row sees the key of a column; None
             where it sees all that the model lets it.
-        tokens: bool `[len]`, those that reach the layer. Only a layer without keys, or with an
-            indexer, takes these from here; elsewhere the keys of others are not seen.
+        tokens: bool `[len]`, those that reach the layer. Only a layer's states, or its indexer,
+            take these from here; elsewhere the keys of others are not seen.
     """
 
     keys: Tensor | None
@@ -201,8 +203,9 @@ def dense_logits(
         handles += _hooks(masked, index, layer)
         if each.keys is not None and _has_indexer(layer):
             handles.append(parts.hook(layer, each))
-        if each.keys is None and not bool(each.tokens.all()):
-            handles += _gathering(layer, each.tokens)
+        elif not bool(each.tokens.all()):
+            for part in _stateful(layer) if each.keys is not None else [layer]:
+                handles += _gathering(part, each.tokens)
     try:
         with masked:
             logits: Tensor = model(
@@ -319,8 +322,13 @@ def _stretches(keys: Tensor, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [(torch.tensor(sorted(sets[own[-1]])), torch.tensor(own)) for own in stretches]
 
 
+def _stateful(layer: nn.Module) -> list[nn.Module]:
+    """The modules of a layer that hold a state beside its attention, by what they are called."""
+    return [each for each in layer.modules() if _STATEFUL.search(type(each).__name__)]
+
+
 def _gathering(layer: nn.Module, tokens: Tensor) -> list[Any]:
-    """Run a layer that holds a state on the tokens that reach it alone."""
+    """Run a module that holds a state on the tokens that reach it alone."""
     places = tokens.nonzero()[:, 0]
 
     def cut(value: Any) -> Any:
@@ -330,11 +338,17 @@ def _gathering(layer: nn.Module, tokens: Tensor) -> list[Any]:
     def enters(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return tuple(map(cut, args)), {name: cut(each) for name, each in kwargs.items()}
 
+    def spread(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim < 3 or value.shape[1] != len(places):
+            return value
+        whole = value.new_zeros(value.shape[0], len(tokens), *value.shape[2:])
+        whole[:, places] = value
+        return whole
+
     def leaves(module: nn.Module, args: Any, output: Any) -> Any:
-        first = output[0] if isinstance(output, tuple) else output
-        spread = first.new_zeros(first.shape[0], len(tokens), *first.shape[2:])
-        spread[:, places] = first
-        return (spread, *output[1:]) if isinstance(output, tuple) else spread
+        if isinstance(output, tuple):
+            return tuple(map(spread, output))
+        return spread(output)
 
     return [
         layer.register_forward_pre_hook(enters, with_kwargs=True),

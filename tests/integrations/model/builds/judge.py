@@ -112,11 +112,13 @@ def seen_after(store: PolicyCache, row: int, prompt_len: int, length: int) -> li
     for index, layer in enumerate(store.layers):
         keys = None
         if layer.positions is not None:
-            held = layer.positions[row, :, : layer.kept_len - (length - prompt_len)]
+            held = layer.positions[row, :, : layer.positions.shape[2] - (length - prompt_len)]
             kept = torch.zeros(held.shape[0], length + 1, dtype=torch.bool)
             kept = kept.scatter(1, torch.where(held < 0, length, held), True)[:, :length]
             keys = torch.where(later[None, :, None], (kept | later)[:, None, :], reaching)
             keys = keys | torch.eye(length, dtype=torch.bool)
+        if layer.producer is not None:  # which sees what reached it
+            keys = layers[layer.producer].keys
         layers.append(Seen(keys, reaching))
         if index in store.propagated:
             passed = store.propagated[index][row]
@@ -279,7 +281,7 @@ def _unspent(store: PolicyCache, effect: float) -> str:
     """What shows that the policy did not do what it is there for."""
     if store.policy == FullContext():
         return ""
-    kept = [layer.kept_len - DECODED for layer in store.layers if layer.positions is not None]
+    kept = [layer.kept_len - DECODED for layer in store.layers if layer.attends]
     if max(kept, default=0) > max(int(0.3 * LENS[0]), WINDOW - 1):
         return f"layers keep {kept} tokens of {LENS[0]}"
     if store.policy.propagation.acting_layers(len(store.layers)) and not store.propagated:

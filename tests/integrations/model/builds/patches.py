@@ -115,5 +115,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
+    # As of nemotron_h.
+    "zamba2": {"time_step_min": 1e-9},
     "zaya": {"num_experts_per_tok": 1},
 }

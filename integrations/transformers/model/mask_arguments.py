@@ -1,0 +1,53 @@
+"""Where a layer that attends and carries a state is given its two masks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+# What the mask of the attention is called; where there are several of these names, the first.
+_OF_ATTENTION = ("causal_mask", "causal", "attention_mask")
+
+
+@attrs.frozen
+class MaskArguments:
+    """The names of two masks: one tells the keys that queries see, one tokens from padding.
+
+    Args:
+        attention: That of the attention's mask.
+        states: Those of the states' mask.
+        together: Whether both are entries of one dictionary, the ``attention_mask``.
+    """
+
+    attention: str
+    states: tuple[str, ...]
+    together: bool
+
+    @staticmethod
+    def of(arguments: Mapping[str, Any]) -> MaskArguments:
+        """Read off a layer's arguments, by name."""
+        both = arguments.get("attention_mask")
+        names = [name for name in arguments if name.endswith("mask")]
+        if isinstance(both, dict):
+            names = list(both)
+        attention = next((name for name in _OF_ATTENTION if name in names), "attention_mask")
+        states = tuple(name for name in names if name != attention)
+        return MaskArguments(attention, states, isinstance(both, dict))
+
+    def taken(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments with the attention's mask as ``attention_mask``, and no other mask."""
+        masks = arguments["attention_mask"] if self.together else arguments
+        others = {name: each for name, each in arguments.items() if name not in self.states}
+        others.pop(self.attention, None)
+        return {**others, "attention_mask": masks.get(self.attention)}
+
+    def given(self, arguments: Mapping[str, Any], of_states: Any) -> dict[str, Any]:
+        """The arguments of `taken` as the layer takes them, with a mask for its states."""
+        others = {name: each for name, each in arguments.items() if name != "attention_mask"}
+        masks = {
+            self.attention: arguments["attention_mask"],
+            **dict.fromkeys(self.states, of_states),
+        }
+        return {**others, "attention_mask": masks} if self.together else {**others, **masks}

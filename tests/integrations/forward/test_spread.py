@@ -1,0 +1,102 @@
+"""Decoders that want as many hidden states out of a layer as went in: what went on is spread."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.checking import check_model
+from kvpolicy.integrations.transformers.forward.inputs import spread_tokens, take_columns
+from kvpolicy.policies import FastKV, GemFilter, PyramidInfer
+from tests.integrations.hybrids.models import TOLERANCE, apart, generate, hybrid, padded, tokens
+from tests.integrations.model.builds.catalogue import builds
+from tests.integrations.model.builds.dense import dense_logits
+from tests.integrations.model.builds.judge import Judge
+
+# One that views its output as its input's shape, one whose layers look at what came before others.
+NAMES = [name for name in ("gpt2", "inkling2_text") if name in builds()]
+ROWS = [tokens(0, 47), tokens(1, 31)]
+POLICY = FastKV(tsp_layer=1, tsp_rate=0.5, retention_rate=0.3, window_size=4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_policies_are_right(name: str) -> None:
+    model = hybrid(name)
+    verdict = check_model(model).verdict
+    assert verdict is not None
+    assert verdict.care.refills or not verdict.care.cuts
+    outcome = Judge(name, model)()
+    assert outcome.outcome == "right", outcome
+
+
+def test_several_drops() -> None:
+    """As of a model whose hidden states are cut, each layer's tokens are those that went on."""
+    model, (ids, mask) = hybrid("gpt2"), padded(ROWS)
+    cache = PolicyCache(PyramidInfer(0.2, 0.5, min_context=4))
+    said, found = generate(model, cache, ids, mask)
+    assert len(cache.propagated) > 1
+    alone = [PolicyCache(cache.policy) for _ in ROWS]
+    for row, (ids_of_row, own) in enumerate(zip(ROWS, alone, strict=True)):
+        answer, logits = generate(model, own, torch.tensor([ids_of_row]))
+        assert torch.equal(answer[0, len(ids_of_row) :], said[row, 47:])
+        assert apart(found[row], logits[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_are_those_of_the_tokens_that_went_on(name: str) -> None:
+    model, (ids, mask) = hybrid(name), padded(ROWS)
+    cache = PolicyCache(POLICY)
+    with torch.no_grad(), cache.attached(model):
+        output: Any = model(ids, attention_mask=mask, past_key_values=cache)
+        head = model.get_output_embeddings()
+        again = PolicyCache(POLICY)
+        with again.attached(model):
+            states: Any = model(
+                ids, attention_mask=mask, past_key_values=again, output_hidden_states=True
+            )
+    (passed,) = cache.propagated.values()
+    assert output.logits.shape[:2] == passed.shape == (2, 23)
+    lengths = [each.shape[1] for each in states.hidden_states]
+    assert lengths == [47, 47, 23, 23, 23]
+    valid = passed >= 0
+    assert apart(states.logits[valid], output.logits[valid]) < TOLERANCE
+    if name == "gpt2":  # elsewhere the head caps what it says
+        with torch.no_grad():
+            logits = head(states.hidden_states[-1])
+        assert apart(logits[valid], output.logits[valid]) < TOLERANCE
+
+
+def test_a_restart() -> None:
+    model, cache = hybrid("gpt2"), PolicyCache(GemFilter(retention_rate=0.4))
+    said, found = generate(model, cache, torch.tensor(ROWS[:1]))
+    (chosen,) = cache.propagated.values()
+    alone = [ROWS[0][place] for place in chosen[0].tolist()]
+    answer = said[0, 47:-1].tolist()
+    want = dense_logits(model, alone + answer, len(alone))[len(alone) - 1 :]
+    assert apart(found[0], want) < TOLERANCE
+
+
+def test_what_is_spread_is_taken_again() -> None:
+    hidden = torch.arange(2 * 3 * 5, dtype=torch.float32).view(2, 3, 5) + 1
+    slots = torch.tensor([[0, 4, 6], [-1, 2, 6]])
+    whole = spread_tokens(hidden, slots, 7)
+    assert whole.shape == (2, 7, 5)
+    assert whole[0].abs().sum(dim=1).nonzero()[:, 0].tolist() == [0, 4, 6]
+    assert whole[1].abs().sum(dim=1).nonzero()[:, 0].tolist() == [2, 6]
+    taken = take_columns(whole, slots)
+    assert torch.equal(taken[0], hidden[0])
+    assert torch.equal(taken[1, 1:], hidden[1, 1:])
+    four = torch.stack([hidden, -hidden])  # with an axis before that of the rows
+    assert torch.equal(spread_tokens(four, slots, 7, 2), torch.stack([whole, -whole]))
+    behind = torch.stack([hidden, -hidden], dim=2)  # or behind that of the tokens
+    assert torch.equal(spread_tokens(behind, slots, 7), torch.stack([whole, -whole], dim=2))
+    assert torch.equal(take_columns(torch.stack([whole, -whole]), slots, 1, 2)[1], -taken)
+
+
+def test_models_that_need_it_not_are_cut() -> None:
+    model: PreTrainedModel = builds()["llama"].model()
+    verdict = check_model(model).verdict
+    assert verdict is not None
+    assert verdict.care.cuts

@@ -1,0 +1,274 @@
+"""Layers that attend to the keys and values of an earlier one: what they see, and what is held."""
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import FastKV, FullContext, PyramidInfer, SnapKV
+from tests.integrations.hybrids.models import TOLERANCE, apart, generate, hybrid, padded, tokens
+from tests.integrations.model.builds.dense import decoder_layers
+from tests.integrations.model.builds.judge import Judge
+
+NAMES = ("gemma3n_text", "gemma4_text_shared")
+PRODUCERS = (None, None, 0, 1)  # a sliding window and full attention, each with a borrower
+ROWS = [tokens(0, 47), tokens(1, 31)]
+POLICIES = {
+    "snapkv": SnapKV(0.4, window_size=4),
+    "fastkv": FastKV(tsp_layer=1, tsp_rate=0.5, retention_rate=0.3, window_size=4),
+}
+
+
+def read(model: PreTrainedModel, policy: str) -> tuple[PolicyCache, Tensor, Tensor]:
+    """A cache that has read two rows and decoded four tokens, the conversation and its mask."""
+    cache, (ids, mask) = PolicyCache(POLICIES[policy]), padded(ROWS)
+    said, _ = generate(model, cache, ids, mask)
+    return cache, said, torch.cat([mask, mask.new_ones(2, said.shape[1] - 47)], dim=1)
+
+
+def goes_on(model: PreTrainedModel, cache: Any, said: Tensor, mask: Tensor) -> Tensor:
+    """Logits of an answer to one more question."""
+    more = torch.tensor([tokens(7, 12)]).expand(len(said), -1)
+    whole = torch.cat([mask, mask.new_ones(len(said), 12)], dim=1)
+    return generate(model, cache, torch.cat([said, more], dim=1), whole)[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_policies_are_right(name: str) -> None:
+    verdict = Judge(name, hybrid(name))()
+    assert verdict.outcome == "right", verdict
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
+def test_borrowers_hold_nothing_and_have_their_producers_positions(name: str, policy: str) -> None:
+    cache, _, _ = read(hybrid(name), policy)
+    assert tuple(layer.producer for layer in cache.layers) == PRODUCERS
+    report = cache.report()
+    for layer, row in zip(cache.layers, report.layers, strict=True):
+        assert layer.positions is not None
+        assert layer.attends is row.holds_tokens is (layer.producer is None)
+        if layer.producer is not None:
+            assert torch.equal(layer.positions, cache.layers[layer.producer].positions)
+            assert (layer.keys, layer.values, layer.kept_len) == (None, None, 0)
+            assert row.held_bytes == row.full_bytes == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_turn_is_that_of_the_models_own_cache(name: str) -> None:
+    """Where everything is kept; rows are padded, windows passed."""
+    model, (ids, mask) = hybrid(name), padded(ROWS)
+    answers = []
+    for store in (DynamicCache(config=model.config), PolicyCache(FullContext())):
+        said, _ = generate(model, store, ids, mask)
+        whole = torch.cat([mask, mask.new_ones(2, said.shape[1] - 47)], dim=1)
+        answers.append(goes_on(model, store, said, whole))
+    assert apart(answers[1], answers[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_padded_row_is_what_it_is_alone(name: str, policy: str) -> None:
+    """Over two turns."""
+    model = hybrid(name)
+    cache, said, mask = read(model, policy)
+    found = goes_on(model, cache, said, mask)
+    for row, ids in enumerate(ROWS):
+        own = PolicyCache(POLICIES[policy])
+        answer, _ = generate(model, own, torch.tensor([ids]))
+        want = goes_on(model, own, answer, torch.ones_like(answer))
+        assert torch.equal(answer[0, len(ids) :], said[row, 47:])
+        assert apart(found[row], want[0]) < TOLERANCE
+        for one, other in zip(cache.layers, own.layers, strict=True):
+            assert one.positions is not None
+            assert other.positions is not None
+            held = one.positions[row]
+            for padded_head, head in zip(held, other.positions[0], strict=True):
+                assert padded_head[padded_head >= 0].tolist() == head[head >= 0].tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_goes_its_own_way(name: str, how: Any) -> None:
+    model = hybrid(name)
+    cache, said, mask = read(model, "fastkv")
+    before = [layer.positions for layer in cache.layers]
+    fork = how(cache)
+    found = goes_on(model, fork, said, mask)
+    for layer, positions in zip(cache.layers, before, strict=True):
+        assert layer.positions is not None
+        assert positions is not None
+        assert torch.equal(layer.positions, positions)
+    assert fork.layers[3].positions.shape != cache.layers[3].positions.shape
+    assert torch.equal(fork.layers[3].positions, fork.layers[1].positions)
+    assert torch.equal(found, goes_on(model, cache, said, mask))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_cache_goes_on(name: str, tmp_path: Path) -> None:
+    """Also where layers have heads of unlike sizes, as in Gemma 4."""
+    model = hybrid(name)
+    cache, said, mask = read(model, "fastkv")
+    cache.save(tmp_path / "cache")
+    loaded = PolicyCache.load(tmp_path / "cache")
+    assert [layer.producer for layer in loaded.layers] == [None, None, 0, 1]
+    assert str(loaded.report()) == str(cache.report())
+    for one, other in zip(loaded.layers, cache.layers, strict=True):
+        assert torch.equal(one.positions, other.positions)
+    assert torch.equal(goes_on(model, loaded, said, mask), goes_on(model, cache, said, mask))
+
+
+BROKEN = {
+    "producers must be JSON": ("producers", "{"),
+    "producers must be layers by layer, got 3": ("producers", "3"),
+    "earlier layers with keys, by layers without, got 2 for layer 3": ("producers", '{"3": 2}'),
+    "got 0 for layer 1": ("producers", '{"1": 0}'),
+    "got -1 for layer 2": ("producers", '{"2": -1}'),
+    "got '0' for layer 2": ("producers", '{"2": "0"}'),
+    "head_sizes must be a list with an entry a layer, got 5": ("head_sizes", "5"),
+    r"those of head_sizes, \[4, 2, 9, 9\] in layer 1, got \[4, 2, 32, 32\]": (
+        "head_sizes",
+        "[[4, 2, 16, 16], [4, 2, 9, 9], null, null]",
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_a_file_that_does_not_fit_together(message: str, tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    read(hybrid("gemma4_text_shared"), "snapkv")[0].save(path)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {each: file.get_tensor(each) for each in file.keys()}  # noqa: SIM118
+    assert json.loads(metadata["producers"]) == {"2": 0, "3": 1}
+    name, value = BROKEN[message]
+    save_file(tensors, path, {**metadata, name: value})
+    with pytest.raises(ValueError, match=message):
+        PolicyCache.load(path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_reordered(name: str) -> None:
+    model = hybrid(name)
+    cache, said, mask = read(model, "snapkv")
+    want = goes_on(model, copy.copy(cache), said, mask)
+    cache.reorder_cache(torch.tensor([1, 0, 1]))
+    found = goes_on(model, cache, said[[1, 0, 1]], mask[[1, 0, 1]])
+    assert apart(found, want[[1, 0, 1]]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_taken_back(name: str) -> None:
+    model = hybrid(name)
+    cache, said, mask = read(model, "snapkv")
+    before = copy.copy(cache)
+    with torch.no_grad(), cache.attached(model):
+        model(said[:, -1:], attention_mask=mask, past_key_values=cache)
+    cache.crop(-1)
+    for one, other in zip(cache.layers, before.layers, strict=True):
+        assert torch.equal(one.positions, other.positions)
+    assert torch.equal(goes_on(model, cache, said, mask), goes_on(model, before, said, mask))
+
+
+def fail(*_: Any) -> None:
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_failure_in_a_borrower_is_undone(name: str) -> None:
+    model = hybrid(name)
+    cache, said, mask = read(model, "fastkv")
+    want = goes_on(model, copy.copy(cache), said, mask)
+    handle = decoder_layers(model)[2].register_forward_hook(fail)
+    with pytest.raises(ArithmeticError):
+        goes_on(model, cache, said, mask)
+    handle.remove()
+    assert torch.equal(goes_on(model, cache, said, mask), want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_in_chunks(name: str) -> None:
+    model, (ids, mask) = hybrid(name), padded(ROWS)
+    whole, chunked = (PolicyCache(POLICIES["snapkv"]) for _ in range(2))
+    _, want = generate(model, whole, ids, mask)
+    _, found = generate(model, chunked, ids, mask, prefill_chunk_size=9)
+    assert apart(found, want) < TOLERANCE
+    for one, other in zip(chunked.layers, whole.layers, strict=True):
+        assert torch.equal(one.positions, other.positions)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_drafts(name: str) -> None:
+    """Several tokens appended at a time, some taken back."""
+    model, ids = hybrid(name), torch.tensor([ROWS[0][:20] * 2])
+    plain, drafted = (PolicyCache(POLICIES["snapkv"]) for _ in range(2))
+    want, _ = generate(model, plain, ids, max_new_tokens=8)
+    found, _ = generate(model, drafted, ids, max_new_tokens=8, prompt_lookup_num_tokens=3)
+    assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_for_an_answer(name: str) -> None:
+    model, ids = hybrid(name), torch.tensor(ROWS[:1])
+    fixed = PolicyCache(POLICIES["snapkv"], max_new_tokens=8)
+    found_tokens, found = generate(model, fixed, ids)
+    want_tokens, want = generate(model, PolicyCache(POLICIES["snapkv"]), ids)
+    assert not fixed.is_compileable
+    assert torch.equal(found_tokens, want_tokens)
+    assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_producers_can_say_what_goes_on(name: str) -> None:
+    message = r"layers \[2\] hold a recurrent state, or no keys of their own; layers that attend: "
+    cache = PolicyCache(PyramidInfer(min_context=8))
+    with pytest.raises(UnsupportedModelError, match=r"keys of their own; layers that attend: \[0"):
+        generate(hybrid(name), cache, torch.tensor(ROWS[:1]))
+    with pytest.raises(UnsupportedModelError, match=message):
+        generate(hybrid(name), PolicyCache(FastKV(tsp_layer=2)), torch.tensor(ROWS[:1]))
+    assert cache.get_seq_length() == 0
+
+
+def test_some_logits_of_a_decoder_that_cuts_hidden_states_itself() -> None:
+    model, ids = hybrid("gemma4_text_shared"), torch.tensor(ROWS[:1])
+    cache = PolicyCache(POLICIES["fastkv"])
+    with torch.no_grad(), cache.attached(model):
+        with pytest.raises(UnsupportedModelError, match="logits_to_keep must be 0 or 1 where"):
+            model(ids, past_key_values=cache, logits_to_keep=3)
+        assert cache.get_seq_length() == 0
+        one = model(ids, past_key_values=cache, logits_to_keep=1).logits
+        again = PolicyCache(POLICIES["fastkv"])
+        with again.attached(model):
+            whole = model(ids, past_key_values=again).logits
+    assert apart(one, whole[:, -1:]) < TOLERANCE
+
+
+def test_some_logits_where_nothing_is_dropped() -> None:
+    """The decoder goes on with the last tokens only, in the middle of its layers."""
+    model = hybrid("gemma4_text_shared")
+    for rows in (ROWS[:1], ROWS):
+        ids, mask = padded(rows)
+        found = []
+        for keep in (0, 3):
+            cache = PolicyCache(POLICIES["snapkv"])
+            with torch.no_grad(), cache.attached(model):
+                for start, end in ((0, 40), (40, 47)):
+                    cache.start_turn()
+                    output = model(
+                        ids[:, start:end],
+                        attention_mask=mask[:, :end],
+                        past_key_values=cache,
+                        logits_to_keep=keep,
+                    )
+            found.append(output.logits[:, -3:])
+        assert apart(found[1], found[0]) < TOLERANCE
