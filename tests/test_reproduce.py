@@ -6,7 +6,8 @@ bash itself expands every block, its commands writing down their arguments. What
 - its data, and ``long.txt``, by a few made-up lines: the names stay, the working folder is another;
 - lengths by 1,024 tokens and a little more, the top 512 tokens by 4, filter layers by 1;
 - all documents of a task by one (`ADDED`);
-- loops over rates and layers by two of each, and their tasks by one (`LOOPS`, `SWEPT`);
+- loops over rates and layers by two of each (`LOOPS`), their tasks and those of the second model by
+  one (`SWEPT`);
 - the shape and lengths of benchmarks/gpu.py by those of its ``--quick`` (`ADDED`).
 
 Estimates, which take no time, run as they stand.
@@ -52,7 +53,7 @@ ADDED = {
     "benchmarks/gpu.py": ("--quick", "--threads", "1", "--contexts", "64", "--new-tokens", "3"),
 }
 LOOPS = {"0.1 0.2 0.3 0.4 0.5;": "0.3 0.5;", "0 5 10 15 20 25 30;": "0 3;"}
-SWEPT = ("repro/rates/", "repro/layers/")
+SWEPT = ("repro/rates/", "repro/layers/", "repro/longbench-ministral/")
 
 # The commands write down what they are given, in place of doing it.
 SHELL = r"""
