@@ -14,7 +14,7 @@ FUZZ_MINUTES ?= 10
 WORKERS := -n logical --maxprocesses 4
 
 .PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest bench pictures \
-	bench-scaling bench-decode bench-gpu bench-prefill bench-kvpress families \
+	bench-scaling bench-decode bench-decoding bench-gpu bench-prefill bench-kvpress families \
 	transformers-tests format clean
 
 compare: $(VENV)/installed
@@ -108,6 +108,9 @@ bench-gpu:
 
 bench-decode: $(VENV)/installed
 	$(BIN)/python benchmarks/decode.py $(ARGS)
+
+bench-decoding: $(VENV)/installed
+	$(BIN)/python benchmarks/decoding.py $(ARGS)
 
 bench-prefill: $(VENV)/installed
 	$(BIN)/python benchmarks/prefill.py

@@ -8,6 +8,7 @@ parts in `kvpolicy.policies`; `kvpolicy.integrations.transformers.PolicyCache` a
 
 from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.context import LayerContext
+from kvpolicy.decoding import DecodingEviction
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.kinds import TokenKind
 from kvpolicy.policy import CachePolicy, Decision
@@ -19,6 +20,7 @@ __all__ = [
     "Budget",
     "CachePolicy",
     "Decision",
+    "DecodingEviction",
     "DefaultRate",
     "KVSelector",
     "LayerContext",

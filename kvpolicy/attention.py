@@ -58,7 +58,9 @@ def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = 
     heads, count = _block_sizes(context)
     # To ask waits for the device; it spares two passes over the weights, which few queries' are
     # too small for.
-    padded = context.query_len <= FEW_QUERIES or not bool(context.valid.all())
+    padded = context.query_len <= FEW_QUERIES or not bool(
+        context.valid.all() & context.query_valid.all()
+    )
     sums = torch.zeros(
         context.batch,
         context.query_heads,
@@ -98,15 +100,22 @@ def _block_weights(
     """Attention of some queries of some heads over the keys up to the last of them."""
     queries = context.queries[:, heads, shown].float() * context.scaling
     count = queries.shape[2]
+    places = context.query_positions
     first = context.key_len - context.query_len + shown.start
-    seen = first + count
+    seen = context.key_len if places is not None else first + count
     logits = query_key_products(queries, keys[:, :, :seen])
     if context.softcap is not None:
         logits.div_(context.softcap).tanh_().mul_(context.softcap)
     # The lowest number instead of -inf: a padded query that sees nothing stays finite.
     lowest = torch.finfo(torch.float32).min
-    future = torch.ones(count, count, dtype=torch.bool, device=logits.device).triu(1)
-    logits[..., first:].masked_fill_(future, lowest)
+    if places is not None:
+        group = context.query_heads // context.kv_heads
+        held = context.positions[:, heads.start // group : -(-heads.stop // group), None]
+        future = held > places[:, None, shown, None]  # [batch, kv_heads, query_len, key_len]
+        logits.masked_fill_(future.repeat_interleave(group, dim=1), lowest)
+    else:
+        future = torch.ones(count, count, dtype=torch.bool, device=logits.device).triu(1)
+        logits[..., first:].masked_fill_(future, lowest)
     if valid is not None:
         logits.masked_fill_(~valid[:, :, None, :seen], lowest)
     if context.sinks is None:

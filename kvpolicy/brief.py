@@ -12,11 +12,12 @@ from typing import Any
 import attrs
 
 
-def brief(value: object) -> str:
+def brief(value: object, *, instead: Mapping[str, Any] | None = None) -> str:
     """A part as its class with the fields that differ from its defaults, parts within likewise.
 
     Args:
         value: A part, or anything else.
+        instead: What to show in the place of fields, by name.
 
     Returns:
         The ``repr`` of what is no attrs class; the class's name where there is not even a ``repr``.
@@ -33,7 +34,7 @@ def brief(value: object) -> str:
         bare = kind.__repr__ is object.__repr__
         return f"{kind.__name__}()" if bare else repr(value)
     fields = [each for each in attrs.fields(kind) if each.init and each.repr]
-    given = {each.name: getattr(value, each.name) for each in fields}
+    given = {each.name: getattr(value, each.name) for each in fields} | dict(instead or {})
     # A field without a default, or with one that is made, is always shown.
     defaults = {
         each.name: each.default

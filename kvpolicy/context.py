@@ -44,6 +44,12 @@ class LayerContext:
             attention makes keys and values of more heads of it, as latent attention does: tokens
             are then kept for all heads together; see `for_selector`. None where keys and values
             are held as they are.
+        query_positions: ``[batch, query_len]`` int64, the position of each query's token, -1 on
+            padding, where queries are not those of the last slots: while decoding some of their
+            tokens may have been evicted. None where they are.
+        carried: float32 ``[batch, kv_heads, key_len, carries]``, what the scorer carries for each
+            key from the choices before, 0 on new ones; None where nothing is carried, or nothing
+            was. See `Scorer.advance`.
 
     Raises:
         ShapeError: The axes do not fit together.
@@ -63,6 +69,8 @@ class LayerContext:
     sinks: Tensor | None = None
     kinds: Tensor | None = None
     stored: tuple[Tensor, Tensor] | None = None
+    query_positions: Tensor | None = None
+    carried: Tensor | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.keys.ndim != 4 or self.queries.ndim != 4:
@@ -108,10 +116,21 @@ class LayerContext:
                 f"new_valid must be [batch, new_len] with batch={batch}, got "
                 f"{list(self.new_valid.shape)}"
             )
-        if not self.query_len <= self.new_len <= key_len:
+        placed = self.query_positions
+        if not self.new_len <= key_len or (placed is None and self.query_len > self.new_len):
             raise ShapeError(
                 "query_len <= new_len <= key_len must hold, got "
                 f"{self.query_len}, {self.new_len} and {key_len}"
+            )
+        if placed is not None and placed.shape != (batch, self.query_len):
+            raise ShapeError(
+                f"query_positions must be [batch, query_len] = {[batch, self.query_len]}, got "
+                f"{list(placed.shape)}"
+            )
+        if self.carried is not None and self.carried.shape[:3] != (batch, kv_heads, key_len):
+            raise ShapeError(
+                f"carried must be [batch, kv_heads, key_len, carries] with "
+                f"{[batch, kv_heads, key_len]}, got {list(self.carried.shape)}"
             )
         if self.sinks is not None and self.sinks.shape != (self.query_heads,):
             raise ShapeError(
@@ -140,6 +159,23 @@ class LayerContext:
             kinds=None if self.kinds is None else self.kinds[:, :1],
             heads=Heads(),
             stored=None,
+            query_positions=None,
+            carried=None,
+        )
+
+    def showing(self, num_queries: int | None) -> LayerContext:
+        """The context with no more than the last ``num_queries`` queries; all if None.
+
+        Args:
+            num_queries: As `Scorer.num_queries`.
+        """
+        if num_queries is None or num_queries >= self.query_len:
+            return self
+        first, places = self.query_len - num_queries, self.query_positions
+        return attrs.evolve(
+            self,
+            queries=self.queries[:, :, first:],
+            query_positions=None if places is None else places[:, first:],
         )
 
     @property
@@ -150,6 +186,8 @@ class LayerContext:
     @property
     def query_valid(self) -> Tensor:
         """``[batch, query_len]`` bool: False where a row has fewer new tokens than queries."""
+        if self.query_positions is not None:
+            return self.query_positions >= 0
         return self.new_valid[:, self.new_len - self.query_len :]
 
     @property

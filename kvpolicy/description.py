@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from kvpolicy.decoding import DecodingEviction
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.policy import CachePolicy
 from kvpolicy.registry import Part, registered
@@ -82,7 +83,7 @@ def _own_class(kind: str) -> object:
         found: object = getattr(import_module(module), name, None)
     except ImportError:
         return None
-    parts = (CachePolicy, Scorer, KVSelector, PropagationPolicy)
+    parts = (CachePolicy, DecodingEviction, Scorer, KVSelector, PropagationPolicy)
     return found if isinstance(found, type) and issubclass(found, parts) else None
 
 

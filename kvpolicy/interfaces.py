@@ -11,6 +11,7 @@ import abc
 from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from kvpolicy.brief import brief
@@ -36,6 +37,29 @@ class Scorer(abc.ABC):
     def unscored_tail(self) -> int:
         """Trailing tokens that `score` gives no saliency, because they are always to be kept."""
         return 0
+
+    @property
+    def carries(self) -> int:
+        """Numbers that it carries for each key from one choice to the next; 0 for none."""
+        return 0
+
+    def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """The saliency, and what is carried on, where a policy evicts while it decodes.
+
+        Asked once for every choice, from the prompt's on: ``context.carried`` is what was carried
+        before, ``context.queries`` those of all tokens since. Between two choices nothing is
+        evicted, so that these queries have seen what is there now, up to their own positions.
+
+        Args:
+            context: The layer; nothing in it may be modified.
+
+        Returns:
+            The saliency, as `score` would return it; and float32 ``[batch, kv_heads, key_len,
+            carries]``, of which what is evicted is forgotten.
+        """
+        return self.score(context), context.keys.new_empty(
+            context.batch, context.kv_heads, context.key_len, 0, dtype=torch.float32
+        )
 
     @abc.abstractmethod
     def score(self, context: LayerContext) -> Tensor:
@@ -77,6 +101,11 @@ class KVSelector(abc.ABC):
     def budget(self) -> Budget | None:
         """How many tokens each row keeps; None where no one number holds for layers and heads."""
         return None
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether what is kept does not grow with the context: a budget is a number of tokens."""
+        return self.budget is not None and self.budget.tokens is not None
 
     def protected(self, context: LayerContext) -> Tensor:
         """Bool ``[batch, kv_heads, key_len]``: the tokens that are kept whatever their saliency."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import attrs
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvpolicy.asking import Checks, advanced, check_indices, kept_by, saliency_of
 from kvpolicy.brief import brief
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
-from kvpolicy.errors import ShapeError
+from kvpolicy.decoding import DecodingEviction, check_tail
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 
 
@@ -26,10 +27,13 @@ class Decision:
     Args:
         kept: ``[batch, kv_heads, kept_len]``; of one head where all heads share what is stored.
         passed_on: ``[batch, passed_len]``; None for all.
+        carried: What the scorer of the policy's decoding carries for each key, kept or not; None
+            where it carries nothing. See `Scorer.advance`.
     """
 
     kept: Tensor
     passed_on: Tensor | None
+    carried: Tensor | None = None
 
 
 @attrs.frozen
@@ -43,6 +47,7 @@ class CachePolicy:
         scorer: How much each token matters; None where neither of the others asks.
         selector: Which keys and values a layer keeps for decoding.
         propagation: Which tokens go on to the next layer during prefill.
+        decoding: How a layer is kept bounded while an answer is decoded; None lets it grow.
 
     Raises:
         TypeError: A part is not of its kind.
@@ -62,29 +67,30 @@ class CachePolicy:
     scorer: Scorer | None
     selector: KVSelector
     propagation: PropagationPolicy
+    decoding: DecodingEviction | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.scorer is not None:
             check_kind("scorer", self.scorer, Scorer)
         check_kind("selector", self.selector, KVSelector)
         check_kind("propagation", self.propagation, PropagationPolicy)
+        if self.decoding is not None:
+            check_kind("decoding", self.decoding, DecodingEviction)
         consumers = [part for part in (self.selector, self.propagation) if part.needs_saliency]
         for part in consumers:
             if self.scorer is None:
                 raise ValueError(f"scorer must be a Scorer, since {part} needs saliency, got None")
-            if part.protected_tail < self.scorer.unscored_tail:
-                raise ValueError(
-                    f"window_size of {part} must be at least {self.scorer.unscored_tail}, the "
-                    f"window that {self.scorer} leaves unscored, got {part.protected_tail}"
-                )
+            check_tail(self.scorer, part)
         self._check_budgets()
 
     def __str__(self) -> str:
         kind = type(self)
         if not attrs.fields(kind).scorer.init:  # a method, whose fields are its arguments
             return brief(self)
-        parts = (self.scorer, self.selector, self.propagation)
-        return f"{kind.__name__}({', '.join(map(brief, parts))})"
+        parts = [*map(brief, (self.scorer, self.selector, self.propagation))]
+        if self.decoding is not None:
+            parts.append(f"decoding={brief(self.decoding)}")
+        return f"{kind.__name__}({', '.join(parts)})"
 
     def _check_budgets(self) -> None:
         kept, passed = self.selector.budget, self.propagation.budget
@@ -105,8 +111,12 @@ class CachePolicy:
 
     @property
     def num_queries(self) -> int | None:
-        """Trailing queries the scorer looks at: 0 none, None all."""
-        return 0 if self.scorer is None else self.scorer.num_queries
+        """Trailing queries of a prompt that are looked at: 0 none, None all."""
+        wanted = [] if self.scorer is None else [self.scorer.num_queries]
+        if self.decoding is not None and self.decoding.scorer is not None and self.decoding.carries:
+            wanted.append(self.decoding.scorer.num_queries)
+        counts = [count for count in wanted if count is not None]
+        return None if len(counts) < len(wanted) else max(counts, default=0)
 
     def check_model(self, num_layers: int) -> None:
         """Check the policy's layer indices against a model.
@@ -162,20 +172,26 @@ class CachePolicy:
         """
         check_kind("context", context, LayerContext)
         # Autocast would round the scores to half precision, where many tokens tie.
-        checks = _Checks()
+        checks = Checks()
         with torch.autocast(context.keys.device.type, enabled=False):
             decision = self._decide(context, checks)
         checks.look()
         return decision
 
-    def _decide(self, context: LayerContext, checks: _Checks) -> Decision:
+    def _decide(self, context: LayerContext, checks: Checks) -> Decision:
         propagates = not self.propagation.restarts and self._acts_at(context)
-        saliency = None
-        if self.selector.needs_saliency or (propagates and self.propagation.needs_saliency):
-            saliency = self._score(context, checks)
-        kept = self._select(saliency, context, checks)
+        needed = self.selector.needs_saliency or (propagates and self.propagation.needs_saliency)
+        saliency = carried = None
+        later = None if self.decoding is None else self.decoding.scorer
+        if later is not None and later.carries:
+            own, carried = advanced(later, context, checks)
+            saliency = own if later == self.scorer else None
+        if needed and saliency is None:
+            assert self.scorer is not None
+            saliency = saliency_of(self.scorer, context, checks)
+        kept = kept_by(self.selector, saliency, context, checks)
         passed = self._propagate(saliency, context, checks) if propagates else None
-        return Decision(kept, passed)
+        return Decision(kept, passed, carried)
 
     def decide_restart(self, context: LayerContext) -> Tensor | None:
         """Choose the tokens to restart the prefill on; see `PropagationPolicy.propagate`.
@@ -187,9 +203,12 @@ class CachePolicy:
         """
         assert self.propagation.restarts
         assert self._acts_at(context)
-        checks = _Checks()
+        checks = Checks()
         with torch.autocast(context.keys.device.type, enabled=False):
-            saliency = self._score(context, checks) if self.propagation.needs_saliency else None
+            saliency = None
+            if self.propagation.needs_saliency:
+                assert self.scorer is not None
+                saliency = saliency_of(self.scorer, context, checks)
             passed = self._propagate(saliency, context, checks)
         checks.look()
         return passed
@@ -197,29 +216,13 @@ class CachePolicy:
     def _acts_at(self, context: LayerContext) -> bool:
         return context.layer_idx in self.propagation.acting_layers(context.num_layers)
 
-    def _score(self, context: LayerContext, checks: _Checks) -> Tensor:
-        assert self.scorer is not None
-        saliency = self.scorer.score(context)
-        _check_saliency(self.scorer, saliency, context, checks)
-        return saliency
-
-    def _select(self, saliency: Tensor | None, context: LayerContext, checks: _Checks) -> Tensor:
-        shared = context.stored is not None
-        if shared and saliency is not None:
-            saliency = context.heads.mean(saliency)[:, None]  # [batch, 1, key_len]
-        context = context.for_selector()
-        kept = self.selector.select(saliency, context)
-        heads = context.batch, context.kv_heads
-        _check_indices(self.selector, kept, heads, context.key_len, checks)
-        return kept
-
     def _propagate(
-        self, saliency: Tensor | None, context: LayerContext, checks: _Checks
+        self, saliency: Tensor | None, context: LayerContext, checks: Checks
     ) -> Tensor | None:
         passed = self.propagation.propagate(saliency, context)
         if passed is None:
             return None
-        _check_indices(self.propagation, passed, (context.batch,), context.new_len, checks)
+        check_indices(self.propagation, passed, (context.batch,), context.new_len, checks)
         last = pad(passed, (1, 0), value=-1)[:, -1]  # -1 where nothing is passed on
         checks.refuse(
             last != context.new_len - 1,
@@ -251,68 +254,3 @@ class CachePolicy:
             check_count("context_len", context_len, minimum=1)
         passes = self.propagation.prefill_passes(num_layers, context_len)
         return math.fsum(rate for layer_rates in passes for rate in layer_rates) / num_layers
-
-
-class _Checks:
-    """What must not be, looked at together at the end: every look waits for the device."""
-
-    def __init__(self) -> None:
-        self._conditions: list[Tensor] = []
-        self._messages: list[Callable[[], str]] = []
-
-    def refuse(self, condition: Tensor, message: Callable[[], str]) -> None:
-        """Refuse a bool tensor that is True anywhere."""
-        self._conditions.append(condition.any())
-        self._messages.append(message)
-
-    def look(self) -> None:
-        """Raise ValueError for the first condition that holds."""
-        if not self._conditions:
-            return
-        for holds, message in zip(
-            torch.stack(self._conditions).tolist(), self._messages, strict=True
-        ):
-            if holds:
-                raise ValueError(message())
-
-
-def _check_saliency(
-    scorer: Scorer, saliency: object, context: LayerContext, checks: _Checks
-) -> None:
-    if not isinstance(saliency, Tensor) or not saliency.is_floating_point():
-        raise TypeError(f"score of {scorer} must return a tensor of floats, got {saliency!r}")
-    heads = (context.query_heads, context.kv_heads)
-    shapes = [(context.batch, count, context.key_len) for count in heads]
-    if tuple(saliency.shape) not in shapes:
-        raise ShapeError(
-            f"score of {scorer} must return [batch, query_heads or kv_heads, key_len] = "
-            f"[{context.batch}, {heads[0]} or {heads[1]}, {context.key_len}], got "
-            f"{list(saliency.shape)}"
-        )
-    group = saliency.shape[1] // context.kv_heads
-    checks.refuse(
-        saliency.isnan() & context.valid.repeat_interleave(group, dim=1),
-        lambda: f"score of {scorer} must return numbers, got NaN at layer {context.layer_idx}",
-    )
-
-
-def _check_indices(
-    part: object, indices: object, rows: tuple[int, ...], length: int, checks: _Checks
-) -> None:
-    if not isinstance(indices, Tensor):
-        raise TypeError(f"{part} must return a tensor of indices, got {indices!r}")
-    if tuple(indices.shape[:-1]) != rows or indices.dtype != torch.int64:
-        raise ShapeError(
-            f"{part} must return int64 indices of shape {[*rows, 'count']}, got {indices.dtype} of "
-            f"shape {list(indices.shape)}"
-        )
-    before, after = indices[..., :-1], indices[..., 1:]
-    unordered = (after <= before) & (before >= 0)
-    outside = (indices >= length) | (indices < -1)
-    checks.refuse(
-        unordered.any() | outside.any(),
-        lambda: (
-            f"indices of {part} must be ascending, unique and in [0, {length}), with -1 on the "
-            f"left only, got {indices.tolist()}"
-        ),
-    )

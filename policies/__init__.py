@@ -13,6 +13,7 @@ from kvpolicy.policies.methods.key_norm import KeyNorm
 from kvpolicy.policies.methods.method import Method
 from kvpolicy.policies.methods.pyramid_infer import PyramidInfer
 from kvpolicy.policies.methods.pyramid_kv import PyramidKV
+from kvpolicy.policies.methods.r_kv import RKV
 from kvpolicy.policies.methods.random import Random
 from kvpolicy.policies.methods.snapkv import SnapKV
 from kvpolicy.policies.methods.streaming_llm import StreamingLLM
@@ -28,6 +29,7 @@ from kvpolicy.policies.scorers.combined import MaxScorer, SumScorer, ValueAwareS
 from kvpolicy.policies.scorers.keys import KeyDiffScorer, KeyNormScorer
 from kvpolicy.policies.scorers.last_query import LastQueryProductScorer, LastQueryScorer
 from kvpolicy.policies.scorers.random import RandomScorer
+from kvpolicy.policies.scorers.redundancy import RedundancyScorer
 from kvpolicy.policies.scorers.weighted_tail import WeightedTailScorer
 from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
 from kvpolicy.policies.selectors.adaptive_head import AdaptiveHeadSelector
@@ -38,6 +40,7 @@ from kvpolicy.policies.selectors.sink_and_recent import SinkAndRecentSelector
 
 __all__ = [
     "H2O",
+    "RKV",
     "TOVA",
     "AccumulatedAttentionScorer",
     "AdaKV",
@@ -64,6 +67,7 @@ __all__ = [
     "PyramidSelector",
     "Random",
     "RandomScorer",
+    "RedundancyScorer",
     "RestartPropagation",
     "SinkAndRecentSelector",
     "SnapKV",

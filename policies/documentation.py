@@ -13,8 +13,15 @@ SHARED = {
     "retention_rate": "Fraction of the context every layer keeps, in (0, 1].",
     "window_size": "Last tokens that are always kept, at least 0.",
     "retention_tokens": "Number of tokens every layer keeps, at least 1, in place of the rate.",
+    "decoding": "Number of tokens every layer keeps while an answer is decoded, at least 1;\n"
+    "        True for ``retention_tokens``; or a `DecodingEviction`. None lets it grow.",
     "protect": "First tokens of the context that are always kept, at least 0.",
 }
+# Of methods without a budget of their own.
+BOUNDED_BY_OTHERS = (
+    "A `DecodingEviction`, by which every layer stays bounded while an answer is\n"
+    "        decoded; None lets it grow."
+)
 
 _SECTIONS = ("Args", "Raises", "Example", "Source")
 _ENTRY = re.compile(r"^ {4}(\w+): (.*?)(?=^ {4}\w|\Z)", re.MULTILINE | re.DOTALL)
@@ -38,6 +45,8 @@ def documented(cls: type[T]) -> type[T]:
         Args:
             retention_rate: Fraction of the context every layer keeps, in (0, 1].
             window_size: Last tokens that are always kept, at least 0.
+            decoding: Number of tokens every layer keeps while an answer is decoded, at least 1;
+                True for ``retention_tokens``; or a `DecodingEviction`. None lets it grow.
             retention_tokens: Number of tokens every layer keeps, at least 1, in place of the rate.
             protect: First tokens of the context that are always kept, at least 0.
         ...
@@ -68,7 +77,8 @@ def _arguments(cls: type, names: list[str], section: str) -> str:
             f"the docstring of {cls.__name__} must describe {', '.join(missing) or 'nothing else'} "
             f"under Args, since its arguments are {', '.join(names)}, got {', '.join(own)}"
         )
-    described = SHARED | own
+    others = {} if "retention_tokens" in names else {"decoding": BOUNDED_BY_OTHERS}
+    described = SHARED | others | own
     return "\n".join(["Args:", *(f"    {name}: {described[name]}" for name in names)])
 
 

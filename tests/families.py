@@ -241,16 +241,6 @@ _TABLE: dict[str, Family] = {
     ),
     "deepseek_v2": Family("deepseek_v2", _LATENT),
     "deepseek_v3": Family("deepseek_v3", _LATENT),
-    "llama4": Family(
-        "llama4_text",
-        {
-            "head_dim": 12,
-            "intermediate_size_mlp": 80,
-            "attention_chunk_size": WINDOW,
-            "use_qk_norm": False,
-        },
-        window=WINDOW,
-    ),
     "smollm3": Family("smollm3"),
     "stablelm": Family("stablelm"),
     "nemotron": Family("nemotron", scale=0.9),

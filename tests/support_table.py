@@ -29,18 +29,10 @@ REASONS = (
     ("depend on the columns", "refused: attention counts in columns, which a policy changes"),
     ("must take past_key_values", "refused: the model takes no cache of Transformers' kind"),
     ("FastKV", "policies that evict; such as drop tokens are refused"),
-    ("(attention and recurrent)", "refused: layers hold keys and a recurrent state side by side"),
     ("some layer must hold", "refused: no layer attends, so that there is nothing to choose"),
-    ("cache of its own", "refused: states are not held in a cache of Transformers' kind"),
-    ("layers [0, 2] did not", "refused: states are not held in a cache of Transformers' kind"),
-    ("AttentionInterface", "refused: attention calls no function that can be seen"),
-    ("an indexer", "refused: layers hold index keys, or compressed ones"),
-    ("cached as", "refused: layers hold index keys, or compressed ones"),
-    ("layers [1] did not", "refused: layers attend to images, or to keys of other layers"),
-    ("without a cache", "refused: layers attend to images, or to keys of other layers"),
-    ("chunked", "refused: layers attend within chunks"),
-    ("get_decoder", "refused: no decoder is found that runs a list of layers"),
-    ("input_ids or inputs_embeds", "refused: no decoder is found that runs a list of layers"),
+    ("keeps it in the model itself", "refused: states are held in the model, not in its cache"),
+    ("compressed attention", "refused: layers hold compressed tokens, several to an entry"),
+    ("sparse", "refused: attention is sparse by blocks"),
     ("self-check found", "refused: the self-check finds it wrong"),
     ("text alone", "not judged: the model reads no prompt without an image"),
     ("pixel_values", "not judged: the model reads no prompt without an image"),
@@ -54,7 +46,8 @@ llava_next llava_onevision qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe gemma3 gemm
 mistral3 idefics3 smolvlm glm4v aya_vision deepseek_vl deepseek_v2 deepseek_v3 kimi_k25
 glm4_moe_lite mistral4 minicpm3
 qwen3_next qwen3_5 nemotron_h
-granitemoehybrid bamba jamba lfm2 lfm3 olmo_hybrid
+granitemoehybrid bamba jamba lfm2 lfm3 olmo_hybrid kimi_linear falcon_h1 zamba2 minimax
+deepseek_v32 glm_moe_dsa llama4 mllama gemma3n_text gpt2 bert roberta
 """
 KNOWN = _KNOWN.split()
 

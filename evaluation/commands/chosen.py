@@ -9,8 +9,11 @@ from typing import Any
 import attrs
 
 from kvpolicy.building import PARTS, build_policy, compose, factory_of, parameters_of
+from kvpolicy.decoding import DecodingEviction
 from kvpolicy.evaluation.commands.options import PolicyOptions
 from kvpolicy.evaluation.comparison.variant import Variant, takes
+from kvpolicy.interfaces import KVSelector
+from kvpolicy.policies import Method
 from kvpolicy.policy import CachePolicy
 from kvpolicy.registry import Part, registered
 
@@ -37,7 +40,36 @@ def chosen_variants(
     if options.parts:
         found += _compositions(options, rates)
     _check_taken(options, found)
-    return found
+    return found if options.decoding_tokens is None else _bounded(found, options)
+
+
+def _bounded(found: Sequence[Variant], options: PolicyOptions) -> list[Variant]:
+    """Each with its own rule while an answer is decoded; what keeps everything stays as it is."""
+    tokens, every = options.decoding_tokens, options.decoding_every
+    assert tokens is not None
+    bounded = []
+    for variant in found:
+        policy = variant.policy
+        if not hasattr(policy.selector, "retention_tokens"):
+            bounded.append(variant)
+            continue
+        if isinstance(policy, Method):
+            rule = policy.decoding_rule(tokens, every)
+        else:
+            bounds: dict[str, Any] = {"retention_rate": None, "retention_tokens": tokens}
+            selector: KVSelector = attrs.evolve(policy.selector, **bounds)  # type: ignore[misc]
+            rule = DecodingEviction(
+                policy.scorer, selector, Method.every if every is None else every
+            )
+        parameters = {**variant.parameters, "decoding": str(rule)}
+        policy = attrs.evolve(policy, decoding=rule)
+        bounded.append(attrs.evolve(variant, policy=policy, parameters=parameters))
+    if all(each.policy.decoding is None for each in bounded):
+        raise ValueError(
+            "--decoding-tokens must be given with a policy that has a rule to evict by, got "
+            f"{', '.join(each.name for each in found)}"
+        )
+    return bounded
 
 
 def chosen_variant(

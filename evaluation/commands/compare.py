@@ -12,6 +12,8 @@ from rich.table import Table
 
 from kvpolicy.evaluation.commands.chosen import chosen_variants
 from kvpolicy.evaluation.commands.options import (
+    DecodingEveryOption,
+    DecodingTokensOption,
     PolicyOption,
     PropagationOption,
     ProtectOption,
@@ -78,6 +80,8 @@ def compare(
     scorer: ScorerOption = None,
     selector: SelectorOption = None,
     propagation: PropagationOption = None,
+    decoding_tokens: DecodingTokensOption = None,
+    decoding_every: DecodingEveryOption = None,
     context: Annotated[
         int,
         typer.Option(
@@ -137,6 +141,8 @@ def compare(
         scorer=scorer,
         selector=selector,
         propagation=propagation,
+        decoding_tokens=decoding_tokens,
+        decoding_every=decoding_every,
     )
     settings = Settings(
         model=model,
@@ -164,6 +170,9 @@ def compare(
     check_loaded(settings, chosen, loaded)
     for line in headline(settings, loaded):
         console.print(line, style="dim")
+    for rule in dict.fromkeys(each.parameters.get("decoding") for each in chosen):
+        if rule is not None:
+            console.print(f"answers: {rule}", style="dim")
     with progress_shown(console, quiet=ACCURACY_STAGE) as progress:
         study = run(settings, chosen, loaded, progress, Rows(console))
     show(study)

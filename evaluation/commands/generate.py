@@ -12,6 +12,8 @@ from rich.console import Console
 
 from kvpolicy.evaluation.commands.chosen import chosen_variant
 from kvpolicy.evaluation.commands.options import (
+    DecodingEveryOption,
+    DecodingTokensOption,
     PolicyOption,
     PropagationOption,
     ProtectOption,
@@ -52,6 +54,8 @@ def generate(
     scorer: ScorerOption = None,
     selector: SelectorOption = None,
     propagation: PropagationOption = None,
+    decoding_tokens: DecodingTokensOption = None,
+    decoding_every: DecodingEveryOption = None,
     tsp_rate: Annotated[
         float | None,
         typer.Option(metavar="RATE", help="Fraction of the context that goes on, in (0, 1]."),
@@ -87,6 +91,8 @@ def generate(
         scorer=scorer,
         selector=selector,
         propagation=propagation,
+        decoding_tokens=decoding_tokens,
+        decoding_every=decoding_every,
     )
     variant = chosen_variant(options, DEFAULT, tsp_layer=default_tsp_layer(model))
     chosen = variant.policy

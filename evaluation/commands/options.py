@@ -44,6 +44,20 @@ ProtectOption = Annotated[
         "--protect", metavar="N", help="First tokens of the context that are always kept."
     ),
 ]
+DecodingTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Tokens that every layer keeps while an answer is decoded, by the policy's own rule; "
+        "default: all.",
+    ),
+]
+DecodingEveryOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="Decoded tokens from one choice to the next; default: the policy's own."
+    ),
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -84,6 +98,7 @@ OWN_OPTIONS = {
     "retention_rate": "--rate",
     "retention_tokens": "--retention-tokens",
     "protect": "--protect",
+    "decoding": "--decoding-tokens",
 }
 
 
@@ -97,6 +112,8 @@ class PolicyOptions:
         tokens: Retentions in tokens, in place of rates.
         parameters: Further parameters, for what takes them, ``protect`` among them.
         parts: Parts of a composition by kind; empty where none is asked for.
+        decoding_tokens: Tokens that layers keep of an answer; None for all.
+        decoding_every: Decoded tokens from one choice to the next; None for each policy's own.
     """
 
     names: tuple[str, ...] = ()
@@ -104,6 +121,8 @@ class PolicyOptions:
     tokens: tuple[int, ...] = ()
     parameters: dict[str, Any] = attrs.field(factory=dict)
     parts: dict[str, PartOption] = attrs.field(factory=dict)
+    decoding_tokens: int | None = None
+    decoding_every: int | None = None
 
     def refuse(self, command: str, **reasons: str) -> None:
         """Refuse options that make no sense for a command.
@@ -140,13 +159,19 @@ def policy_options(
     scorer: str | None = None,
     selector: str | None = None,
     propagation: str | None = None,
+    decoding_tokens: int | None = None,
+    decoding_every: int | None = None,
 ) -> PolicyOptions:
     """Read the options as they come from the command line.
 
     Raises:
         ValueError: Rates and numbers of tokens are both given, an assignment is none, or it is of a
-            parameter that has an option of its own.
+            parameter that has an option of its own; or only the interval of a bound is given.
     """
+    if decoding_every is not None and decoding_tokens is None:
+        raise ValueError(
+            f"--decoding-tokens must be given with --decoding-every, got {decoding_every} alone"
+        )
     if rates and tokens:
         raise ValueError("at most one of --rate and --retention-tokens must be given, got both")
     parameters = parse_assignments(assignments or (), "--set")
@@ -166,6 +191,8 @@ def policy_options(
             for kind, text in parts.items()
             if text is not None
         },
+        decoding_tokens,
+        decoding_every,
     )
 
 

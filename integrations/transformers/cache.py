@@ -16,7 +16,7 @@ from transformers import Cache
 
 from kvpolicy.checks import check_count
 from kvpolicy.description import describe
-from kvpolicy.errors import CacheInUseError
+from kvpolicy.errors import CacheInUseError, UnsupportedModelError
 from kvpolicy.integrations.transformers.adapters import check_adapters
 from kvpolicy.integrations.transformers.forward.reader import Reader
 from kvpolicy.integrations.transformers.forward.static_decoding import StaticDecoding
@@ -28,6 +28,7 @@ from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.model_print import ModelPrint
 from kvpolicy.integrations.transformers.state.recurrent import (
+    EmptyLayer,
     RecurrentLayer,
     layer_for,
     link,
@@ -149,6 +150,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         verdict.check(self.policy, parts.num_layers)
         self._check_filled_by(parts)
         self._find_heads(parts)
+        self._check_bounded()
         self._reader.placed, self._reader.care = placed, verdict.care
         self._reader.attachment = Attachment(self, self._reader, parts)
         self._thread = threading.current_thread()
@@ -176,7 +178,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def _check_filled_by(self, parts: ModelParts) -> None:
         if self._reader.tokens is None:
-            room = self.max_new_tokens or 0
+            room = self._reader.room
             self.layers[:] = [layer_for(kind, self.storage, room) for kind in parts.kinds]
             link(self.layers)
         elif len(self.layers) != parts.num_layers:
@@ -193,6 +195,27 @@ class PolicyCache(Cache):  # type: ignore[misc]
             self._check_loaded_for(self._loaded_for, ModelPrint.of(parts.decoder))
             self._check_kinds(parts)
             self._move_to(parts)
+
+    def _check_bounded(self) -> None:
+        """Check that every layer can choose while an answer is decoded.
+
+        Raises:
+            UnsupportedModelError: One cannot.
+        """
+        if self.policy.decoding is None:
+            return
+        plain = (PolicyLayer, RecurrentLayer, EmptyLayer)
+        unlike = [
+            index
+            for index, layer in enumerate(self.layers)
+            if type(layer) not in plain or (layer.attends and not layer.shows_queries)
+        ]
+        if unlike:
+            raise UnsupportedModelError(
+                f"decoding of {self.policy} must be None with a model whose layers share keys, "
+                "have an indexer, attend to images, hold a state beside their keys, or show no "
+                f"queries, as layers {unlike} do: nothing is evicted there while decoding yet"
+            )
 
     @staticmethod
     def _check_loaded_for(saved: ModelPrint, model: ModelPrint) -> None:
@@ -241,6 +264,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
                     self._check_precision(keys.dtype, dtype)
                     # The same model, loaded in another precision. Not yet into the cache's storage.
                     layer.held = PlainStorage().hold(keys.to(dtype), values.to(dtype))
+                    layer.observed = layer.observed.in_precision(dtype)
             layer.move_to(parts.device_of(index), self._reader.tokens.to(parts.device_of(index)))
 
     def _check_precision(self, saved: torch.dtype, own: torch.dtype) -> None:
@@ -266,6 +290,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 was.
         """
         self._reader.abandon_forward()
+        self._reader.read_queries()
         if self._reader.tokens is None or self._reader.chunks is not None:
             raise ValueError("cache must have read a prompt to be saved, got one that has not")
         SavedCache(
@@ -320,7 +345,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         policy = saved.policy_of(path, policy)
         cache = cls(policy, storage, max_new_tokens=max_new_tokens)
         for layer in saved.layers:
-            layer.storage, layer.room = cache.storage, max_new_tokens or 0
+            layer.storage, layer.room = cache.storage, cache._reader.room
         cache.layers[:] = saved.layers
         cache._reader.propagated = saved.propagated
         cache._reader.tokens, cache._reader.starts_turn = saved.tokens, saved.starts_turn
@@ -329,6 +354,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def report(self) -> CacheReport:
         """Tokens and bytes held against what a full cache would hold; prints as a table."""
+        self._reader.read_queries()
         return CacheReport.of(self.layers, sum(self.seen_lengths), self.get_seq_length())
 
     @property
@@ -556,6 +582,10 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back tokens that were appended since the policy last acted.
+
+        Where it evicts while it decodes, since layers last chose: what went cannot come back. The
+        queries of what is taken back are forgotten; of those before them there are then as many
+        fewer to choose by, until others come.
 
         Args:
             tokens_to_remove: Minus their number, as in Transformers.

@@ -99,8 +99,9 @@ class Turn:
     def note_answer(self, cache: PolicyCache, output: Any) -> None:
         """Let a cache know the ids of an answer, which no forward into fixed buffers tells."""
         sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", None)
-        if self.may_be_static and isinstance(sequences, Tensor) and self.given.context_len:
-            cache.reader.note_answer(sequences[:, self.given.ids_len :])
+        first = self.given.context_len
+        if self.may_be_static and isinstance(sequences, Tensor) and first:
+            cache.reader.note_answer(sequences[:, self.given.ids_len :], first)
 
 
 class _StepMasks:
@@ -174,6 +175,12 @@ def check_generation(
         raise UnsupportedGenerationError(
             f"prefill_chunk_size must be None where {cache.policy} drops tokens, got "
             f"{config.prefill_chunk_size}; the prompt must come in one forward"
+        )
+    if mode == GenerationMode.ASSISTED_GENERATION and cache.policy.decoding is not None:
+        raise UnsupportedGenerationError(
+            "assistant_model and prompt_lookup_num_tokens must be None with a policy that evicts "
+            f"while it decodes, got {cache.policy}: what went for draft tokens that are then "
+            "refused cannot come back"
         )
     if mode == GenerationMode.ASSISTED_GENERATION and (
         config.output_attentions or (config.output_hidden_states and drops)

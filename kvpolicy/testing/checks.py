@@ -78,8 +78,21 @@ def check_scorer(component: Scorer) -> None:
                 f"a padded row must score as it does alone, row {row} differs by {difference}",
             )
         check_scores_in_shares(component, context, saliency, TOLERANCE)
+        _check_advance(component, context, saliency)
 
     run()
+
+
+def _check_advance(component: Scorer, context: LayerContext, saliency: Tensor) -> None:
+    """What is carried is of every key; a scorer that carries nothing advances as it scores."""
+    before = snapshot(context)
+    advanced, carried = component.advance(context)
+    require(snapshot(context) == before, "advance must not modify the context")
+    shape = [context.batch, context.kv_heads, context.key_len, component.carries]
+    check_tensor("carried [batch, kv_heads, key_len, carries]", carried, torch.float32, shape)
+    require(bool(carried[context.valid].isfinite().all()), "what is carried must be finite")
+    same = component.carries > 0 or torch.equal(advanced, saliency)
+    require(same, "advance must return the saliency of score where nothing is carried")
 
 
 def check_selector(component: KVSelector, larger: KVSelector | None = None) -> None:
@@ -143,8 +156,22 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
                 f"instead of {own.tolist()}",
             )
         check_kept_in_shares(component, context, saliency, kept)
+        if component.is_bounded:
+            _check_bounded(component, context, saliency)
 
     run()
+
+
+def _check_bounded(component: KVSelector, context: LayerContext, saliency: Tensor) -> None:
+    """What is kept of the same keys does not depend on how long a long context is."""
+    once, twice = (
+        component.select(
+            saliency, attrs.evolve(context, seen_len=tuple(n + more for n in context.seen_len))
+        )
+        for more in (10**6, 2 * 10**6)
+    )
+    same = torch.equal(once, twice)
+    require(same, "a selector that is_bounded must keep as many of a longer context")
 
 
 def check_propagation(component: PropagationPolicy) -> None:

@@ -41,6 +41,7 @@ def check_scorer_declares(scorer: Scorer) -> None:
     if scorer.num_queries is not None:
         _require_count("num_queries", scorer.num_queries, "an int of at least 0, or None for all")
     _require_count("unscored_tail", scorer.unscored_tail)
+    _require_count("carries", scorer.carries)
 
 
 def check_selector_declares(selector: KVSelector) -> None:
@@ -50,6 +51,7 @@ def check_selector_declares(selector: KVSelector) -> None:
         AssertionError: One is of a wrong type, or below 0.
     """
     _check_shared(selector)
+    _require_flag("is_bounded", selector.is_bounded)
 
 
 def check_propagation_declares(propagation: PropagationPolicy) -> None:

@@ -11,6 +11,7 @@ from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 
 
 @documented
+@documented
 @attrs.frozen
 class FullContext(Method):
     """Keeps everything and drops nothing: the baseline of every comparison.

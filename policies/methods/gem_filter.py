@@ -27,6 +27,8 @@ class GemFilter(Method):
             (the paper: 13 of 32).
         retention_rate: Fraction of the context that is chosen, in (0, 1].
         kernel_size: Width of the average-pooling, odd.
+        decoding: A `DecodingEviction`, by which every layer stays bounded while an answer is
+            decoded; None lets it grow.
         retention_tokens: Number of tokens that are chosen, at least 1, in place of the rate.
         protect: First tokens of the context that are always chosen, at least 0.
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import attrs
 
+from kvpolicy.brief import brief
 from kvpolicy.budgets import DefaultRate
+from kvpolicy.checks import check_count
+from kvpolicy.decoding import DecodingEviction
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.policy import CachePolicy
 
 Parts = tuple[Scorer | None, KVSelector, PropagationPolicy]
+
+
+def _as_given(decoding: DecodingEviction | int | None) -> DecodingEviction | None:
+    """For what a type checker sees: a number becomes a rule once the parts are there."""
+    return decoding  # type: ignore[return-value]
 
 
 @attrs.frozen
@@ -20,17 +29,37 @@ class Method(CachePolicy):
     Two are equal where their arguments are. A method that only ranks tokens for eviction is shorter
     as an `EvictionMethod`.
 
+    Args:
+        decoding: What bounds the layers while an answer is decoded: a `DecodingEviction` of any
+            parts; a number of tokens, for the method's own rule under it (`decoding_rule`); True,
+            for its own rule under ``retention_tokens``. None lets them grow.
+
     Example:
         >>> from kvpolicy.policies import SnapKV
         >>> SnapKV(window_size=4)
-        SnapKV(retention_rate=0.1, window_size=4, retention_tokens=None, protect=0, kernel_size=7)
+        SnapKV(decoding=None, retention_rate=0.1, window_size=4, retention_tokens=None, protect=0, \
+kernel_size=7)
         >>> SnapKV(window_size=4).scorer
         WindowMaxPoolScorer(window_size=4, kernel_size=7)
+        >>> SnapKV(decoding=512).decoding.most_tokens
+        512
     """
+
+    every: ClassVar[int] = 128  # tokens from one choice to the next, where `decoding` names none
 
     scorer: Scorer | None = attrs.field(init=False, eq=False, repr=False)
     selector: KVSelector = attrs.field(init=False, eq=False, repr=False)
     propagation: PropagationPolicy = attrs.field(init=False, eq=False, repr=False)
+    decoding: DecodingEviction | None = attrs.field(default=None, kw_only=True, converter=_as_given)
+
+    def __str__(self) -> str:
+        tokens: int | None = getattr(
+            getattr(self.decoding, "selector", None), "retention_tokens", None
+        )
+        own = hasattr(self.selector, "retention_tokens")
+        if tokens is not None and own and self.decoding == self.decoding_rule(tokens):
+            return brief(self, instead={"decoding": tokens})  # as it was written
+        return brief(self)
 
     @abstractmethod
     def _parts(self) -> Parts:
@@ -40,8 +69,49 @@ class Method(CachePolicy):
         names = ("scorer", "selector", "propagation")
         for name, part in zip(names, self._parts(), strict=True):
             object.__setattr__(self, name, part)  # the class is frozen to everyone else
+        object.__setattr__(self, "decoding", self._own_decoding(self.decoding))
         super().__attrs_post_init__()
         self._drop_rates_that_gave_way()
+
+    def decoding_rule(self, tokens: int, every: int | None = None) -> DecodingEviction:
+        """The method's own rule while an answer is decoded: its scorer and selector, bounded.
+
+        Args:
+            tokens: Entries that a layer keeps of all it holds, at least 1.
+            every: Tokens from one choice to the next, at least 1; the method's own if None.
+
+        Raises:
+            TypeError: An argument is not an int.
+            ValueError: It is below 1; or the method keeps everything, and has no such rule.
+
+        Example:
+            >>> from kvpolicy.policies import H2O
+            >>> H2O(decoding=H2O().decoding_rule(64, every=16)).decoding.every
+            16
+        """
+        check_count("tokens", tokens, minimum=1)
+        if not hasattr(self.selector, "retention_tokens"):
+            raise ValueError(
+                f"decoding of {type(self).__name__} must be a DecodingEviction or None, since "
+                f"{self.selector} has no budget to be bounded by, got {tokens}"
+            )
+        bounds = {"retention_rate": None, "retention_tokens": tokens}
+        selector: KVSelector = attrs.evolve(self.selector, **bounds)  # type: ignore[misc]
+        return DecodingEviction(self.scorer, selector, self.every if every is None else every)
+
+    def _own_decoding(self, given: object) -> DecodingEviction | None:
+        if given is None or given is False or isinstance(given, DecodingEviction):
+            return None if given is False else given
+        if given is not True:  # which is an int as well
+            return self.decoding_rule(check_count("decoding", given, minimum=1))
+        tokens = getattr(self.selector, "retention_tokens", None)
+        if tokens is None:
+            raise ValueError(
+                "retention_tokens must be given where decoding is True, since a rate of a context "
+                f"that grows is no bound, got decoding=True of {type(self).__name__}; or give the "
+                "number of tokens, as in decoding=512"
+            )
+        return self.decoding_rule(tokens)
 
     def _drop_rates_that_gave_way(self) -> None:
         """A default rate that gave way to a number of tokens shall not show in the repr."""

@@ -27,7 +27,8 @@ class StreamingLLM(Method):
 
     Source: Efficient Streaming Language Models with Attention Sinks (arXiv 2309.17453). The paper
     evicts at every step and renumbers positions within the cache; here, as in FastKV's comparison,
-    the prompt is cut once and tokens keep their positions.
+    the prompt is cut once and tokens keep their positions. With ``decoding`` the window rolls: the
+    oldest but the sinks go whenever another 128 tokens have come.
     """
 
     paper: ClassVar[str] = "arXiv 2309.17453"

@@ -7,7 +7,7 @@ from typing import ClassVar
 import attrs
 from torch import Tensor
 
-from kvpolicy.attention import causal_attention_sums
+from kvpolicy.attention import causal_attention_sums, group_mean
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
 
@@ -18,7 +18,9 @@ class AccumulatedAttentionScorer(Scorer):
 
     ``saliency[h, j] = sum over queries i >= j of softmax(q_i . k_j * scaling)`` per query head
     ``h``, in float32, every query attending causally. Computed in blocks: the memory is that of few
-    queries, not of a matrix of all queries and keys. In a later turn the new tokens observe.
+    queries, not of a matrix of all queries and keys. In a later turn the new tokens observe; where
+    a policy evicts while it decodes, all tokens since the prompt's first, by sums that are carried
+    on, the mean over each KV group.
 
     Example:
         >>> AccumulatedAttentionScorer().num_queries is None
@@ -34,6 +36,18 @@ class AccumulatedAttentionScorer(Scorer):
     def num_queries(self) -> None:
         """All of them."""
         return
+
+    @property
+    def carries(self) -> int:
+        """The sum, of a KV head."""
+        return 1
+
+    def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """The sums over all queries since the prompt's first; see `Scorer.advance`."""
+        sums = group_mean(causal_attention_sums(context), context.kv_heads)
+        if context.carried is not None:
+            sums = sums + context.carried[..., 0]
+        return sums, sums[..., None]
 
     def score(self, context: LayerContext) -> Tensor:
         """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""

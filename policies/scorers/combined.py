@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import attrs
@@ -53,9 +54,22 @@ class ValueAwareScorer(Scorer):
         """That of the scorer."""
         return self.scorer.unscored_tail
 
+    @property
+    def carries(self) -> int:
+        """What the scorer carries."""
+        return self.scorer.carries
+
+    def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """See `Scorer.advance`."""
+        saliency, carried = self.scorer.advance(context)
+        return self._weighed(saliency, context), carried
+
     def score(self, context: LayerContext) -> Tensor:
         """Return float32 of the scorer's shape; see `Scorer.score`."""
-        saliency = self.scorer.score(context)
+        return self._weighed(self.scorer.score(context), context)
+
+    @staticmethod
+    def _weighed(saliency: Tensor, context: LayerContext) -> Tensor:
         norms: Tensor = torch.linalg.vector_norm(context.values.float(), dim=-1)
         return saliency * norms.repeat_interleave(saliency.shape[1] // context.kv_heads, dim=1)
 
@@ -86,20 +100,39 @@ class _CombinedScorer(Scorer):
         """The longest of the scorers'."""
         return max(scorer.unscored_tail for scorer in self.scorers)
 
-    def _saliencies(self, context: LayerContext) -> Tensor:
-        """``[scorers, batch, heads, key_len]``."""
-        found = [scorer.score(self._shown_to(scorer, context)) for scorer in self.scorers]
-        heads = max(saliency.shape[1] for saliency in found)
-        return torch.stack(
-            [each.repeat_interleave(heads // each.shape[1], dim=1) for each in found]
-        )
+    @property
+    def carries(self) -> int:
+        """What all of them carry, one after the other."""
+        return sum(scorer.carries for scorer in self.scorers)
 
-    def _shown_to(self, scorer: Scorer, context: LayerContext) -> LayerContext:
-        """The layer with no more queries than the scorer asks for."""
-        if scorer.num_queries is None or scorer.num_queries >= context.query_len:
-            return context
-        first = context.query_len - scorer.num_queries
-        return attrs.evolve(context, queries=context.queries[:, :, first:])
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32 ``[batch, query_heads or kv_heads, key_len]``; see `Scorer.score`."""
+        return self._combined([each.score(shown) for each, shown in self._shown(context)])
+
+    def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """See `Scorer.advance`."""
+        found = [each.advance(shown) for each, shown in self._shown(context)]
+        carried = torch.cat([of_scorer for _, of_scorer in found], dim=-1)
+        return self._combined([saliency for saliency, _ in found]), carried
+
+    def _combined(self, found: list[Tensor]) -> Tensor:
+        """One saliency of those of the scorers, of which some may be of KV heads."""
+        heads = max(saliency.shape[1] for saliency in found)
+        repeated = [each.repeat_interleave(heads // each.shape[1], dim=1) for each in found]
+        return self._of_all(torch.stack(repeated))
+
+    @abc.abstractmethod
+    def _of_all(self, saliencies: Tensor) -> Tensor:
+        """Of ``[scorers, batch, heads, key_len]``."""
+
+    def _shown(self, context: LayerContext) -> Iterator[tuple[Scorer, LayerContext]]:
+        """Each scorer, with what it asks for and what it carries."""
+        end = 0
+        for scorer in self.scorers:
+            start, end = end, end + scorer.carries
+            before = None if context.carried is None else context.carried[..., start:end]
+            shown = context.showing(scorer.num_queries)
+            yield scorer, attrs.evolve(shown, carried=before if scorer.carries else None)
 
 
 def _as_weights(weights: object) -> tuple[float, ...]:
@@ -144,9 +177,7 @@ class SumScorer(_CombinedScorer):
                 f"weights must be one for each of {len(self.scorers)} scorers, got {self.weights}"
             )
 
-    def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads or kv_heads, key_len]``; see `Scorer.score`."""
-        saliencies = self._saliencies(context)
+    def _of_all(self, saliencies: Tensor) -> Tensor:
         if self.weights is None:
             return saliencies.sum(dim=0)
         weights = torch.tensor(self.weights, dtype=torch.float32, device=saliencies.device)
@@ -170,9 +201,8 @@ class MaxScorer(_CombinedScorer):
         True
     """
 
-    def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads or kv_heads, key_len]``; see `Scorer.score`."""
-        return self._saliencies(context).amax(dim=0)
+    def _of_all(self, saliencies: Tensor) -> Tensor:
+        return saliencies.amax(dim=0)
 
 
 def _check_scorers(scorers: tuple[Scorer, ...]) -> None:

@@ -72,7 +72,7 @@ class WeightedTailScorer(Scorer):
         """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
         lens = tail_lens(context, self.recent_rate)
         longest = min(max(lens), context.query_len)
-        tail = attrs.evolve(context, queries=context.queries[:, :, context.query_len - longest :])
+        tail = context.showing(longest)
         weights = torch.zeros(context.batch, longest, device=context.keys.device)
         for row, length in enumerate(lens):
             shown = min(length, longest)

@@ -39,6 +39,11 @@ class SharedBudgetSelector(KVSelector):
         """How many tokens each row keeps on average over layers and heads."""
         return Budget(self.retention_rate, self.retention_tokens)
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the mean budget is a number of tokens."""
+        return self.mean_budget.tokens is not None
+
     def _free(self, seen_len: int, protected: int) -> int:
         """Tokens of the mean budget beside the protected ones, if all tokens are there."""
         count = self.mean_budget.count(seen_len=seen_len, available=seen_len, protected=protected)

@@ -8,10 +8,19 @@ import attrs
 import pytest
 
 import kvpolicy
-from kvpolicy.policies import EvictionMethod, FastKV, PyramidKV, SnapKV, documented
+from kvpolicy.policies import (
+    EvictionMethod,
+    FastKV,
+    PyramidKV,
+    SinkAndRecentSelector,
+    SnapKV,
+    documented,
+)
 
 REGISTERED: dict[str, Any] = kvpolicy.registered()
 METHODS: dict[str, Any] = kvpolicy.registered("policy")
+
+ROLLING = kvpolicy.DecodingEviction(None, SinkAndRecentSelector(retention_tokens=64))
 
 
 def documented_arguments(factory: Any) -> dict[str, str]:
@@ -53,6 +62,7 @@ def outside_and_inside(text: str) -> tuple[list[Any], list[Any]]:
         r"\bodd\b": ([2], [3]),
         r"\babove 0\b": ([0.0], [0.1]),
         r"\bfrom 0\b": ([-1], [0]),
+        r"^A `DecodingEviction`": ([1], [None, ROLLING]),
     }.items():
         if re.search(pattern, text):
             return values

@@ -331,9 +331,10 @@ class Forward:
             and spares
             and self._slots is None
             and not (self._padded and self._window(index))
+            and not (self._own_masks and self._order_of_columns is not None)
         ):
             # Nothing held and nothing dropped: the model's own mask is right, but for windows,
-            # which it measures in columns.
+            # which it measures in columns, and where it was made before columns were moved.
             return kwargs
         mask = self._mask(index, hidden, self._own_block(kwargs))
         if not self.layers[index].shows_queries and isinstance(mask, Tensor):

@@ -213,8 +213,8 @@ def read_past(past: Tensor, seen: SeenTokens, *, starts: bool) -> tuple[SeenToke
     if bool(gone[:, :prompt_len].any() | (gone & stays_after).any()):
         raise ValueError(
             "attention_mask must not turn tokens already read into padding, except the last ones "
-            "that were generated; keep every row's columns where they were (do not pad the whole "
-            "conversation anew) and put padding between the turns"
+            "that were generated since the policy last chose; keep every row's columns where they "
+            "were (do not pad the whole conversation anew) and put padding between the turns"
         )
     return seen.with_padding(past)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -11,13 +12,13 @@ from torch.nn.functional import pad
 from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.append import Forward, cut_arguments
+from kvpolicy.integrations.transformers.forward.decoding.choosing import Near, carried_for
 from kvpolicy.integrations.transformers.forward.indexers import new_places
 from kvpolicy.integrations.transformers.forward.inputs import (
     spread_tokens,
     take_columns,
 )
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
-from kvpolicy.integrations.transformers.model.masks import FLASH, first_seen
 from kvpolicy.integrations.transformers.model.routing import (
     Attend,
     AttentionInputs,
@@ -25,7 +26,7 @@ from kvpolicy.integrations.transformers.model.routing import (
 )
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.selection import compress, gather_positions, gather_slots
+from kvpolicy.selection import gather_positions, gather_slots
 
 
 class ActingForward(Forward):
@@ -207,48 +208,48 @@ class ActingForward(Forward):
 
     def _decide(self, index: int, inputs: AttentionInputs) -> None:
         layer, window = self.layers[index], self._window(index)
-        layer.query_heads = inputs.queries.shape[1]
-        context = self._context(index, inputs)
+        layer.query_heads, layer.scores = inputs.queries.shape[1], inputs.scores
+        context = self._with_carried(layer, self._context(index, inputs))
+        layer.expands = context.stored is not None
         assert self._pending is not None
         keys, values = self._pending
         self._pending = None
         # Of one head where one choice is for all.
         positions = context.positions if context.stored is None else context.positions[:, :1]
         if window is not None:
-            layer.store(keys, values, positions, self._near(context, positions, window))
+            near = Near.of(positions, self.tokens.lengths, window, self.implementation)
+            chosen = self.policy.decide(context) if near.leaves_short_rows else None
+            kept = near.kept(None if chosen is None else chosen.kept)
+            layer.store(keys, values, positions, kept, None if chosen is None else chosen.carried)
             return
         decision = self.policy.decide(context)
         # Whoever attends to slots that another layer's indexer has picked has the same in them.
         borrows = isinstance(layer, IndexedLayer) and layer.borrows
         self._kept = self._kept if borrows and self._kept is not None else decision.kept
-        layer.store(keys, values, positions, self._kept)
+        layer.store(keys, values, positions, self._kept, decision.carried)
         passed = self._here(decision.passed_on)
         if passed is not None and passed.shape == self.new_valid.shape:
             passed = None if torch.equal(passed >= 0, self.new_valid) else passed
         self._passed = passed
 
+    def _with_carried(self, layer: PolicyLayer, context: LayerContext) -> LayerContext:
+        """The layer with what its scorer carries from before this forward, the answer included."""
+        decoding, observed = self.policy.decoding, layer.observed
+        if decoding is None or not decoding.carries or layer.held is None:
+            return context
+        carried = carried_for(observed, context, decoding.carries)
+        if self._order is not None:
+            carried = gather_slots(carried, self._order)
+        context = attrs.evolve(context, carried=carried)
+        if not observed.count:
+            return context
+        queries, places = observed.shown(self.tokens)
+        since = attrs.evolve(context, queries=queries, query_positions=places)
+        return attrs.evolve(context, carried=decoding.carry(since))
+
     def _here(self, passed: Tensor | None) -> Tensor | None:
         """What a layer passes on, on the inputs' device."""
         return None if passed is None else passed.to(self.new_valid.device)
-
-    def _near(self, context: LayerContext, positions: Tensor, window: int) -> Tensor:
-        """What a sliding layer keeps: all that the next token's window will see.
-
-        The window is bound enough for the policy not to choose there; in rows that are shorter than
-        it, which it does not bound, the policy does.
-        """
-        lengths = self.tokens.lengths.to(context.keys.device)[:, None, None]
-        near = (positions >= 0) & (positions >= first_seen(lengths, window))
-        kept = compress(near, int(near.sum(dim=-1).max()))
-        if self.implementation in FLASH or not bool((lengths <= window).any()):
-            return kept
-        chosen = self.policy.decide(context).kept
-        longest = max(kept.shape[2], chosen.shape[2])
-        kept, chosen = (
-            pad(each, (longest - each.shape[2], 0), value=-1) for each in (kept, chosen)
-        )
-        kept = torch.where(lengths <= window, chosen, kept)
-        return kept[:, :, int((kept < 0).all(dim=0).all(dim=0).sum()) :]
 
     def _context(self, index: int, inputs: AttentionInputs) -> LayerContext:
         assert self._pending is not None

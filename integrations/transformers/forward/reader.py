@@ -28,6 +28,8 @@ from kvpolicy.integrations.transformers.forward.chunked_prefill import (
     LastChunkForward,
     joined_outputs,
 )
+from kvpolicy.integrations.transformers.forward.decoding.bounded import DecodingForward
+from kvpolicy.integrations.transformers.forward.decoding.static_choosing import StaticChoice
 from kvpolicy.integrations.transformers.forward.inputs import (
     Incoming,
     check_step,
@@ -47,6 +49,7 @@ from kvpolicy.integrations.transformers.forward.static_decoding import (
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.model.care import Care
+from kvpolicy.integrations.transformers.model.kinds import LatentAttention
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
@@ -231,6 +234,15 @@ class Reader:
             )
 
     @property
+    def room(self) -> int:
+        """Slots that a layer is to have memory for behind what the policy keeps."""
+        longest = self.max_new_tokens
+        if self.policy.decoding is None:
+            return longest or 0
+        every = self.policy.decoding.every
+        return every if longest is None else min(longest, every)
+
+    @property
     def seen(self) -> int:
         """Columns seen, padding included."""
         return 0 if self.tokens is None else self.tokens.seen
@@ -287,6 +299,7 @@ class Reader:
         self._undo_forward(self._undo)
         self._check_cache_is_used(arguments)
         self._call_read = True
+        self._choose_if_due()
         before = self._snapshot()
         ends = True
         if self.acts_next and self.prompt_end is not None:
@@ -377,7 +390,9 @@ class Reader:
         }
         if not acts:
             if ends:
-                forward = Forward(self.placed, self.layers, incoming, **kind)
+                bounded = self.placed.decoding is not None
+                append = DecodingForward if bounded else Forward
+                forward = append(self.placed, self.layers, incoming, **kind)
             else:
                 chunks = self.chunks or Chunks(self.placed.num_queries)
                 forward = ChunkForward(self.placed, self.layers, incoming, chunks=chunks, **kind)
@@ -421,14 +436,15 @@ class Reader:
                 return ids
         return None
 
-    def note_answer(self, ids: Tensor) -> None:
+    def note_answer(self, ids: Tensor, first: int) -> None:
         """Learn the ids of an answer that was decoded into buffers of a fixed size.
 
         Args:
             ids: ``[batch, count]``; the last ones may not have been read.
+            first: The column of the first.
         """
         if self.tokens is not None and len(ids) == self.tokens.batch:
-            self.tokens = self.tokens.with_answer(ids)
+            self.tokens = self.tokens.with_answer(ids, first)
             for layer in self.layers:
                 layer.follow(self.tokens)
 
@@ -525,7 +541,15 @@ class Reader:
         parts = None if self.attachment is None else self.attachment.parts
         counts = parts is not None and any((*parts.temperatures, *parts.answer_windows))
         fixed = plain and own and not counts
+        fixed = fixed and not (self.policy.decoding is not None and self._expands)
         return self.max_new_tokens is not None and fixed and self._may_be_static
+
+    @property
+    def _expands(self) -> bool:
+        """Whether attention makes keys of what layers hold, which no step shows between steps."""
+        kinds = [] if self.attachment is None else self.attachment.parts.kinds
+        latent = any(isinstance(kind, LatentAttention) for kind in kinds)
+        return latent or any(layer.expands for layer in self.layers)
 
     def mask_of_step(self, attention_mask: Tensor | None) -> Tensor | None:
         """The mask that `generate` is to give the model at the next forward.
@@ -545,7 +569,10 @@ class Reader:
         tokens = self.tokens
         assert tokens is not None
         if self.static is not None and self.static.steps == self.static.room:
-            self.end_static()
+            if self.placed.decoding is None or not self._choose_static():
+                self.end_static()
+            tokens = self.tokens
+            assert tokens is not None
         if self.static is None:
             # From then on nothing but `generate` itself makes masks longer and tokens more.
             if attention_mask is not None:
@@ -567,11 +594,50 @@ class Reader:
         assert self.max_new_tokens is not None
         self.abandon_forward()
         parts, tokens = self.attachment.parts, self.tokens
+        decoding, room = self.placed.decoding, self.max_new_tokens
+        if decoding is not None:
+            room = decoding.every - tokens.appended.shape[1]
         self.static = StaticDecoding.of(
-            self.layers, tokens, parts.windows, parts.implementation, self.max_new_tokens
+            self.layers, tokens, parts.windows, parts.implementation, room, decoding
         )
         layers = [BeforeLayer.of(index, layer) for index, layer in enumerate(parts.layers)]
-        self.attachment.decode(before_decoder, layers)
+        observes = decoding is not None and decoding.num_queries != 0
+        self.attachment.decode(before_decoder, layers, observes=observes)
+
+    def _choose_static(self) -> bool:
+        """Let layers choose between two steps; whether the next goes into the same buffers."""
+        static, tokens = self.static, self.tokens
+        assert static is not None
+        assert static.choice is not None
+        assert tokens is not None
+        static.read_queries(self.layers, tokens.seen)
+        static.choice.check_shown(self.layers)
+        static.choice.choose(self.layers, tokens)
+        self._take_chosen(static.choice)
+        static.rests = True
+        assert self.tokens is not None
+        return static.go_on(self.layers, self.tokens)
+
+    def _choose_if_due(self) -> None:
+        """Let layers choose now where they were to do so between two steps, as in a copy."""
+        decoding, tokens = self.placed.decoding, self.tokens
+        if decoding is None or tokens is None or self.acts_next:
+            return
+        known = all(layer.scores is not None for layer in self.layers if layer.held is not None)
+        if tokens.appended.shape[1] < decoding.every or not known:
+            return
+        assert self.attachment is not None
+        parts = self.attachment.parts
+        choice = StaticChoice(decoding, parts.windows, parts.implementation, [])
+        choice.choose(self.layers, tokens)
+        self._take_chosen(choice)
+
+    def _take_chosen(self, choice: StaticChoice) -> None:
+        choice.take()
+        assert self.tokens is not None
+        self.tokens = self.tokens.settled()
+        for layer in self.layers:
+            layer.follow(self.tokens)
 
     def end_static(self, *, failed: bool = False) -> None:
         """Go on with buffers that grow; take back a token that not every layer has written.
@@ -586,14 +652,25 @@ class Reader:
         assert self.attachment is not None
         assert self.tokens is not None
         self.attachment.attach()
+        choice = static.choice
+        if choice is not None and choice.pending:  # it was interrupted in between
+            self._take_chosen(choice)
+            return
         for layer in self.layers:
             layer.release()
+        if static.rests:
+            return
         count = max(static.unwritten(), int(failed and static.steps > 0))
+        static.read_queries(self.layers, self.tokens.seen)
         if count:
             self.tokens = self.tokens.without_last(count)
             for layer in self.layers:
                 layer.drop_last(count)
                 layer.follow(self.tokens)
+        if choice is not None and self.tokens.appended.shape[1] >= choice.decoding.every:
+            choice.check_shown(self.layers)
+            choice.choose(self.layers, self.tokens)
+            self._take_chosen(choice)
 
     def fail_forward(self) -> None:
         """Take back a forward of the decoder, unless it was refused as another thread's."""
@@ -636,14 +713,23 @@ class Reader:
         self.starts_turn, self.prompt_end = before.starts_turn, before.prompt_end
         self.chunks = before.chunks
 
+    def read_queries(self) -> None:
+        """Let layers remember the queries that are in fixed buffers."""
+        if self.static is not None and self.tokens is not None and not self.static.rests:
+            self.static.read_queries(self.layers, self.tokens.seen)
+
     def __getstate__(self) -> dict[str, Any]:
         """All but what binds the cache to a model: a copy is attached to nothing."""
+        self.read_queries()
         # A forward under way, or one that was interrupted, is not part of the copy.
         held = self._before_call or self._undo or self._snapshot()
         layers = [each.fresh() for each in self.layers]
         for layer, own, each in zip(layers, self.layers, held.layers, strict=True):
             layer.restore(each)
             layer.query_heads, layer.spread = own.query_heads, own.spread
+            layer.scores, layer.expands = own.scores, own.expands
+            if self.static is not None and self.static.choice is not None:
+                layer.own()  # what is bounded is written over
         link(layers)
         return {
             **self.__dict__,

@@ -14,82 +14,18 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import Cache
 
+from kvpolicy.decoding import DecodingEviction
 from kvpolicy.errors import UnsupportedGenerationError
-from kvpolicy.integrations.transformers.model.masks import Mask, Visibility
+from kvpolicy.integrations.transformers.forward.decoding.static_choosing import StaticChoice
+from kvpolicy.integrations.transformers.forward.static_masks import LayerMasks
+from kvpolicy.integrations.transformers.model.observing import observed_by
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 # The attention implementations whose masks are tensors.
 IMPLEMENTATIONS = ("eager", "sdpa")
-
-
-@attrs.define(eq=False)
-class StaticMask:
-    """What the next token sees of the slots of one layer, or of several that are alike.
-
-    It is written to between two steps, outside of what is compiled.
-
-    Args:
-        mask: ``[1 or batch, 1 or query_heads, 1, capacity]``, as `Visibility.mask` makes it.
-        slot: The next token's.
-        window: What the first token sees through a sliding window, by place, and the model's
-            attention implementation; None where nothing falls out of one.
-    """
-
-    mask: Tensor
-    slot: int
-    window: tuple[Visibility, str] | None
-
-    @staticmethod
-    def of(
-        layer: PolicyLayer, capacity: int, implementation: str, dtype: torch.dtype
-    ) -> StaticMask:
-        """The mask of a layer that sees all that it holds."""
-        held, length = layer.positions, layer.kept_len
-        assert held is not None
-        visible = torch.ones(1, 1, length, dtype=torch.int64, device=held.device)
-        if layer.padded:
-            visible = held if layer.ragged else held[:, :1]
-        slots = pad(visible, (0, capacity - length), value=-1).clamp(max=0)
-        seen = Visibility(slots, slots.new_zeros(slots.shape[0], 1), layer.query_heads)
-        return StaticMask(_tensor(seen.mask(implementation, dtype)), length, None)
-
-    @staticmethod
-    def sliding(
-        layer: PolicyLayer,
-        tokens: SeenTokens,
-        window: int,
-        capacity: int,
-        implementation: str,
-        dtype: torch.dtype,
-    ) -> StaticMask:
-        """The mask of a layer that sees a sliding window."""
-        held, length = layer.positions, layer.kept_len
-        assert held is not None
-        own = tokens.lengths.to(held.device)[:, None]
-        new = own + torch.arange(capacity - length, device=held.device)
-        places = torch.cat([held, new[:, None].expand(-1, held.shape[1], -1)], dim=2)
-        seen = Visibility(places, own, layer.query_heads, window)
-        mask = _tensor(seen.mask(implementation, dtype))
-        return StaticMask(mask, length, (seen, implementation))
-
-    def advance(self, step: int) -> None:
-        """Show the token of a step, counted from 0."""
-        if self.window is not None:
-            first, implementation = self.window
-            seen = attrs.evolve(first, queries=first.queries + step)
-            self.mask.copy_(_tensor(seen.mask(implementation, self.mask.dtype)))
-            return
-        self.mask[..., self.slot] = True if self.mask.dtype == torch.bool else 0.0
-        self.slot += 1
-
-
-def _tensor(mask: Mask) -> Tensor:
-    assert isinstance(mask, Tensor)  # those of `IMPLEMENTATIONS` are
-    return mask
 
 
 @attrs.define(eq=False)
@@ -108,6 +44,11 @@ class StaticKeys:
     filled: Tensor
     mask: Tensor
 
+    @property
+    def capacity(self) -> int:
+        """Slots."""
+        return self.keys.shape[2]
+
     def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write one token; returns the whole buffers, whose unused slots the mask hides."""
         self.keys.index_copy_(2, self.filled, keys)
@@ -124,18 +65,23 @@ class StaticDecoding:
         layers: Every layer's buffers.
         positions: ``[batch, 1]`` int64: rotary positions of the token at hand, where a restart left
             tokens out; None where they are those that the model is given.
-        masks: Those of the layers, each once.
-        starts: By layer, the slots taken when decoding began.
+        masks: Those of the layers.
         room: Tokens there is room for.
-        steps: Tokens whose forward has been asked for.
+        starts: By layer, the slots taken when decoding began, or when layers last chose.
+        choice: How layers stay bounded; None where they do not.
+        steps: Tokens whose forward has been asked for since.
+        rests: Whether the layers hold what they have chosen in memory of their own, and the buffers
+            nothing.
     """
 
     layers: list[StaticKeys]
     positions: Tensor | None
-    masks: list[StaticMask]
-    starts: list[int]
+    masks: LayerMasks
     room: int
+    starts: list[int]
+    choice: StaticChoice | None = None
     steps: int = 0
+    rests: bool = False
 
     @staticmethod
     def of(
@@ -144,6 +90,7 @@ class StaticDecoding:
         windows: list[int | None],
         implementation: str,
         room: int,
+        decoding: DecodingEviction | None = None,
     ) -> StaticDecoding:
         """Take up what a prompt has left.
 
@@ -152,35 +99,40 @@ class StaticDecoding:
             tokens: Those seen.
             windows: Each layer's sliding window; None where it sees all.
             implementation: The model's attention implementation.
-            room: The most tokens to come.
+            room: The most tokens to come; with ``decoding``, before layers choose.
+            decoding: What bounds the layers.
         """
+        choice = None
+        if decoding is not None:
+            choice = StaticChoice.of(decoding, layers, windows, implementation)
+        held = [
+            layer.claim(None if choice is None else choice.capacity_for(index, layer))
+            for index, layer in enumerate(layers)
+        ]
+        capacities = [keys.shape[2] for keys, _ in held]
+        masks = LayerMasks.of(layers, tokens, windows, implementation, capacities, room)
         buffers: list[StaticKeys] = []
-        masks: dict[Any, StaticMask] = {}
-        starts = [layer.kept_len for layer in layers]
-        for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
-            keys, values = layer.claim()
-            kind: Any = (layer.kept_len, keys.shape[2], keys.device)
-            if window is not None and window < tokens.seen + room:
-                how = window, keys.shape[2], implementation, keys.dtype
-                masks[index] = mask = StaticMask.sliding(layer, tokens, *how)
-            elif layer.padded or kind not in masks:
-                # Layers that hold equally much, none of it padding, see alike.
-                mask = StaticMask.of(layer, keys.shape[2], implementation, keys.dtype)
-                masks[index if layer.padded else kind] = mask
-            else:
-                mask = masks[kind]
+        for index, (layer, (keys, values)) in enumerate(zip(layers, held, strict=True)):
             filled = torch.full((1,), layer.kept_len, device=keys.device)
-            for tensor in (keys, values, filled, mask.mask):
+            mask, ring = masks.of_layer(index).mask, None if choice is None else choice.rings[index]
+            tensors = [keys, values, filled, mask]
+            if ring is not None:
+                # Attention is given it, and shows its queries to whom it names.
+                mask = observed_by(mask.view(mask.shape), ring)
+                tensors += [mask, ring.queries, ring.slot]
+            for tensor in tensors:
                 # One address for as long as it lives, which CUDA graphs have to be told.
                 torch._dynamo.mark_static_address(tensor)
-            buffers.append(StaticKeys(keys, values, filled, mask.mask))
+            buffers.append(StaticKeys(keys, values, filled, mask))
         positions = None if tokens.skipped is None else torch.zeros_like(tokens.lengths)[:, None]
-        return StaticDecoding(buffers, positions, list(masks.values()), starts, room)
+        starts = [layer.kept_len for layer in layers]
+        return StaticDecoding(buffers, positions, masks, room, starts, choice)
 
     def advance(self, positions: Tensor) -> None:
         """Make ready for the next token, which is read at ``positions`` ``[batch, 1]``."""
-        for mask in self.masks:
-            mask.advance(self.steps)
+        self.masks.advance(self.steps)
+        if self.choice is not None:
+            self.choice.advance(self.steps)
         if self.positions is not None:
             self.positions.copy_(positions)
         self.steps += 1
@@ -191,6 +143,39 @@ class StaticDecoding:
         filled = torch.stack([each.filled.to(device) for each in self.layers])
         written = filled - torch.tensor(self.starts, device=device)[:, None]
         return self.steps - int(written.min())
+
+    def read_queries(self, layers: list[PolicyLayer], seen: int) -> None:
+        """Let the layers remember the queries of the steps so far; ``seen`` are the columns."""
+        if self.choice is not None:
+            self.choice.read(layers, self.steps, seen)
+
+    def go_on(self, layers: list[PolicyLayer], tokens: SeenTokens) -> bool:
+        """Go on in the same buffers with what the layers have just chosen.
+
+        Args:
+            layers: What each layer holds, in memory of its own.
+            tokens: Those seen.
+
+        Returns:
+            Whether what is held fits the buffers and the shapes of the masks: else nothing has
+            changed, and others are to be made.
+        """
+        choice = self.choice
+        assert choice is not None
+        capacities = [each.capacity for each in self.layers]
+        of_layers = enumerate(zip(layers, capacities, strict=True))
+        if not all(choice.fits(index, layer, capacity) for index, (layer, capacity) in of_layers):
+            return False
+        how = choice.windows, choice.implementation, capacities, self.room
+        if not self.masks.take(LayerMasks.of(layers, tokens, *how)):
+            return False
+        for layer, buffers in zip(layers, self.layers, strict=True):
+            layer.move_into(buffers.keys, buffers.values)
+            buffers.filled.fill_(layer.kept_len)
+        choice.load(layers)
+        self.starts, self.steps = [layer.kept_len for layer in layers], 0
+        self.room, self.rests = choice.decoding.every, False
+        return True
 
 
 # Hooks know no cache but the one in the call: what was compiled with one is right for all. Those of

@@ -12,6 +12,7 @@ from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.model.call_arguments import by_name, signature
+from kvpolicy.integrations.transformers.model.observing import observe, unobserve
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.routing import route, unroute, users_of
 from kvpolicy.policy import CachePolicy
@@ -150,6 +151,7 @@ class Attachment(_Hooks):
         self._outer: list[nn.Module] = [parts.model]  # whose calls are watched as well
         self._handles: list[RemovableHandle] = []
         self._routed: list[nn.Module] = []
+        self._observed: list[nn.Module] = []
 
     def attach(self) -> None:
         """Register the hooks; if that fails, none is left."""
@@ -187,14 +189,24 @@ class Attachment(_Hooks):
         """Whether no other cache is attached to the model, whose hooks would be compiled too."""
         return all(users_of(attention) == 1 for attention in filter(None, self.parts.attentions))
 
-    def decode(self, before_decoder: DecoderHook, before_layers: Sequence[DecoderHook]) -> None:
+    def decode(
+        self,
+        before_decoder: DecoderHook,
+        before_layers: Sequence[DecoderHook],
+        *,
+        observes: bool = False,
+    ) -> None:
         """Register the hooks of a decoding that may be compiled, in the place of the others.
 
         Args:
             before_decoder: Before the decoder; it knows no cache but that in the call.
             before_layers: Likewise before each layer.
+            observes: Whether attention is to show its queries to whom the masks name.
         """
         self.detach()
+        for attention in filter(None, self.parts.attentions) if observes else ():
+            observe(attention)
+            self._observed.append(attention)
         pairs = zip(
             (self.parts.decoder, *self.parts.layers), (before_decoder, *before_layers), strict=True
         )
@@ -208,7 +220,9 @@ class Attachment(_Hooks):
             handle.remove()
         for attention in self._routed:
             unroute(attention)
-        self._handles, self._routed = [], []
+        for attention in self._observed:
+            unobserve(attention)
+        self._handles, self._routed, self._observed = [], [], []
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:

@@ -112,7 +112,7 @@ _replacing: ContextVar[dict[int, Attend]] = ContextVar("kvpolicy_replacing", def
 # Whether this thread is inside of an attention function.
 _inside: ContextVar[bool] = ContextVar("kvpolicy_inside", default=False)
 
-_lock = threading.Lock()
+lock = threading.Lock()  # held while a module's configuration is replaced
 
 
 class RoutedConfig:
@@ -147,8 +147,8 @@ def route(attention: Any) -> None:
     Raises:
         UnsupportedModelError: The module does not look its function up in `AttentionInterface`.
     """
-    _own_function(attention)
-    with _lock:
+    own_function(attention)
+    with lock:
         AttentionInterface.register(ROUTED, routed_attention)
         if not isinstance(attention.config, RoutedConfig):
             attention.config = RoutedConfig(attention.config)
@@ -157,7 +157,7 @@ def route(attention: Any) -> None:
 
 def unroute(attention: Any) -> None:
     """Take back one `route`; the last one leaves the module as it was."""
-    with _lock:
+    with lock:
         routed = attention.config
         assert isinstance(routed, RoutedConfig)
         routed.users -= 1
@@ -226,7 +226,7 @@ def _attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    attend = _replacing.get().get(id(module)) or _own_function(module)
+    attend = _replacing.get().get(id(module)) or own_function(module)
     if module.config._attn_implementation in DENSE:  # a kernel would apply what is picked itself
         attention_mask = _as_picked(module, query, key, attention_mask, kwargs)
     pending = waiting.get()
@@ -267,7 +267,7 @@ def _as_picked(module: Any, query: Tensor, key: Tensor, mask: Any, kwargs: dict[
     return mask
 
 
-def _own_function(attention: Any) -> Attend:
+def own_function(attention: Any) -> Attend:
     """The function the module would call, found the way its own code finds it."""
     interface, default = _functions(type(attention).forward)
     config = attention.config

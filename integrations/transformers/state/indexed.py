@@ -134,10 +134,19 @@ class IndexedLayer(PolicyLayer):
             self.index = self.index.appended(*slots)
         return self.index.read()[0][:, 0]
 
-    def store(self, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor) -> None:
+    def store(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        kept: Tensor,
+        carried: Tensor | None = None,
+        *,
+        room: int | None = None,
+    ) -> None:
         """See `PolicyLayer.store`; index keys are kept alongside."""
         shown, self._shown = self._shown, None
-        super().store(keys, values, positions[:, :1], kept[:, :1])
+        super().store(keys, values, positions[:, :1], kept[:, :1], carried, room=room)
         if shown is not None:
             self._hold_index(*(gather_slots(each, kept[:, :1]) for each in shown))
 

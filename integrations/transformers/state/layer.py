@@ -10,6 +10,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvpolicy.errors import NotAttachedError
 from kvpolicy.integrations.transformers.model.parallel import Spread
+from kvpolicy.integrations.transformers.model.routing import Scores
+from kvpolicy.integrations.transformers.state.observed import Observed
 from kvpolicy.integrations.transformers.state.storage import Held, Plain, PlainStorage, Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_positions, gather_slots
@@ -34,6 +36,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         producer: The layer whose keys and values it attends to instead; None without such.
         one_choice: Whether tokens are kept for all heads together, whatever attention is given.
         shows_queries: Whether the model's attention shows its queries there.
+        observed: What it remembers of an answer, for the policy to choose by while it is decoded.
+        scores: How its attention makes scores of products; None before the first forward that a
+            policy acts on.
+        expands: Whether attention makes keys of more heads of what is held.
     """
 
     attends = True
@@ -53,6 +59,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.ragged = False
         self.query_heads = 0
         self.spread = Spread()
+        self.observed = Observed()
+        self.scores: Scores | None = None
+        self.expands = False
         self.shows_queries = True
         self._chosen: Tensor | None = None  # positions of what the policy kept, without appended
         self._tokens: SeenTokens | None = None
@@ -98,8 +107,17 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         """Slots per row and head that there is memory for."""
         return 0 if self.held is None else self.held.capacity
 
-    def store(self, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor) -> None:
-        """Keep some slots of all that the layer sees.
+    def store(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        kept: Tensor,
+        carried: Tensor | None = None,
+        *,
+        room: int | None = None,
+    ) -> None:
+        """Keep some slots of all that the layer sees; no query is remembered then.
 
         Args:
             keys: ``[batch, kv_heads, key_len, head_dim]``, as attention or, where it expands them,
@@ -107,21 +125,25 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             values: Likewise.
             positions: ``[batch, kv_heads or 1, key_len]``; of 1 where one choice is for all heads.
             kept: ``[batch, kv_heads or 1, kept_len]``.
+            carried: ``[batch, heads, key_len, carries]``, what a scorer carries for each; None
+                for nothing.
+            room: Slots to have memory for behind what is kept; the layer's own if None.
         """
+        self.observed = Observed(carried=None if carried is None else gather_slots(carried, kept))
         everything = torch.arange(keys.shape[2], device=kept.device)
         as_many = kept.shape[2] == keys.shape[2]  # asked first: to compare waits for the device
         if not (as_many and torch.equal(kept, torch.where(positions >= 0, everything, -1))):
             keys, values = gather_slots(keys, kept), gather_slots(values, kept)
             positions = gather_positions(positions, kept)
-        self._hold(keys, values, positions)
+        self._hold(keys, values, positions, self.room if room is None else room)
 
     def load(self, keys: Tensor, values: Tensor, chosen: Tensor, tokens: SeenTokens) -> None:
         """Hold what a file has: ``chosen`` are the positions of what the policy kept."""
-        self._hold(keys, values, chosen)
+        self._hold(keys, values, chosen, self.room)
         self.follow(tokens)
 
-    def _hold(self, keys: Tensor, values: Tensor, chosen: Tensor) -> None:
-        self.held = self.storage.hold(keys, values).with_room(self.room)
+    def _hold(self, keys: Tensor, values: Tensor, chosen: Tensor, room: int) -> None:
+        self.held = self.storage.hold(keys, values).with_room(room)
         self._chosen = chosen
         valid = chosen >= 0
         self.padded = not bool(valid.all())
@@ -140,6 +162,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.held is not None and self._chosen is not None:
             keys, values = self.held.read()
             self.load(keys.to(device), values.to(device), self._chosen.to(device), tokens)
+            self.observed = self.observed.to(device)
 
     def append(self, keys: Tensor, values: Tensor, tokens: SeenTokens) -> tuple[Tensor, Tensor]:
         """Add the tokens of one forward behind what is held, and return all of it.
@@ -156,16 +179,31 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.held = self.held.appended(keys, values)
         return self.held.read()
 
-    def claim(self) -> tuple[Tensor, Tensor]:
+    def claim(self, capacity: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values ``[batch, kv_heads, capacity, head_dim]`` with room, to be written to.
 
         Until `release`, only whoever has claimed them appends, and tells so by `written`.
+
+        Args:
+            capacity: Slots of buffers that nobody else holds, so that any slot may be written to;
+                None for those there are, with the layer's room behind what is held.
         """
         assert isinstance(self.held, Plain)
-        held = self.held.with_room(self.room)
+        held = self.held.with_room(self.room) if capacity is None else self.held.moved(capacity)
         assert isinstance(held, Plain)
         self.held = held
         return held.claim()
+
+    def move_into(self, keys: Tensor, values: Tensor) -> None:
+        """Hold the same in buffers that `claim` has given before, which are claimed again."""
+        assert isinstance(self.held, Plain)
+        self.held = self.held.into(keys, values)
+        self.held.claim()
+
+    def own(self) -> None:
+        """Hold the same in memory that nobody else writes to."""
+        if isinstance(self.held, Plain):
+            self.held = self.held.moved(self.kept_len)
 
     def written(self, tokens: SeenTokens) -> None:
         """One more slot of what was claimed is taken; ``tokens`` have been seen then."""
@@ -186,21 +224,23 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         """Take back the last ``count`` appended slots."""
         if count and self.held is not None:
             self.held = self.held.first(self.kept_len - count)
+            self.observed = self.observed.without_last(count)
 
     def take_rows(self, rows: Tensor, tokens: SeenTokens) -> None:
         """Continue with the rows ``[count]`` of the batch, whose tokens are ``tokens``."""
         if self.held is not None and self._chosen is not None:
             self.held = self.held.rows(rows)
             self._chosen = self._chosen.index_select(0, rows.to(self._chosen.device))
+            self.observed = self.observed.rows(rows)
         self.follow(tokens)
 
     def state(self) -> State:
         """All that `restore` needs to bring the layer back to this moment."""
-        return self.held, self._chosen, self.padded, self.ragged, self._tokens
+        return self.held, self._chosen, self.padded, self.ragged, self._tokens, self.observed
 
     def restore(self, state: State) -> None:
         """Bring the layer back to the moment of `state`."""
-        self.held, self._chosen, self.padded, self.ragged, self._tokens = state
+        self.held, self._chosen, self.padded, self.ragged, self._tokens, self.observed = state
         self.is_initialized = self.held is not None
 
     def nbytes(self) -> int:
@@ -244,4 +284,4 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _nothing(self) -> State:
         """The state of a layer that holds nothing."""
-        return (None, None, False, False, None)
+        return (None, None, False, False, None, Observed())

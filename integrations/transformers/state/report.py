@@ -24,6 +24,8 @@ class LayerReport:
             numbers of tokens, all have as many slots as the one that keeps most.
         holds_tokens: Whether the layer has keys and values at all; others hold a state, which is as
             large in a full cache, or nothing.
+        observed_bytes: Bytes of the queries and sums that a policy chooses by while it decodes,
+            which a full cache has none of; not among ``held_bytes``.
     """
 
     seen: int
@@ -32,6 +34,7 @@ class LayerReport:
     full_bytes: int
     padding_bytes: int = 0
     holds_tokens: bool = True
+    observed_bytes: int = 0
 
     @property
     def share(self) -> float:
@@ -84,7 +87,9 @@ class CacheReport:
             full = batch * columns * (kv_heads * slot_bytes + layer.beside_nbytes())
             padding = held * (positions.numel() - tokens) // max(positions.numel(), 1)
             kept = tokens / positions.shape[1]
-            reports.append(LayerReport(seen, kept, held + state, full + state, padding))
+            observed = layer.observed.nbytes()
+            of_layer = LayerReport(seen, kept, held + state, full + state, padding)
+            reports.append(attrs.evolve(of_layer, observed_bytes=observed))
         return CacheReport(tuple(reports))
 
     @property
@@ -97,6 +102,7 @@ class CacheReport:
             held_bytes=sum(layer.held_bytes for layer in self.layers),
             full_bytes=sum(layer.full_bytes for layer in self.layers),
             padding_bytes=sum(layer.padding_bytes for layer in self.layers),
+            observed_bytes=sum(layer.observed_bytes for layer in self.layers),
         )
 
     def __str__(self) -> str:
@@ -110,5 +116,9 @@ class CacheReport:
             lines.append(
                 f"{name:<5}{row.seen:>12,}{kept:>12}{row.held_bytes:>15,}"
                 f"{row.padding_bytes:>13,}{row.full_bytes:>16,}{row.share:>7.1%}"
+            )
+        if self.total.observed_bytes:
+            lines.append(
+                f"and {self.total.observed_bytes:,} bytes of queries and sums to choose by"
             )
         return "\n".join(lines)

@@ -203,7 +203,33 @@ def _check_layer(
             f"query_heads must be a multiple of the {kv_heads} KV heads of layer {index}, at least "
             f"1, got {query_heads!r}"
         )
+    _check_observed(index, query_heads, tensors, (len(acted), chosen_len))
     return query_heads, kv_heads, keys.shape[3], values.shape[3]
+
+
+def _check_observed(
+    index: int, query_heads: int, tensors: Mapping[str, Tensor], sizes: tuple[int, int]
+) -> None:
+    """Check what a layer remembers of an answer; ``sizes`` are its rows and the tokens chosen."""
+    (batch, chosen_len), seen = sizes, tensors["tokens.valid"].shape[1]
+    queries = tensors.get(f"layers.{index}.queries")
+    if queries is not None:
+        name = f"layers.{index}.queries"
+        _check_tensor(name, queries, queries.dtype, batch, query_heads, None, None)
+        if not queries.is_floating_point() or queries.shape[2] > seen:
+            raise ValueError(
+                f"{name} must be floats of at most the {seen} columns seen, got {queries.dtype} of "
+                f"shape {list(queries.shape)}"
+            )
+    carried = tensors.get(f"layers.{index}.carried")
+    if carried is not None:
+        name = f"layers.{index}.carried"
+        _check_tensor(name, carried, torch.float32, batch, None, chosen_len, None)
+        if not carried.shape[1] or query_heads % carried.shape[1]:
+            raise ValueError(
+                f"{name} must be of heads that share {query_heads} query heads, got "
+                f"{carried.shape[1]}"
+            )
 
 
 def _check_crosses(

@@ -20,6 +20,7 @@ from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.model_print import ModelPrint
+from kvpolicy.integrations.transformers.state.observed import Observed
 from kvpolicy.integrations.transformers.state.recurrent import (
     EmptyLayer,
     RecurrentLayer,
@@ -39,7 +40,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
 FORMAT = "kvpolicy-cache"
-VERSION = 2
+VERSION = 3
 
 
 @attrs.frozen(eq=False)
@@ -102,6 +103,9 @@ class SavedCache:
             if held is not None:
                 found[f"layers.{index}.keys"], found[f"layers.{index}.values"] = held.read()
                 found[f"layers.{index}.positions"] = positions
+            for name in ("queries", "carried"):
+                if getattr(layer.observed, name) is not None:
+                    found[f"layers.{index}.{name}"] = getattr(layer.observed, name)
             if isinstance(layer, CrossLayer) and layer.images is not None:
                 names = (f"layers.{index}.{name}" for name in OF_CROSS)
                 found |= dict(zip(names, layer.images, strict=True))
@@ -160,12 +164,23 @@ class SavedCache:
 
         Raises:
             TypeError: ``policy`` is no `CachePolicy`.
-            ValueError: ``policy`` is another, or must be given.
+            ValueError: ``policy`` is another, or must be given; or the layers carry what its
+                scorer does not.
         """
         try:
-            return self._built_policy(path) if policy is None else self._same(path, policy)
+            policy = self._built_policy(path) if policy is None else self._same(path, policy)
         except RecursionError as error:
             raise _broken(path, f"policy is nested too deeply: {error}") from None
+        carries = 0 if policy.decoding is None else policy.decoding.carries
+        for index, layer in enumerate(self.layers):
+            carried = layer.observed.carried
+            if carried is not None and carried.shape[3] != carries:
+                raise _broken(
+                    path,
+                    f"layers.{index}.carried must hold the {carries} numbers a key that the "
+                    f"policy's scorer carries, got {carried.shape[3]}",
+                )
+        return policy
 
     def _built_policy(self, path: str | os.PathLike[str]) -> CachePolicy:
         try:
@@ -284,6 +299,10 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
             if isinstance(layer, IndexedLayer):
                 layer.load_index(*(tensors[f"layers.{index}.{name}"] for name in OF_INDEX))
             layer.query_heads = query_heads
+            queries, carried = (
+                tensors.get(f"layers.{index}.{name}") for name in ("queries", "carried")
+            )
+            layer.observed = Observed(queries, tokens.seen, carried)
         layers.append(layer)
     link(layers)
     propagated = {

@@ -251,6 +251,16 @@ class Plain(Held):
         after = self.length + count
         return self if self._has_room(after) else self._in_buffers(after)
 
+    def moved(self, capacity: int) -> Plain:
+        """The same in buffers of its own, of a capacity."""
+        return self._in_buffers(capacity)
+
+    def into(self, keys: Tensor, values: Tensor) -> Plain:
+        """The same in the first slots of two buffers, which nobody else holds."""
+        keys[:, :, : self.length] = self.keys[:, :, : self.length]
+        values[:, :, : self.length] = self.values[:, :, : self.length]
+        return Plain(keys, values, self.device, self.length, _Used(self.length))
+
     def claim(self) -> tuple[Tensor, Tensor]:
         """The buffers whole, for another to write behind what is held; nobody else does then."""
         self.used.slots = self.capacity

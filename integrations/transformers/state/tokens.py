@@ -126,6 +126,15 @@ class SeenTokens:
                 text[:, start : start + known.shape[1]] = known
         return text
 
+    def settled(self) -> SeenTokens:
+        """With nothing that counts as appended: the policy has acted on all of it."""
+        return attrs.evolve(
+            self,
+            appended=self.appended[:, :0],
+            acted_ids=self.ids,
+            appended_ids=self.appended_ids[:, :0],
+        )
+
     def kinds_at(self, positions: Tensor) -> Tensor | None:
         """The kinds of the tokens at ``positions`` ``[batch, kv_heads, key_len]``; None as there.
 
@@ -204,13 +213,14 @@ class SeenTokens:
         )
         return tokens, moved
 
-    def with_answer(self, ids: Tensor) -> SeenTokens:
-        """With the ids ``[batch, count]`` of what was appended, where they were not known."""
-        count = min(self.appended_ids.shape[1], ids.shape[1])
-        known = self.appended_ids[:, :count]
+    def with_answer(self, ids: Tensor, first: int) -> SeenTokens:
+        """With the ids ``[batch, count]`` of the columns from ``first`` on, where not known."""
+        own, acted = self.ids, self.acted_ids.shape[1]
+        count = max(min(self.seen - first, ids.shape[1]), 0)
+        known = own[:, first : first + count]
         new = torch.where(known < 0, ids[:, :count].to(known), known)
-        rest = self.appended_ids[:, count:]
-        return attrs.evolve(self, appended_ids=torch.cat([new, rest], dim=1))
+        own = torch.cat([own[:, :first], new, own[:, first + count :]], dim=1)
+        return attrs.evolve(self, acted_ids=own[:, :acted], appended_ids=own[:, acted:])
 
     def first_unlike(self, ids: Tensor) -> tuple[int, int] | None:
         """Row and column of the first token seen that is another one in a whole conversation.

@@ -10,13 +10,14 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from kvpolicy import CachePolicy
+from kvpolicy import CachePolicy, DecodingEviction
 from kvpolicy.building import PartOption
 from kvpolicy.evaluation import load, needle_prompts
 from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.commands.chosen import chosen_variant, chosen_variants
 from kvpolicy.evaluation.commands.options import policy_options
 from kvpolicy.policies import (
+    TOVA,
     FastKV,
     GemFilter,
     GQAGroupSelector,
@@ -278,3 +279,40 @@ def test_calibrate_takes_the_parameters_of_a_drop(run: Run) -> None:
 
     assert table("--set", "tsp_rate=0.5") == table("--tsp-rate", 0.5)
     assert table("--set", "window_size=4") != table() != table("--protect", 30)
+
+
+def test_a_bound_of_answers_is_each_policys_own_rule() -> None:
+    options = policy_options(
+        ["full_context", "snapkv", "tova"], tokens=[64], decoding_tokens=48, decoding_every=None
+    )
+    full, snapkv, tova = (each.policy for each in chosen_variants(options, (None,)))
+    assert full.decoding is None
+    assert snapkv == SnapKV(retention_tokens=64, decoding=48)
+    assert tova == TOVA(retention_tokens=64, decoding=48)
+    options = policy_options(
+        selector="sink_and_recent", tokens=[64], decoding_tokens=48, decoding_every=9
+    )
+    (composed,) = chosen_variants(options, (None,))
+    assert composed.policy.decoding == DecodingEviction(
+        composed.policy.scorer, SinkAndRecentSelector(retention_tokens=48), 9
+    )
+
+
+def test_a_bound_that_nothing_takes_is_refused() -> None:
+    with pytest.raises(ValueError, match="--decoding-tokens must be given with a policy that has"):
+        chosen_variants(policy_options(["full_context"], decoding_tokens=48), (None,))
+    with pytest.raises(ValueError, match="--decoding-tokens must be given with --decoding-every"):
+        policy_options(["snapkv"], decoding_every=4)
+    with pytest.raises(ValueError, match="decoding must be given by --decoding-tokens"):
+        policy_options(["snapkv"], assignments=["decoding=48"])
+
+
+def test_compare_bounds_what_it_decodes(run: Run) -> None:
+    how = ("-p", "snapkv,full-context", "--retention-tokens", 32, "--decoding-tokens", 24)
+    status, out, err = run(*COMPARE, *how, "--decoding-every", 4)
+    assert status == 0, err
+    assert "answers: DecodingEviction(scorer=WindowMaxPoolScorer()" in out
+    assert "every=4" in out
+    status, _, err = run(*COMPARE, "-p", "snapkv", "--decoding-tokens", 0)
+    assert status
+    assert "tokens must be at least 1" in err

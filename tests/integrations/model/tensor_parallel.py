@@ -20,6 +20,8 @@ from kvpolicy import CachePolicy, LayerContext
 from kvpolicy.heads import Heads
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import (
+    H2O,
+    AdaKV,
     GQAGroupSelector,
     Random,
     TokenSelectivePropagation,
@@ -48,6 +50,8 @@ POLICIES: dict[str, CachePolicy] = {
     **{name: policy for name, (policy, _) in METHODS.items()},
     "random": Random(0.3),
     "local": LOCAL_FASTKV,
+    "bounded_h2o": H2O(0.25, decoding=H2O().decoding_rule(12, every=2)),
+    "bounded_ada_kv": AdaKV(0.25, decoding=AdaKV(window_size=4).decoding_rule(12, every=3)),
 }
 SEEDS: dict[Family, int] = {"llama": 0, "qwen3": 1}
 CASES: list[tuple[Family, str]] = [
@@ -59,6 +63,8 @@ CASES: list[tuple[Family, str]] = [
     ("llama", "two_stages"),
     ("llama", "ada_kv"),
     ("llama", "random"),
+    ("llama", "bounded_h2o"),
+    ("llama", "bounded_ada_kv"),
     ("qwen3", "snapkv"),
     ("qwen3", "fastkv"),
     ("qwen3", "gem_filter"),

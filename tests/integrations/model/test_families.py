@@ -33,7 +33,6 @@ _COLUMNS = "scores of attention must not depend on the columns in which keys sta
 REFUSED = {
     "bloom": _COLUMNS,
     "falcon_alibi": _COLUMNS,
-    "llama4": r"\(chunked attention\) attends within chunks",
     "mamba": "some layer must hold keys and values",
     "mpt": _COLUMNS,
 }

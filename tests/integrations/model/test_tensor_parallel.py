@@ -87,6 +87,8 @@ def test_two_processes_give_what_one_gives(
             assert found["tokens"].tolist() == expected["tokens"].tolist()
             assert found["propagated"] == expected["propagated"]
             torch.testing.assert_close(found["logits"], expected["logits"], atol=1e-3, rtol=0)
+        if name == "bounded_ada_kv":  # slots of decoded tokens are not told apart there
+            continue
         for row, layers in enumerate(expected["kept"]):
             for layer, heads in enumerate(layers):
                 kept = [part["turns"][turn]["kept"][row][layer] for part in parts]

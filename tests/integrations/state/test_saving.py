@@ -167,7 +167,7 @@ def test_what_is_no_saved_cache(model: PreTrainedModel, tmp_path: Path) -> None:
     save_file({"weights": torch.zeros(2)}, tmp_path / "weights.safetensors")
     with pytest.raises(ValueError, match="path must be a file of PolicyCache.save.*format None"):
         PolicyCache.load(tmp_path / "weights.safetensors")
-    metadata = {"format": "kvpolicy-cache", "version": "2"}
+    metadata = {"format": "kvpolicy-cache", "version": "3"}
     save_file({"weights": torch.zeros(2)}, tmp_path / "part.safetensors", metadata)
     with pytest.raises(ValueError, match="path must be a whole file"):
         PolicyCache.load(tmp_path / "part.safetensors")

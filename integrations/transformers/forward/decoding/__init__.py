@@ -1,0 +1,1 @@
+"""Decoding an answer under a policy that bounds what layers hold of it."""

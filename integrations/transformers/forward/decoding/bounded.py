@@ -1,0 +1,63 @@
+"""A forward of decoded tokens under a policy that bounds what layers hold of an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kvpolicy.decoding import DecodingEviction
+from kvpolicy.integrations.transformers.forward.append import Forward
+from kvpolicy.integrations.transformers.forward.decoding.choosing import Held
+from kvpolicy.integrations.transformers.model.routing import AttentionInputs
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+
+
+class DecodingForward(Forward):
+    """Appends its tokens, remembers their queries, and lets layers choose when it is time.
+
+    It is time with the forward that appends the ``every``-th token since the last choice: every
+    layer, once it has attended, chooses among all that it holds, the new tokens included.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self.policy.decoding is not None
+        self._decoding: DecodingEviction = self.policy.decoding
+        self._chooses = self.tokens.appended.shape[1] >= self._decoding.every
+
+    def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Forward.update`; where queries are needed, an attention function is to show them."""
+        given = super().update(index, keys, values)
+        if self._chooses or self._decoding.num_queries != 0:
+            self._pending = given
+        return given
+
+    def observe(self, index: int, inputs: AttentionInputs) -> None:
+        """Remember the layer's queries; when it is time, let it choose."""
+        assert self._pending is not None
+        stored, self._pending = self._pending, None
+        layer, asked = self.layers[index], self._decoding.num_queries
+        layer.query_heads = inputs.queries.shape[1]
+        if asked != 0:
+            layer.observed = layer.observed.noted(inputs.queries, self.tokens.seen, asked)
+        if not self._chooses:
+            return
+        held = Held(
+            layer=layer,
+            index=index,
+            num_layers=len(self.layers),
+            keys=inputs.keys,
+            values=inputs.values,
+            stored=stored,
+            positions=self._positions(layer, layer.choices, inputs.keys.device),
+            scores=inputs.scores,
+            tokens=self.tokens,
+        )
+        held.choose(self._decoding, self._window(index), self.implementation).store()
+
+    def finish(self) -> SeenTokens:
+        """See `Forward.finish`; after a choice nothing counts as appended."""
+        if self._chooses:
+            self.tokens = self.tokens.settled()
+        return super().finish()

@@ -1,0 +1,159 @@
+"""Between two steps of a decoding into buffers of a fixed size: layers choose what they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.decoding import DecodingEviction
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.decoding.choosing import Chosen, Held
+from kvpolicy.integrations.transformers.forward.decoding.static_queries import StaticQueries
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+
+
+@attrs.define(eq=False)
+class StaticChoice:
+    """What an answer that is decoded into fixed buffers needs beside them, to be bounded.
+
+    Args:
+        decoding: The rule.
+        windows: Each layer's sliding window; None where it sees all.
+        implementation: The model's attention implementation.
+        rings: By layer, its last queries; None where no query is looked at.
+        begun: By layer, queries that its ring began with.
+        pending: What layers have chosen and not taken yet, where a choice was interrupted.
+    """
+
+    decoding: DecodingEviction
+    windows: Sequence[int | None]
+    implementation: str
+    rings: list[StaticQueries | None]
+    begun: list[int] = attrs.field(factory=list)
+    pending: list[Chosen] = attrs.field(factory=list)
+
+    @staticmethod
+    def of(
+        decoding: DecodingEviction,
+        layers: Sequence[PolicyLayer],
+        windows: Sequence[int | None],
+        implementation: str,
+    ) -> StaticChoice:
+        """Take up what layers remember."""
+        rings: list[StaticQueries | None] = []
+        slots: dict[torch.device, Tensor] = {}
+        for layer in layers:
+            ring, keys = None, layer.keys
+            if keys is not None and decoding.num_queries != 0:
+                zero = torch.zeros(1, dtype=torch.int64, device=keys.device)
+                slot = slots.setdefault(keys.device, zero)
+                ring = StaticQueries.like(keys, layer.query_heads, decoding, slot)
+            rings.append(ring)
+        choice = StaticChoice(decoding, windows, implementation, rings)
+        choice.load(layers)
+        return choice
+
+    def load(self, layers: Sequence[PolicyLayer]) -> None:
+        """Begin with what the layers remember."""
+        self.begun = []
+        for layer, ring in zip(layers, self.rings, strict=True):
+            self.begun.append(0 if ring is None else min(layer.observed.count, ring.capacity))
+            if ring is not None:
+                ring.load(layer.observed)
+
+    def advance(self, step: int) -> None:
+        """Make ready for the token of a step, counted from 0."""
+        for ring, begun in self._first_rings():
+            ring.slot.fill_((begun + step) % ring.capacity)
+
+    def _first_rings(self) -> list[tuple[StaticQueries, int]]:
+        """One ring for each slot that several share, with what it began with."""
+        pairs = zip(self.rings, self.begun, strict=True)
+        found = {id(ring.slot): (ring, begun) for ring, begun in pairs if ring is not None}
+        return list(found.values())
+
+    def read(self, layers: Sequence[PolicyLayer], steps: int, seen: int) -> None:
+        """Let the layers remember what the rings hold after a number of steps.
+
+        Args:
+            layers: What each layer holds.
+            steps: Tokens since the rings were loaded.
+            seen: Columns.
+        """
+        for layer, ring, begun in zip(layers, self.rings, self.begun, strict=True):
+            if ring is not None:
+                layer.observed = ring.read(begun, steps, seen, layer.observed)
+
+    def check_shown(self, layers: Sequence[PolicyLayer]) -> None:
+        """Check that attention has shown the queries of every step.
+
+        Raises:
+            UnsupportedModelError: It has not.
+        """
+        shown = [each for layer in layers if (each := layer.observed.queries) is not None]
+        if self.decoding.num_queries == 0 or not shown:
+            return
+        home = shown[0].device
+        # A token's queries are all there or none.
+        missing = [each[..., 0].isnan().any().to(home) for each in shown]
+        if bool(torch.stack(missing).any()):
+            raise UnsupportedModelError(
+                "model must hand the mask of a layer to its attention function as it is where a "
+                "policy looks at the queries of an answer, but did not show them all; leave "
+                "max_new_tokens of the cache at None"
+            )
+
+    def choose(self, layers: Sequence[PolicyLayer], tokens: SeenTokens) -> None:
+        """Let every layer choose, and keep it pending."""
+        self.pending = [
+            self._of_layer(index, layer, len(layers), tokens)
+            for index, layer in enumerate(layers)
+            if layer.held is not None
+        ]
+
+    def _of_layer(
+        self, index: int, layer: PolicyLayer, num_layers: int, tokens: SeenTokens
+    ) -> Chosen:
+        assert layer.held is not None
+        assert layer.scores is not None
+        keys, values = layer.held.read()
+        positions = layer.positions
+        assert positions is not None
+        held = Held(
+            layer=layer,
+            index=index,
+            num_layers=num_layers,
+            keys=keys,
+            values=values,
+            stored=(keys, values),
+            positions=positions,
+            scores=layer.scores,
+            tokens=tokens,
+        )
+        window = self.windows[index]
+        near = window if window is not None and window < tokens.seen else None
+        return held.choose(self.decoding, near, self.implementation)
+
+    def take(self) -> None:
+        """Let the layers hold what they have chosen, each in memory of its own.
+
+        May be interrupted, and is gone on with where it was.
+        """
+        while self.pending:
+            self.pending[0].store(room=0)
+            self.pending.pop(0)
+
+    def capacity_for(self, index: int, layer: PolicyLayer) -> int:
+        """Slots that a layer needs for what it holds and one interval."""
+        most = None if self.windows[index] is not None else self.decoding.most_tokens
+        return max(layer.kept_len, most or 0) + self.decoding.every
+
+    def fits(self, index: int, layer: PolicyLayer, capacity: int) -> bool:
+        """Whether buffers of a capacity are what a layer needs, and not more for nothing."""
+        needed = self.capacity_for(index, layer)
+        varies = layer.ragged or self.windows[index] is not None
+        return needed == capacity or (needed < capacity and varies)

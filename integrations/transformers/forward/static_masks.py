@@ -1,0 +1,154 @@
+"""What decoded tokens see of buffers of a fixed size, written to between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvpolicy.integrations.transformers.model.masks import Mask, Visibility
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+
+
+@attrs.define(eq=False)
+class StaticMask:
+    """What the next token sees of the slots of one layer, or of several that are alike.
+
+    It is written to between two steps, outside of what is compiled.
+
+    Args:
+        mask: ``[1 or batch, 1 or query_heads, 1, capacity]``, as `Visibility.mask` makes it.
+        slot: The next token's.
+        window: What the first token sees through a sliding window, by place, and the model's
+            attention implementation; None where nothing falls out of one.
+    """
+
+    mask: Tensor
+    slot: int
+    window: tuple[Visibility, str] | None
+
+    @staticmethod
+    def of(
+        layer: PolicyLayer, capacity: int, implementation: str, dtype: torch.dtype
+    ) -> StaticMask:
+        """The mask of a layer that sees all that it holds."""
+        held, length = layer.positions, layer.kept_len
+        assert held is not None
+        visible = torch.ones(1, 1, length, dtype=torch.int64, device=held.device)
+        if layer.padded:
+            visible = held if layer.ragged else held[:, :1]
+        slots = pad(visible, (0, capacity - length), value=-1).clamp(max=0)
+        seen = Visibility(slots, slots.new_zeros(slots.shape[0], 1), layer.query_heads)
+        return StaticMask(_tensor(seen.mask(implementation, dtype)), length, None)
+
+    @staticmethod
+    def sliding(
+        layer: PolicyLayer,
+        tokens: SeenTokens,
+        window: int,
+        capacity: int,
+        implementation: str,
+        dtype: torch.dtype,
+    ) -> StaticMask:
+        """The mask of a layer that sees a sliding window."""
+        held, length = layer.positions, layer.kept_len
+        assert held is not None
+        own = tokens.lengths.to(held.device)[:, None]
+        new = own + torch.arange(capacity - length, device=held.device)
+        places = torch.cat([held, new[:, None].expand(-1, held.shape[1], -1)], dim=2)
+        seen = Visibility(places, own, layer.query_heads, window)
+        mask = _tensor(seen.mask(implementation, dtype))
+        return StaticMask(mask, length, (seen, implementation))
+
+    def advance(self, step: int) -> None:
+        """Show the token of a step, counted from 0."""
+        if self.window is not None:
+            first, implementation = self.window
+            seen = attrs.evolve(first, queries=first.queries + step)
+            self.mask.copy_(_tensor(seen.mask(implementation, self.mask.dtype)))
+            return
+        self.mask[..., self.slot] = True if self.mask.dtype == torch.bool else 0.0
+        self.slot += 1
+
+
+@attrs.define(eq=False)
+class LayerMasks:
+    """The masks of all layers; those that hold equally much, none of it padding, share one.
+
+    Args:
+        masks: Each once.
+        places: By layer, its mask's place among them.
+    """
+
+    masks: list[StaticMask]
+    places: list[int]
+
+    @staticmethod
+    def of(
+        layers: Sequence[PolicyLayer],
+        tokens: SeenTokens,
+        windows: Sequence[int | None],
+        implementation: str,
+        capacities: Sequence[int],
+        room: int,
+    ) -> LayerMasks:
+        """The masks of the next token.
+
+        Args:
+            layers: What each layer holds.
+            tokens: Those seen.
+            windows: Each layer's sliding window; None where it sees all.
+            implementation: The model's attention implementation.
+            capacities: By layer, the slots of its buffers.
+            room: The most tokens to come.
+        """
+        found: dict[Any, StaticMask] = {}
+        kinds = []
+        for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
+            assert layer.held is not None
+            how = capacities[index], implementation, layer.dtype
+            slides = window is not None and window < tokens.seen + room
+            alike = (layer.kept_len, capacities[index], layer.device)
+            kind: Any = index if slides or layer.padded else alike
+            if slides and window is not None:
+                found[kind] = StaticMask.sliding(layer, tokens, window, *how)
+            elif kind not in found:
+                found[kind] = StaticMask.of(layer, *how)
+            kinds.append(kind)
+        places = {kind: place for place, kind in enumerate(found)}
+        return LayerMasks(list(found.values()), [places[kind] for kind in kinds])
+
+    def of_layer(self, index: int) -> StaticMask:
+        """A layer's mask."""
+        return self.masks[self.places[index]]
+
+    def advance(self, step: int) -> None:
+        """Show the token of a step, counted from 0."""
+        for mask in self.masks:
+            mask.advance(step)
+
+    def take(self, others: LayerMasks) -> bool:
+        """Become others in the same memory, if they are of the same layers and fit its shapes."""
+        pairs = list(zip(self.masks, others.masks, strict=False))
+        if self.places != others.places or not all(
+            own.mask.ndim == new.mask.ndim
+            and all(
+                size in (1, room) for size, room in zip(new.mask.shape, own.mask.shape, strict=True)
+            )
+            for own, new in pairs
+        ):
+            return False
+        for own, new in pairs:
+            own.mask.copy_(new.mask)
+            own.slot, own.window = new.slot, new.window
+        return True
+
+
+def _tensor(mask: Mask) -> Tensor:
+    assert isinstance(mask, Tensor)  # those of `IMPLEMENTATIONS` are
+    return mask

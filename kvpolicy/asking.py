@@ -1,0 +1,141 @@
+"""Asking the parts of a policy, and checking what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.context import LayerContext
+from kvpolicy.errors import ShapeError
+from kvpolicy.interfaces import KVSelector, Scorer
+
+
+class Checks:
+    """What must not be, looked at together at the end: every look waits for the device."""
+
+    def __init__(self) -> None:
+        self._conditions: list[Tensor] = []
+        self._messages: list[Callable[[], str]] = []
+
+    def refuse(self, condition: Tensor, message: Callable[[], str]) -> None:
+        """Refuse a bool tensor that is True anywhere."""
+        self._conditions.append(condition.any())
+        self._messages.append(message)
+
+    def look(self) -> None:
+        """Raise ValueError for the first condition that holds."""
+        if not self._conditions:
+            return
+        for holds, message in zip(
+            torch.stack(self._conditions).tolist(), self._messages, strict=True
+        ):
+            if holds:
+                raise ValueError(message())
+
+
+def saliency_of(scorer: Scorer, context: LayerContext, checks: Checks) -> Tensor:
+    """What a scorer that carries nothing says of a layer, of which it may be shown too much.
+
+    Raises:
+        TypeError: It is no tensor of floats.
+        ShapeError: Its axes are not those of a saliency.
+    """
+    shown = attrs.evolve(context.showing(scorer.num_queries), carried=None)
+    saliency = scorer.score(shown)
+    _check_saliency(scorer, saliency, context, checks)
+    return saliency
+
+
+def advanced(scorer: Scorer, context: LayerContext, checks: Checks) -> tuple[Tensor, Tensor]:
+    """What a scorer says of a layer, and what it carries on; see `Scorer.advance`.
+
+    Raises:
+        TypeError: The saliency is no tensor of floats, or what is carried no tensor.
+        ShapeError: The axes are not those of them.
+    """
+    saliency, carried = scorer.advance(context.showing(scorer.num_queries))
+    _check_saliency(scorer, saliency, context, checks)
+    wanted = (context.batch, context.kv_heads, context.key_len, scorer.carries)
+    if not isinstance(carried, Tensor):
+        raise TypeError(f"advance of {scorer} must carry on a tensor, got {carried!r}")
+    if tuple(carried.shape) != wanted:
+        raise ShapeError(
+            f"advance of {scorer} must carry on [batch, kv_heads, key_len, carries] = "
+            f"{list(wanted)}, got {list(carried.shape)}"
+        )
+    return saliency, carried
+
+
+def kept_by(
+    selector: KVSelector, saliency: Tensor | None, context: LayerContext, checks: Checks
+) -> Tensor:
+    """What a selector keeps of a layer; one choice for all heads where they share what is stored.
+
+    Raises:
+        TypeError: It returns no tensor.
+        ShapeError: The axes are not those of indices into the keys.
+    """
+    if context.stored is not None and saliency is not None:
+        saliency = context.heads.mean(saliency)[:, None]  # [batch, 1, key_len]
+    context = context.for_selector()
+    kept = selector.select(saliency, context)
+    check_indices(selector, kept, (context.batch, context.kv_heads), context.key_len, checks)
+    return kept
+
+
+def _check_saliency(
+    scorer: Scorer, saliency: object, context: LayerContext, checks: Checks
+) -> None:
+    if not isinstance(saliency, Tensor) or not saliency.is_floating_point():
+        raise TypeError(f"score of {scorer} must return a tensor of floats, got {saliency!r}")
+    heads = (context.query_heads, context.kv_heads)
+    shapes = [(context.batch, count, context.key_len) for count in heads]
+    if tuple(saliency.shape) not in shapes:
+        raise ShapeError(
+            f"score of {scorer} must return [batch, query_heads or kv_heads, key_len] = "
+            f"[{context.batch}, {heads[0]} or {heads[1]}, {context.key_len}], got "
+            f"{list(saliency.shape)}"
+        )
+    group = saliency.shape[1] // context.kv_heads
+    checks.refuse(
+        saliency.isnan() & context.valid.repeat_interleave(group, dim=1),
+        lambda: f"score of {scorer} must return numbers, got NaN at layer {context.layer_idx}",
+    )
+
+
+def check_indices(
+    part: object, indices: object, rows: tuple[int, ...], length: int, checks: Checks
+) -> None:
+    """Check the indices that a part has chosen.
+
+    Args:
+        part: For messages.
+        indices: What it returned: int64 ``[*rows, count]``, ascending, -1 on the left only.
+        rows: Their leading axes.
+        length: What they are below.
+        checks: What is looked at later.
+
+    Raises:
+        TypeError: They are no tensor.
+        ShapeError: They are of other axes, or no int64.
+    """
+    if not isinstance(indices, Tensor):
+        raise TypeError(f"{part} must return a tensor of indices, got {indices!r}")
+    if tuple(indices.shape[:-1]) != rows or indices.dtype != torch.int64:
+        raise ShapeError(
+            f"{part} must return int64 indices of shape {[*rows, 'count']}, got {indices.dtype} of "
+            f"shape {list(indices.shape)}"
+        )
+    before, after = indices[..., :-1], indices[..., 1:]
+    unordered = (after <= before) & (before >= 0)
+    outside = (indices >= length) | (indices < -1)
+    checks.refuse(
+        unordered.any() | outside.any(),
+        lambda: (
+            f"indices of {part} must be ascending, unique and in [0, {length}), with -1 on the "
+            f"left only, got {indices.tolist()}"
+        ),
+    )

@@ -1,0 +1,140 @@
+"""A bound for long answers: which entries a layer keeps while an answer is decoded."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.asking import Checks, advanced, kept_by, saliency_of
+from kvpolicy.brief import brief
+from kvpolicy.checks import check_count, check_kind
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+
+
+@attrs.frozen
+class DecodingEviction:
+    """Lets every layer choose anew, each time that some tokens have been decoded.
+
+    After the forward that appends the ``every``-th token since the last choice, a layer keeps what
+    the selector chooses among all that it holds: decoding, it never holds more than the budget and
+    ``every`` entries. The scorer is shown the last decoded queries, as many as it asks for, each at
+    its own position; one that asks for all, those since the last choice. Tokens keep their
+    positions.
+
+    Args:
+        scorer: How much each token matters; None where the selector does not ask.
+        selector: Which entries a layer keeps, under a budget in tokens: a rate of a context that
+            grows is no bound.
+        every: Tokens from one choice to the next, at least 1.
+
+    Raises:
+        TypeError: A part is not of its kind, or ``every`` not an int.
+        ValueError: The selector's budget is no number of tokens, or the parts do not fit, as in a
+            `CachePolicy`; ``every`` is below 1.
+
+    Example:
+        >>> from kvpolicy.policies import GQAGroupSelector, WindowMaxPoolScorer
+        >>> selector = GQAGroupSelector(retention_tokens=512)
+        >>> eviction = DecodingEviction(WindowMaxPoolScorer(), selector)
+        >>> eviction.every, eviction.most_tokens
+        (128, 512)
+    """
+
+    scorer: Scorer | None
+    selector: KVSelector
+    every: int = 128
+
+    def __attrs_post_init__(self) -> None:
+        if self.scorer is not None:
+            check_kind("scorer", self.scorer, Scorer)
+        check_kind("selector", self.selector, KVSelector)
+        check_count("every", self.every, minimum=1)
+        if not self.selector.is_bounded:
+            raise ValueError(
+                "selector of a DecodingEviction must have a budget in tokens, such as "
+                "retention_tokens=512, since an answer grows and a rate of it is no bound, got "
+                f"{self.selector}"
+            )
+        if self.selector.needs_saliency:
+            if self.scorer is None:
+                raise ValueError(
+                    f"scorer must be a Scorer, since {self.selector} needs saliency, got None"
+                )
+            check_tail(self.scorer, self.selector)
+
+    def __str__(self) -> str:
+        return brief(self)
+
+    @property
+    def num_queries(self) -> int | None:
+        """Last decoded queries that are looked at: 0 none, None all since the last choice."""
+        needed = self.scorer is not None and (self.selector.needs_saliency or self.scorer.carries)
+        return self.scorer.num_queries if needed and self.scorer is not None else 0
+
+    @property
+    def carries(self) -> int:
+        """Numbers that the scorer carries for each key; see `Scorer.carries`."""
+        return 0 if self.scorer is None else self.scorer.carries
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most entries that a head holds after a choice; None where it depends on the model."""
+        budget, selector = self.selector.budget, self.selector
+        if budget is None or budget.tokens is None:
+            return None
+        return max(budget.tokens, selector.protected_tail + selector.protected_first)
+
+    def decide(self, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+        """Choose what one layer keeps.
+
+        Args:
+            context: All that the layer holds; its new tokens are those since the last choice.
+
+        Returns:
+            ``[batch, kv_heads, kept_len]``, see `KVSelector.select`; and what the scorer carries on
+            for each key, kept or not, None for nothing.
+
+        Raises:
+            TypeError: See `CachePolicy.decide`.
+            ShapeError: See `CachePolicy.decide`.
+            ValueError: See `CachePolicy.decide`.
+        """
+        checks = Checks()
+        saliency = carried = None
+        # Autocast would round the scores to half precision, where many tokens tie.
+        with torch.autocast(context.keys.device.type, enabled=False):
+            if self.scorer is not None and self.scorer.carries:
+                saliency, carried = advanced(self.scorer, context, checks)
+            elif self.scorer is not None and self.selector.needs_saliency:
+                saliency = saliency_of(self.scorer, context, checks)
+            kept = kept_by(self.selector, saliency, context, checks)
+        checks.look()
+        return kept, carried
+
+    def carry(self, context: LayerContext) -> Tensor:
+        """What the scorer carries on for each key, where nothing is to be chosen.
+
+        Args:
+            context: The layer, with the queries since the last choice.
+        """
+        assert self.scorer is not None
+        checks = Checks()
+        with torch.autocast(context.keys.device.type, enabled=False):
+            _, carried = advanced(self.scorer, context, checks)
+        checks.look()
+        return carried
+
+
+def check_tail(scorer: Scorer, part: KVSelector | PropagationPolicy) -> None:
+    """Check that a part keeps the tail that a scorer gives no saliency.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if part.protected_tail < scorer.unscored_tail:
+        raise ValueError(
+            f"window_size of {part} must be at least {scorer.unscored_tail}, the window that "
+            f"{scorer} leaves unscored, got {part.protected_tail}"
+        )

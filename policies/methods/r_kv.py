@@ -1,0 +1,43 @@
+"""R-KV (arXiv 2505.24133)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+
+from kvpolicy.interfaces import Scorer
+from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.methods.eviction import EvictionMethod
+from kvpolicy.policies.scorers.redundancy import RedundancyScorer
+
+
+@documented
+@attrs.frozen
+class RKV(EvictionMethod):
+    """Keeps what the last tokens attend to, and of tokens that say the same the newest.
+
+    Made for the long answers of models that reason, which repeat themselves: ``decoding`` bounds
+    them, by the same rule as the prompt (see `RedundancyScorer`). Prefill is complete.
+
+    Args:
+        window_size: Tokens of the observation window, at least 1.
+        kernel_size: Width of the max-pooling, odd.
+        importance: Weight of attention against redundancy, in [0, 1].
+
+    Example:
+        >>> RKV(retention_tokens=1024, decoding=True).decoding.every
+        128
+
+    Source: R-KV: Redundancy-aware KV Cache Compression for Reasoning Models (arXiv 2505.24133),
+    whose code takes 0.07 for ``importance``, its description 0.1. It cuts when there are 128
+    tokens more than the budget, the prompt's among them; here the prompt is cut when it is read.
+    """
+
+    paper: ClassVar[str] = "arXiv 2505.24133"
+
+    kernel_size: int = 7
+    importance: float = 0.1
+
+    def _scorer(self) -> Scorer:
+        return RedundancyScorer(self.window_size, self.kernel_size, self.importance)

@@ -1,0 +1,117 @@
+"""What the last tokens attend to, less what resembles other keys."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvpolicy.attention import BLOCK_BYTES, OTHER_BLOCK_BYTES, query_key_products
+from kvpolicy.checks import check_count, check_kernel_size, check_rate
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import Scorer
+
+
+@attrs.frozen
+class RedundancyScorer(Scorer):
+    """Attention of the last tokens against how much a key resembles the others.
+
+    ``saliency[h, j] = importance * I[h, j] - (1 - importance) * R[h, j]`` per KV head ``h``, in
+    float32, for the tokens before the window. ``I`` is the softmax, over these tokens, of the
+    largest product in the group, averaged over the window's queries, then max-pooled. ``R`` is the
+    softmax over all tokens ``j`` of the mean over ``i`` of ``cos(k_i, k_j)``, which counts as 0 for
+    ``i = j``, and for the last ``j`` that resembles ``i`` by more than ``threshold``: the newest of
+    many copies is not held against itself. Keys are taken after rotary embedding.
+
+    Args:
+        window_size: Tokens of the observation window, at least 1.
+        kernel_size: Width of the pooling, odd, at least 1 (1 does not pool).
+        importance: Weight of the attention, in [0, 1].
+        threshold: Cosine from which on a key counts as a copy, in [0, 1].
+
+    Raises:
+        TypeError: An argument is not of its type.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> RedundancyScorer(window_size=16).unscored_tail
+        16
+
+    Source: R-KV (arXiv 2505.24133). In its code the similarity of the first row of a batch serves
+    for all of them, and a key that resembles none takes the first one's part; here rows are on
+    their own, and such a key changes nothing.
+    """
+
+    paper: ClassVar[str] = "arXiv 2505.24133"
+
+    window_size: int = 8
+    kernel_size: int = 7
+    importance: float = 0.1
+    threshold: float = 0.5
+
+    def __attrs_post_init__(self) -> None:
+        check_count("window_size", self.window_size, minimum=1)
+        check_kernel_size(self.kernel_size)
+        check_rate("importance", self.importance, zero=True)
+        check_rate("threshold", self.threshold, zero=True)
+
+    @property
+    def num_queries(self) -> int:
+        """The window's queries."""
+        return self.window_size
+
+    @property
+    def unscored_tail(self) -> int:
+        """The window."""
+        return self.window_size
+
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        before = max(context.key_len - self.window_size, 0)
+        saliency = torch.zeros(context.positions.shape, device=context.keys.device)
+        if before:
+            copies = self._redundancy(context)[..., :before]
+            attention = self._importance(context, before)
+            saliency[..., :before] = self.importance * attention - (1 - self.importance) * copies
+        return saliency
+
+    def _importance(self, context: LayerContext, before: int) -> Tensor:
+        """``[batch, kv_heads, before]``."""
+        products = query_key_products(context.queries, context.keys[:, :, :before])
+        grouped = products.view(context.batch, context.kv_heads, -1, *products.shape[2:])
+        highest = grouped.amax(dim=2) * context.scaling
+        weights = _softmax(highest, context.valid[:, :, None, :before])
+        real = context.query_valid[:, None, :, None]
+        mean = (weights * real).sum(dim=2) / real.sum(dim=2).clamp(min=1)
+        return functional.max_pool1d(
+            mean, self.kernel_size, stride=1, padding=self.kernel_size // 2
+        )
+
+    def _redundancy(self, context: LayerContext) -> Tensor:
+        """``[batch, kv_heads, key_len]``, in blocks of keys: the matrix of all is never whole."""
+        valid, length = context.valid, context.key_len
+        directions = functional.normalize(context.keys.float(), dim=-1) * valid[..., None]
+        slots = torch.arange(length, device=directions.device)
+        sums = torch.zeros(valid.shape, device=directions.device)
+        limit = BLOCK_BYTES.get(directions.device.type, OTHER_BLOCK_BYTES)
+        count = max(limit // (4 * context.batch * context.kv_heads * length), 1)
+        places = slots + 1.0  # 0 is no place; exact in float32 up to 2**24 tokens
+        for start in range(0, length, count):
+            rows = slots[start : start + count]
+            cosines = directions[:, :, rows] @ directions.transpose(-1, -2)
+            cosines[:, :, rows - start, rows] = 0.0
+            last = ((cosines > self.threshold) * places).amax(dim=-1).long() - 1
+            # Where there is none, what is on the diagonal, which is 0, is left out.
+            last = torch.where(last < 0, rows, last)
+            sums += cosines.sum(dim=2)
+            sums.scatter_add_(-1, last, -cosines.gather(-1, last[..., None])[..., 0])
+        return _softmax(sums / valid.sum(dim=-1, keepdim=True).clamp(min=1), valid)
+
+
+def _softmax(scores: Tensor, valid: Tensor) -> Tensor:
+    """Over the last axis, of what is valid; 0 elsewhere."""
+    lowest = torch.finfo(scores.dtype).min  # finite, where nothing is valid
+    return scores.masked_fill(~valid, lowest).softmax(dim=-1) * valid

@@ -1,0 +1,81 @@
+"""Reading a long answer, token by token, with what every layer held on the way."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvpolicy import CachePolicy
+from kvpolicy.integrations.transformers import PolicyCache
+
+Kept = list[list[list[list[int]]]]  # by row, layer and KV head
+
+
+@dataclass
+class Reading:
+    """What a cache gave.
+
+    Attributes:
+        cache: the cache, after the last token.
+        logits: `[batch, steps, vocab]`, of the decoded tokens.
+        kept: by the number of decoded tokens after which layers chose, and 0 for the prompt, what
+            they held.
+        most: by layer, the most entries held after any step.
+    """
+
+    cache: PolicyCache
+    logits: Tensor
+    kept: dict[int, Kept] = field(default_factory=dict)
+    most: list[int] = field(default_factory=list)
+
+
+def held(cache: PolicyCache, rows: int) -> Kept:
+    """The positions that every row, layer and head holds; an empty list where there are none."""
+    return [
+        [
+            []
+            if layer.positions is None
+            else [[each for each in head if each >= 0] for head in layer.positions[row].tolist()]
+            for layer in cache.layers
+        ]
+        for row in range(rows)
+    ]
+
+
+def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Ids and mask `[batch, longest]`, padded on the left."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask
+
+
+@torch.no_grad()
+def read(
+    model: PreTrainedModel,
+    policy: CachePolicy | PolicyCache,
+    rows: Sequence[Sequence[int]],
+    forced: Tensor,
+) -> Reading:
+    """Reads prompts, then feeds `forced` `[batch, steps]`, one column at a time."""
+    cache = policy if isinstance(policy, PolicyCache) else PolicyCache(policy)
+    ids, mask = padded(rows)
+    call: Any = model
+    reading = Reading(cache, torch.empty(0))
+    found = []
+    with cache.attached(model):
+        call(ids, attention_mask=mask, past_key_values=cache)
+        reading.kept[0] = held(cache, len(rows))
+        most = [layer.kept_len for layer in cache.layers]
+        for step in range(forced.shape[1]):
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+            output = call(forced[:, step : step + 1], attention_mask=mask, past_key_values=cache)
+            found.append(output.logits[:, -1])
+            most = [max(a, layer.kept_len) for a, layer in zip(most, cache.layers, strict=True)]
+            if cache.reader.tokens is not None and not cache.reader.tokens.appended.shape[1]:
+                reading.kept[step + 1] = held(cache, len(rows))
+    reading.logits, reading.most = torch.stack(found, dim=1), most
+    return reading

@@ -1,0 +1,217 @@
+"""Bounded answers in buffers of a fixed size, compiled or not, against growing ones."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.forward import static_decoding
+from kvpolicy.integrations.transformers.forward.decoding.choosing import Chosen
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.policies import H2O, RKV, TOVA, AdaKV, KeyDiff, SnapKV, StreamingLLM
+from tests.integrations.decoding.reading import held
+from tests.integrations.decoding.rules import bounded
+from tests.integrations.decoding.test_state import go_on
+from tests.integrations.forward.test_static import Counting, assert_same, everywhere, generate
+from tests.integrations.model.test_families import model_of
+from tests.integrations.test_generation import assert_same_state
+from tests.integrations.test_robustness import Interrupted, batch_of, continued, failing, marks_on
+from tests.reference import tiny_model
+
+TOKENS, EVERY = 24, 16
+POLICIES = {
+    method.__name__: bounded(method, TOKENS, EVERY)
+    for method in (H2O, RKV, AdaKV, KeyDiff, SnapKV, StreamingLLM)
+} | {"TOVA": bounded(TOVA, TOKENS, 1), "window_of_20": bounded(SnapKV, 32, 7, window_size=20)}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama", seed=1)
+
+
+@pytest.fixture
+def backend() -> Iterator[Counting]:
+    torch._dynamo.reset()
+    yield Counting()
+    torch._dynamo.reset()
+
+
+def compare(model: PreTrainedModel, name: str, room: int = 200, **how: Any) -> PolicyCache:
+    """Two turns of a padded batch; the first ends in an interval, and the second with one."""
+    grows, fixed = PolicyCache(POLICIES[name]), PolicyCache(POLICIES[name], max_new_tokens=room)
+    given, before = batch_of(60, 35), marks_on(model)
+    for count in (75, 65):
+        want = generate(model, grows, given, max_new_tokens=count)
+        got = generate(model, fixed, given, max_new_tokens=count, **how)
+        assert_same(want, got)
+        assert_same_state(grows, fixed)
+        for layer, twin in zip(grows.layers, fixed.layers, strict=True):
+            for one, other in (
+                (layer.observed.queries, twin.observed.queries),
+                (layer.observed.carried, twin.observed.carried),
+            ):
+                assert (one is None) == (other is None)
+                assert one is None or torch.allclose(one, other, atol=1e-4)  # type: ignore[arg-type]
+        given = continued(want.sequences, given["attention_mask"], 20, 9)
+    assert marks_on(model) == before
+    return fixed
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_answer_is_that_of_growing_buffers(model: PreTrainedModel, name: str) -> None:
+    cache = compare(model, name)
+    decoding = POLICIES[name].decoding
+    assert decoding is not None
+    if decoding.most_tokens is not None:
+        most = decoding.most_tokens + decoding.every
+        assert all(each.capacity <= most for each in cache.layers)
+
+
+@pytest.mark.parametrize("name", ["H2O", "AdaKV", "SnapKV"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3"])
+def test_families(family: str, name: str) -> None:
+    """Windows that the answer outgrows; latents are decoded into buffers that grow."""
+    model, given = model_of(family), batch_of(12, 9)
+    want = generate(model, PolicyCache(POLICIES[name]), given, max_new_tokens=75)
+    fixed = PolicyCache(POLICIES[name], max_new_tokens=75)
+    assert_same(want, generate(model, fixed, given, max_new_tokens=75))
+
+
+@pytest.mark.parametrize("name", ["H2O", "SnapKV", "StreamingLLM"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_what_is_compiled_is_compiled_once_for_all_intervals(
+    backend: Counting, name: str, implementation: str
+) -> None:
+    """One graph of the buffers that the prompt needs, and one of those that are bounded."""
+    model = tiny_model("llama", seed=1, attn_implementation=implementation)
+    given = batch_of(60, 60)
+    want = generate(model, PolicyCache(POLICIES[name]), given, max_new_tokens=120)
+    graphs = []
+    for _ in range(2):
+        cache = PolicyCache(POLICIES[name], max_new_tokens=120)
+        how = {"max_new_tokens": 120, "compile_config": everywhere(backend)}
+        assert_same(want, generate(model, cache, given, **how))
+        graphs.append(backend.graphs)
+    assert backend.calls == 2 * 119
+    assert graphs == [2, 2]
+    buffers = weakref.ref(cache.layers[0].claim()[0])
+    del cache
+    gc.collect()
+    assert buffers() is None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own
+def test_inductor(model: PreTrainedModel) -> None:
+    """The compiler that is used in earnest."""
+    torch._dynamo.reset()
+    compare(model, "H2O", compile_config=everywhere("inductor"))
+    torch._dynamo.reset()
+
+
+def test_a_model_that_makes_another_mask_is_refused(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(static_decoding, "observed_by", lambda mask, ring: mask)
+    cache = PolicyCache(POLICIES["SnapKV"], max_new_tokens=40)
+    with pytest.raises(UnsupportedModelError, match="leave max_new_tokens of the cache at None"):
+        generate(model, cache, batch_of(60), max_new_tokens=40)
+
+
+class Forking:
+    """A streamer that copies and saves its cache after some tokens."""
+
+    def __init__(self, cache: PolicyCache, at: int, path: Path) -> None:
+        self.cache, self.at, self.path, self.calls = cache, at, path, 0
+        self.fork: PolicyCache | None = None
+
+    def put(self, value: Tensor) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            self.fork = copy.copy(self.cache)
+            self.cache.save(self.path)
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+@pytest.mark.parametrize(("name", "loads"), [("H2O", True), ("SnapKV", True), ("TOVA", False)])
+def test_a_copy_made_on_the_way_keeps_what_there_was(
+    model: PreTrainedModel, name: str, loads: bool, tmp_path: Path
+) -> None:
+    given = batch_of(60)
+    cache = PolicyCache(POLICIES[name], max_new_tokens=70)
+    forking = Forking(cache, 42, tmp_path / "answer.safetensors")
+    generate(model, cache, given, max_new_tokens=70, streamer=forking)
+    want = PolicyCache(POLICIES[name])
+    generate(model, want, given, max_new_tokens=41)
+    assert forking.fork is not None
+    later = torch.randint(1, 97, (1, 40))
+    logits = go_on(model, want, later)
+    # A copy made before layers have chosen, which they do with the next step, does so as well.
+    for other in (forking.fork, PolicyCache.load(tmp_path / "answer.safetensors"))[: 1 + loads]:
+        assert (go_on(model, other, later) - logits).abs().max() <= 1e-4
+        assert_same_state(other, want)
+
+
+@pytest.mark.parametrize("name", ["H2O", "AdaKV", "TOVA"])
+@pytest.mark.parametrize("step", [3, 17, 18, 34])
+@pytest.mark.parametrize("error", [RuntimeError, Interrupted])
+def test_what_fails_in_a_step_is_taken_back(
+    model: PreTrainedModel, name: str, step: int, error: Any
+) -> None:
+    given = batch_of(60, 35)
+    cache, want = PolicyCache(POLICIES[name], max_new_tokens=99), PolicyCache(POLICIES[name])
+    with failing(model, "layers.2.mlp", step, error()), pytest.raises(error):
+        generate(model, cache, given, max_new_tokens=50)
+    generate(model, want, given, max_new_tokens=step - 1)
+    assert_same_state(cache, want)
+    assert held(cache, 2) == held(want, 2)
+    assert cache.report().total.held_bytes == want.report().total.held_bytes
+
+
+@contextmanager
+def interrupted(owner: Any, name: str, call: int) -> Iterator[None]:
+    """A method that is interrupted when it is called for the ``call``-th time, from 1."""
+    original, calls = getattr(owner, name), []
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call:
+            raise Interrupted
+        return original(*args, **kwargs)
+
+    setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@pytest.mark.parametrize("place", [(Chosen, "store"), (PolicyLayer, "move_into")])
+@pytest.mark.parametrize("call", [5, 7])
+def test_a_choice_that_is_interrupted_is_finished(
+    model: PreTrainedModel, place: tuple[Any, str], call: int
+) -> None:
+    """In the second interval: after the first other buffers are made."""
+    given, every_step = batch_of(60, 35), 2 * EVERY
+    cache = PolicyCache(POLICIES["H2O"], max_new_tokens=99)
+    call = call - 4 * (place[1] == "move_into")
+    with interrupted(*place, call), pytest.raises(Interrupted):
+        generate(model, cache, given, max_new_tokens=50)
+    want = PolicyCache(POLICIES["H2O"])
+    generate(model, want, given, max_new_tokens=every_step + 1)
+    assert_same_state(cache, want)
+    assert str(cache.report()) == str(want.report())
+    later = torch.randint(1, 97, (2, 20))
+    assert torch.allclose(go_on(model, cache, later), go_on(model, want, later), atol=1e-4)

@@ -1,0 +1,300 @@
+"""Greedy or forced decoding with eviction every so many tokens, one token at a time.
+
+After each step every head has the attention that the step's query gave, and may add it to running
+sums; whenever `every` tokens have been fed since the last choice, a rule says what each head keeps.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .attention import Entry, attention_probabilities
+from .decoder import geometry
+from .dense import Act
+from .generation import ReferenceState
+from .methods import Method
+from .scored_methods import two_minus_cosines
+from .selection import head_mean, margin, max_pool, sinks_and_recent, window_and_highest
+
+
+@dataclass
+class HeadView:
+    """What one KV head of one layer shows a rule when it is time.
+
+    Attributes:
+        entries: held, by ascending position, the newest last.
+        queries: per query head of the group the last decoded queries `[count, head_dim]`.
+        query_positions: of these queries.
+        sums: by position, the attention of all queries since the first of the prompt, averaged over
+            the group.
+        scaling: factor on the products.
+    """
+
+    entries: Sequence[Entry]
+    queries: Sequence[Tensor]
+    query_positions: Sequence[int]
+    sums: dict[int, float]
+    scaling: float
+
+
+class Rule(Protocol):
+    """What a head keeps."""
+
+    def keep(self, head: HeadView) -> tuple[list[int], float]:
+        """Ascending indices into the entries, and how near the choice was."""
+
+
+@dataclass(frozen=True)
+class Rolling:
+    """The first `num_sinks` positions and the most recent, `tokens` in all."""
+
+    tokens: int
+    num_sinks: int = 4
+
+    def keep(self, head: HeadView) -> tuple[list[int], float]:
+        """By position alone."""
+        positions = [entry.position for entry in head.entries]
+        count = min(self.tokens, len(positions))
+        return sinks_and_recent(positions, self.num_sinks, count), math.inf
+
+
+@dataclass(frozen=True)
+class ByScore:
+    """The last `window` entries and the highest scores before them, `tokens` in all."""
+
+    tokens: int
+    window: int = 8
+
+    def scores(self, head: HeadView) -> list[float]:
+        """One for each entry before the window."""
+        raise NotImplementedError
+
+    def scale(self, head: HeadView) -> float | None:
+        """What gaps between scores are relative to, where these may be of any sign."""
+        return None
+
+    def keep(self, head: HeadView) -> tuple[list[int], float]:
+        """The window and the highest."""
+        length = len(head.entries)
+        before = max(length - self.window, 0)
+        scores = self.scores(head)[:before]
+        kept = window_and_highest(scores, length, min(self.tokens, length))
+        return kept, margin(scores, kept, scale=self.scale(head))
+
+    def attention(self, head: HeadView, last: int) -> list[list[float]]:
+        """Per query head, what the last queries give each entry, summed."""
+        rows = []
+        for queries in head.queries:
+            given = attention_probabilities(
+                queries[-last:], head.query_positions[-last:], head.entries, head.scaling
+            )
+            rows.append([math.fsum(given[:, key].tolist()) for key in range(len(head.entries))])
+        return rows
+
+
+@dataclass(frozen=True)
+class RunningSums(ByScore):
+    """H2O: by the sums of the attention of every step."""
+
+    def scores(self, head: HeadView) -> list[float]:
+        """The sums."""
+        return [head.sums[entry.position] for entry in head.entries]
+
+
+@dataclass(frozen=True)
+class LastAttention(ByScore):
+    """TOVA: by the attention of the last query."""
+
+    window: int = 1
+
+    def scores(self, head: HeadView) -> list[float]:
+        """The mean over the group."""
+        return head_mean(self.attention(head, 1))
+
+
+@dataclass(frozen=True)
+class Window(ByScore):
+    """SnapKV: by the attention of the last queries, max-pooled."""
+
+    kernel_size: int = 7
+
+    def scores(self, head: HeadView) -> list[float]:
+        """Pooled per query head, then the mean."""
+        before = max(len(head.entries) - self.window, 0)
+        rows = self.attention(head, self.window)
+        return head_mean([max_pool(row[:before], self.kernel_size) for row in rows])
+
+
+@dataclass(frozen=True)
+class Unlike(ByScore):
+    """KeyDiff: by how little a key points where keys point on average."""
+
+    def scores(self, head: HeadView) -> list[float]:
+        """Two minus the cosine."""
+        return two_minus_cosines(head.entries)
+
+
+@dataclass(frozen=True)
+class Redundancy(ByScore):
+    """R-KV: attention of the last queries against the likeness of keys."""
+
+    kernel_size: int = 7
+    importance: float = 0.1
+    threshold: float = 0.5
+
+    def scores(self, head: HeadView) -> list[float]:
+        """Written out, key by key."""
+        before = max(len(head.entries) - self.window, 0)
+        weights = [0.0] * before
+        count = min(self.window, len(head.queries[0]))
+        for row in range(-count, 0):
+            logits = [
+                max(float(queries[row] @ entry.key) for queries in head.queries) * head.scaling
+                for entry in head.entries[:before]
+            ]
+            for key, weight in enumerate(softmax(logits)):
+                weights[key] += weight / count
+        pooled = max_pool(weights, self.kernel_size)
+        copies = self.redundancy(head.entries)
+        return [
+            self.importance * pooled[key] - (1 - self.importance) * copies[key]
+            for key in range(before)
+        ]
+
+    def redundancy(self, entries: Sequence[Entry]) -> list[float]:
+        """Softmax over keys of their mean cosine with the others, the newest copy left out."""
+        unit = torch.stack([entry.key.double() / entry.key.double().norm() for entry in entries])
+        cosines = (unit @ unit.T).tolist()
+        sums = [0.0] * len(entries)
+        for row, likeness in enumerate(cosines):
+            alike = [
+                key for key, each in enumerate(likeness) if each > self.threshold and key != row
+            ]
+            for key, each in enumerate(likeness):
+                if key != row and key != max(alike, default=row):
+                    sums[key] += each
+        return softmax([total / len(entries) for total in sums])
+
+    def scale(self, head: HeadView) -> float | None:
+        """The size of a number of the softmax over all keys."""
+        return 1 / len(head.entries)
+
+
+def softmax(values: Sequence[float]) -> list[float]:
+    """Softmax of a list."""
+    highest_value = max(values)
+    powers = [math.exp(value - highest_value) for value in values]
+    return [power / math.fsum(powers) for power in powers]
+
+
+@dataclass
+class Answer:
+    """What decoding with eviction gave.
+
+    Attributes:
+        logits: `[steps, vocab]`.
+        acts: the prompt's, and one for every choice, as `dense.visible_after` wants them.
+        margin: how near the nearest choice was.
+    """
+
+    logits: Tensor
+    acts: list[Act]
+    margin: float
+
+
+@dataclass
+class BoundedState:
+    """One row, read by a method and decoded under a rule.
+
+    Attributes:
+        model: see `ReferenceState`.
+        method: what the prompt's act keeps.
+        rule: what heads keep while an answer is decoded.
+        every: tokens from one choice to the next.
+        observers: last decoded queries that are remembered.
+    """
+
+    model: PreTrainedModel
+    method: Method
+    rule: Rule
+    every: int
+    observers: int = 8
+
+    @torch.no_grad()
+    def answer(self, prompt: Sequence[int], forced: Sequence[int]) -> Answer:
+        """Reads a prompt and feeds `forced` tokens."""
+        state = _Watched(self.model, self.method)
+        turn = state.turn(prompt, 0)
+        acts, nearest, logits, since = [turn.act], turn.margin, [], 0
+        for token in forced:
+            logits.append(state.step(token))
+            since += 1
+            if since == self.every:
+                since, gap = 0, self._choose(state)
+                nearest = min(nearest, gap)
+                acts.append(Act(state.seen, state.seen, state.positions()))
+        return Answer(torch.stack(logits), acts, nearest)
+
+    def _choose(self, state: "_Watched") -> float:
+        nearest = math.inf
+        for layer, heads in enumerate(state.cache):
+            group = len(state.queries[layer]) // len(heads)
+            for head, held in enumerate(heads):
+                own = state.queries[layer][head * group : (head + 1) * group]
+                count = min(self.observers, len(own[0]))
+                view = HeadView(
+                    held,
+                    [torch.stack(each[-count:]) for each in own],
+                    list(range(state.seen - count, state.seen)),
+                    state.sums[layer][head],
+                    state.scaling(layer),
+                )
+                kept, gap = self.rule.keep(view)
+                nearest = min(nearest, gap)
+                heads[head] = [held[index] for index in kept]
+        return nearest
+
+
+class _Watched(ReferenceState):
+    """A context whose every query is remembered, and its attention added up."""
+
+    def __init__(self, model: PreTrainedModel, method: Method) -> None:
+        super().__init__(model, method)
+        sizes = geometry(model)
+        layers, heads = sizes.num_layers, sizes.kv_heads
+        self.sums: list[list[dict[int, float]]] = [
+            [{} for _ in range(heads)] for _ in range(layers)
+        ]
+        self.queries: list[list[list[Tensor]]] = [
+            [[] for _ in range(sizes.query_heads)] for _ in range(layers)
+        ]
+        self.decodes = False
+
+    def scaling(self, layer: int) -> float:
+        """Of a layer's products."""
+        return self._view(layer, [], [], []).scaling
+
+    def step(self, token: int) -> Tensor:
+        """Feeds one token; logits `[vocab]`."""
+        self.decodes = True
+        return self._decode(token)
+
+    def _layer(
+        self, layer_idx: int, hidden: Tensor, positions: Sequence[int], rotary: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
+        hidden, queries, grown = super()._layer(layer_idx, hidden, positions, rotary)
+        group = len(queries) // len(grown)
+        for head, own in enumerate(queries):
+            held, sums = grown[head // group], self.sums[layer_idx][head // group]
+            given = attention_probabilities(own, positions, held, self.scaling(layer_idx))
+            for key, entry in enumerate(held):
+                share = math.fsum(given[:, key].tolist()) / group
+                sums[entry.position] = sums.get(entry.position, 0.0) + share
+            if self.decodes:
+                self.queries[layer_idx][head] += list(own)
+        return hidden, queries, grown
