@@ -1,0 +1,430 @@
+"""docs/reproduce.md: its commands run to their end at a tiny size, its numbers are as measured.
+
+bash itself expands every block, its commands writing down their arguments. What is then replaced:
+
+- the model by a random Llama of four layers, whose answers have one token, on the CPU (`OPTIONS`);
+- its data, and ``long.txt``, by a few made-up lines: the names stay, the working folder is another;
+- lengths by 1,024 tokens and a little more, the top 512 tokens by 4, filter layers by 1;
+- all documents of a task by one (`ADDED`);
+- loops over rates and layers by two of each (`LOOPS`), their tasks and those of the second model by
+  one (`SWEPT`);
+- the shape and lengths of benchmarks/gpu.py by those of its ``--quick`` (`ADDED`).
+
+Estimates, which take no time, run as they stand.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+import random
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from benchmarks import gpu
+from kvpolicy.evaluation import suite
+from kvpolicy.evaluation.cli import main
+from tests.integrations.lm_eval.support import CHAT
+from tests.reference.models import VOCAB_SIZE, tiny_model
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/reproduce.md").read_text(encoding="utf-8")
+RESULTS = ROOT / "benchmarks/results"
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Using slow pure-python SequenceMatcher:UserWarning", "ignore::SyntaxWarning"
+)
+
+LAYERS, WINDOW = 4, 8
+LENGTHS = ("1024", "1056")
+OPTIONS = {"--model": "model", "--device": "cpu", "--top-k": "4"}
+ADDED = {
+    "eval": ("--limit", "1", "--threads", "1"),
+    "benchmarks/gpu.py": ("--quick", "--threads", "1", "--contexts", "64", "--new-tokens", "3"),
+}
+LOOPS = {"0.1 0.2 0.3 0.4 0.5;": "0.3 0.5;", "0 5 10 15 20 25 30;": "0 3;"}
+SWEPT = ("repro/rates/", "repro/layers/", "repro/longbench-ministral/")
+
+# The commands write down what they are given, in place of doing it.
+SHELL = r"""
+say() { printf '%s\037' "$@"; printf '\036'; }
+kvpolicy() { say kvpolicy "$@"; }
+python() { say python "$@"; }
+"""
+MARKS = {"*Runs, not measured here": False, "*Measured here": True}
+
+
+@attrs.frozen
+class Block:
+    """A fenced block of the page.
+
+    Args:
+        section: The heading that it stands under.
+        language: Of the fence.
+        text: What it holds.
+        measured: Whether its numbers are; None where it has no mark.
+        files: Results that its mark names.
+    """
+
+    section: str
+    language: str
+    text: str
+    measured: bool | None
+    files: tuple[str, ...]
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """Its commands, as bash understands them."""
+        script = self.text
+        if "kvpolicy eval" in script:
+            for long, short in LOOPS.items():
+                script = script.replace(long, short)
+        bash = shutil.which("bash")
+        assert bash is not None
+        ran = subprocess.run(
+            [bash, "-euc", f"{SHELL}\n{SETUP}\n{script}"],
+            env={"PATH": ""},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return [each.split("\037")[:-1] for each in ran.stdout.split("\036")[:-1]]
+
+
+def blocks() -> Iterator[Block]:
+    section, between = "", ""
+    for part in re.split(r"(^```\w*\n.*?^```$)", PAGE, flags=re.MULTILINE | re.DOTALL):
+        if not part.startswith("```"):
+            between = part
+            section = (re.findall(r"^## (.*)$", part, re.MULTILINE) or [section])[-1]
+            continue
+        language, text = re.fullmatch(r"```(\w*)\n(.*)```", part, re.DOTALL).groups()  # type: ignore[union-attr]
+        last = max(MARKS, key=between.rfind)
+        marked = between.rfind(last)
+        files = re.findall(r"\]\((\.\./benchmarks/results/.*?)\)", between[marked:])
+        yield Block(section, language, text, MARKS[last] if marked >= 0 else None, tuple(files))
+
+
+SETUP = ""  # the names that all blocks share
+INSTALL, SETTING, *BLOCKS = list(blocks())
+SETUP = SETTING.text
+RUN = [each for each in BLOCKS if each.language == "bash" and not each.measured]
+SECTIONS = list(dict.fromkeys(each.section for each in RUN))
+
+
+def test_every_command_has_its_mark() -> None:
+    assert INSTALL.text.startswith("pip install")
+    assert SETTING.commands == []
+    for block in BLOCKS:
+        if block.language == "python":  # reads what the block before it wrote
+            continue
+        assert block.language == "bash"
+        assert block.measured is not None, block.text
+        assert block.commands
+        assert bool(block.files) == block.measured
+        for file in block.files:
+            record = json.loads((ROOT / "docs" / file).read_text())
+            assert {"settings", "versions", "machine"} <= set(record)
+
+
+def lines(file: Path, *entries: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(each) + "\n" for each in entries))
+
+
+def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
+    """A token a word, most of them unknown ones: RULER's prompts are short in it."""
+    names = ["<pad>", "<eos>", "<unk>", *words]
+    vocabulary = {name: index for index, name in enumerate(names)}
+    assert len(vocabulary) == VOCAB_SIZE
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        chat_template=CHAT,
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working folder with a model and data."""
+    folder = tmp_path_factory.mktemp("reproduce")
+    rng = random.Random(0)
+    words = [f"{first}{second}" for first in "bdfglmnprs" for second in "aeiou"]
+    words += [f"{word}n" for word in words][: VOCAB_SIZE - 3 - len(words)]
+    model = tiny_model("llama", seed=1, num_layers=LAYERS)
+    model.config.max_position_embeddings = 4096
+    # Every token ends the answer: hundreds that LongBench allows would show nothing more.
+    model.generation_config.eos_token_id = list(range(VOCAB_SIZE))
+    model.save_pretrained(folder / "model")
+    word_tokenizer(words).save_pretrained(folder / "model")
+
+    def text(sentences: int) -> str:
+        return " ".join(
+            f"{' '.join(rng.choices(words, k=9)).capitalize()}." for _ in range(sentences)
+        )
+
+    (folder / "data/essays").mkdir(parents=True)
+    (folder / "data/essays/one.txt").write_text(text(140))
+    (folder / "long.txt").write_text(text(9))
+    answers = {"passage_count": "2", "passage_retrieval_en": "Paragraph 2"}
+    for task in {task for name in ("CHAT", "PLAIN") for task in shell_names(name)}:
+        dataset = task.removeprefix("longbench_")
+        answer = answers.get(dataset, "Person")
+        row = {"context": text(12), "input": "Ba be bi?", "answers": [answer], "_id": "a"}
+        lines(
+            folder / f"data/longbench/{dataset}.jsonl",
+            *[{**row, "all_classes": ["Location", "Person"]}] * 2,
+        )
+    threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
+    with contextlib.chdir(folder):
+        yield folder
+    torch.set_num_threads(threads)
+    logging.set_verbosity(verbosity)
+    logging.enable_progress_bar()
+
+
+def shell_names(name: str) -> list[str]:
+    (command,) = Block("", "bash", f"kvpolicy ${name}", None, ()).commands
+    return command[1].split(",")
+
+
+def tiny(command: list[str]) -> list[str]:
+    """A command of the page with what is replaced, see above."""
+    found = list(command)
+    for at, (option, given) in enumerate(itertools.pairwise(command), start=1):
+        if option in OPTIONS:
+            found[at] = OPTIONS[option]
+        elif option == "--lengths":
+            found[at] = ",".join(LENGTHS[: len(given.split(","))])
+        elif given.startswith("filter_layer=") and "estimate" not in command:
+            found[at] = "filter_layer=1"
+        elif option == "--tasks" and command[-1].startswith(SWEPT):
+            found[at] = given.split(",")[0]
+    return [*found, *ADDED.get(command[1], ())]
+
+
+def value(command: list[str], option: str) -> str:
+    return command[command.index(option) + 1]
+
+
+def values(command: list[str], option: str) -> list[str]:
+    return [after for given, after in itertools.pairwise(command) if given == option]
+
+
+def rows(section: str, label: str) -> list[list[str]]:
+    """The lines of a section's tables that begin with a label, without it."""
+    start = PAGE.index(f"\n## {section}\n")
+    text = PAGE[start:].split("\n## ")[1]
+    found = re.findall(rf"^\| {re.escape(label)} \| (.*) \|$", text, re.MULTILINE)
+    return [[each.strip() for each in line.split("|")] for line in found]
+
+
+def check_eval(command: list[str]) -> None:
+    """One sample for each cell that is asked for, and as many tokens kept as the rate says."""
+    results = suite.load(value(command, "--out"))
+    methods = {"full_context"}
+    for policy in value(command, "-p").split(","):
+        rates = values(command, "--rate") if policy != "pyramid_infer" else []
+        methods |= {f"{policy} {rate}" for rate in rates} or {policy}
+    lengths = value(command, "--lengths").split(",") if "--lengths" in command else [None]
+    wanted = {
+        (task, length and int(length), "with", method)
+        for task in value(command, "--tasks").split(",")
+        for length in lengths
+        for method in methods
+    }
+    cells = [attrs.astuple(each.cell) for each in results.samples]
+    assert sorted(map(str, cells)) == sorted(map(str, wanted))
+    assert results.description.settings["chat_template"] == ("--chat-template" in command)
+    parameters = dict(each.split("=") for each in values(command, "--set"))
+    if "--tsp-layer" in command:
+        parameters["tsp_layer"] = value(command, "--tsp-layer")
+    for sample in results.samples:
+        method, answer = sample.cell.method, sample.answer
+        if sample.cell.length is not None:
+            assert sample.cell.length / 2 < answer.tokens_seen <= sample.cell.length
+        if method == "full_context":
+            assert answer.tokens_kept == answer.tokens_seen
+        elif method.startswith(("fastkv", "snapkv")):
+            rate = float(method.split()[1])
+            assert answer.tokens_kept == max(int(rate * answer.tokens_seen), WINDOW)
+    policies = [each.parameters for each in results.description.methods.values()]
+    for name, given in parameters.items():
+        taking = [each for each in policies if f"{name}=" in each]
+        assert taking
+        assert all(f"{name}={given}" in each for each in taking)
+
+
+def check_report(command: list[str]) -> None:
+    folder = Path(command[2])
+    page = (folder / "report.html").read_text()
+    figures = suite.Summary.of(suite.load(folder)).figures
+    assert len((folder / "report.md").read_text().splitlines()) == 2 + len(figures)
+    for cell in figures:
+        assert cell.task in page
+
+
+def check_estimate(command: list[str]) -> None:
+    """The page's numbers are those of the files."""
+    file = Path(value(command, "--json"))
+    record = json.loads(file.read_text())
+    context = int(value(command, "--context"))
+    assert record["settings"]["context"] == context
+    assert {row["policy"] for row in record["rows"]} == set(value(command, "-p").split(","))
+    (fastkv, *_) = [row for row in record["rows"] if row["policy"] == "fastkv"]
+    allowed = fastkv["prefill_speedup_allowed"]
+    if file.parts[:2] == ("repro", "figure-5"):
+        rate, layer = file.stem.split("-")
+        said = rows("Sweeps, and figure 5", rate)[-1][int(layer) // 5]
+        assert said == f"{allowed:.2f}"
+    elif file.stem.startswith("llama"):
+        (counted,) = rows("What the operation count allows", "counted here")
+        assert counted[(8192, 32768, 131072).index(context)] == f"{allowed:.3f}"
+
+
+def check_analyze(command: list[str]) -> None:
+    folder = Path(value(command, "--out"))
+    record = json.loads((folder / "analyze.json").read_text())
+    assert record["settings"]["k"] == int(value(command, "--top-k"))
+    assert record["settings"]["tsp_rate"] == float(value(command, "--tsp-rate"))
+    assert record["distances"]["prompts"]["layers"] == list(range(LAYERS))
+    assert len(record["overlap"]["pairs"]) == LAYERS
+    for name in ("overlap", "recall", "distances"):
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def check_gpu(command: list[str]) -> None:
+    record = json.loads((Path(value(command, "--out")) / "gpu.json").read_text())
+    known = [name for stage in gpu.STAGES for name in stage]
+    asked = value(command, "--policies").split(",") if "--policies" in command else known
+    assert record["complete"] is True
+    assert sorted(cell["policy"] for cell in record["cells"]) == sorted(asked)
+    assert {cell["status"] for cell in record["cells"]} == {"measured"}
+    compiled = [] if "--no-compiled" in command else list(gpu.STAGES[0])
+    assert [cell["policy"] for cell in record["compiled"]] == compiled
+    for cell in record["cells"]:
+        assert cell["prefill_ms"]
+        assert cell["decode_ms"]
+        if cell["policy"] == "fastkv":
+            assert 0 < cell["scoring_share"] < 1
+
+
+CHECKS = {
+    "eval": check_eval,
+    "report": check_report,
+    "estimate": check_estimate,
+    "analyze": check_analyze,
+    "benchmarks/gpu.py": check_gpu,
+}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_what_was_not_measured_runs(
+    section: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for block in BLOCKS:
+        if block.section != section or (block.measured and block.language == "bash"):
+            continue
+        if block.language == "python":
+            check_averages(block.text)
+            continue
+        commands = block.commands
+        for command in map(tiny, commands):
+            if command[0] == "kvpolicy":
+                status = main(command[1:])
+                assert status == 0, capsys.readouterr().err
+            else:
+                gpu.main(command[2:])
+            CHECKS[command[1]](command)
+
+
+def check_averages(code: str) -> None:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {})
+    said = printed.getvalue().splitlines()
+    assert len(said) == 1 + 2 * 5 + 1
+    assert said[0].startswith("full_context ")
+    assert all(line.endswith(" of 16 tasks") for line in said)
+
+
+def measured(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def test_accuracy_is_as_measured() -> None:
+    record, section = measured("needle/compare.json"), "Accuracy on the bundled model"
+
+    def cell(scores: dict[str, Any]) -> str:
+        return " / ".join(f"{100 * scores[kind]['rate']:.0f}" for kind in ("one-hop", "two-hop"))
+
+    found = {(each["policy"], each["retention_rate"]): each for each in record["rows"]}
+    for label, name in {
+        "StreamingLLM": "streaming_llm",
+        "H2O": "h2o",
+        "SnapKV": "snapkv",
+        "GemFilter": "gem_filter",
+        "FastKV": "fastkv",
+    }.items():
+        cells = [cell(found[name, rate]["exact_match"]) for rate in (0.1, 0.2)]
+        assert rows(section, label)[0] == cells
+    full = cell(found["full_context", None]["exact_match"])
+    assert rows(section, "full context") == [[full, full]]
+    pyramid = cell(found["pyramid_infer", None]["exact_match"])
+    assert f"PyramidInfer, which takes no rate, {pyramid}." in PAGE
+    layers = [each for each in record["sweep"]["layers"] if each["retention_rate"] == 0.1]
+    assert rows(section, "FastKV")[1] == [cell(each["exact_match"]) for each in layers]
+    (command,) = next(each for each in BLOCKS if each.section == section).commands
+    for option, name in (("--threads", "threads"), ("--new-tokens", "new_tokens")):
+        assert int(value(command, option)) == record["settings"][name]
+
+
+def test_times_are_as_measured() -> None:
+    record = measured("prefill.json")
+    assert (record["settings"]["rounds"], record["machine"]["threads"]) == (5, 1)
+    for each in record["rows"]:
+        if each["policy"] == "fastkv":
+            names = ("speedup", "allowed", "decode_speedup")
+            label = f"{each['context']:,} tokens"
+            assert rows("Latency", label) == [[f"{each[name]:.2f}" for name in names]]
+    exponents = {
+        (each["quantity"], each["policy"]): f"{each['exponent']:.2f}"
+        for each in measured("scaling.json")["fits"]
+        if each["axis"] == "context"
+    }
+    for label, quantity in (
+        ("prefill time", "prefill time"),
+        ("time of a decoded token", "time of a token"),
+    ):
+        cells = [exponents[quantity, policy] for policy in ("dynamic_cache", "fastkv")]
+        assert rows("Latency", label) == [cells]
+    shares = [
+        f"{100 * each['share']['median']:.1f}%"
+        for each in measured("methods.json")["overhead"]
+        if each["policy"] == "fastkv"
+    ]
+    assert rows("Scoring overhead", "FastKV") == [shares]
+
+
+def test_distances_are_as_measured() -> None:
+    record = measured("needle/analyze.json")
+    assert record["settings"]["count"] == 64
+    found = record["distances"]["two-hop"]
+    for way in ("propagation", "restart"):
+        cells = [f"{each:.3f}" for each in found[way]["mean"]]
+        assert rows("Figures 1 and 3", way) == [cells]
