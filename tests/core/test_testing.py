@@ -114,7 +114,7 @@ class RowZeroForAll(GQAGroupSelector):
         (Unsorted, "ascending and unique|-1 must stand on the left"),
         (OneTooMany, "exactly"),
         (LeastSalient, "outscore"),
-        (RowZeroForAll, "padding|exactly|protected|outscore"),
+        (RowZeroForAll, "padding|exactly|protected|outscore|what it keeps alone"),
     ],
 )
 def test_broken_selectors(selector: type[GQAGroupSelector], message: str) -> None:

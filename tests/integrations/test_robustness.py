@@ -91,8 +91,14 @@ def two_turns(model: PreTrainedModel, policy: CachePolicy, **kwargs: Any) -> Ite
 
 def marks_on(model: nn.Module) -> list[Any]:
     """Everything of a model that attaching could leave a mark on."""
+    compiled = {"_compiled_call", "_last_compile_config"}  # what Transformers' `generate` leaves
     return [
-        (name, dict(part._forward_hooks), dict(part._forward_pre_hooks), sorted(part.__dict__))
+        (
+            name,
+            dict(part._forward_hooks),
+            dict(part._forward_pre_hooks),
+            sorted(part.__dict__.keys() - compiled),
+        )
         for name, part in model.named_modules()
     ] + [part.config is model.config for part in model.modules() if hasattr(part, "config")]
 

@@ -14,7 +14,7 @@ hyperclovax hyperclovax_vision_v2 idefics2 idefics3 inkling_text internlm3 inter
 jais2 janus jetmoe kimi_k25 kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl
 lighton_ocr llama llama4 llama4_text llava llava_next llava_next_video llava_onevision mellum
 mimo_v2_flash minicpm3 minicpm_ocr minicpmv4_6 minicpmv4_7 minimax minimax_m2 minimax_m3_vl
-minimax_m3_vl_text ministral ministral3 mistral mistral3 mistral4 mistral_large4 mixtral mllama
+ministral ministral3 mistral mistral3 mistral4 mistral_large4 mixtral mllama
 modernbert-decoder molmo2 moss_transcribe_diarize muse_glimmer muse_spark nanochat nemotron
 nemotron_h nemotron_h_omni olmo olmo2 olmo3 olmo_hybrid olmoe opt ovis2 paddleocr_vl paligemma
 persimmon phi phi3 phi4_multimodal phimoe pp_chart2table qianfan_ocr qwen2 qwen2_5_omni_thinker

@@ -67,7 +67,8 @@ def test_recurrent_layers_go_on_with_every_token(name: str) -> None:
         ]
         heads = model.config.num_key_value_heads
         see: list[Tensor] = visible_after(attending, heads, len(ids))
-        want = dense_outputs(model, parts, torch.tensor([ids]), see)
+        every = [torch.ones(len(ids), dtype=torch.bool)] * len(see)
+        want = dense_outputs(model, parts, torch.tensor([ids]), see, every)
         assert (found.logits[row] - want[-120:]).abs().max() <= TOLERANCE
 
 
