@@ -1,4 +1,6 @@
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,14 @@ SLOW = {
     "test_processes.py",
 }
 QUICK_TESTS_A_FILE = 2
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind() -> Iterator[None]:
+    """No test leaves a self-check under way, in which every model would be taken as checked."""
+    yield
+    check = sys.modules.get("kvpolicy.integrations.transformers.model.check")
+    assert check is None or check._checking.get() is None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

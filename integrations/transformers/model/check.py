@@ -250,8 +250,8 @@ def _as_check(model: nn.Module, care: Care) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
         _checking.reset(checking)
+        model.train(training)
 
 
 def _found(model: nn.Module, parts: ModelParts, cache: Any) -> Finding:
