@@ -6,7 +6,7 @@ shaped like DeepSeek V3 (latent attention), both with experts. Every policy take
 round, so that a machine that slows down slows down all of them. Writes ``results/prefill.json``
 beside this file, or ``prefill_MODEL.json`` for others than the Llama, and prints a table.
 
-    python benchmarks/prefill.py [--model llama] [--rounds 7] [--threads 2] [--out DIR]
+    python benchmarks/prefill.py [--model llama] [--lengths 4096 8192] [--rounds 7] [--threads 2] [--out DIR]
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="llama")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
@@ -141,7 +142,7 @@ def main() -> None:
     print(f"{'policy':<15}{'tokens':>7}{'prefill ms':>12}{'speed-up (range)':>21}", end="")
     print(f"{'allowed':>9}{'decode x':>10}")
     rows = []
-    for length in LENGTHS:
+    for length in options.lengths:
         prompt = torch.randint(model.config.vocab_size, (length,)).tolist()
         measured = measure_latency(model, prompt, POLICIES, rounds=options.rounds, new_tokens=16)
         for name in POLICIES:
