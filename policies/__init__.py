@@ -10,6 +10,7 @@ from kvpolicy.policies.methods.gem_filter import GemFilter
 from kvpolicy.policies.methods.h2o import H2O
 from kvpolicy.policies.methods.key_diff import KeyDiff
 from kvpolicy.policies.methods.key_norm import KeyNorm
+from kvpolicy.policies.methods.lag_kv import LagKV
 from kvpolicy.policies.methods.method import Method
 from kvpolicy.policies.methods.pyramid_infer import PyramidInfer
 from kvpolicy.policies.methods.pyramid_kv import PyramidKV
@@ -27,6 +28,7 @@ from kvpolicy.policies.propagation.visual_tokens import VisualTokenPropagation
 from kvpolicy.policies.scorers.accumulated import AccumulatedAttentionScorer
 from kvpolicy.policies.scorers.combined import MaxScorer, SumScorer, ValueAwareScorer
 from kvpolicy.policies.scorers.keys import KeyDiffScorer, KeyNormScorer
+from kvpolicy.policies.scorers.lag import LagKVScorer
 from kvpolicy.policies.scorers.last_query import LastQueryProductScorer, LastQueryScorer
 from kvpolicy.policies.scorers.random import RandomScorer
 from kvpolicy.policies.scorers.redundancy import RedundancyScorer
@@ -56,6 +58,8 @@ __all__ = [
     "KeyDiffScorer",
     "KeyNorm",
     "KeyNormScorer",
+    "LagKV",
+    "LagKVScorer",
     "LastQueryProductScorer",
     "LastQueryScorer",
     "MaxScorer",
