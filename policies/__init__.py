@@ -2,6 +2,7 @@
 
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.ada_kv import AdaKV
+from kvpolicy.policies.methods.cur_dkv import CurDKV
 from kvpolicy.policies.methods.eviction import EvictionMethod
 from kvpolicy.policies.methods.fastkv import FastKV
 from kvpolicy.policies.methods.fastv import FastV
@@ -30,6 +31,7 @@ from kvpolicy.policies.scorers.combined import MaxScorer, SumScorer, ValueAwareS
 from kvpolicy.policies.scorers.keys import KeyDiffScorer, KeyNormScorer
 from kvpolicy.policies.scorers.lag import LagKVScorer
 from kvpolicy.policies.scorers.last_query import LastQueryProductScorer, LastQueryScorer
+from kvpolicy.policies.scorers.leverage import CURScorer
 from kvpolicy.policies.scorers.random import RandomScorer
 from kvpolicy.policies.scorers.redundancy import RedundancyScorer
 from kvpolicy.policies.scorers.weighted_tail import WeightedTailScorer
@@ -47,6 +49,8 @@ __all__ = [
     "AccumulatedAttentionScorer",
     "AdaKV",
     "AdaptiveHeadSelector",
+    "CURScorer",
+    "CurDKV",
     "EvictionMethod",
     "FastKV",
     "FastV",
