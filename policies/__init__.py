@@ -2,6 +2,7 @@
 
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.ada_kv import AdaKV
+from kvpolicy.policies.methods.chunk_kv import ChunkKV
 from kvpolicy.policies.methods.cur_dkv import CurDKV
 from kvpolicy.policies.methods.eviction import EvictionMethod
 from kvpolicy.policies.methods.fastkv import FastKV
@@ -27,7 +28,8 @@ from kvpolicy.policies.propagation.staged import StagedPropagation
 from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
 from kvpolicy.policies.propagation.visual_tokens import VisualTokenPropagation
 from kvpolicy.policies.scorers.accumulated import AccumulatedAttentionScorer
-from kvpolicy.policies.scorers.combined import MaxScorer, SumScorer, ValueAwareScorer
+from kvpolicy.policies.scorers.chunks import ChunkMeanScorer
+from kvpolicy.policies.scorers.combined import MaxScorer, SumScorer
 from kvpolicy.policies.scorers.keys import KeyDiffScorer, KeyNormScorer
 from kvpolicy.policies.scorers.lag import LagKVScorer
 from kvpolicy.policies.scorers.last_query import LastQueryProductScorer, LastQueryScorer
@@ -36,6 +38,7 @@ from kvpolicy.policies.scorers.random import RandomScorer
 from kvpolicy.policies.scorers.redundancy import RedundancyScorer
 from kvpolicy.policies.scorers.weighted_tail import WeightedTailScorer
 from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
+from kvpolicy.policies.scorers.wrapping import ValueAwareScorer
 from kvpolicy.policies.selectors.adaptive_head import AdaptiveHeadSelector
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
@@ -50,6 +53,8 @@ __all__ = [
     "AdaKV",
     "AdaptiveHeadSelector",
     "CURScorer",
+    "ChunkKV",
+    "ChunkMeanScorer",
     "CurDKV",
     "EvictionMethod",
     "FastKV",
