@@ -269,21 +269,3 @@ def take_columns(value: Tensor, columns: Tensor, row_axis: int = 0, token_axis: 
     value = value.expand(sizes)
     sizes[token_axis] = index.shape[1]
     return value.gather(token_axis, index.view(shape).expand(sizes))
-
-
-def spread_tokens(hidden: Tensor, slots: Tensor, length: int, token_axis: int = 1) -> Tensor:
-    """Hidden states of some tokens among zeros for the others: the reverse of `take_columns`.
-
-    Args:
-        hidden: Of ``count`` tokens along ``token_axis``, which follows that of the rows.
-        slots: ``[batch, count]`` int64, where they belong; -1 on padding.
-        length: Tokens of the result.
-        token_axis: That of the tokens.
-    """
-    slots = slots.to(hidden.device)
-    shape = [1] * hidden.ndim
-    shape[token_axis - 1], shape[token_axis] = slots.shape
-    places = torch.where(slots < 0, length, slots).view(shape).expand_as(hidden)
-    sizes = list(hidden.shape)
-    sizes[token_axis] = length + 1
-    return hidden.new_zeros(sizes).scatter(token_axis, places, hidden).narrow(token_axis, 0, length)

@@ -15,7 +15,6 @@ from kvpolicy.integrations.transformers.forward.append import Forward, cut_argum
 from kvpolicy.integrations.transformers.forward.decoding.choosing import Near, carried_for
 from kvpolicy.integrations.transformers.forward.indexers import new_places
 from kvpolicy.integrations.transformers.forward.inputs import (
-    spread_tokens,
     take_columns,
 )
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
@@ -43,8 +42,6 @@ class ActingForward(Forward):
         refills: Whether the decoder is to get as many hidden states behind its last layer as it
             has read tokens; what stands before those of the tokens that went on is cut off again.
         features: What is added to hidden states between layers, where the decoder is not to do so.
-        cuts: Whether the decoder is handed hidden states of the tokens that went on alone; else
-            they are among zeros for the others, until the decoder has ended.
         kwargs: See `Forward`.
     """
 
@@ -57,13 +54,10 @@ class ActingForward(Forward):
         keep_last: int | None = None,
         refills: bool = False,
         features: AddedFeatures | None = None,
-        cuts: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._features = features
-        self._cuts = cuts
-        self._went_on: list[Tensor | None] = []  # by layer, slots; None for all
         self._refills = refills
         self._filled = 0  # hidden states that stand for no token
         self._seen_len = tuple(self.tokens.lengths.tolist())
@@ -86,8 +80,6 @@ class ActingForward(Forward):
         self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         """See `Forward.enter_layer`; where few tokens go on, those of these alone."""
-        if self._slots is not None and not self._cuts:
-            hidden = self._taken(hidden, self._slots)
         if self._features is not None and not self._features.after:
             hidden = self._features.added(hidden, index, self._slots)
         if not self._few_go_on(index) or self._own_block(kwargs) is not None:
@@ -295,9 +287,6 @@ class ActingForward(Forward):
         self._beside = tuple(each for each in others if isinstance(each, Tensor))
         if self._features is not None and self._features.after:
             hidden = self._features.added(hidden, index, self._left(hidden))
-        if not self._cuts:
-            self._went_on.append(self._left(hidden))
-            hidden = self._spread(hidden)
         if self._refills and index == len(self.layers) - 1:
             self._filled = self._new_len - hidden.shape[1]
             hidden = pad(hidden, (0, 0, self._filled, 0))
@@ -305,8 +294,6 @@ class ActingForward(Forward):
 
     def in_order(self, output: Any) -> Any:
         """See `Forward.in_order`; the hidden states are those of the tokens that went on."""
-        if self._went_on and self._went_on[-1] is not None:
-            output = self._without_others(output)
         return super().in_order(self._unfilled(output) if self._filled else output)
 
     def _unfilled(self, output: Any) -> Any:
@@ -335,31 +322,6 @@ class ActingForward(Forward):
         """Hidden states of the tokens in ``slots`` ``[batch, count]``."""
         axis = self._token_axis(hidden)
         return take_columns(hidden, slots, axis - 1, axis)
-
-    def _spread(self, hidden: Tensor) -> Tensor:
-        """Hidden states of the tokens that left a layer, among zeros for the others."""
-        slots = self._left(hidden)
-        if slots is None:
-            return hidden
-        return spread_tokens(hidden, slots, self._new_len, self._token_axis(hidden))
-
-    def _without_others(self, output: Any) -> Any:
-        def taken(hidden: Tensor, slots: Tensor | None) -> Tensor:
-            whole = hidden.shape[self._token_axis(hidden)] == self._new_len
-            return self._taken(hidden, slots) if whole and slots is not None else hidden
-
-        def each_taken(states: Any) -> Any:
-            if not isinstance(states, tuple) or len(states) != len(self._went_on) + 1:
-                return states
-            pairs = zip(states, [None, *self._went_on], strict=True)
-            return tuple(taken(hidden, slots) for hidden, slots in pairs)
-
-        if isinstance(output, tuple):
-            return (taken(output[0], self._went_on[-1]), *map(each_taken, output[1:]))
-        output["last_hidden_state"] = taken(output["last_hidden_state"], self._went_on[-1])
-        if output.get("hidden_states") is not None:
-            output["hidden_states"] = each_taken(output["hidden_states"])
-        return output
 
     def _pass_on(self, index: int, passed: Tensor) -> None:
         self.new_positions = gather_positions(self.new_positions, passed)

@@ -475,7 +475,6 @@ class Reader:
             "narrows": narrows and self.care.narrows,
             "keep_last": keep_last,
             "refills": self.care.refills,
-            "cuts": self.care.cuts,
         }
 
     def _without_seen(self, arguments: dict[str, Any]) -> dict[str, Any]:

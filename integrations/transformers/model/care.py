@@ -11,8 +11,6 @@ class Care:
 
     Args:
         narrows: Whether layers may be run for some of their tokens only.
-        cuts: Whether a decoder may be handed hidden states of the tokens that went on alone: not
-            one that goes by the input's length, or by what came before earlier layers.
         spares_masks: Whether a layer may get no mask where its attention function would do right
             without.
         pads: Whether rows may be padded: a model that counts padding as positions does not read a
@@ -28,7 +26,6 @@ class Care:
     """
 
     narrows: bool = True
-    cuts: bool = True
     spares_masks: bool = True
     pads: bool = True
     continues: bool = True

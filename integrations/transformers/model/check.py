@@ -72,7 +72,6 @@ class Finding:
 CARES = (
     Care(),
     Care(refills=True),
-    Care(cuts=False),
     Care(narrows=False),
     Care(narrows=False, spares_masks=False),
     Care(pads=False),

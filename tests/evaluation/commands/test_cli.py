@@ -21,7 +21,9 @@ from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.commands import compare as command_compare
 from kvpolicy.evaluation.commands import generate as command_generate
 from kvpolicy.evaluation.commands.app import app
+from kvpolicy.evaluation.commands.terminal import progress_shown
 from kvpolicy.evaluation.comparison import rows
+from kvpolicy.evaluation.comparison.rows import ACCURACY_STAGE
 from kvpolicy.registry import registered
 
 Run = Callable[..., tuple[int, str, str]]
@@ -190,7 +192,7 @@ def test_a_terminal_gets_each_row_once(run: Run) -> None:
     """On a terminal rows go above a bar, and no line of stages."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=80, soft_wrap=True)
-    with command_compare._progress(console) as progress:
+    with progress_shown(console, quiet=ACCURACY_STAGE) as progress:
         progress("accuracy of tova", 1, 2)
         command_compare.Rows(console)._print(["a row"])
         progress("sweep: all", 1, 2)
@@ -363,8 +365,8 @@ def test_policies_lists_everything_in_80_columns() -> None:
         assert f"  {name}" + (f"  ({paper})" if paper else "") in lines
     start = lines.index("  snapkv  (arXiv 2404.14469)")
     assert lines[start + 2 : start + 4] == [
-        "    retention_rate=0.1, window_size=8, kernel_size=7, retention_tokens=None,",
-        "    protect=0",
+        "    retention_rate=0.1, window_size=8, kernel_size=7, decoding=None,",
+        "    retention_tokens=None, protect=0",
     ]
     order = [line for line in lines if line and not line.startswith(" ")]
     assert order == ["policy", "scorer", "selector", "propagation"]

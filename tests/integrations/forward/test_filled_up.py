@@ -1,4 +1,4 @@
-"""Decoders that want as many hidden states out of a layer as went in: what went on is spread."""
+"""Decoders that want as many hidden states behind their layers as went in: they are filled up."""
 
 from typing import Any
 
@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.checking import check_model
-from kvpolicy.integrations.transformers.forward.inputs import spread_tokens, take_columns
 from kvpolicy.policies import FastKV, GemFilter, PyramidInfer
 from tests.integrations.hybrids.models import TOLERANCE, apart, generate, hybrid, padded, tokens
 from tests.integrations.model.builds.catalogue import builds
@@ -26,7 +25,7 @@ def test_policies_are_right(name: str) -> None:
     model = hybrid(name)
     verdict = check_model(model).verdict
     assert verdict is not None
-    assert verdict.care.refills or not verdict.care.cuts
+    assert verdict.care.refills
     outcome = Judge(name, model)()
     assert outcome.outcome == "right", outcome
 
@@ -78,25 +77,8 @@ def test_a_restart() -> None:
     assert apart(found[0], want) < TOLERANCE
 
 
-def test_what_is_spread_is_taken_again() -> None:
-    hidden = torch.arange(2 * 3 * 5, dtype=torch.float32).view(2, 3, 5) + 1
-    slots = torch.tensor([[0, 4, 6], [-1, 2, 6]])
-    whole = spread_tokens(hidden, slots, 7)
-    assert whole.shape == (2, 7, 5)
-    assert whole[0].abs().sum(dim=1).nonzero()[:, 0].tolist() == [0, 4, 6]
-    assert whole[1].abs().sum(dim=1).nonzero()[:, 0].tolist() == [2, 6]
-    taken = take_columns(whole, slots)
-    assert torch.equal(taken[0], hidden[0])
-    assert torch.equal(taken[1, 1:], hidden[1, 1:])
-    four = torch.stack([hidden, -hidden])  # with an axis before that of the rows
-    assert torch.equal(spread_tokens(four, slots, 7, 2), torch.stack([whole, -whole]))
-    behind = torch.stack([hidden, -hidden], dim=2)  # or behind that of the tokens
-    assert torch.equal(spread_tokens(behind, slots, 7), torch.stack([whole, -whole], dim=2))
-    assert torch.equal(take_columns(torch.stack([whole, -whole]), slots, 1, 2)[1], -taken)
-
-
-def test_models_that_need_it_not_are_cut() -> None:
+def test_models_that_need_it_not_are_not_filled_up() -> None:
     model: PreTrainedModel = builds()["llama"].model()
     verdict = check_model(model).verdict
     assert verdict is not None
-    assert verdict.care.cuts
+    assert not verdict.care.refills
