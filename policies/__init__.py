@@ -34,6 +34,7 @@ from kvpolicy.policies.scorers.keys import KeyDiffScorer, KeyNormScorer
 from kvpolicy.policies.scorers.lag import LagKVScorer
 from kvpolicy.policies.scorers.last_query import LastQueryProductScorer, LastQueryScorer
 from kvpolicy.policies.scorers.leverage import CURScorer
+from kvpolicy.policies.scorers.output_change import CAOTEScorer
 from kvpolicy.policies.scorers.random import RandomScorer
 from kvpolicy.policies.scorers.redundancy import RedundancyScorer
 from kvpolicy.policies.scorers.weighted_tail import WeightedTailScorer
@@ -52,6 +53,7 @@ __all__ = [
     "AccumulatedAttentionScorer",
     "AdaKV",
     "AdaptiveHeadSelector",
+    "CAOTEScorer",
     "CURScorer",
     "ChunkKV",
     "ChunkMeanScorer",
