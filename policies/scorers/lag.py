@@ -85,7 +85,7 @@ class LagKVScorer(Scorer):
 
     def _unevenness(self, states: Tensor) -> Tensor:
         """``[batch, kv_heads, runs - 1, lag_size]`` of ``[batch, kv_heads, places, head_dim]``."""
-        runs = states.float().unflatten(2, (-1, self.lag_size))
+        runs = states.float().reshape(*states.shape[:2], -1, self.lag_size, states.shape[3])
         low, high = runs[:, :, 1:].aminmax(dim=3, keepdim=True)
         reach = high - low
         shares = ((runs[:, :, :-1] - low) / reach).masked_fill_(reach == 0, 0.0)

@@ -54,7 +54,8 @@ class CAOTEScorer(WrappingScorer):
             raise TypeError(f"fast must be a bool, got {self.fast!r}")
 
     def _changed(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        weights = saliency.unflatten(1, (context.kv_heads, -1)).clamp(min=0)
+        weights = saliency.clamp(min=0)
+        weights = weights.reshape(context.batch, context.kv_heads, -1, context.key_len)
         weights = weights.masked_fill(~context.valid[:, :, None], 0.0)
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=_TINY)
         changes = self._mean_changes if self.fast else self._exact_changes
