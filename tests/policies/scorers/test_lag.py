@@ -1,15 +1,12 @@
 """Tokens against those that follow: on paper, against slow loops, and its method."""
 
-import itertools
-import math
-import statistics
-
 import attrs
 import pytest
 import torch
 
 from kvpolicy.policies import LagKV, LagKVScorer
 from kvpolicy.testing import check_scorer
+from tests.reference.runs import lag_scores
 
 from .support import layer_of, random_layer, rows_of
 
@@ -59,35 +56,6 @@ def test_equal_tokens_rank_by_their_order() -> None:
     assert saliency.tolist() == [[[0.5, 0.0, 1.0, 1.5]]]
 
 
-def slow(keys: list[list[float]], values: list[list[float]], sinks: int, lag: int) -> list[float]:
-    """The saliency of one head of one row, in plain Python."""
-    behind = range(min(sinks, len(keys)), len(keys))
-    runs = [behind[i : i + lag] for i in range(0, len(behind), lag) if i + lag <= len(behind)]
-    found = dict.fromkeys(range(behind.start), 2.0)
-    for run, following in itertools.pairwise(runs):
-        total = dict.fromkeys(run, 0.0)
-        for states in (keys, values):
-            spans = [
-                (min(states[j][c] for j in following), max(states[j][c] for j in following))
-                for c in range(len(states[0]))
-            ]
-            deviations = [
-                statistics.stdev(
-                    (states[j][c] - a) / (b - a) if a < b else 0.0 for c, (a, b) in enumerate(spans)
-                )
-                for j in run
-            ]
-            norm = math.fsum(map(math.exp, deviations))
-            for j, deviation in zip(run, deviations, strict=True):
-                total[j] += math.exp(deviation) / norm
-        for rank, j in enumerate(sorted(run, key=total.__getitem__)):
-            found[j] = rank / lag
-    rest = [j for j in behind if j not in found]
-    return [
-        found.get(j, 1 + (rest.index(j) / len(rest) if j in rest else 0)) for j in range(len(keys))
-    ]
-
-
 @pytest.mark.parametrize(("sinks", "lag"), [(0, 1), (0, 4), (2, 3), (4, 5), (3, 11), (50, 2)])
 def test_against_slow_loops_in_padded_rows(sinks: int, lag: int) -> None:
     lens = (23, 9, 2, 29)
@@ -98,7 +66,8 @@ def test_against_slow_loops_in_padded_rows(sinks: int, lag: int) -> None:
             keys, values = (
                 each[row, head, -length:].tolist() for each in (context.keys, context.values)
             )
-            assert found[row][head] == pytest.approx(slow(keys, values, sinks, lag), abs=1e-6)
+            expected = lag_scores(range(length), keys, values, num_sinks=sinks, lag_size=lag)
+            assert found[row][head] == pytest.approx(expected, abs=1e-6)
 
 
 def test_evicted_sinks_are_not_made_up_for() -> None:
