@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .attention import Entry
 from .methods import LayerView, SnapKV
 from .scored_methods import Scored
 
@@ -72,7 +73,10 @@ class LagKV(Scored):
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
         """See `lag_scores`."""
-        held = layer.entries[head]
+        return self.of_entries(layer.entries[head])
+
+    def of_entries(self, held: Sequence[Entry]) -> list[float]:
+        """The scores of what one head holds."""
         return lag_scores(
             [entry.position for entry in held],
             [entry.key.tolist() for entry in held],
