@@ -2,6 +2,8 @@
 
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.ada_kv import AdaKV
+from kvpolicy.policies.methods.chunk_kv import ChunkKV
+from kvpolicy.policies.methods.cur_dkv import CurDKV
 from kvpolicy.policies.methods.eviction import EvictionMethod
 from kvpolicy.policies.methods.fastkv import FastKV
 from kvpolicy.policies.methods.fastv import FastV
@@ -10,6 +12,7 @@ from kvpolicy.policies.methods.gem_filter import GemFilter
 from kvpolicy.policies.methods.h2o import H2O
 from kvpolicy.policies.methods.key_diff import KeyDiff
 from kvpolicy.policies.methods.key_norm import KeyNorm
+from kvpolicy.policies.methods.lag_kv import LagKV
 from kvpolicy.policies.methods.method import Method
 from kvpolicy.policies.methods.pyramid_infer import PyramidInfer
 from kvpolicy.policies.methods.pyramid_kv import PyramidKV
@@ -25,13 +28,18 @@ from kvpolicy.policies.propagation.staged import StagedPropagation
 from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
 from kvpolicy.policies.propagation.visual_tokens import VisualTokenPropagation
 from kvpolicy.policies.scorers.accumulated import AccumulatedAttentionScorer
-from kvpolicy.policies.scorers.combined import MaxScorer, SumScorer, ValueAwareScorer
+from kvpolicy.policies.scorers.chunks import ChunkMeanScorer
+from kvpolicy.policies.scorers.combined import MaxScorer, SumScorer
 from kvpolicy.policies.scorers.keys import KeyDiffScorer, KeyNormScorer
+from kvpolicy.policies.scorers.lag import LagKVScorer
 from kvpolicy.policies.scorers.last_query import LastQueryProductScorer, LastQueryScorer
+from kvpolicy.policies.scorers.leverage import CURScorer
+from kvpolicy.policies.scorers.output_change import CAOTEScorer
 from kvpolicy.policies.scorers.random import RandomScorer
 from kvpolicy.policies.scorers.redundancy import RedundancyScorer
 from kvpolicy.policies.scorers.weighted_tail import WeightedTailScorer
 from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
+from kvpolicy.policies.scorers.wrapping import ValueAwareScorer
 from kvpolicy.policies.selectors.adaptive_head import AdaptiveHeadSelector
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
@@ -45,6 +53,11 @@ __all__ = [
     "AccumulatedAttentionScorer",
     "AdaKV",
     "AdaptiveHeadSelector",
+    "CAOTEScorer",
+    "CURScorer",
+    "ChunkKV",
+    "ChunkMeanScorer",
+    "CurDKV",
     "EvictionMethod",
     "FastKV",
     "FastV",
@@ -56,6 +69,8 @@ __all__ = [
     "KeyDiffScorer",
     "KeyNorm",
     "KeyNormScorer",
+    "LagKV",
+    "LagKVScorer",
     "LastQueryProductScorer",
     "LastQueryScorer",
     "MaxScorer",

@@ -16,12 +16,15 @@ from kvpolicy.policies import (
     TOVA,
     AdaKV,
     AdaptiveHeadSelector,
+    ChunkKV,
+    CurDKV,
     FastKV,
     GQAGroupSelector,
     KeepAllSelector,
     KeyDiff,
     KeyNorm,
     KeyNormScorer,
+    LagKV,
     PassAllPropagation,
     PyramidKV,
     PyramidSelector,
@@ -44,6 +47,9 @@ METHODS: list[Callable[..., CachePolicy]] = [
     Random,
     PyramidKV,
     AdaKV,
+    LagKV,
+    CurDKV,
+    ChunkKV,
 ]
 
 

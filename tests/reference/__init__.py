@@ -12,6 +12,7 @@ from .layer_budgets import PyramidKV
 from .methods import FastKV, FullContext, Method, SnapKV, StreamingLLM
 from .models import FAMILIES, PAD_TOKEN_ID, VOCAB_SIZE, Family, random_tokens, tiny_model
 from .pyramid import PyramidInfer
+from .runs import ChunkKV, LagKV
 from .scored_methods import H2O, TOVA, KeyDiff, Scored
 from .staged import Staged
 
@@ -23,11 +24,13 @@ __all__ = [
     "VOCAB_SIZE",
     "Act",
     "AdaKV",
+    "ChunkKV",
     "Family",
     "FastKV",
     "FullContext",
     "GemFilter",
     "KeyDiff",
+    "LagKV",
     "Method",
     "PyramidInfer",
     "PyramidKV",

@@ -19,6 +19,7 @@ from .attention import Entry, attention_probabilities
 from .decoder import decoder_layers, finish_layer, rms_norm, rotate
 from .generation import ReferenceState
 from .methods import LayerView, Method
+from .runs import LagKV
 from .scored_methods import KeyDiff, two_minus_cosines
 from .selection import head_mean
 
@@ -43,9 +44,22 @@ class LatentKeyDiff(KeyDiff):
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
         """The mean over the heads of two minus the cosine."""
-        held = [entry for entry in layer.entries[head] if isinstance(entry, LatentEntry)]
-        per_head = zip(*(entry.heads for entry in held), strict=True)
-        return head_mean([two_minus_cosines(entries) for entries in per_head])
+        return head_mean([two_minus_cosines(held) for held in per_head(layer.entries[head])])
+
+
+@dataclass(frozen=True)
+class LatentLagKV(LagKV):
+    """LagKV by the expanded keys and values, the mean over all heads."""
+
+    def scores(self, layer: LayerView, head: int) -> list[float]:
+        """The mean over the heads of their ranks."""
+        return head_mean([self.of_entries(held) for held in per_head(layer.entries[head])])
+
+
+def per_head(held: Sequence[Entry]) -> list[tuple[Entry, ...]]:
+    """For each head, what the entries of a layer expand to."""
+    expanded = [entry.heads for entry in held if isinstance(entry, LatentEntry)]
+    return list(zip(*expanded, strict=True))
 
 
 class LatentState(ReferenceState):
@@ -55,6 +69,8 @@ class LatentState(ReferenceState):
         """Starts an empty context; see `ReferenceState`."""
         if isinstance(method, KeyDiff):
             method = LatentKeyDiff(**asdict(method))
+        if isinstance(method, LagKV):
+            method = LatentLagKV(**asdict(method))
         super().__init__(model, method)
 
     def _heads_held(self) -> list[int]:

@@ -60,4 +60,12 @@ def test_attention_that_shows_no_queries(
     out = capsys.readouterr().out
     assert "attention shows no queries: policies that look at them cannot be applied" in out
     work = {name for name, each in rows_of(out).items() if each.strip() == "yes"}
-    assert work == {"full_context", "streaming_llm", "key_norm", "key_diff", "random"}
+    assert work == {
+        "full_context",
+        "streaming_llm",
+        "key_norm",
+        "key_diff",
+        "lag_kv",
+        "cur_dkv",
+        "random",
+    }

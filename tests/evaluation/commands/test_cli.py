@@ -102,7 +102,7 @@ def test_wrong_command_line(run: Run, arguments: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--policy", "nope"], "no policy is named 'nope'; known: ada_kv, fastkv, "),
+        (["--policy", "nope"], "no policy is named 'nope'; known: ada_kv, chunk_kv, "),
         (["--rate", "0"], "retention_rate must be in (0, 1], got 0.0"),
         (["--rate", "1.5"], "retention_rate must be in (0, 1], got 1.5"),
         (["--threads", "100000"], "threads must be at most the machine's"),

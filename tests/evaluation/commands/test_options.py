@@ -164,7 +164,7 @@ def test_a_composition_stands_beside_policies_at_every_rate() -> None:
         (("-p", "snapkv", "--set", "nope=1"), "--set nope must name a parameter"),
         (("-p", "snapkv", "--retention-tokens", 0), "retention_tokens must be at least 1, got 0"),
         (("-p", "snapkv", "--protect", -1), "protect must be at least 0, got -1"),
-        (("-p", "nope"), "no policy is named 'nope'; known: ada_kv, fastkv"),
+        (("-p", "nope"), "no policy is named 'nope'; known: ada_kv, chunk_kv"),
         (("--scorer", "snapkv"), "no scorer is named 'snapkv'; known: accumulated_attention"),
         (("--selector", "keep_all:a=1"), "--selector keep_all takes no a; it takes no parameters"),
         (("--propagation", "staged:x"), "--propagation must be NAME=VALUE"),

@@ -62,6 +62,7 @@ CASES: list[tuple[Family, str]] = [
     ("llama", "pyramid_infer"),
     ("llama", "two_stages"),
     ("llama", "ada_kv"),
+    ("llama", "chunk_kv"),
     ("llama", "random"),
     ("llama", "bounded_h2o"),
     ("llama", "bounded_ada_kv"),

@@ -12,11 +12,13 @@ from kvpolicy.policies import (
     H2O,
     TOVA,
     AdaKV,
+    ChunkKV,
     FastKV,
     FullContext,
     GemFilter,
     GQAGroupSelector,
     KeyDiff,
+    LagKV,
     PyramidInfer,
     PyramidKV,
     SnapKV,
@@ -51,6 +53,14 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
     "tova": (TOVA(0.25), reference.TOVA(0.25)),
     # No KeyNorm: in the first layer a token that comes twice has one norm, but for rounding.
     "key_diff": (KeyDiff(0.4, window_size=2), reference.KeyDiff(0.4, window_size=2)),
+    "lag_kv": (
+        LagKV(0.6, window_size=2, num_sinks=2, lag_size=8),
+        reference.LagKV(0.6, window_size=2, num_sinks=2, lag_size=8),
+    ),
+    "chunk_kv": (
+        ChunkKV(0.3, window_size=4, kernel_size=3, chunk_length=5),
+        reference.ChunkKV(0.3, window_size=4, kernel_size=3, chunk_length=5),
+    ),
     "pyramid_infer": (
         PyramidInfer(min_context=8),
         reference.PyramidInfer(min_context=8),

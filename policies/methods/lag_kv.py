@@ -1,0 +1,42 @@
+"""LagKV (arXiv 2504.04704)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+
+from kvpolicy.interfaces import Scorer
+from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.methods.eviction import EvictionMethod
+from kvpolicy.policies.scorers.lag import LagKVScorer
+
+
+@documented
+@attrs.frozen
+class LagKV(EvictionMethod):
+    """Keeps the tokens that stand out against those that follow; needs no query.
+
+    Of every run of ``lag_size`` tokens the same share is kept; the first tokens and the last run
+    come before all others (see `LagKVScorer`). Prefill is complete.
+
+    Args:
+        num_sinks: First tokens of the context, at least 0.
+        lag_size: Tokens of a run, at least 1.
+
+    Example:
+        >>> LagKV(retention_tokens=512).scorer
+        LagKVScorer(num_sinks=4, lag_size=128)
+
+    Source: LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important
+    (arXiv 2504.04704). Here the budget is of the whole context, as in kvpress: a budget of no more
+    than the first tokens and the last run keeps those alone.
+    """
+
+    paper: ClassVar[str] = "arXiv 2504.04704"
+
+    num_sinks: int = 4
+    lag_size: int = 128
+
+    def _scorer(self) -> Scorer:
+        return LagKVScorer(self.num_sinks, self.lag_size)

@@ -1,0 +1,72 @@
+"""Neighbours that stand or fall together."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.checks import check_count
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import Scorer
+from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
+from kvpolicy.policies.scorers.wrapping import WrappingScorer
+
+
+@attrs.frozen
+class ChunkMeanScorer(WrappingScorer):
+    """The mean of a scorer's saliency over chunks of consecutive tokens and over all heads.
+
+    ``saliency'[h, j]`` is the mean of ``saliency[h', i]`` over all heads ``h'`` of the layer and
+    the tokens ``i`` with ``position_i // chunk_length = position_j // chunk_length`` that a head
+    holds: chunks are counted from the first token of each row, in every turn. The same for all
+    heads, in float32. Tokens that the scorer leaves unscored have no part in a mean, and get 0.
+
+    Args:
+        scorer: Gives the saliency.
+        chunk_length: Tokens of a chunk, at least 1.
+
+    Raises:
+        TypeError: ``scorer`` is not a `Scorer`, or ``chunk_length`` not an int.
+        ValueError: ``chunk_length`` is below 1.
+
+    Example:
+        >>> ChunkMeanScorer(chunk_length=20).num_queries
+        8
+
+    Source: ChunkKV (arXiv 2502.00299). It keeps whole chunks; a selector here keeps a number of
+    tokens, so that the last chunk it reaches may be cut, which keeps the chunk's first tokens.
+    kvpress, where chunks have 20 tokens, takes the first row's choice for all rows, and lets the
+    observation window's own score, above all others, weigh in the chunk that the window begins in.
+    """
+
+    paper: ClassVar[str] = "arXiv 2502.00299"
+
+    scorer: Scorer = attrs.field(default=WindowMaxPoolScorer())
+    chunk_length: int = 10
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        check_count("chunk_length", self.chunk_length, minimum=1)
+
+    def _changed(self, saliency: Tensor, context: LayerContext) -> Tensor:
+        group = saliency.shape[1] // context.kv_heads
+        scored = context.valid & ~context.is_tail(self.unscored_tail)
+        chunks = context.positions.clamp(min=0) // self.chunk_length
+        # By position, not by slot: after earlier choices heads may hold unlike tokens; and as many
+        # chunks in every process that has a share of the heads.
+        count = -(-max(context.seen_len) // self.chunk_length)
+        shown = saliency.masked_fill(~scored.repeat_interleave(group, dim=1), 0.0)
+        sums = context.heads.mean(_sums(shown, chunks.repeat_interleave(group, dim=1), count))
+        held = context.heads.mean(_sums(scored.to(shown.dtype), chunks, count))
+        means = sums / held.masked_fill(held == 0, 1.0)
+        of_heads = means[:, None].expand(-1, context.kv_heads, -1)
+        return of_heads.gather(-1, chunks).masked_fill(~scored, 0.0)
+
+
+def _sums(numbers: Tensor, chunks: Tensor, count: int) -> Tensor:
+    """``[batch, heads, count]`` of ``[batch, heads, key_len]``."""
+    sums = torch.zeros(*numbers.shape[:2], count, dtype=numbers.dtype, device=numbers.device)
+    return sums.scatter_add_(-1, chunks, numbers)

@@ -1,0 +1,92 @@
+"""How keys and values vary against those that follow; no query is looked at."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.checks import check_count
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import Scorer
+
+
+@attrs.frozen
+class LagKVScorer(Scorer):
+    """How unevenly each token's channels lie in the range of the tokens that follow.
+
+    Behind the sinks, the tokens that a KV head holds are parted into runs of ``lag_size``, counted
+    from the row's first. With ``low`` and ``high`` the least and largest of the next run, per
+    channel, ``s_j = softmax over the run of the standard deviation over channels of
+    (x_j - low) / (high - low)``, once of keys and once of values. ``saliency[h, j] = r / lag_size``
+    per KV head ``h``, with ``r`` the rank, from 0, of ``s_j`` of keys plus that of values in its
+    run: every run keeps the same share. The last full run and what follows it have nothing to be
+    held against and come before all others, the newer the higher, in [1, 2); sinks have 2.
+
+    Args:
+        num_sinks: First tokens of the row, which come first of all, at least 0.
+        lag_size: Tokens of a run, at least 1.
+
+    Raises:
+        TypeError: An argument is not an int.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> LagKVScorer(lag_size=64).num_queries
+        0
+
+    Source: LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important (arXiv
+    2504.04704), as kvpress has it: deviations divided by one less than the channels, keys after
+    rotary embedding. There sinks, the last run and what follows all score 1, so that ties decide
+    where the budget is below their number; here newer tokens win, as they do there in contexts
+    shorter than two runs. A channel in which the next run is constant, 0 / 0 there, counts as 0.
+    """
+
+    paper: ClassVar[str] = "arXiv 2504.04704"
+
+    num_sinks: int = 4
+    lag_size: int = 128
+
+    def __attrs_post_init__(self) -> None:
+        check_count("num_sinks", self.num_sinks)
+        check_count("lag_size", self.lag_size, minimum=1)
+
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        sinks = context.is_first(self.num_sinks)
+        held = context.valid.sum(dim=-1, keepdim=True)
+        behind = held - sinks.sum(dim=-1, keepdim=True)  # tokens behind the sinks
+        slots = torch.arange(context.key_len, device=context.keys.device)
+        places = slots - (context.key_len - behind)  # among these; below 0 for sinks and padding
+        ranked = (behind // self.lag_size - 1).clamp(min=0) * self.lag_size
+        recency = (places - ranked) / (behind - ranked).clamp(min=1)
+        saliency = torch.where(sinks, 2.0, 1 + recency)
+        runs = context.key_len // self.lag_size
+        if runs > 1:
+            ranks = self._ranks(context, context.key_len - behind, runs)
+            of_token = ranks.gather(-1, places.clamp(0, ranks.shape[-1] - 1))
+            in_run = (places >= 0) & (places < ranked)
+            saliency = torch.where(in_run, of_token / self.lag_size, saliency)
+        return saliency
+
+    def _ranks(self, context: LayerContext, first: Tensor, runs: int) -> Tensor:
+        """``[batch, kv_heads, (runs - 1) * lag_size]`` by place; of heads with fewer, anything."""
+        slots = first + torch.arange(runs * self.lag_size, device=first.device)
+        slots = slots.clamp(max=context.key_len - 1)[..., None]
+        scores = sum(
+            self._unevenness(each.gather(2, slots.expand(*slots.shape[:3], each.shape[3])))
+            for each in (context.keys, context.values)
+        )
+        # Of equals the earlier ranks higher, as it does with selectors.
+        order = torch.as_tensor(scores).argsort(dim=-1, descending=True, stable=True)
+        return (self.lag_size - 1 - order.argsort(dim=-1)).flatten(2)
+
+    def _unevenness(self, states: Tensor) -> Tensor:
+        """``[batch, kv_heads, runs - 1, lag_size]`` of ``[batch, kv_heads, places, head_dim]``."""
+        runs = states.float().reshape(*states.shape[:2], -1, self.lag_size, states.shape[3])
+        low, high = runs[:, :, 1:].aminmax(dim=3, keepdim=True)
+        reach = high - low
+        shares = ((runs[:, :, :-1] - low) / reach).masked_fill_(reach == 0, 0.0)
+        return shares.std(dim=-1).softmax(dim=-1)

@@ -1,0 +1,67 @@
+"""How much of their surroundings' keys and values tokens make up; no query is looked at."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.checks import check_count
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import Scorer
+
+
+@attrs.frozen
+class CURScorer(Scorer):
+    """Each token's share of the squared norms around it, of keys times that of values.
+
+    The tokens that a KV head holds are parted into stretches of ``local_size``, counted from the
+    row's first; the last may be shorter. ``saliency[h, j] = K_j * V_j / sum over i of K_i * V_i``
+    per KV head ``h``, in float32, with ``K_j = ||k_j||^2 / sum over its stretch of ||k_i||^2`` and
+    ``V`` likewise of values. Sinks have 1. Rotary embedding, which keeps norms, changes nothing.
+
+    Args:
+        num_sinks: First tokens of the row, which come first of all, at least 0.
+        local_size: Tokens of a stretch, at least 1 (1 makes all equal).
+
+    Raises:
+        TypeError: An argument is not an int.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> CURScorer().num_queries
+        0
+
+    Source: CurDKV (arXiv 2509.15038), which chooses tokens as a CUR decomposition chooses rows, by
+    leverage; this is the reading of kvpress's ``CURPress`` at its defaults, in which shares of
+    norms approximate leverage and nothing is projected at random. Where all norms are 0, so are
+    shares, in place of 0 / 0.
+    """
+
+    paper: ClassVar[str] = "arXiv 2509.15038"
+
+    num_sinks: int = 4
+    local_size: int = 16
+
+    def __attrs_post_init__(self) -> None:
+        check_count("num_sinks", self.num_sinks)
+        check_count("local_size", self.local_size, minimum=1)
+
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        slots = torch.arange(context.key_len, device=context.keys.device)
+        padding = context.key_len - context.valid.sum(dim=-1, keepdim=True)
+        stretches = (slots - padding).clamp(min=0) // self.local_size
+        product = torch.ones(context.positions.shape, device=context.keys.device)
+        for states in (context.keys, context.values):
+            norms = states.float().square().sum(dim=-1).masked_fill(~context.valid, 0.0)
+            sums = torch.zeros_like(norms).scatter_add_(-1, stretches, norms)
+            product *= _share(norms, sums.gather(-1, stretches))
+        shares = _share(product, product.sum(dim=-1, keepdim=True))
+        return shares.masked_fill(context.is_first(self.num_sinks), 1.0)
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    return part / whole.clamp(min=torch.finfo(whole.dtype).tiny)

@@ -1,0 +1,106 @@
+"""How far the output moves if a token alone is evicted."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import Scorer
+from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
+from kvpolicy.policies.scorers.wrapping import WrappingScorer
+
+
+@attrs.frozen
+class CAOTEScorer(WrappingScorer):
+    """How far a head's output moves if one token is evicted, by a scorer's saliency as attention.
+
+    ``saliency'[h, j] = a_j / (1 - a_j) * ||o - v_j||_2`` with ``a = saliency[h] / sum saliency[h]``
+    over the tokens that are scored, and ``o = sum over i of a_i v_i``, in float32: exactly the
+    change of ``o`` when the other weights are made to sum to 1 again. Per head of the scorer, with
+    the values of its KV head. Meant for saliencies that are not negative, as attention is; those
+    below 0 count as 0.
+
+    Args:
+        scorer: Gives the saliency.
+        fast: Whether the mean of the values stands in for ``o``, one for all heads of a group.
+
+    Raises:
+        TypeError: ``scorer`` is not a `Scorer`, or ``fast`` not a bool.
+
+    Example:
+        >>> from kvpolicy.policies import LastQueryScorer
+        >>> CAOTEScorer(LastQueryScorer()).num_queries
+        1
+
+    Source: CAOTE (arXiv 2504.14051) and its FastCAOTE, as described by others: no code was
+    published, and what it does with groups of query heads is not known; here every query head has
+    its own numbers, of which selectors take the mean. It evicts few tokens at a time and scores
+    anew; here one scoring ranks all. A token with all of the weight has no ``a / (1 - a)``: the
+    change is then taken as ``||v_j||_2``, and with ``fast`` ``1 - a`` is at least 1e-6.
+    """
+
+    paper: ClassVar[str] = "arXiv 2504.14051"
+
+    scorer: Scorer = attrs.field(default=WindowMaxPoolScorer())
+    fast: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if not isinstance(self.fast, bool):
+            raise TypeError(f"fast must be a bool, got {self.fast!r}")
+
+    def _changed(self, saliency: Tensor, context: LayerContext) -> Tensor:
+        weights = saliency.clamp(min=0)
+        weights = weights.reshape(context.batch, context.kv_heads, -1, context.key_len)
+        weights = weights.masked_fill(~context.valid[:, :, None], 0.0)
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=_TINY)
+        changes = self._mean_changes if self.fast else self._exact_changes
+        return changes(weights, context).flatten(1, 2)
+
+    @staticmethod
+    def _exact_changes(weights: Tensor, context: LayerContext) -> Tensor:
+        """``[batch, kv_heads, group, key_len]``, as the weights.
+
+        The heaviest token's would be a small difference over a small difference; so it is
+        computed as ``a_j ||m - v_j||``, with ``m`` the mean of the others by their weights.
+        """
+        values = context.values.float()
+        heaviest, most, others = _heaviest(weights)
+        at_heaviest = values.gather(2, heaviest.expand(*heaviest.shape[:3], values.shape[3]))
+        of_others = others @ values
+        distances = _distances(of_others + most * at_heaviest, values)
+        mean = of_others / others.sum(dim=-1, keepdim=True).clamp(min=_TINY)
+        apart: Tensor = torch.linalg.vector_norm(mean - at_heaviest, dim=-1, keepdim=True)
+        changes = others / (1 - others) * distances
+        return changes.scatter(-1, heaviest, most * apart)
+
+    @staticmethod
+    def _mean_changes(weights: Tensor, context: LayerContext) -> Tensor:
+        """``[batch, kv_heads, group, key_len]``, as the weights."""
+        values, real = context.values.float(), context.valid[..., None]
+        count = real.sum(dim=2, keepdim=True).clamp(min=1)
+        mean = values.masked_fill(~real, 0.0).sum(dim=2, keepdim=True) / count
+        heaviest, _, others = _heaviest(weights)
+        left = (1 - weights).scatter(-1, heaviest, others.sum(dim=-1, keepdim=True))
+        return weights / left.clamp(min=1e-6) * _distances(mean, values)
+
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def _heaviest(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each head's largest weight is, the weight, and all weights with 0 in its place.
+
+    What is left of 1 without it is the sum of the others, which a difference would round away.
+    """
+    most, heaviest = weights.max(dim=-1, keepdim=True)
+    return heaviest, most, weights.scatter(-1, heaviest, 0.0)
+
+
+def _distances(outputs: Tensor, values: Tensor) -> Tensor:
+    """``[batch, kv_heads, outputs, key_len]``, by differences: products would cancel."""
+    return torch.cdist(outputs, values, compute_mode="donot_use_mm_for_euclid_dist")

@@ -1,0 +1,81 @@
+"""Scorers that change what another scorer says."""
+
+from __future__ import annotations
+
+import abc
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.checks import check_kind
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import Scorer
+
+
+@attrs.frozen
+class WrappingScorer(Scorer):
+    """Another scorer's saliency, changed; needs and carries what that one does."""
+
+    scorer: Scorer
+
+    def __attrs_post_init__(self) -> None:
+        check_kind("scorer", self.scorer, Scorer)
+
+    @property
+    def num_queries(self) -> int | None:
+        """Those of the scorer."""
+        return self.scorer.num_queries
+
+    @property
+    def unscored_tail(self) -> int:
+        """That of the scorer."""
+        return self.scorer.unscored_tail
+
+    @property
+    def carries(self) -> int:
+        """What the scorer carries."""
+        return self.scorer.carries
+
+    def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """See `Scorer.advance`."""
+        saliency, carried = self.scorer.advance(context)
+        return self._changed(saliency, context), carried
+
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32, of the scorer's shape or per KV head; see `Scorer.score`."""
+        return self._changed(self.scorer.score(context), context)
+
+    @abc.abstractmethod
+    def _changed(self, saliency: Tensor, context: LayerContext) -> Tensor:
+        """The saliency to return, a new tensor, in the place of the scorer's."""
+
+
+@attrs.frozen
+class ValueAwareScorer(WrappingScorer):
+    """A scorer's saliency times the norm of each token's value.
+
+    ``saliency'[h, j] = saliency[h, j] * ||v_j||_2``: attention to a token whose value is small
+    moves the output little. Meant for saliencies that are not negative, as attention is.
+
+    Args:
+        scorer: Gives the saliency.
+
+    Raises:
+        TypeError: ``scorer`` is not a `Scorer`.
+
+    Example:
+        >>> from kvpolicy.policies import WindowMaxPoolScorer
+        >>> ValueAwareScorer(WindowMaxPoolScorer()).num_queries
+        8
+
+    Source: VATP, Attention Score is not All You Need for Token Importance Indicator in KV Cache
+    Reduction: Value Also Matters (arXiv 2406.12335), which takes the L1 norm.
+    """
+
+    paper: ClassVar[str] = "arXiv 2406.12335"
+
+    def _changed(self, saliency: Tensor, context: LayerContext) -> Tensor:
+        norms: Tensor = torch.linalg.vector_norm(context.values.float(), dim=-1)
+        return saliency * norms.repeat_interleave(saliency.shape[1] // context.kv_heads, dim=1)

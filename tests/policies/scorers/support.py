@@ -1,0 +1,60 @@
+"""Layers for tests of scorers: of keys and values on paper, and of random rows with padding."""
+
+import torch
+from torch import Tensor
+
+from kvpolicy import LayerContext
+
+
+def layer_of(keys: Tensor, values: Tensor | None = None) -> LayerContext:
+    """One row of one KV head at its first prompt, without queries; values are the keys if None.
+
+    Args:
+        keys: ``[key_len, head_dim]``.
+        values: Likewise.
+    """
+    values = keys if values is None else values
+    key_len = len(keys)
+    return LayerContext(
+        layer_idx=0,
+        num_layers=2,
+        queries=keys.new_empty(1, 1, 0, keys.shape[1]),
+        keys=keys[None, None],
+        values=values[None, None],
+        positions=torch.arange(key_len)[None, None],
+        new_valid=torch.ones(1, key_len, dtype=torch.bool),
+        seen_len=(key_len,),
+        scaling=1.0,
+    )
+
+
+def random_layer(seed: int, lens: tuple[int, ...], query_len: int = 0) -> LayerContext:
+    """Rows of 3 KV heads and 6 query heads at their first prompt, padded on the left.
+
+    Padding holds numbers as large as any: what reads it is found out.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    batch, key_len = len(lens), max(lens)
+
+    def normal(heads: int, length: int) -> Tensor:
+        return 2 * torch.randn(batch, heads, length, 5, generator=generator)
+
+    slots = torch.arange(key_len)
+    positions = slots - (key_len - torch.tensor(lens))[:, None]
+    positions = positions.clamp(min=-1)
+    return LayerContext(
+        layer_idx=1,
+        num_layers=3,
+        queries=normal(6, query_len),
+        keys=normal(3, key_len),
+        values=normal(3, key_len),
+        positions=positions[:, None].expand(batch, 3, key_len).contiguous(),
+        new_valid=positions >= 0,
+        seen_len=lens,
+        scaling=5**-0.5,
+    )
+
+
+def rows_of(saliency: Tensor, lens: tuple[int, ...]) -> list[list[list[float]]]:
+    """The saliency of each row's tokens, per head."""
+    return [row[:, -length:].tolist() for row, length in zip(saliency, lens, strict=True)]
