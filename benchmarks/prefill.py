@@ -6,7 +6,8 @@ shaped like DeepSeek V3 (latent attention), both with experts. Every policy take
 round, so that a machine that slows down slows down all of them. Writes ``results/prefill.json``
 beside this file, or ``prefill_MODEL.json`` for others than the Llama, and prints a table.
 
-    python benchmarks/prefill.py [--model llama] [--lengths 4096 8192] [--rounds 7] [--threads 2] [--out DIR]
+    python benchmarks/prefill.py [--model llama] [--lengths 4096 8192] [--rounds 7] [--threads 2]
+        [--out DIR]
 """
 
 from __future__ import annotations
