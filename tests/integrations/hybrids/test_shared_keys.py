@@ -19,6 +19,7 @@ from kvpolicy.policies import FastKV, FullContext, PyramidInfer, SnapKV
 from tests.integrations.hybrids.models import TOLERANCE, apart, generate, hybrid, padded, tokens
 from tests.integrations.model.builds.dense import decoder_layers
 from tests.integrations.model.builds.judge import Judge
+from tests.integrations.support.versions import OLD
 
 NAMES = ("gemma3n_text", "gemma4_text_shared")
 PRODUCERS = (None, None, 0, 1)  # a sliding window and full attention, each with a borrower
@@ -239,6 +240,7 @@ def test_only_producers_can_say_what_goes_on(name: str) -> None:
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.skipif(OLD, reason="this Transformers' Gemma 4 does not cut hidden states itself")
 def test_some_logits_of_a_decoder_that_cuts_hidden_states_itself() -> None:
     model, ids = hybrid("gemma4_text_shared"), torch.tensor(ROWS[:1])
     cache = PolicyCache(POLICIES["fastkv"])

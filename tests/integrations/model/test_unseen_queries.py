@@ -32,9 +32,14 @@ from tests.integrations.model.builds.catalogue import Build, builds
 from tests.integrations.model.builds.dense import Seen, dense_logits
 from tests.integrations.model.builds.judge import Judge
 from tests.integrations.support.two_turns import off_in_two_turns
+from tests.integrations.support.versions import OLD
 
 # Of one key head for all queries, of one for each; windows in columns; one mask for all heads.
-FAMILIES = ("falcon", "falcon_grouped", "gptj", "gpt_neo", "xglm", "megatron-bert")
+# The last attends both ways in an older Transformers, and is refused there.
+FAMILIES = (
+    *("falcon", "falcon_grouped", "gptj", "gpt_neo", "xglm"),
+    *(() if OLD else ("megatron-bert",)),
+)
 ROWS = [tokens(0, 40), tokens(1, 23)]
 POLICIES: dict[str, CachePolicy] = {
     "streaming_llm": StreamingLLM(0.4),
@@ -161,6 +166,7 @@ def test_a_prompt_in_chunks_and_memory_for_an_answer(name: str) -> None:
     assert torch.equal(found, want)
 
 
+@pytest.mark.skipif(OLD, reason="this Transformers cuts the masks of later chunks wrongly")
 def test_padding_in_a_chunk_behind_others_where_windows_are_of_columns() -> None:
     """Such a chunk is refused in a later turn, and the cache stays as it was."""
     model, (ids, mask) = decoder("gpt_neo"), padded(ROWS)
@@ -217,12 +223,14 @@ def test_what_no_policy_can_be_applied_to(name: str, reason: str) -> None:
         generate(decoder(name), PolicyCache(FullContext()), torch.tensor(ROWS[:1]))
 
 
+@pytest.mark.skipif(OLD, reason="this Transformers' BigBird attends both ways")
 def test_full_attention_of_a_model_that_may_be_sparse() -> None:
     model = Build("big_bird", "big_bird", {"attention_type": "original_full"}).model()
     worst, effect = off_in_two_turns(model, PolicyCache(StreamingLLM(0.4)), [40, 40], [9, 9])
     assert worst < TOLERANCE < effect
 
 
+@pytest.mark.skipif(OLD, reason="this Transformers' GIT is refused with images by other words")
 def test_image_features_that_are_put_before_the_tokens() -> None:
     model, ids = decoder("git"), torch.tensor(ROWS[:1])
     config: Any = model.config

@@ -70,6 +70,7 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
         own = own * num_layers
     indexers = getattr(config, "indexer_types", None) or [None] * num_layers
     crossing = getattr(config, "cross_attention_layers", None) or ()
+    pools = getattr(config, "indexer_compress_ratio", None) is not None
     kinds = []
     producers = _producers(config, called)
     for index in range(num_layers):
@@ -84,6 +85,7 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
             states=getattr(cached, "number_of_states", 1),
             indexes_blocks=hasattr(cached, "update_index"),
             crosses=index in crossing,
+            untold=pools and not hasattr(cached, "indexer_position_ids"),
             indexer=indexers[index] if index < len(indexers) else None,
             producer=producers.get(index),
         )

@@ -56,6 +56,8 @@ class LayerFacts:
         indexes_blocks: Whether an indexer picks blocks of slots, and hands its index keys to what
             the layer holds.
         crosses: Whether it attends to images instead of the tokens.
+        untold: Whether its indexer turns index keys by positions that this Transformers' cache does
+            not hold beside them.
         producer: The layer whose keys and values it attends to; None where it makes its own.
     """
 
@@ -68,4 +70,5 @@ class LayerFacts:
     indexer: str | None = None
     indexes_blocks: bool = False
     crosses: bool = False
+    untold: bool = False
     producer: int | None = None

@@ -32,6 +32,6 @@ class Indexed(LayerKind):
         """See `LayerKind.of`."""
         if layer.indexes_blocks:
             return cls(blocks=True)
-        if layer.cached_as != "DynamicIndexedLayer":
+        if layer.cached_as != "DynamicIndexedLayer" or layer.untold:
             return None
         return cls(borrows=layer.indexer == "shared")
