@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvpolicy.evaluation.tasks.needle import train as needle
 from kvpolicy.evaluation.tasks.needle.export import save_pretrained
 from kvpolicy.evaluation.tasks.needle.network import HOP_LAYER, Network
 from kvpolicy.evaluation.tasks.ruler_words.questions import KINDS
@@ -29,10 +28,7 @@ from .curriculum import STAGES, Stage
 from .start import started_network
 
 OTHERS_WEIGHT = 0.01
-WARMUP_STEPS = 50
 SMOOTHING = 0.95
-MIN_STEPS = 30
-CHECKPOINT_STEPS = 100
 
 
 @attrs.define
@@ -50,8 +46,9 @@ class Progress:
         name = STAGES[self.stage].name
         return f"{self.minutes:.1f} min, {name} step {self.step}: loss {self.loss:.2f}, {accuracy}"
 
-    def record(self, loss: float, step_accuracy: dict[str, float]) -> None:
+    def record(self, step: tuple[float, dict[str, float]]) -> None:
         """Fold one step's loss and accuracies into the running ones."""
+        loss, step_accuracy = step
         self.loss = SMOOTHING * (self.loss or loss) + (1 - SMOOTHING) * loss
         for name, value in step_accuracy.items():
             before = self.accuracy.get(name, value)
@@ -108,71 +105,23 @@ def _others_loss(network: Network, hidden: Tensor, batch: Batch, asked: Tensor) 
     return functional.cross_entropy(logits, batch.input_ids[:, 1:][others])
 
 
-def learning_rate(stage: Stage, step: int) -> float:
-    """Return the rate of one step: a short linear rise, then constant or a cosine down."""
-    rate = stage.learning_rate
-    if stage.final_learning_rate is not None:
-        fall = 0.5 + 0.5 * math.cos(math.pi * step / stage.max_steps)
-        rate = stage.final_learning_rate + (rate - stage.final_learning_rate) * fall
-    return rate * min(1.0, (step + 1) / WARMUP_STEPS)
+class Trainer(needle.Trainer):
+    """As of the needle model, which it begins from, with stages and a loss of its own."""
 
+    stages = STAGES
+    progress_type = Progress
 
-class Trainer:
-    """The network, its optimiser and the run's progress, kept in ``out/state.pt``."""
+    def new_network(self) -> Network:
+        """The needle model's layers under new embeddings."""
+        return started_network()
 
-    def __init__(self, out: Path, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.out, self.seed = out, seed
-        self.network = started_network()
-        self.optimizer = torch.optim.Adam(self.network.parameters(), betas=(0.9, 0.98))
-        self.progress = Progress()
-        self.state_file = out / "state.pt"
-        if self.state_file.exists():
-            state = torch.load(self.state_file)
-            self.network.load_state_dict(state["network"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.progress = Progress(**state["progress"])
-
-    def save(self, path: Path) -> None:
-        """Write a checkpoint in one move, so that an interrupted run leaves the previous one."""
-        partial = path.with_suffix(".partial")
-        parts = {"network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
-        torch.save(parts | {"progress": attrs.asdict(self.progress)}, partial)
-        partial.replace(path)
-
-    def run(self, minutes: float) -> None:
-        """Go through the stages that remain, for at most ``minutes`` in all."""
-        while self.progress.stage < len(STAGES) and self.progress.minutes < minutes:
-            stage = STAGES[self.progress.stage]
-            if not self.run_stage(stage, minutes):
-                self.save(self.state_file)
-                return
-            print(f"{self.progress} (end of {stage.name})", file=sys.stderr, flush=True)
-            self.progress = Progress(stage=self.progress.stage + 1, minutes=self.progress.minutes)
-            self.save(self.state_file)
-            self.save(self.out / f"{stage.name}.pt")
-
-    def run_stage(self, stage: Stage, minutes: float) -> bool:
-        """Train one stage to its end and return True, or False when the time is up before."""
-        progress = self.progress
-        rng = random.Random(f"{self.seed}/{stage.name}/{progress.step}")
-        while progress.minutes < minutes:
-            begin = time.monotonic()
-            progress.record(*self.step(stage, rng))
-            progress.minutes += (time.monotonic() - begin) / 60
-            progress.step += 1
-            if progress.step % CHECKPOINT_STEPS == 0:
-                self.save(self.state_file)
-                print(progress, file=sys.stderr, flush=True)
-            reached = progress.step >= MIN_STEPS and min(progress.accuracy.values()) >= stage.target
-            if reached or progress.step >= stage.max_steps:
-                return True
-        return False
+    def begin(self, stage: Stage) -> None:
+        """Nothing: all layers are there from the start."""
 
     def step(self, stage: Stage, rng: random.Random) -> tuple[float, dict[str, float]]:
         """Take one optimiser step and return its loss and accuracies."""
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(stage, self.progress.step)
+            group["lr"] = needle.learning_rate(stage, self.progress.step)
         loss, accuracy = step_loss(
             self.network,
             stage.draw(rng),

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -90,9 +91,9 @@ def _accuracies(batch: Batch, hits: Tensor) -> dict[str, float]:
     }
 
 
-def learning_rate(stage: Stage, step: int) -> float:
+def learning_rate(stage: Any, step: int) -> float:
     """Return the rate of one step: a short linear rise, then constant or a cosine down."""
-    rate = stage.learning_rate
+    rate: float = stage.learning_rate
     if stage.final_learning_rate is not None:
         fall = 0.5 + 0.5 * math.cos(math.pi * step / stage.max_steps)
         rate = stage.final_learning_rate + (rate - stage.final_learning_rate) * fall
@@ -100,20 +101,35 @@ def learning_rate(stage: Stage, step: int) -> float:
 
 
 class Trainer:
-    """The network, its optimiser and the run's progress, kept in ``out/state.pt``."""
+    """The network, its optimiser and the run's progress, kept in ``out/state.pt``.
+
+    Another model's training has other stages, another progress and another `step`.
+    """
+
+    stages: Sequence[Any] = STAGES
+    progress_type: type[Any] = Progress
 
     def __init__(self, out: Path, seed: int) -> None:
         torch.manual_seed(seed)
         self.out, self.seed = out, seed
-        self.network = Network()
+        self.network = self.new_network()
         self.optimizer = torch.optim.Adam(self.network.parameters(), betas=(0.9, 0.98))
-        self.progress = Progress()
+        self.progress = self.progress_type()
         self.state_file = out / "state.pt"
         if self.state_file.exists():
             state = torch.load(self.state_file)
             self.network.load_state_dict(state["network"])
             self.optimizer.load_state_dict(state["optimizer"])
-            self.progress = Progress(**state["progress"])
+            self.progress = self.progress_type(**state["progress"])
+
+    def new_network(self) -> Network:
+        """The network that a run begins with."""
+        return Network()
+
+    def begin(self, stage: Any) -> None:
+        """What is done to the network before a stage's first step."""
+        if stage.stack:
+            self.network.stack_hop_layer()
 
     def save(self, path: Path) -> None:
         """Write a checkpoint in one move, so that an interrupted run leaves the previous one."""
@@ -124,19 +140,21 @@ class Trainer:
 
     def run(self, minutes: float) -> None:
         """Go through the stages that remain, for at most ``minutes`` in all."""
-        while self.progress.stage < len(STAGES) and self.progress.minutes < minutes:
-            stage = STAGES[self.progress.stage]
-            if stage.stack and self.progress.step == 0:
-                self.network.stack_hop_layer()
+        while self.progress.stage < len(self.stages) and self.progress.minutes < minutes:
+            stage = self.stages[self.progress.stage]
+            if self.progress.step == 0:
+                self.begin(stage)
             if not self.run_stage(stage, minutes):
                 self.save(self.state_file)
                 return
             print(f"{self.progress} (end of {stage.name})", file=sys.stderr, flush=True)
-            self.progress = Progress(stage=self.progress.stage + 1, minutes=self.progress.minutes)
+            self.progress = self.progress_type(
+                stage=self.progress.stage + 1, minutes=self.progress.minutes
+            )
             self.save(self.state_file)
             self.save(self.out / f"{stage.name}.pt")
 
-    def run_stage(self, stage: Stage, minutes: float) -> bool:
+    def run_stage(self, stage: Any, minutes: float) -> bool:
         """Train one stage to its end and return True, or False when the time is up before."""
         progress = self.progress
         rng = random.Random(f"{self.seed}/{stage.name}/{progress.step}")
@@ -153,8 +171,8 @@ class Trainer:
                 return True
         return False
 
-    def step(self, stage: Stage, rng: random.Random) -> dict[str, float]:
-        """Take one optimiser step and return its accuracies."""
+    def step(self, stage: Any, rng: random.Random) -> Any:
+        """Take one optimiser step and return what the progress records: its accuracies."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(stage, self.progress.step)
         batch = stage.draw(rng)

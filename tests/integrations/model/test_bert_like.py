@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV, StreamingLLM
+from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV
 from tests.integrations.hybrids.models import TOLERANCE, apart, generate, padded, tokens
 from tests.integrations.model.builds.catalogue import Build, builds
-from tests.integrations.model.builds.dense import Seen, dense_logits
 from tests.integrations.model.builds.judge import Judge
+from tests.integrations.support.own_beams import assert_beams_are_dense
 from tests.integrations.support.two_turns import off_in_two_turns
 
 # Positions from 0, from behind the padding id, with a norm behind the module of the layers.
@@ -51,29 +51,7 @@ def test_two_turns_of_padded_rows(name: str, policy: str) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "roberta"])
 def test_beams(name: str) -> None:
-    """Their score is what dense attention to what was kept, and to their own tokens, says."""
-    model, ids = decoder(name), torch.tensor(ROWS[:1])
-    asked: dict[str, Any] = {
-        "num_beams": 3,
-        "num_return_sequences": 3,
-        "max_new_tokens": 5,
-        "do_sample": False,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "length_penalty": 0.0,
-    }
-    own: Any = model.generate(ids, past_key_values=DynamicCache(config=model.config), **asked)
-    full: Any = model.generate(ids, past_key_values=PolicyCache(FullContext()), **asked)
-    assert torch.equal(full.sequences, own.sequences)
-    found: Any = model.generate(ids, past_key_values=PolicyCache(StreamingLLM(0.3)), **asked)
-    length, place = 44, torch.arange(44)
-    kept = (place < 4) | (place >= 32)
-    see = torch.where((place >= 40)[:, None], kept, True) & (place[:, None] >= place)
-    seen = [Seen(see[None], torch.ones(length, dtype=torch.bool))] * 4
-    for row, score in zip(found.sequences, found.sequences_scores, strict=True):
-        logits = dense_logits(model, row[:-1].tolist(), 40, seen)[39:]
-        said = logits.log_softmax(dim=-1).gather(1, row[40:, None]).sum()
-        torch.testing.assert_close(score, said, atol=1e-3, rtol=1e-4)
+    assert_beams_are_dense(decoder(name), torch.tensor(ROWS[:1]))
 
 
 def test_copies_and_files_go_on_alike(tmp_path: Path) -> None:

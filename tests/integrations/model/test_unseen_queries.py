@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedModelError
@@ -29,8 +29,8 @@ from kvpolicy.policies import (
 )
 from tests.integrations.hybrids.models import TOLERANCE, apart, generate, padded, tokens
 from tests.integrations.model.builds.catalogue import Build, builds
-from tests.integrations.model.builds.dense import Seen, dense_logits
 from tests.integrations.model.builds.judge import Judge
+from tests.integrations.support.own_beams import assert_beams_are_dense
 from tests.integrations.support.two_turns import off_in_two_turns
 from tests.integrations.support.versions import OLD
 
@@ -103,33 +103,7 @@ def test_evicted_keys_are_freed() -> None:
 
 
 def test_beams() -> None:
-    """Their score is what dense attention to what was kept, and to their own tokens, says."""
-    model, ids = decoder("falcon"), torch.tensor(ROWS[:1])
-    asked: dict[str, Any] = {
-        "num_beams": 3,
-        "num_return_sequences": 3,
-        "max_new_tokens": 5,
-        "do_sample": False,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "length_penalty": 0.0,
-    }
-    own: Any = model.generate(ids, past_key_values=DynamicCache(config=model.config), **asked)
-    full: Any = model.generate(ids, past_key_values=PolicyCache(FullContext()), **asked)
-    assert torch.equal(full.sequences, own.sequences)
-    store = PolicyCache(StreamingLLM(0.3))
-    found: Any = model.generate(ids, past_key_values=store, **asked)
-    length = 40 + 4
-    place = torch.arange(length)
-    kept = (place < 4) | (place >= 40 - 8) & (place < 40)
-    late = (place >= 40)[:, None]
-    see = torch.where(late, (kept | (place >= 40))[None], place[:, None] >= place)
-    see = (see & (place[:, None] >= place))[None].expand(1, -1, -1)
-    seen = [Seen(see, torch.ones(length, dtype=torch.bool))] * 4
-    for row, score in zip(found.sequences, found.sequences_scores, strict=True):
-        logits = dense_logits(model, row[:-1].tolist(), 40, seen)[39:]
-        said = logits.log_softmax(dim=-1).gather(1, row[40:, None]).sum()
-        torch.testing.assert_close(score, said, atol=1e-3, rtol=1e-4)
+    assert_beams_are_dense(decoder("falcon"), torch.tensor(ROWS[:1]))
 
 
 @pytest.mark.parametrize("name", ["falcon", "gpt_neo"])

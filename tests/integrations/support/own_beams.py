@@ -1,0 +1,41 @@
+"""Beams under a policy that evicts, against the model's own dense attention."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import FullContext, StreamingLLM
+from tests.integrations.model.builds.dense import Seen, dense_logits
+
+
+def assert_beams_are_dense(model: PreTrainedModel, ids: Tensor) -> None:
+    """Their score is what dense attention to what was kept, and to their own tokens, says.
+
+    Args:
+        model: Of four layers.
+        ids: ``[1, 40]``, a prompt of which `StreamingLLM(0.3)` keeps the first 4 and last 8.
+    """
+    asked: dict[str, Any] = {
+        "num_beams": 3,
+        "num_return_sequences": 3,
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "length_penalty": 0.0,
+    }
+    own: Any = model.generate(ids, past_key_values=DynamicCache(config=model.config), **asked)
+    full: Any = model.generate(ids, past_key_values=PolicyCache(FullContext()), **asked)
+    assert torch.equal(full.sequences, own.sequences)
+    found: Any = model.generate(ids, past_key_values=PolicyCache(StreamingLLM(0.3)), **asked)
+    length, place = 44, torch.arange(44)
+    kept = (place < 4) | (place >= 32)
+    see = torch.where((place >= 40)[:, None], kept, True) & (place[:, None] >= place)
+    seen = [Seen(see[None], torch.ones(length, dtype=torch.bool))] * 4
+    for row, score in zip(found.sequences, found.sequences_scores, strict=True):
+        logits = dense_logits(model, row[:-1].tolist(), 40, seen)[39:]
+        said = logits.log_softmax(dim=-1).gather(1, row[40:, None]).sum()
+        torch.testing.assert_close(score, said, atol=1e-3, rtol=1e-4)
