@@ -218,7 +218,11 @@ class Comparison:
         ):
             slot_bytes = 2 * 4 * held.keys.shape[3]
             tokens = sum(len(head) for row in self.rows for head in row.cache[layer])
-            slots = self.batch * kv_heads * (width + self.appended)
+            slots = self.batch * kv_heads * width
+            chosen = int((held.positions[:, :, :width] >= 0).sum())
+            # Held without padding, where that would be more than a sixteenth.
+            slots = chosen if 16 * (slots - chosen) > slots else slots
+            slots += self.batch * kv_heads * self.appended
             assert held.kept_len == width + self.appended
             assert line.seen == sum(row.seen for row in self.rows)
             assert line.kept == tokens / kv_heads
