@@ -158,12 +158,12 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.padded = tokens < valid.numel()
         self.ragged = self.padded and not bool((valid == valid[:, :1]).all())
         if self._packs(chosen, tokens):
-            slots = torch.arange(chosen.shape[2], device=chosen.device)
-            first = torch.where(valid, slots, -1) if kept is None else kept
-            held: Held = Packed.of(self.storage, keys, values, first)
-            if kept is None and keys.shape[2] > chosen.shape[2]:
-                since = chosen.shape[2]
-                held = held.appended(keys[:, :, since:], values[:, :, since:])
+            appended = 0
+            if kept is None:
+                appended = keys.shape[2] - chosen.shape[2]
+                slots = torch.arange(chosen.shape[2], device=chosen.device)
+                kept = torch.where(valid, slots, -1)
+            held: Held = Packed.of(self.storage, keys, values, kept, appended)
         elif kept is None:
             held = self.storage.hold(keys, values)
         else:

@@ -46,7 +46,9 @@ class Packed(Held):
     recent: Held
 
     @staticmethod
-    def of(storage: Storage, keys: Tensor, values: Tensor, kept: Tensor) -> Packed:
+    def of(
+        storage: Storage, keys: Tensor, values: Tensor, kept: Tensor, appended: int = 0
+    ) -> Packed:
         """Hold some slots of a layer.
 
         Args:
@@ -54,6 +56,7 @@ class Packed(Held):
             keys: ``[batch, kv_heads, key_len, head_dim]``.
             values: Likewise.
             kept: ``[batch, kv_heads or 1, kept_len]``, the slots, -1 on the left for none.
+            appended: How many of the last slots came since, and are held of every head.
 
         Example:
             >>> from kvpolicy.integrations.transformers import PlainStorage
@@ -63,6 +66,7 @@ class Packed(Held):
             (torch.Size([1, 2, 2, 4]), 96)
         """
         kept = kept.expand(-1, keys.shape[1], -1)
+        since = keys.shape[2] - appended
         rows, heads, places = (kept >= 0).nonzero(as_tuple=True)
         at = rows, heads, kept[rows, heads, places]
         lengths = (kept >= 0).sum(dim=2).flatten()
@@ -72,7 +76,7 @@ class Packed(Held):
             lengths,
             tuple(lengths.tolist()),
             kept.shape[2],
-            storage.hold(keys[:, :, :0], values[:, :, :0]),
+            storage.hold(keys[:, :, since:], values[:, :, since:]),
         )
 
     @property
