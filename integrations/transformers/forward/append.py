@@ -235,6 +235,7 @@ class Forward:
             and may_attend(layer.held)
             and self._new_len == 1
             and not self.acts
+            and self.implementation == "sdpa"
             and self._spares_masks
             and layer.shows_queries
             and not layer.expands

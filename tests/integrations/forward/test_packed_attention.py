@@ -218,6 +218,26 @@ def test_with_gradients_it_is_unpacked(model: PreTrainedModel, calls: list[int])
     assert logits.requires_grad
 
 
+def test_other_implementations_unpack(model: PreTrainedModel, calls: list[int]) -> None:
+    policy, lengths = CASES["heads and rows"]
+    expected = decoded(model, PolicyCache(policy), lengths)
+    before = len(calls)
+    other = tiny_model("llama", seed=1, attn_implementation="eager")
+    got = decoded(other, PolicyCache(policy), lengths)
+    assert len(calls) == before > 0
+    assert torch.allclose(got, expected, atol=1e-4)
+
+
+def test_in_inference_mode(model: PreTrainedModel, calls: list[int]) -> None:
+    policy, lengths = CASES["heads"]
+    expected = decoded(model, PolicyCache(policy), lengths)
+    before = len(calls)
+    with torch.inference_mode():
+        got = decoded(model, PolicyCache(policy), lengths)
+    assert len(calls) == 2 * before > 0
+    assert torch.allclose(got, expected, atol=1e-5)
+
+
 def test_what_stands_for_keys_is_like_them() -> None:
     keys = torch.randn(1, 2, 7, 4)
     held = Packed.of(PlainStorage(), keys, keys[..., :3], torch.tensor([[[0, 3], [-1, 5]]]))
