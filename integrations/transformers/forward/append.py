@@ -582,8 +582,9 @@ class Forward:
             self._packed = False
             assert self._inside is not None
             held = self.layers[self._inside].held
-            own = self._pending is not None and others[0] is self._pending[0]
-            if own and others[1] is self._pending[1] and is_plain(attend, kwargs):
+            given = self._pending or ()
+            own = all(one is other for one, other in zip(given, others, strict=False))
+            if given and own and is_plain(attend, kwargs):
                 assert isinstance(held, Packed)
                 return packed_attention(query, held, kwargs.get("scaling")), None
             self._combine(self.layers[self._inside])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ class Unpacked(Tensor):
     """
 
     _read: Callable[[], Tensor]
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def pair(held: Packed) -> tuple[Tensor, Tensor]:
@@ -38,7 +39,7 @@ class Unpacked(Tensor):
             return whole[0][index]
 
         keys, values = (
-            Unpacked((*held.shape[:3], width), held, lambda index=index: part(index))
+            Unpacked((*held.shape[:3], width), held, functools.partial(part, index))
             for index, width in enumerate(held.widths)
         )
         return keys, values
@@ -53,7 +54,7 @@ class Unpacked(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # the base's is no class method
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Compute with what is stood for."""
@@ -95,12 +96,16 @@ def packed_attention(query: Tensor, held: Packed, scaling: float | None) -> Tens
     # Those of heads with fewer tokens stand to the right, as where padding is on the left.
     scores = queries.new_full((heads, queries.shape[1], width + count), -torch.inf)
     torch.bmm(queries, new_keys.mT, out=scores.narrow(2, width, count))
-    for own, products, tokens in zip(queries, scores, keys.split(held.counts), strict=True):
+    for own, products, tokens in zip(
+        queries, scores, torch.split(keys, list(held.counts)), strict=True
+    ):
         into = products.narrow(1, width - len(tokens), len(tokens))
         torch.mm(own, tokens.mT, out=into)
     scores *= head_dim**-0.5 if scaling is None else scaling
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
     output = weights.narrow(2, width, count) @ new_values
-    for own, total, tokens in zip(weights, output, values.split(held.counts), strict=True):
+    for own, total, tokens in zip(
+        weights, output, torch.split(values, list(held.counts)), strict=True
+    ):
         total.addmm_(own.narrow(1, width - len(tokens), len(tokens)), tokens)
     return output.view(batch, 1, query_heads, -1)

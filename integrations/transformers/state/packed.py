@@ -126,7 +126,7 @@ class Packed(Held):
         width = self.width
         whole = chosen.new_zeros(batch * heads, width + count, dim)
         if chosen.device.type == "cpu":  # where a copy of a block is the fastest
-            for head, tokens in enumerate(chosen.split(self.counts)):
+            for head, tokens in enumerate(torch.split(chosen, list(self.counts))):
                 whole[head, width - len(tokens) : width] = tokens
         else:  # where every call costs
             ends = torch.arange(batch * heads, device=chosen.device) * (width + count) + width
