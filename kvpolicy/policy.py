@@ -17,7 +17,7 @@ from kvpolicy.brief import brief
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.decoding import DecodingEviction, check_tail
-from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 
 
 @attrs.frozen(eq=False)
@@ -117,6 +117,28 @@ class CachePolicy:
             wanted.append(self.decoding.scorer.num_queries)
         counts = [count for count in wanted if count is not None]
         return None if len(counts) < len(wanted) else max(counts, default=0)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The scorer if there is one, the selector and the propagation policy."""
+        return tuple(
+            part for part in (self.scorer, self.selector, self.propagation) if part is not None
+        )
+
+    @property
+    def history_layers(self) -> int:
+        """Layers before whose saliencies any part looks at."""
+        return max(part.history_layers for part in self.parts)
+
+    @property
+    def needs_rotary(self) -> bool:
+        """Whether any part turns keys or queries."""
+        return any(part.needs_rotary for part in self.parts)
+
+    @property
+    def needs_output_weight(self) -> bool:
+        """Whether any part reads the weights of the layer's output projection."""
+        return any(part.needs_output_weight for part in self.parts)
 
     def check_model(self, num_layers: int) -> None:
         """Check the policy's layer indices against a model.

@@ -46,6 +46,16 @@ class _CombinedScorer(Scorer):
         """What all of them carry, one after the other."""
         return sum(scorer.carries for scorer in self.scorers)
 
+    @property
+    def needs_rotary(self) -> bool:
+        """Whether any scorer does."""
+        return any(scorer.needs_rotary for scorer in self.scorers)
+
+    @property
+    def needs_output_weight(self) -> bool:
+        """Whether any scorer does."""
+        return any(scorer.needs_output_weight for scorer in self.scorers)
+
     def score(self, context: LayerContext) -> Tensor:
         """Return float32 ``[batch, query_heads or kv_heads, key_len]``; see `Scorer.score`."""
         return self._combined([each.score(shown) for each, shown in self._shown(context)])
