@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from kvpolicy.evaluation.compression.chunks import Chunk
-from kvpolicy.evaluation.compression.report import report
+from kvpolicy.evaluation.compression.report import headline, segment_table
 from kvpolicy.evaluation.compression.segments import Segment
 
 
@@ -54,7 +54,9 @@ class CompressedPrompt:
 
     def report(self) -> str:
         """What was kept and what was left out, as a table within 80 columns."""
-        return report(self)
+        head = headline(self.chunks, self.tokens_before, self.tokens_after, self.tokens_fixed)
+        table = segment_table(self.segments, self.chunks)
+        return f"{head}\nscored by {self.source}\n\n{table}"
 
     def request(self, model: str, *, as_ids: bool = False, **fields: Any) -> dict[str, Any]:
         """The body of a request to an OpenAI-compatible server.

@@ -3,52 +3,50 @@
 from __future__ import annotations
 
 import unicodedata
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from kvpolicy.evaluation.compression.compressed import CompressedPrompt, Segment
+from kvpolicy.evaluation.compression.chunks import Chunk
+from kvpolicy.evaluation.compression.segments import Segment
 
 WIDTH = 80
 # Rows of a table that somebody still reads; the middle ones are left out.
 MOST_ROWS = 40
 
 
-def report(compressed: CompressedPrompt) -> str:
-    """The numbers, and a row for each stretch that is kept or left out.
+def headline(chunks: Sequence[Chunk], before: int, after: int, fixed: int) -> str:
+    """How much is left.
 
     Args:
-        compressed: The prompt.
-
-    Returns:
-        Lines of at most 80 columns, but for the one that says what chose.
+        chunks: What was chosen among.
+        before: Tokens of the prompt.
+        after: Tokens of the shorter one.
+        fixed: Tokens that are never cut.
     """
-    before, after = compressed.tokens_before, compressed.tokens_after
-    chunks = compressed.chunks
     kept = sum(each.kept for each in chunks)
-    rows = [_row(compressed, each) for each in compressed.segments]
-    if len(rows) > MOST_ROWS:
-        half = MOST_ROWS // 2
-        rows = [*rows[:half], f"... {len(rows) - 2 * half:,} more ...", *rows[-half:]]
-    return "\n".join(
-        [
-            f"{before:,} tokens -> {after:,} ({after / before:.1%}): {kept:,} of {len(chunks):,} "
-            "chunks kept",
-            f"tokens never cut: {compressed.tokens_fixed:,}",
-            f"scored by {compressed.source}",
-            "",
-            f"  {'tokens':>17} {'best score':>10}  text",
-            *rows,
-            "",
-            "+ kept, - left out; best score: of the chunks there.",
-        ]
+    return (
+        f"{before:,} tokens -> {after:,} ({after / before:.1%}): {kept:,} of {len(chunks):,} "
+        f"chunks kept\ntokens never cut: {fixed:,}"
     )
 
 
-def _row(compressed: CompressedPrompt, segment: Segment) -> str:
+def segment_table(segments: Sequence[Segment], chunks: Sequence[Chunk]) -> str:
+    """A row for each stretch that is kept or left out, in lines of at most 80 columns.
+
+    Args:
+        segments: The prompt.
+        chunks: What was chosen among.
+    """
+    rows = [_row(each, chunks) for each in segments]
+    if len(rows) > MOST_ROWS:
+        half = MOST_ROWS // 2
+        rows = [*rows[:half], f"... {len(rows) - 2 * half:,} more ...", *rows[-half:]]
+    head = f"  {'tokens':>17} {'best score':>10}  text"
+    return "\n".join([head, *rows, "", "+ kept, - left out; best score: of the chunks there."])
+
+
+def _row(segment: Segment, chunks: Sequence[Chunk]) -> str:
     scores = [
-        each.score
-        for each in compressed.chunks
-        if segment.start <= each.start and each.end <= segment.end
+        each.score for each in chunks if segment.start <= each.start and each.end <= segment.end
     ]
     best = f"{max(scores):.3g}" if scores else "-"
     tokens = f"{segment.start:,}-{segment.end - 1:,}"

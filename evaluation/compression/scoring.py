@@ -188,7 +188,8 @@ class LookAheadScorer(PromptScorer):
         ends = _ends(model)
         with torch.inference_mode(), cache.attached(model):
             cache.start_turn(prompt_len=context_len)
-            for part in prompt.split(self.forward_tokens, dim=1):
+            for first in range(0, context_len, self.forward_tokens):
+                part = prompt[:, first : first + self.forward_tokens]
                 logits = _last_logits(model, part, cache)
             for done in range(1, self.steps + 1):
                 total += step

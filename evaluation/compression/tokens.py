@@ -67,8 +67,8 @@ def tokens_of(
             )
         ids = tuple(tokenizer.encode(rendered.text, add_special_tokens=rendered.special))
         special = _special_ids(tokenizer)
-        fixed = tuple(not cut_special and each in special for each in ids)
-        return Tokens(rendered.text, ids, None, (BETWEEN_TOKENS,) * len(ids), fixed)
+        alone = tuple(not cut_special and each in special for each in ids)
+        return Tokens(rendered.text, ids, None, (BETWEEN_TOKENS,) * len(ids), alone)
     encoded = tokenizer(
         rendered.text, add_special_tokens=rendered.special, return_offsets_mapping=True
     )
@@ -77,10 +77,8 @@ def tokens_of(
     fixed = _fixed(rendered, starts, kept)
     special = set() if cut_special else _special_ids(tokenizer)
     added = (end <= start for start, end in offsets)  # by the tokenizer: they stand for nothing
-    fixed = [
-        flag or new or each in special for flag, new, each in zip(fixed, added, ids, strict=True)
-    ]
-    return Tokens(rendered.text, ids, tuple(starts), tuple(borders), tuple(fixed))
+    flags = zip(fixed, added, (each in special for each in ids), strict=True)
+    return Tokens(rendered.text, ids, tuple(starts), tuple(borders), tuple(map(any, flags)))
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
