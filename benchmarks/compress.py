@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
 import sys
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -43,7 +42,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "compress.json"
 RATES = (0.1, 0.2, 0.4)
 CHUNK_SIZE = 16
 # Those that are looked up in a document; the others count words, which every sample does.
-KINDS_ASKED = ("multi-key", "two-hop", "tracing", "multi-query")
+KINDS_ASKED = ("multi-key", "two-hop", "tracing")
 
 
 @attrs.frozen
@@ -64,17 +63,16 @@ class Way:
 
     scorer: PromptScorer
     align: str = "line"
-    by_answerer: bool = False
+    chooses: str = "chooser"  # or the answerer itself, or nobody
 
 
 WAYS = {
     "look-ahead": Way(LookAheadScorer()),
     "look-ahead, chunks end at words": Way(LookAheadScorer(), "word"),
-    "look-ahead, not pooled": Way(LookAheadScorer(kernel_size=1)),
     "last query's products, layer 2": Way(FilterLayerScorer(filter_layer=2)),
     "last 8 queries' attention, layer 1": Way(FilterLayerScorer(WindowMaxPoolScorer(), 1)),
-    "chunks at random": Way(RandomScorer()),
-    "look-ahead of the answerer itself": Way(LookAheadScorer(), by_answerer=True),
+    "chunks at random": Way(RandomScorer(), chooses="nobody"),
+    "look-ahead of the answerer itself": Way(LookAheadScorer(), chooses="answerer"),
 }
 
 
@@ -83,9 +81,14 @@ def in_lines(text: str) -> str:
     return text.replace(" . ", " .\n")
 
 
-def middle_cut(text: str, question: str, rate: float) -> str:
-    """The first and the last words of a text, half of the rate each, and the question."""
-    words, asked = text.split(), len(question.split())
+def whole(prompt: WordPrompt) -> str:
+    """All of it."""
+    return prompt.input
+
+
+def middle_cut(prompt: WordPrompt, rate: float) -> str:
+    """The first and the last words of a prompt, half of the rate each, the question among them."""
+    words, asked = prompt.input.split(), len(prompt.question.split())
     count = max(round(rate * len(words)), asked)
     tail = max(count // 2, asked)
     return " ".join([*words[: count - tail], *words[len(words) - tail :]])
@@ -106,12 +109,15 @@ def answered(answerer: Any, policy: CachePolicy, text: str, prompt: WordPrompt) 
 
 
 def measure(
-    answerer: Any, asked: Sequence[WordPrompt], shorten: Callable[[WordPrompt], str]
+    answerer: Any,
+    asked: Sequence[WordPrompt],
+    shorten: Callable[[WordPrompt], str],
+    policy: CachePolicy | None = None,
 ) -> dict[str, float]:
-    """Mean score, and mean length in words, of prompts made shorter."""
+    """Mean score, and mean share of the words, of prompts made shorter, under a policy."""
     texts = [shorten(prompt) for prompt in asked]
     scores = [
-        answered(answerer, FullContext(), text, prompt)
+        answered(answerer, policy or FullContext(), text, prompt)
         for text, prompt in zip(texts, asked, strict=True)
     ]
     share = fmean(
@@ -121,8 +127,26 @@ def measure(
     return {"score": round(fmean(scores), 4), "length": round(share, 4)}
 
 
+def shortened(choosing: Any, way: Way, rate: float) -> Callable[[WordPrompt], str]:
+    """What shortens a prompt at a rate, the question left whole."""
+
+    def shorten(prompt: WordPrompt) -> str:
+        return compress_prompt(
+            choosing.model,
+            choosing.tokenizer,
+            in_lines(prompt.input),
+            rate=rate,
+            scorer=way.scorer,
+            chunk_size=CHUNK_SIZE,
+            align=way.align,
+            keep=[prompt.question],
+        ).text
+
+    return shorten
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Every way to shorten, at every rate, on every kind of question."""
+    """Every way to shorten, at every rate, on every kind of question; what is there is kept."""
     chooser, answerer = load(str(options.chooser)), load("ruler_words")
     data: dict[str, Any] = {
         "environment": environment(answerer.model.device),
@@ -131,82 +155,69 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "count": options.count,
             "chunk_size": CHUNK_SIZE,
             "seed": options.seed,
-            "chooser": options.chooser_is,
             "answerer": "ruler_words",
         },
         "rows": [],
     }
+    if options.out.exists():
+        data = json.loads(options.out.read_text())
+    done = {(row["kind"], row["way"], row["rate"], row["chooser"]) for row in data["rows"]}
+
+    def note(
+        way: str, rate: float | None, measured: Callable[[], dict[str, float]], *, own: bool = True
+    ) -> None:
+        place = (kind, way, rate, options.chooser_is if own else None)
+        if place in done:
+            return
+        named = dict(zip(("kind", "way", "rate", "chooser"), place, strict=True))
+        data["rows"].append({**named, **measured()})
+        options.out.write_text(json.dumps(data, indent=1) + "\n")
+        print(*data["rows"][-1].values(), sep="  ", file=sys.stderr, flush=True)
+
     for kind in options.kinds:
         asked = prompts(kind, options.length, options.count, options.seed)
-        begin = time.perf_counter()
-
-        def note(way: str, rate: float | None, found: dict[str, float], kind: str = kind) -> None:
-            data["rows"].append({"kind": kind, "way": way, "rate": rate, **found})
-            print(f"{kind:12} {way:36} {rate or 1:4} {found}", file=sys.stderr, flush=True)
-
-        note("whole, the answerer", None, measure(answerer, asked, lambda each: each.input))
-        note("whole, the chooser", None, measure(chooser, asked, lambda each: each.input))
+        note("whole", None, lambda: measure(answerer, asked, whole), own=False)  # noqa: B023
+        note("whole, asked of the chooser", None, lambda: measure(chooser, asked, whole))  # noqa: B023
         for rate in options.rates:
-            policy = SnapKV(retention_rate=rate)
-            scores = [answered(answerer, policy, each.input, each) for each in asked]
-            note("SnapKV in the answerer", rate, {"score": round(fmean(scores), 4), "length": 1.0})
-            note(
-                "middle cut out",
-                rate,
-                measure(
-                    answerer,
-                    asked,
-                    lambda each, rate=rate: middle_cut(each.input, each.question, rate),  # type: ignore[misc]
-                ),
-            )
+            kept, cut = SnapKV(retention_rate=rate), partial(middle_cut, rate=rate)
+            note("SnapKV", rate, partial(measure, answerer, asked, whole, kept), own=False)
+            note("middle cut out", rate, partial(measure, answerer, asked, cut), own=False)
             for name, way in WAYS.items():
-
-                def shorten(each: WordPrompt, rate: float = rate, way: Way = way) -> str:
-                    choosing = answerer if way.by_answerer else chooser
-                    found = compress_prompt(
-                        choosing.model,
-                        choosing.tokenizer,
-                        in_lines(each.input),
-                        rate=rate,
-                        scorer=way.scorer,
-                        chunk_size=CHUNK_SIZE,
-                        align=way.align,
-                        keep=[each.question],
-                    )
-                    return found.text
-
-                note(name, rate, measure(answerer, asked, shorten))
-        print(f"{kind}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
-        options.out.write_text(json.dumps(data, indent=1) + "\n")
+                choosing = answerer if way.chooses == "answerer" else chooser
+                shorten = shortened(choosing, way, rate)
+                own = way.chooses == "chooser"
+                note(name, rate, partial(measure, answerer, asked, shorten), own=own)
     return data
 
 
 def table(data: dict[str, Any]) -> str:
-    """A row for each way; for each rate the mean over the kinds, then the kinds."""
+    """A row for each way and chooser; for each rate the mean over the kinds, then the kinds."""
     rows = data["rows"]
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    rates = [rate for rate in dict.fromkeys(row["rate"] for row in rows) if rate is not None]
-    lines = ["| way | " + " | ".join(f"{rate:.0%}" for rate in rates) + " |"]
-    lines.append("|---|" + "---|" * len(rates))
-    for way in dict.fromkeys(row["way"] for row in rows):
+    rates = list(dict.fromkeys(row["rate"] for row in rows if row["rate"] is not None))
+    lines = [
+        "| way | chooser | " + " | ".join(f"{rate:.0%}" for rate in rates) + " |",
+        "|---|---|" + "---|" * len(rates),
+    ]
+    for way, chooser in dict.fromkeys((row["way"], row["chooser"]) for row in rows):
         cells = []
         for rate in rates:
             found = {
-                row["kind"]: row
+                row["kind"]: 100 * row["score"]
                 for row in rows
-                if row["way"] == way and row["rate"] in (rate, None)
+                if (row["way"], row["chooser"]) == (way, chooser) and row["rate"] in (rate, None)
             }
-            scores = [100 * found[kind]["score"] for kind in kinds]
-            cells.append(f"**{fmean(scores):.0f}** · {' '.join(f'{each:.0f}' for each in scores)}")
-        lines.append(f"| {way} | " + " | ".join(cells) + " |")
-    return re.sub(r"\| $", "|", "\n".join(lines))
+            each = [f"{found[kind]:.0f}" if kind in found else "?" for kind in kinds]
+            cells.append(f"**{fmean(found.values()):.0f}** · {' '.join(each)}")
+        lines.append(f"| {way} | {chooser or '-'} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chooser", type=Path, help="folder of the model that chooses")
-    parser.add_argument("--chooser-is", default="", help="what the chooser is, for the results")
+    parser.add_argument("--chooser-is", default="chooser", help="what to call it in the results")
     parser.add_argument("--kinds", nargs="+", default=KINDS_ASKED)
     parser.add_argument("--rates", nargs="+", type=float, default=RATES)
     parser.add_argument("--length", type=int, default=512)
