@@ -113,7 +113,7 @@ def choose(
     last = len(spans) - 1
     always = torch.tensor([i in (0, last) or spans[i][1] > scored_end for i in range(len(spans))])
     if rate is not None:
-        # 0.1 * 30 is a little more than 3 in floating point.
+        # 0.07 * 100 is a little more than 7 in floating point.
         count = max(math.ceil(round(rate * len(spans), 9)), int(always.sum()))
     else:
         assert budget is not None

@@ -154,11 +154,11 @@ def test_a_tail_without_saliency_is_kept() -> None:
 
 
 def test_rates_are_exact() -> None:
-    """0.1 * 30 is a little more than 3 in floating point, and 3 chunks are a tenth of 30."""
-    read = tokens([1] * 30)
-    for rate, count in ((0.1, 3), (0.3, 9), (0.7, 21), (0.101, 4)):
+    """0.07 * 100 is a little more than 7 in floating point, and 7 chunks are 7% of 100."""
+    read = tokens([1] * 100)
+    for rate, count in ((0.07, 7), (0.14, 14), (0.55, 55), (0.1, 10), (0.101, 11)):
         chunks = choose(
-            read, divide(read, 1, "token"), saliency([1.0] * 30), rate=rate, budget=None
+            read, divide(read, 1, "token"), saliency([1.0] * 100), rate=rate, budget=None
         )
         assert sum(each.kept for each in chunks) == count
 
