@@ -42,7 +42,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "compress.json"
 RATES = (0.1, 0.2, 0.4)
 CHUNK_SIZE = 16
 # Those that are looked up in a document; the others count words, which every sample does.
-KINDS_ASKED = ("multi-key", "two-hop", "tracing")
+KINDS_ASKED = ("multi-key", "two-hop")
 
 
 @attrs.frozen
