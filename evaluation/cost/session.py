@@ -188,7 +188,7 @@ class _Reading:
             most = math.floor(rates[index] * seen + 1e-6)
             if layer.window is not None and layer.window < seen:
                 most = layer.window - 1
-            slots = min(most, self.kept[index] + rule.every) + rule.every
+            slots = most + rule.every
             heads = 1 if _is_latent(layer) else layer.kv_heads
             bounded += slots * self.token_bytes[index] + heads * POSITION_BYTES * most
             queries = rule.every if rule.num_queries is None else rule.num_queries
@@ -232,7 +232,9 @@ class _Reading:
             deciding = self._deciding(index, round(tokens or arriving[index - 1]))
             moments = [here.observing + max(deciding, stored)]
             if tokens and not self._narrows(index, arriving):
-                moments += [here.attending, here.after + stored]
+                # A pass that only chooses tokens frees keys and values with the layer's end.
+                still = stored if keeps else round(tokens) * self.token_bytes[index]
+                moments += [here.attending, here.after + still]
             peak = max(peak, total + max(moments))
             total += stored
         return peak
