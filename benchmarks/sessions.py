@@ -10,6 +10,7 @@ allocated. Models have random weights; nothing is downloaded.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import subprocess
@@ -64,6 +65,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": ("lfm2", {"layer_types": ["conv", "full_attention"] * 3}),
 }
 ANSWER, BOUND, EVERY = 160, 256, 64
+M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
 def policies(bounded: bool) -> dict[str, CachePolicy]:
@@ -201,6 +203,8 @@ def in_process(wanted: Cell) -> Cell:
     """What the process of its own does."""
     context, chunk = wanted["context"], wanted["chunk"]
     torch.set_num_threads(1)
+    # Blocks of their own for all large tensors: what is freed among others stays resident.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     model = build("llama", "cpu", context)
     policy, prompt = policies(False)[wanted["policy"]], random_prompt(model, context)
     memory = ModelMemory(model.config, "llama", model.dtype, "sdpa")
