@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-UNITS = {"": 1, "B": 1} | {
+UNITS: dict[str, int] = {"": 1, "B": 1} | {
     f"{prefix}{binary}B": (1024 if binary else 1000) ** (power + 1)
     for power, prefix in enumerate("kMGT")
     for binary in ("", "i")

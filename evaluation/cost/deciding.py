@@ -57,9 +57,10 @@ def deciding_bytes(
         try:
             scoring = _scored(policy, layer, place, key_len, dtype)
         except (NotImplementedError, RuntimeError):  # it looks at numbers
-            return _on_line(*(_measured(policy, each) for each in contexts), times)
-    choosing = (_measured(policy, each, scores=False) for each in contexts)
-    return max(scoring, _on_line(*choosing, times))
+            low, high = (_measured(policy, each) for each in contexts)
+            return _on_line(low, high, times)
+    low, high = (_measured(policy, each, scores=False) for each in contexts)
+    return max(scoring, _on_line(low, high, times))
 
 
 def _scored(
@@ -156,7 +157,7 @@ def _scoring(policy: CachePolicy, context: LayerContext) -> int:
     return live.peak
 
 
-class _NothingPadded(TorchDispatchMode):
+class _NothingPadded(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Says True to whoever asks, which is only done of whether all slots hold a token."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all storages that are made inside the block and still referred to.
 
     What a kernel takes for itself and gives back before it returns is not seen. Tensors on the
@@ -33,8 +33,9 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        super().__init__()
-        self.live = self.peak = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live: int = 0
+        self.peak: int = 0
         # Storages are held until the block's end: an address may come again otherwise.
         self._known = {each.untyped_storage()._cdata: each.untyped_storage() for each in known}
         self._sizes: dict[int, int] = {}
