@@ -135,7 +135,7 @@ def _measured(policy: CachePolicy, context: LayerContext, *, scores: bool = True
             policy.decide(context)
         else:
             _choose(policy, context, acts)
-    return live.peak
+    return int(live.peak)
 
 
 def _choose(policy: CachePolicy, context: LayerContext, acts: bool) -> None:
@@ -152,9 +152,10 @@ def _choose(policy: CachePolicy, context: LayerContext, acts: bool) -> None:
 def _scoring(policy: CachePolicy, context: LayerContext) -> int:
     """The most bytes of scoring, without numbers."""
     assert policy.scorer is not None
-    with torch.no_grad(), _NothingPadded(), LiveBytes(_tensors(context)) as live:
+    nothing_padded = _NothingPadded()  # type: ignore[no-untyped-call]
+    with torch.no_grad(), nothing_padded, LiveBytes(_tensors(context)) as live:
         saliency_of(policy.scorer, context, Checks())
-    return live.peak
+    return int(live.peak)
 
 
 class _NothingPadded(TorchDispatchMode):  # type: ignore[no-untyped-call]
