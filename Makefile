@@ -14,8 +14,8 @@ FUZZ_MINUTES ?= 10
 WORKERS := -n logical --maxprocesses 4
 
 .PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest bench pictures \
-	bench-scaling bench-decode bench-decoding bench-gpu bench-prefill bench-kvpress bench-unequal-heads families \
-	transformers-tests format clean
+	bench-scaling bench-decode bench-decoding bench-gpu bench-prefill bench-sessions bench-kvpress \
+	bench-unequal-heads families transformers-tests format clean
 
 compare: $(VENV)/installed
 	$(BIN)/kvpolicy compare --out results/compare $(ARGS)
@@ -114,6 +114,9 @@ bench-decoding: $(VENV)/installed
 
 bench-unequal-heads: $(VENV)/installed
 	$(BIN)/python benchmarks/unequal_heads.py $(ARGS)
+
+bench-sessions: $(VENV)/installed
+	$(BIN)/python benchmarks/sessions.py $(ARGS)
 
 bench-prefill: $(VENV)/installed
 	$(BIN)/python benchmarks/prefill.py
