@@ -18,6 +18,7 @@ from kvpolicy.checks import check_count
 from kvpolicy.description import describe
 from kvpolicy.errors import CacheInUseError, UnsupportedModelError
 from kvpolicy.integrations.transformers.adapters import check_adapters
+from kvpolicy.integrations.transformers.forward.decoding.static_rolling import RollingDecoding
 from kvpolicy.integrations.transformers.forward.reader import Reader
 from kvpolicy.integrations.transformers.forward.static_decoding import StaticDecoding
 from kvpolicy.integrations.transformers.model.attachment import Attachment
@@ -542,7 +543,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         self.update_recurrent_state(linear_cache, layer_idx)
 
     @property
-    def static(self) -> StaticDecoding | None:
+    def static(self) -> StaticDecoding | RollingDecoding | None:
         """The decoding under way into buffers of a fixed size, which compiled hooks look for."""
         return self._reader.static
 
