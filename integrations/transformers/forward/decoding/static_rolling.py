@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvpolicy.attention import group_mean, query_key_products
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.integrations.transformers.forward.decoding.static_choosing import not_shown
 from kvpolicy.integrations.transformers.model.masks import Visibility
 from kvpolicy.integrations.transformers.model.observing import observed_by
-from kvpolicy.integrations.transformers.model.routing import Scores
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.observed import Observed
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -46,9 +44,10 @@ class Places:
         held: ``[layers, batch, kv_heads, capacity]`` int64 positions, -1 on free slots.
         slots: ``[layers, batch, kv_heads]`` int64: where the token at hand goes.
         products: float32 ``[layers, batch, query_heads, capacity]``, of the last query with every
-            key; NaN until they are written.
-        masks: ``[layers, batch, query_heads, 1, capacity]``, as `Visibility.mask` makes them.
-        scores: How scores are made of products, the same in all layers.
+            key, scaled; NaN until they are written.
+        masks: ``[layers, 1 or batch, 1 or query_heads, 1, capacity]``, as of `Visibility`; of 1
+            where all hold equally many.
+        softcap: Of the scores, the same in all layers.
         protected: First tokens of the context that stay.
         free: The most free slots of a head.
     """
@@ -57,7 +56,7 @@ class Places:
     slots: Tensor
     products: Tensor
     masks: Tensor
-    scores: Scores
+    softcap: float | None
     protected: int
     free: int
 
@@ -81,14 +80,16 @@ class Places:
             mask = Visibility(places[-1], lengths, heads).mask(implementation, layer.dtype)
             assert isinstance(mask, Tensor)  # those of `IMPLEMENTATIONS` are
             masks.append(mask.expand(-1, heads, -1, -1))
-        held = torch.stack(places)
+        held, shown = torch.stack(places), torch.stack(masks)
+        if bool((held[:, :1, :1] < 0).eq(held < 0).all()):  # and will be: rows go in step
+            shown = shown[:, :1, :1].contiguous()
         shape = (*held.shape[:2], heads, capacity)
         return Places(
             held=held,
             slots=(held < 0).to(torch.uint8).argmax(dim=-1),
             products=torch.full(shape, torch.nan, device=held.device),
-            masks=torch.stack(masks),
-            scores=scores,
+            masks=shown,
+            softcap=scores.softcap,
             protected=protected,
             free=int((held < 0).sum(dim=-1).max()),
         )
@@ -111,15 +112,14 @@ class Places:
 
     def _attention(self) -> Tensor:
         """``[layers, batch, kv_heads, capacity]``, the mean over the query heads of a group."""
-        kv_heads = self.held.shape[2]
-        logits, softcap = self.products * self.scores.scaling, self.scores.softcap
+        logits, softcap = self.products, self.softcap
         if softcap is not None:
             logits = (logits / softcap).tanh() * softcap
+        group = logits.shape[2] // self.held.shape[2]
         if self.free:
-            unused = (self.held < 0).repeat_interleave(logits.shape[2] // kv_heads, dim=2)
+            unused = (self.held < 0).repeat_interleave(group, dim=2)
             logits = logits.masked_fill(unused, torch.finfo(torch.float32).min)
-        weights = logits.softmax(dim=-1)
-        return group_mean(weights.flatten(0, 1), kv_heads).view(self.held.shape)
+        return logits.softmax(dim=-1).unflatten(2, (-1, group)).mean(dim=3)
 
     def advance(self, positions: Tensor) -> None:
         """Let the token at ``positions`` ``[batch, 1]`` stand where there is room."""
@@ -128,7 +128,9 @@ class Places:
         self.held.scatter_(3, self.slots[..., None], new)
         if not self.free:
             return
-        shown = self.slots.repeat_interleave(self.masks.shape[2] // kv_heads, dim=2)
+        rows, heads = self.masks.shape[1:3]
+        shown = self.slots[:, :rows]
+        shown = shown.repeat_interleave(heads // kv_heads, 2) if heads > 1 else shown[:, :, :1]
         self.masks.scatter_(4, shown[..., None, None], self.masks.dtype == torch.bool)
         self.free -= 1
 
@@ -144,17 +146,22 @@ class RollingQueries:
     Args:
         keys: ``[batch, kv_heads, capacity, head_dim]``.
         query: ``[batch, query_heads, 1, head_dim]``.
-        products: float32 ``[batch, query_heads, capacity]``.
+        products: float32 ``[batch, query_heads, capacity]``, scaled.
+        scaling: Of products.
     """
 
     keys: Tensor
     query: Tensor
     products: Tensor
+    scaling: float
 
     def write(self, queries: Tensor) -> None:
         """Take that of one token, ``[batch, query_heads, 1, head_dim]``, whose key is written."""
         self.query.copy_(queries)
-        self.products.copy_(query_key_products(queries, self.keys)[:, :, 0])
+        # As `query_key_products`, but into the memory there is.
+        keys = self.keys.float().flatten(0, 1)
+        scaled = (queries.float() * self.scaling).view(len(keys), -1, keys.shape[2])
+        torch.bmm(scaled, keys.transpose(1, 2), out=self.products.view(*scaled.shape[:2], -1))
 
 
 @attrs.define(eq=False)
@@ -243,7 +250,8 @@ class RollingDecoding:
             keys, values = layer.claim(most + 1)
             products, slot = places.products[index], places.slots[index]
             query = keys.new_zeros(keys.shape[0], layer.query_heads, 1, keys.shape[3])
-            queries = RollingQueries(keys, query, products)
+            assert layer.scores is not None
+            queries = RollingQueries(keys, query, products, layer.scores.scaling)
             mask = observed_by(places.masks[index], queries)
             for tensor in (keys, values, products, slot, query, mask, filled[index]):
                 # One address for as long as it lives, which CUDA graphs have to be told.
@@ -301,12 +309,12 @@ class RollingDecoding:
 
 
 def _are_alike(layers: Sequence[PolicyLayer]) -> bool:
-    """Whether layers are of one shape, on one device, and make scores alike, without sinks."""
+    """Whether layers are of one shape, on one device, and cap scores alike, without sinks."""
     found = set()
     for layer in layers:
         if layer.held is None or layer.scores is None or layer.scores.sinks is not None:
             return False
         batch, kv_heads, _, head_dim = layer.held.shape
-        scores = layer.scores.scaling, layer.scores.softcap
-        found.add((batch, kv_heads, head_dim, layer.query_heads, layer.device, scores))
+        softcap = layer.scores.softcap
+        found.add((batch, kv_heads, head_dim, layer.query_heads, layer.device, softcap))
     return len(found) == 1
