@@ -15,6 +15,7 @@ from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import H2O, RKV, KeyDiff, KeyNorm, Method, SnapKV, StreamingLLM
 from tests.integrations.decoding.reading import Kept, held, padded, read
 from tests.integrations.decoding.rules import bounded
+from tests.integrations.decoding.seen import seen_at_every_step
 from tests.integrations.decoding.test_state import go_on
 from tests.integrations.hybrids.models import apart, generate, hybrid
 from tests.integrations.hybrids.models import tokens as random_ids
@@ -40,28 +41,6 @@ CASES = [
 
 def model_of(name: str) -> PreTrainedModel:
     return builds()[name].model() if name == "mllama" else hybrid(name)
-
-
-def seen_at_every_step(kept: dict[int, Kept], row: int, prompt_len: int, length: int) -> list[Seen]:
-    """What each layer's queries see: what was kept at the last choice, and all that is newer.
-
-    Args:
-        kept: See `Reading`.
-        row: Of the batch.
-        prompt_len: Tokens of its prompt.
-        length: Tokens of the row.
-    """
-    everything = torch.ones(length, dtype=torch.bool)
-    layers = []
-    for index, heads in enumerate(kept[0][row]):
-        keys = torch.ones(len(heads), length, length, dtype=torch.bool)
-        for step in sorted(kept):
-            first = prompt_len + step
-            for head, positions in enumerate(kept[step][row][index]):
-                keys[head, first:, :first] = False
-                keys[head, first:, positions] = True
-        layers.append(Seen(keys if heads else None, everything))
-    return layers
 
 
 def check_bounded(kept: dict[int, Kept], most: Sequence[int]) -> None:
