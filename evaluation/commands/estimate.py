@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ from kvpolicy.evaluation.cost.model_shape import LayerShape, ModelShape
 from kvpolicy.evaluation.cost.presets import PRESETS
 from kvpolicy.evaluation.cost.shapes import load_shape
 from kvpolicy.evaluation.models import DTYPES
-from kvpolicy.evaluation.results import write_all
+from kvpolicy.evaluation.results import check_file, write_all
 
 # The paper's.
 PAPER_RATES = (0.1, 0.2)
@@ -81,7 +80,7 @@ def estimate(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if json_file is not None:
-        _check_file(json_file)
+        check_file("--json", json_file)
     options = policy_options(
         policy,
         rate,
@@ -161,12 +160,14 @@ def estimate_table(chosen: Sequence[Variant], found: Sequence[Estimate]) -> Tabl
         table.add_column(header, justify="right", no_wrap=True)
     for variant, each in zip(chosen, found, strict=True):
         rate, tokens = variant.retention_rate, variant.retention_tokens
+        computed = ["-"] * 3
+        if each.compute_rate is not None:
+            computed[0] = f"{100 * each.compute_rate:.1f}"
+            computed[1:] = f"{each.prefill.total / flops:.2f}", f"x{each.speedup:.2f}"
         table.add_row(
             variant.name,
             f"{rate:g}" if rate is not None else "-" if tokens is None else f"{tokens:,}",
-            f"{100 * each.compute_rate:.1f}",
-            f"{each.prefill.total / flops:.2f}",
-            f"x{each.speedup:.2f}",
+            *computed,
             f"{each.mean_kept:,.0f}",
             f"{each.kv_bytes / unit_bytes:.{0 if unit_bytes == 1 else 2}f}",
             f"{100 * each.kv_share:.1f}",
@@ -198,6 +199,12 @@ def notes_of(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list
             )
             layers = ", ".join(map(str, acting))
             notes.append(f"{name} {does} layer {layers} of 0 to {shape.num_layers - 1}.")
+    by_content = [each for each in chosen if each.policy.propagation.decides_by_content]
+    for name in dict.fromkeys(each.name for each in by_content):
+        notes.append(
+            f"{name} decides by content how many tokens go on: what it computes is known once a "
+            "prompt is read, and what it keeps is at most what is shown."
+        )
     for each in chosen:
         rate = each.retention_rate
         if rate is not None and each.parameters.get("tsp_rate") == rate:
@@ -267,17 +274,6 @@ def _write(
     }
     text = json.dumps(data, indent=2, allow_nan=False)
     write_all(file.parent, {file.name: text.encode()})
-
-
-def _check_file(file: Path) -> None:
-    """Check, before the work, that a file can be written; its folder need not exist yet."""
-    if file.is_dir():
-        raise ValueError(f"--json must be a file, got the folder {file}")
-    existing = next(path for path in file.absolute().parents if path.exists())
-    if not existing.is_dir():
-        raise ValueError(f"--json must be a file in a folder, got {file}, but {existing} is none")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"--json must be a file that can be written, got {file}")
 
 
 def _flop_unit(flops: float) -> tuple[str, float]:
