@@ -140,7 +140,7 @@ class RedundancyScorer(Scorer):
         Args:
             cosines: ``[heads, count, key_len]``, a multiple of `RUN` of keys.
         """
-        runs = cosines.unflatten(-1, (-1, RUN))
+        runs = cosines.view(*cosines.shape[:-1], -1, RUN)
         # Of places that are counted from 1, in float32, which is exact up to 2**24.
         places = torch.arange(1.0, runs.shape[2] + 1, device=cosines.device)
         found = ((runs.amax(dim=-1) > self.threshold) * places).amax(dim=-1)

@@ -119,7 +119,9 @@ class Places:
         if self.free:
             unused = (self.held < 0).repeat_interleave(group, dim=2)
             logits = logits.masked_fill(unused, torch.finfo(torch.float32).min)
-        return logits.softmax(dim=-1).unflatten(2, (-1, group)).mean(dim=3)
+        layers, batch, kv_heads, capacity = self.held.shape
+        weights = logits.softmax(dim=-1).view(layers, batch, kv_heads, group, capacity)
+        return weights.mean(dim=3)
 
     def advance(self, positions: Tensor) -> None:
         """Let the token at ``positions`` ``[batch, 1]`` stand where there is room."""
