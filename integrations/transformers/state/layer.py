@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from kvpolicy.integrations.transformers.state.storage import Held, Plain, PlainS
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_positions, gather_slots
 
+# Keys, values, and positions of what the policy kept, in ascending order; see `PolicyLayer.store`.
+Loose = Callable[[], tuple[Tensor, Tensor, Tensor]]
 State = tuple[Any, ...]  # what `PolicyLayer.restore` takes; to be read by it alone
 
 
@@ -54,7 +57,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         # Not the base's own, which would set keys and values.
         self.storage = PlainStorage() if storage is None else storage
         self.room = room
-        self.held: Held | None = None
+        self._held: Held | None = None
+        self._loose: Loose | None = None
         self.is_initialized = False
         self.padded = False
         self.ragged = False
@@ -72,6 +76,21 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return type(self)(self.storage, self.room)
 
     @property
+    def held(self) -> Held | None:
+        """Its keys and values; None before the first forward."""
+        if self._loose is not None:
+            self._hold(*self._loose(), room=0)
+        return self._held
+
+    @held.setter
+    def held(self, held: Held | None) -> None:
+        self._held, self._loose = held, None
+
+    def loosen(self, loose: Loose) -> None:
+        """Hold what another keeps in an order of its own, until somebody looks."""
+        self._held, self._loose = None, loose
+
+    @property
     def keys(self) -> Tensor | None:
         """``[batch, kv_heads, kept_len, head_dim]``, None before the first forward."""
         return None if self.held is None else self.held.read()[0]
@@ -87,7 +106,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Of one head where one choice is for all heads, as under latent attention.
         """
-        if self._chosen is None or self._tokens is None:
+        if self.held is None or self._chosen is None or self._tokens is None:
             return None
         appended = self._tokens.appended.to(self._chosen.device)
         appended = appended[:, None].expand(-1, self._chosen.shape[1], -1)
