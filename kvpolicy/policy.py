@@ -18,6 +18,8 @@ from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.decoding import DecodingEviction, check_tail
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
+from kvpolicy.later import Undecided, kept_of_all
+from kvpolicy.repetition import Repetition
 
 
 @attrs.frozen(eq=False)
@@ -26,14 +28,17 @@ class Decision:
 
     Args:
         kept: ``[batch, kv_heads, kept_len]``; of one head where all heads share what is stored.
+            None where the policy `decides_later`.
         passed_on: ``[batch, passed_len]``; None for all.
         carried: What the scorer of the policy's decoding carries for each key, kept or not; None
             where it carries nothing. See `Scorer.advance`.
+        undecided: The layer for `CachePolicy.decide_layers`, where there is no ``kept`` yet.
     """
 
-    kept: Tensor
+    kept: Tensor | None
     passed_on: Tensor | None
     carried: Tensor | None = None
+    undecided: Undecided | None = None
 
 
 @attrs.frozen
@@ -48,12 +53,14 @@ class CachePolicy:
         selector: Which keys and values a layer keeps for decoding.
         propagation: Which tokens go on to the next layer during prefill.
         decoding: How a layer is kept bounded while an answer is decoded; None lets it grow.
+        reading: A second reading of every prompt, by which the selector's saliency is made; None
+            for that of the prompt itself.
 
     Raises:
         TypeError: A part is not of its kind.
         ValueError: The parts do not fit: a saliency is needed and there is no scorer; the scorer
             leaves a tail unscored that is not protected; the layers after a drop receive fewer
-            tokens than they are to keep.
+            tokens than they are to keep; a second reading finds nothing to be scored by it.
 
     Example:
         >>> from kvpolicy.policies import GQAGroupSelector, PassAllPropagation, WindowMaxPoolScorer
@@ -68,6 +75,7 @@ class CachePolicy:
     selector: KVSelector
     propagation: PropagationPolicy
     decoding: DecodingEviction | None = None
+    reading: Repetition | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.scorer is not None:
@@ -76,12 +84,15 @@ class CachePolicy:
         check_kind("propagation", self.propagation, PropagationPolicy)
         if self.decoding is not None:
             check_kind("decoding", self.decoding, DecodingEviction)
+        if self.reading is not None:
+            check_kind("reading", self.reading, Repetition)
         consumers = [part for part in (self.selector, self.propagation) if part.needs_saliency]
         for part in consumers:
             if self.scorer is None:
                 raise ValueError(f"scorer must be a Scorer, since {part} needs saliency, got None")
             check_tail(self.scorer, part)
         self._check_budgets()
+        self._check_reading()
 
     def __str__(self) -> str:
         kind = type(self)
@@ -90,6 +101,8 @@ class CachePolicy:
         parts = [*map(brief, (self.scorer, self.selector, self.propagation))]
         if self.decoding is not None:
             parts.append(f"decoding={brief(self.decoding)}")
+        if self.reading is not None:
+            parts.append(f"reading={brief(self.reading)}")
         return f"{kind.__name__}({', '.join(parts)})"
 
     def _check_budgets(self) -> None:
@@ -109,10 +122,34 @@ class CachePolicy:
             f"tokens than reach them, got {got}"
         )
 
+    def _check_reading(self) -> None:
+        if self.reading is None:
+            return
+        scorer, selector = self.scorer, self.selector
+        if scorer is None or not selector.needs_saliency or scorer.num_queries == 0:
+            raise ValueError(
+                "reading must be None where no queries are scored, since a second reading is for "
+                f"its queries, got {self.reading} with the scorer {scorer} and {selector}"
+            )
+        if scorer.history_layers:
+            raise ValueError(
+                f"reading must be None with {scorer}, which looks at earlier layers' saliencies: "
+                f"a second reading has those of chunks only, got {self.reading}"
+            )
+
+    @property
+    def decides_later(self) -> bool:
+        """Whether layers keep all tokens until all of them were scored; see `decide_layers`."""
+        return self.selector.decides_together or self.reading is not None
+
     @property
     def num_queries(self) -> int | None:
-        """Trailing queries of a prompt that are looked at: 0 none, None all."""
-        wanted = [] if self.scorer is None else [self.scorer.num_queries]
+        """Trailing queries of a prompt that are looked at: 0 none, None all.
+
+        Not those of a second reading, of which the scorer is shown as many as it asks for.
+        """
+        scores = self.scorer is not None and self.reading is None
+        wanted = [self.scorer.num_queries] if scores and self.scorer is not None else []
         if self.decoding is not None and self.decoding.scorer is not None and self.decoding.carries:
             wanted.append(self.decoding.scorer.num_queries)
         counts = [count for count in wanted if count is not None]
@@ -146,7 +183,8 @@ class CachePolicy:
         Raises:
             TypeError: ``num_layers`` is not an int, or ``acting_layers`` no frozenset.
             ValueError: It is below 1, a layer lies outside the model, or the prefill restarts at
-                none of its layers or at several.
+                none of its layers or at several; or tokens are dropped of a prompt that is to be
+                read again.
         """
         check_count("num_layers", num_layers, minimum=1)
         named = self.propagation.acting_layers(num_layers)
@@ -160,6 +198,11 @@ class CachePolicy:
             raise ValueError(
                 f"acting_layers of {self.propagation} must be in [0, {num_layers - 1}] for a model "
                 f"of {num_layers} layers, got {acting}"
+            )
+        if self.reading is not None and acting:
+            raise ValueError(
+                f"reading must be None where tokens are dropped, as {self.propagation} does, since "
+                f"a second reading needs the keys of all, got {self.reading}"
             )
         if self.propagation.restarts and len(acting) != 1:
             raise ValueError(
@@ -184,6 +227,8 @@ class CachePolicy:
     def decide(self, context: LayerContext) -> Decision:
         """Choose what one layer keeps and passes on; the saliency is computed once, if at all.
 
+        Where the policy `decides_later`, what the layer keeps is left to `decide_layers`.
+
         Raises:
             TypeError: ``context`` is no `LayerContext`; or a part returned no tensor, or a saliency
                 that is not of floats.
@@ -202,7 +247,8 @@ class CachePolicy:
 
     def _decide(self, context: LayerContext, checks: Checks) -> Decision:
         propagates = not self.propagation.restarts and self._acts_at(context)
-        needed = self.selector.needs_saliency or (propagates and self.propagation.needs_saliency)
+        selects = self.selector.needs_saliency and self.reading is None
+        needed = selects or (propagates and self.propagation.needs_saliency)
         saliency = carried = None
         later = None if self.decoding is None else self.decoding.scorer
         if later is not None and later.carries:
@@ -211,9 +257,35 @@ class CachePolicy:
         if needed and saliency is None:
             assert self.scorer is not None
             saliency = saliency_of(self.scorer, context, checks)
-        kept = kept_by(self.selector, saliency, context, checks)
+        kept = undecided = None
+        if self.decides_later:
+            undecided = Undecided.of(context, saliency if selects else None)
+        else:
+            kept = kept_by(self.selector, saliency, context, checks)
         passed = self._propagate(saliency, context, checks) if propagates else None
-        return Decision(kept, passed, carried)
+        return Decision(kept, passed, carried, undecided)
+
+    def decide_layers(self, layers: Sequence[Undecided]) -> list[Tensor]:
+        """Choose what all layers keep, where the policy `decides_later`.
+
+        Args:
+            layers: Those that have something to choose, in order; each with its saliency.
+
+        Returns:
+            For each layer ``[batch, kv_heads, kept_len]``; see `Decision`.
+
+        Raises:
+            TypeError: As `decide`.
+            ShapeError: As `decide`.
+            ValueError: As `decide`.
+        """
+        if not layers:
+            return []
+        checks = Checks()
+        with torch.autocast(layers[0].context.keys.device.type, enabled=False):
+            kept = kept_of_all(self.selector, layers, checks)
+        checks.look()
+        return kept
 
     def decide_restart(self, context: LayerContext) -> Tensor | None:
         """Choose the tokens to restart the prefill on; see `PropagationPolicy.propagate`.
@@ -265,7 +337,7 @@ class CachePolicy:
 
         Returns:
             A fraction, FastKV's 0.60 at 32 layers, TSP layer 15 and TSP rate 0.2; in (0, 1] but for
-            a policy that restarts, which computes some layers twice.
+            a policy that restarts, which computes some layers twice, or reads a prompt again.
 
         Raises:
             TypeError: ``num_layers`` or ``context_len`` is not an int.
@@ -275,4 +347,7 @@ class CachePolicy:
         if context_len is not None:
             check_count("context_len", context_len, minimum=1)
         passes = self.propagation.prefill_passes(num_layers, context_len)
-        return math.fsum(rate for layer_rates in passes for rate in layer_rates) / num_layers
+        again = 0.0 if self.reading is None else self.reading.compute_rate(context_len)
+        return (
+            math.fsum(rate for layer_rates in passes for rate in layer_rates) / num_layers + again
+        )
