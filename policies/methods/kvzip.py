@@ -7,7 +7,9 @@ from typing import ClassVar
 
 import attrs
 
+from kvpolicy.brief import brief
 from kvpolicy.budgets import DefaultRate
+from kvpolicy.checks import check_count, check_kind
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.interfaces import KVSelector
 from kvpolicy.policies.documentation import documented
@@ -72,7 +74,12 @@ class KVzip(Method):
     head_uniform: bool = attrs.field(default=False, kw_only=True)
     retention_tokens: int | None = attrs.field(default=None, kw_only=True)
 
+    def __str__(self) -> str:
+        return brief(self)
+
     def _parts(self) -> Parts:
+        check_count("num_sinks", self.num_sinks)
+        check_kind("head_uniform", self.head_uniform, bool)
         kind: type[GlobalThresholdSelector] | type[GQAGroupSelector]
         kind = GQAGroupSelector if self.head_uniform else GlobalThresholdSelector
         selector: KVSelector = kind(

@@ -238,18 +238,20 @@ class SecondReading:
         lens = torch.tensor([len(row) for row in rows], device=device)
         valid = torch.arange(longest, device=device) >= (longest - lens)[:, None]
         places = self.tokens.rotary_positions_of(valid)
-        self._check_places(int(places.max()) + 1)
+        self._check_places(places)
         mask = None
         if self.tokens.padded or not bool(valid.all()):
             mask = torch.cat([self.tokens.valid, valid], dim=1).long()
         given = {"input_ids": repeated, "position_ids": places, "attention_mask": mask}
         return {**self.arguments, **given}, valid
 
-    def _check_places(self, needed: int) -> None:
+    def _check_places(self, places: Tensor) -> None:
         config: Any = self.decoder.config
         most = getattr(config, "max_position_embeddings", None)
-        table = getattr(self.decoder, "rotary_emb", None) is None
-        if table and isinstance(most, int) and needed > most:
+        if getattr(self.decoder, "rotary_emb", None) is not None or not isinstance(most, int):
+            return
+        needed = int(places.max()) + 1
+        if needed > most:
             raise UnsupportedModelError(
                 f"prompt must leave positions for its second reading in a model that has an "
                 f"embedding of each, {most} in all, but {needed} are needed; give a shorter "
@@ -279,23 +281,28 @@ def check_layers(policy: CachePolicy, layers: list[PolicyLayer], *, reference: b
     Raises:
         UnsupportedModelError: One cannot.
     """
-    if policy.reading is None:
-        fits = [not layer.one_choice for layer in layers]
-        reason = (
-            f"{policy.selector} must choose layer by layer with a model whose layers have an "
-            "indexer, since some follow the choice of an earlier one"
-        )
-    else:
-        plain = (PolicyLayer, RecurrentLayer, EmptyLayer)
-        fits = [type(layer) in plain and layer.shows_queries and not reference for layer in layers]
-        reason = (
+    again = policy.reading is not None
+    plain = (PolicyLayer, RecurrentLayer, EmptyLayer)
+    unlike = [
+        index
+        for index, layer in enumerate(layers)
+        if layer.one_choice
+        or (again and (reference or type(layer) not in plain or not layer.shows_queries))
+    ]
+    if not unlike:
+        return
+    if again:
+        raise UnsupportedModelError(
             f"reading of {policy} must be None with a model whose layers share keys, have an "
             "indexer, attend to images, hold a state beside their keys, see a prompt and a window "
-            "of what follows, or show no queries: a prompt is not read twice there yet"
+            f"of what follows, or show no queries, as layers {unlike} do: a prompt is not read "
+            "twice there yet"
         )
-    unlike = [index for index, each in enumerate(fits) if not each]
-    if unlike:
-        raise UnsupportedModelError(f"{reason}; got layers {unlike}")
+    raise UnsupportedModelError(
+        f"selector of {policy} must choose layer by layer with a model whose layers have an "
+        f"indexer, as layers {unlike} do, of which some follow the choice of an earlier one; use "
+        "another than one that decides together"
+    )
 
 
 def check_tokens(policy: CachePolicy, incoming: Incoming) -> None:
