@@ -14,6 +14,7 @@ from kvpolicy.kinds import TokenKind
 from kvpolicy.policy import CachePolicy, Decision
 from kvpolicy.registry import build, registered
 from kvpolicy.repetition import Repetition
+from kvpolicy.rotary import RotaryEmbedding
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "LayerContext",
     "PropagationPolicy",
     "Repetition",
+    "RotaryEmbedding",
     "Scorer",
     "TokenKind",
     "build",

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kvpolicy.asking import Checks, as_stored, check_indices, kept_by
 from kvpolicy.context import LayerContext
-from kvpolicy.interfaces import KVSelector
+from kvpolicy.interfaces import KVSelector, Part, Scorer
+from kvpolicy.repetition import Repetition
 
 
 @attrs.frozen(eq=False)
@@ -71,3 +72,35 @@ def kept_of_all(selector: KVSelector, layers: Sequence[Undecided], checks: Check
         rows = (context.batch, context.kv_heads)
         check_indices(selector, kept, rows, context.key_len, checks)
     return found
+
+
+def check_later(scorer: Scorer | None, selector: KVSelector, reading: Repetition | None) -> None:
+    """Check the parts of a policy that may choose later than layers are read.
+
+    Args:
+        scorer: Its scorer.
+        selector: Its selector.
+        reading: Its second reading.
+
+    Raises:
+        ValueError: They do not fit: a selector asks for what no layer shows any more; a second
+            reading finds nothing to be scored by it, or its scorer asks for what that does not
+            show.
+    """
+    if selector.decides_together or reading is not None:
+        _check_asks(selector, f"which chooses when all layers were read: {selector}")
+    if reading is None:
+        return
+    if scorer is None or not selector.needs_saliency or scorer.num_queries == 0:
+        raise ValueError(
+            "reading must be None where no queries are scored, since a second reading is for its "
+            f"queries, got {reading} with the scorer {scorer} and {selector}"
+        )
+    _check_asks(scorer, f"which is shown a second reading, {reading}: {scorer}")
+
+
+def _check_asks(part: Part, what: str) -> None:
+    asks = ("history_layers", "needs_rotary", "needs_output_weight")
+    named = [name for name in asks if getattr(part, name)]
+    if named:
+        raise ValueError(f"{', '.join(named)} must not be declared by a part {what}")

@@ -10,15 +10,14 @@ from typing import ClassVar
 import attrs
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from kvpolicy.asking import Checks, advanced, check_indices, kept_by, saliency_of
+from kvpolicy.asking import Checks, advanced, kept_by, passed_on_by, saliency_of
 from kvpolicy.brief import brief
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.decoding import DecodingEviction, check_tail
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
-from kvpolicy.later import Undecided, kept_of_all
+from kvpolicy.later import Undecided, check_later, kept_of_all
 from kvpolicy.repetition import Repetition
 
 
@@ -33,11 +32,14 @@ class Decision:
         carried: What the scorer of the policy's decoding carries for each key, kept or not; None
             where it carries nothing. See `Scorer.advance`.
         undecided: The layer for `CachePolicy.decide_layers`, where there is no ``kept`` yet.
+        saliency: What the policy's scorer said of the keys, for later layers that look at it;
+            None where it was not asked.
     """
 
     kept: Tensor | None
     passed_on: Tensor | None
     carried: Tensor | None = None
+    saliency: Tensor | None = None
     undecided: Undecided | None = None
 
 
@@ -58,9 +60,10 @@ class CachePolicy:
 
     Raises:
         TypeError: A part is not of its kind.
-        ValueError: The parts do not fit: a saliency is needed and there is no scorer; the scorer
-            leaves a tail unscored that is not protected; the layers after a drop receive fewer
-            tokens than they are to keep; a second reading finds nothing to be scored by it.
+        ValueError: The parts do not fit: a saliency, of the layer or of those before, is needed
+            and there is no scorer; the scorer leaves a tail unscored that is not protected; the
+            layers after a drop receive fewer tokens than they are to keep; a second reading finds
+            nothing to be scored by it.
 
     Example:
         >>> from kvpolicy.policies import GQAGroupSelector, PassAllPropagation, WindowMaxPoolScorer
@@ -91,8 +94,14 @@ class CachePolicy:
             if self.scorer is None:
                 raise ValueError(f"scorer must be a Scorer, since {part} needs saliency, got None")
             check_tail(self.scorer, part)
+        for part in (self.selector, self.propagation):
+            if part.history_layers and self.scorer is None:
+                raise ValueError(
+                    f"scorer must be a Scorer, since {part} looks at the saliency of the layers "
+                    "before, got None"
+                )
         self._check_budgets()
-        self._check_reading()
+        check_later(self.scorer, self.selector, self.reading)
 
     def __str__(self) -> str:
         kind = type(self)
@@ -122,21 +131,6 @@ class CachePolicy:
             f"tokens than reach them, got {got}"
         )
 
-    def _check_reading(self) -> None:
-        if self.reading is None:
-            return
-        scorer, selector = self.scorer, self.selector
-        if scorer is None or not selector.needs_saliency or scorer.num_queries == 0:
-            raise ValueError(
-                "reading must be None where no queries are scored, since a second reading is for "
-                f"its queries, got {self.reading} with the scorer {scorer} and {selector}"
-            )
-        if scorer.history_layers:
-            raise ValueError(
-                f"reading must be None with {scorer}, which looks at earlier layers' saliencies: "
-                f"a second reading has those of chunks only, got {self.reading}"
-            )
-
     @property
     def decides_later(self) -> bool:
         """Whether layers keep all tokens until all of them were scored; see `decide_layers`."""
@@ -157,10 +151,15 @@ class CachePolicy:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The scorer if there is one, the selector and the propagation policy."""
-        return tuple(
-            part for part in (self.scorer, self.selector, self.propagation) if part is not None
+        """Those that act on a prompt: the scorer if there is one, the selector, the propagation.
+
+        And the scorer of what is decoded later, where it carries something from the prompt on.
+        """
+        later = (
+            self.decoding.scorer if self.decoding is not None and self.decoding.carries else None
         )
+        found = (self.scorer, self.selector, self.propagation, later)
+        return tuple(part for part in found if part is not None)
 
     @property
     def history_layers(self) -> int:
@@ -169,13 +168,27 @@ class CachePolicy:
 
     @property
     def needs_rotary(self) -> bool:
-        """Whether any part turns keys or queries."""
+        """Whether any part turns keys or queries of a prompt."""
         return any(part.needs_rotary for part in self.parts)
 
     @property
     def needs_output_weight(self) -> bool:
-        """Whether any part reads the weights of the layer's output projection."""
+        """Whether any part reads the weights of a layer's output projection in a prompt."""
         return any(part.needs_output_weight for part in self.parts)
+
+    def remembered_layers(self, num_layers: int, choosing: Sequence[int]) -> frozenset[int]:
+        """Layers whose saliency a later layer looks at.
+
+        Args:
+            num_layers: Layers of the model.
+            choosing: Those at which the policy chooses, ascending; others give no saliency.
+        """
+        if any(part.history_layers for part in self.parts if part is not self.propagation):
+            return frozenset(choosing)
+        back, found = self.propagation.history_layers, set[int]()
+        for acting in self.propagation.acting_layers(num_layers) if back else ():
+            found.update([layer for layer in choosing if layer < acting][-back:])
+        return frozenset(found)
 
     def check_model(self, num_layers: int) -> None:
         """Check the policy's layer indices against a model.
@@ -224,10 +237,14 @@ class CachePolicy:
         object.__setattr__(placed, "propagation", propagation)
         return placed
 
-    def decide(self, context: LayerContext) -> Decision:
+    def decide(self, context: LayerContext, *, remembered: bool = False) -> Decision:
         """Choose what one layer keeps and passes on; the saliency is computed once, if at all.
 
         Where the policy `decides_later`, what the layer keeps is left to `decide_layers`.
+
+        Args:
+            context: The layer.
+            remembered: Whether later layers look at its saliency; see `remembered_layers`.
 
         Raises:
             TypeError: ``context`` is no `LayerContext`; or a part returned no tensor, or a saliency
@@ -241,14 +258,14 @@ class CachePolicy:
         # Autocast would round the scores to half precision, where many tokens tie.
         checks = Checks()
         with torch.autocast(context.keys.device.type, enabled=False):
-            decision = self._decide(context, checks)
+            decision = self._decide(context, checks, remembered)
         checks.look()
         return decision
 
-    def _decide(self, context: LayerContext, checks: Checks) -> Decision:
+    def _decide(self, context: LayerContext, checks: Checks, remembered: bool) -> Decision:
         propagates = not self.propagation.restarts and self._acts_at(context)
         selects = self.selector.needs_saliency and self.reading is None
-        needed = selects or (propagates and self.propagation.needs_saliency)
+        needed = selects or (propagates and self.propagation.needs_saliency) or remembered
         saliency = carried = None
         later = None if self.decoding is None else self.decoding.scorer
         if later is not None and later.carries:
@@ -262,8 +279,25 @@ class CachePolicy:
             undecided = Undecided.of(context, saliency if selects else None)
         else:
             kept = kept_by(self.selector, saliency, context, checks)
-        passed = self._propagate(saliency, context, checks) if propagates else None
-        return Decision(kept, passed, carried, undecided)
+        passed = None
+        if propagates:
+            passed = passed_on_by(self.propagation, saliency, context, checks)
+        return Decision(kept, passed, carried, saliency, undecided)
+
+    def score(self, context: LayerContext) -> Tensor:
+        """The scorer's saliency of a layer at which nothing is chosen, for later ones to look at.
+
+        Raises:
+            TypeError: As `decide`.
+            ShapeError: As `decide`.
+            ValueError: As `decide`.
+        """
+        assert self.scorer is not None
+        checks = Checks()
+        with torch.autocast(context.keys.device.type, enabled=False):
+            saliency = saliency_of(self.scorer, context, checks)
+        checks.look()
+        return saliency
 
     def decide_layers(self, layers: Sequence[Undecided]) -> list[Tensor]:
         """Choose what all layers keep, where the policy `decides_later`.
@@ -303,30 +337,12 @@ class CachePolicy:
             if self.propagation.needs_saliency:
                 assert self.scorer is not None
                 saliency = saliency_of(self.scorer, context, checks)
-            passed = self._propagate(saliency, context, checks)
+            passed = passed_on_by(self.propagation, saliency, context, checks)
         checks.look()
         return passed
 
     def _acts_at(self, context: LayerContext) -> bool:
         return context.layer_idx in self.propagation.acting_layers(context.num_layers)
-
-    def _propagate(
-        self, saliency: Tensor | None, context: LayerContext, checks: Checks
-    ) -> Tensor | None:
-        passed = self.propagation.propagate(saliency, context)
-        if passed is None:
-            return None
-        check_indices(self.propagation, passed, (context.batch,), context.new_len, checks)
-        last = pad(passed, (1, 0), value=-1)[:, -1]  # -1 where nothing is passed on
-        checks.refuse(
-            last != context.new_len - 1,
-            lambda: (
-                f"propagate of {self.propagation} must pass on the last token of every row, "
-                f"{context.new_len - 1}, got {passed[:, -1:].flatten().tolist()}; the next "
-                "token is predicted from it"
-            ),
-        )
-        return passed
 
     def prefill_compute_rate(self, num_layers: int, context_len: int | None = None) -> float:
         """Layer-tokens computed in prefill over layer-tokens of a full prefill.
@@ -341,13 +357,18 @@ class CachePolicy:
 
         Raises:
             TypeError: ``num_layers`` or ``context_len`` is not an int.
-            ValueError: See `check_model`; or ``context_len`` is below 1, or needed.
+            ValueError: See `check_model`; or ``context_len`` is below 1, or needed; or it is known
+                only once a prompt is read, see `PropagationPolicy.decides_by_content`.
         """
         self.check_model(num_layers)
         if context_len is not None:
             check_count("context_len", context_len, minimum=1)
+        if self.propagation.decides_by_content:
+            raise ValueError(
+                f"propagation must not decide by content for a rate to be known beforehand, but "
+                f"{self.propagation} does; read a prompt and look at what went on, in propagated "
+                "of its cache"
+            )
         passes = self.propagation.prefill_passes(num_layers, context_len)
-        again = 0.0 if self.reading is None else self.reading.compute_rate(context_len)
-        return (
-            math.fsum(rate for layer_rates in passes for rate in layer_rates) / num_layers + again
-        )
+        first = math.fsum(rate for layer_rates in passes for rate in layer_rates) / num_layers
+        return first + (0.0 if self.reading is None else self.reading.compute_rate(context_len))

@@ -12,6 +12,7 @@ from kvpolicy.checks import check_count, check_kind
 from kvpolicy.evaluation.cost.model_shape import LayerShape, ModelShape
 from kvpolicy.interfaces import KVSelector, PropagationPolicy
 from kvpolicy.policy import CachePolicy
+from kvpolicy.repetition import Repetition
 
 
 @attrs.frozen
@@ -57,7 +58,9 @@ class Estimate:
     Args:
         context_len: Tokens of the prompt.
         compute_rate: Layer-tokens computed in prefill over those of a full prefill, the paper's
-            figure; see `CachePolicy.prefill_compute_rate`.
+            figure; see `CachePolicy.prefill_compute_rate`. None where the policy decides by content
+            how many tokens go on, which is known only once a prompt is read: then ``prefill`` and
+            ``kept_tokens`` are the most, and `speedup` is the least.
         prefill: Operations of the prefill, the policy's own scoring not counted.
         full: Operations of a full prefill.
         kept_tokens: For each layer, the tokens it keeps, the mean over its KV heads; 0 where it
@@ -67,7 +70,7 @@ class Estimate:
     """
 
     context_len: int
-    compute_rate: float
+    compute_rate: float | None
     prefill: Flops
     full: Flops
     kept_tokens: tuple[float, ...]
@@ -103,12 +106,14 @@ class Estimate:
         return sum(holding) / len(holding)
 
     def as_data(self) -> dict[str, Any]:
-        """Everything as plain data for JSON."""
+        """Everything as plain data for JSON; None for what is not known before a prompt is read."""
+        known = self.compute_rate is not None
+        prefill = {**attrs.asdict(self.prefill), "total": self.prefill.total}
         return {
             "prefill_compute_rate": self.compute_rate,
-            "prefill_flops": {**attrs.asdict(self.prefill), "total": self.prefill.total},
+            "prefill_flops": prefill if known else None,
             "full_prefill_flops": {**attrs.asdict(self.full), "total": self.full.total},
-            "prefill_speedup_allowed": self.speedup,
+            "prefill_speedup_allowed": self.speedup if known else None,
             "kept_tokens": list(self.kept_tokens),
             "kv_bytes": self.kv_bytes,
             "state_bytes": self.state_bytes,
@@ -166,10 +171,14 @@ def estimate(
     arriving = _tokens(reached, policy.propagation, context_len)
     chosen = _tokens(kept, policy.selector, context_len)
     head = Flops(0.0, 0.0, 2.0 * shape.hidden_size * shape.vocab_size)
+    by_content = policy.propagation.decides_by_content
+    rate = None if by_content else policy.prefill_compute_rate(shape.num_layers, context_len)
     return Estimate(
         context_len=context_len,
-        compute_rate=policy.prefill_compute_rate(shape.num_layers, context_len),
-        prefill=_prefill(policy.propagation, shape, context_len) + head,
+        compute_rate=rate,
+        prefill=_prefill(policy.propagation, shape, context_len)
+        + _again(policy.reading, shape, context_len)
+        + head,
         full=_pass(shape, [context_len] * shape.num_layers, context_len) + head,
         kept_tokens=tuple(
             _kept(
@@ -247,6 +256,23 @@ def _prefill(propagation: PropagationPolicy, shape: ModelShape, context_len: int
         acting = propagation.acting_layers(shape.num_layers)
         weights = sum(shape.layers[index].projection_weights for index in acting)
         found += Flops(2.0 * context_len * weights, 0.0)
+    return found
+
+
+def _again(reading: Repetition | None, shape: ModelShape, context_len: int) -> Flops:
+    """Operations of a second reading: its tokens see all of the prompt, and their own chunk."""
+    if reading is None:
+        return Flops(0.0, 0.0)
+    tokens = reading.compute_rate(context_len) * context_len
+    seen = context_len + tokens / len(reading.spans(context_len)) / 2
+    found = Flops(0.0, 0.0)
+    for layer in shape.layers:
+        keys = seen if layer.window is None else min(layer.window, seen)
+        found += Flops(
+            linear=2 * tokens * layer.weights,
+            attention=2 * tokens * keys * layer.pair_width,
+            states=4.0 * tokens * layer.state_elements,
+        )
     return found
 
 

@@ -128,3 +128,19 @@ def test_as_it_is_written_and_described() -> None:
 def test_no_reading_of_another_kind() -> None:
     with pytest.raises(TypeError, match="reading must be a Repetition"):
         CachePolicy(*PARTS, reading=2048)  # type: ignore[arg-type]
+
+
+class Asks(PeakAttentionScorer):
+    needs_rotary = True  # type: ignore[assignment]
+
+
+class AsksOfAll(GlobalThresholdSelector):
+    history_layers = 2  # type: ignore[assignment]
+
+
+def test_what_no_second_reading_shows() -> None:
+    with pytest.raises(ValueError, match="needs_rotary must not be declared"):
+        CachePolicy(Asks(), *PARTS[1:], reading=Repetition())
+    CachePolicy(Asks(), *PARTS[1:])
+    with pytest.raises(ValueError, match="history_layers must not be declared"):
+        CachePolicy(PARTS[0], AsksOfAll(0.3), PARTS[2])
