@@ -85,7 +85,7 @@ class GlobalThresholdSelector(SharedBudgetSelector):
         scores = torch.cat([layer.scores.flatten(1) for layer in layers], dim=1)
         free = torch.cat([(layer.valid & ~layer.protected).flatten(1) for layer in layers], dim=1)
         sizes = [layer.scores[0].numel() for layer in layers]
-        taken = highest(scores, free, counts).split(sizes, dim=1)
+        taken = torch.split(highest(scores, free, counts), sizes, dim=1)
         return [
             layer.kept(of_layer, context)
             for layer, of_layer, context in zip(layers, taken, contexts, strict=True)

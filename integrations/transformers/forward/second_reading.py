@@ -120,7 +120,7 @@ class RepetitionPass(Forward):
         layer, reading = self.layers[index], self.policy.reading
         assert reading is not None
         positions = self._positions(layer, inputs.keys.shape[1], inputs.keys.device)
-        held, new = positions.split([layer.kept_len, self.new_valid.shape[1]], dim=2)
+        held, new = positions.tensor_split([layer.kept_len], dim=2)
         start, stop = self._span
         of_chunk = (held >= start) & (held < stop)
         sinks = (held >= 0) & (held < reading.num_sinks)
