@@ -96,10 +96,13 @@ class Chunks:
         return torch.arange(length, device=new_valid.device) >= first[:, None]
 
 
-class ChunkForward(Forward):
-    """A forward over a chunk that does not end its prompt: appended, its queries remembered."""
+class ChunkForward(ActingForward):
+    """A forward over a chunk that does not end its prompt: appended, its queries remembered.
 
-    in_prompt = True
+    The last layer is run for the tokens whose outputs are asked for.
+    """
+
+    acts = False
 
     def __init__(self, *args: Any, chunks: Chunks, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -113,12 +116,21 @@ class ChunkForward(Forward):
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """As `Forward.update`; then an attention function is to show the queries."""
-        found = super().update(index, keys, values)
+        if self._seen is not None:
+            return super().update(index, keys, values)
+        found = Forward.update(self, index, keys, values)
         self._pending = found if self.layers[index].shows_queries else None
         return found
 
-    def observe(self, index: int, inputs: AttentionInputs) -> None:
-        """Remember the layer's queries."""
+    def update_index(self, index: int, keys: Tensor) -> Tensor:
+        """See `Forward.update_index`."""
+        return Forward.update_index(self, index, keys)
+
+    def _few_go_on(self, index: int) -> bool:
+        return index == len(self.layers) - 1 and super()._few_go_on(index)
+
+    def _decide(self, index: int, inputs: AttentionInputs) -> None:
+        """Remember the layer's queries: what it keeps is chosen when the prompt has ended."""
         assert self._pending is not None
         layer, queries = self.layers[index], inputs.queries
         if inputs.keys.shape[1] != self._pending[0].shape[1]:

@@ -268,6 +268,15 @@ class Reader:
         return self.acts_next and not keeps_everything(self.placed, len(self.layers))
 
     @property
+    def makes_masks(self) -> bool:
+        """Whether layers get masks of their own for all that they hold, in place of the model's.
+
+        Of that one only what it says of the new tokens among themselves is read.
+        """
+        forward = self._forward
+        return forward is not None and forward.in_prompt and not forward.first
+
+    @property
     def _drops(self) -> bool:
         return bool(self.placed.propagation.acting_layers(len(self.layers)))
 
@@ -388,16 +397,15 @@ class Reader:
                 else None
             ),
         }
-        if not acts:
-            if ends:
-                bounded = self.placed.decoding is not None
-                append = DecodingForward if bounded else Forward
-                forward = append(self.placed, self.layers, incoming, **kind)
-            else:
-                chunks = self.chunks or Chunks(self.placed.num_queries)
-                forward = ChunkForward(self.placed, self.layers, incoming, chunks=chunks, **kind)
-            return forward, incoming.arguments
+        if not starts:
+            bounded = self.placed.decoding is not None
+            append = DecodingForward if bounded else Forward
+            return append(self.placed, self.layers, incoming, **kind), incoming.arguments
         kind |= self._narrowing(arguments, parts)
+        if not ends:
+            chunks = self.chunks or Chunks(self.placed.num_queries)
+            chunk = ChunkForward(self.placed, self.layers, incoming, chunks=chunks, **kind)
+            return chunk, incoming.arguments
         if self.chunks is not None:
             chunks = self.chunks
             last = LastChunkForward(self.placed, self.layers, incoming, chunks=chunks, **kind)
