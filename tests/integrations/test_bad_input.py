@@ -145,7 +145,7 @@ def test_a_conversation_that_does_not_go_on(model: PreTrainedModel, usable: Poli
         ({"penalty_alpha": 0.6, "top_k": 4}, "got contrastive_search"),
         ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, "got group_beam_search"),
         ({"dola_layers": "low"}, "got dola_generation"),
-        ({"prefill_chunk_size": 16}, "prefill_chunk_size must be None where FastKV"),
+        ({"prefill_chunk_size": 16, "output_hidden_states": True}, "output_attentions and"),
         ({"prompt_lookup_num_tokens": 3, "output_attentions": True}, "output_attentions, and"),
         ({"prompt_lookup_num_tokens": 3, "output_hidden_states": True}, "output_attentions, and"),
         ({"use_cache": False}, "use_cache must be True"),

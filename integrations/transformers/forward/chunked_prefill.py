@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 from kvpolicy.integrations.transformers.forward.append import Forward
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
+
+if TYPE_CHECKING:
+    from kvpolicy.integrations.transformers.forward.stages import StagedPrompt
 
 
 @attrs.frozen(eq=False)
@@ -23,6 +26,7 @@ class Chunks:
         row_lens: ``[batch]`` int64, tokens of each row in them.
         valid: ``[batch, held_len]`` bool, of the columns whose queries are held.
         queries: By layer, ``[batch, query_heads, held_len, head_dim]``.
+        staged: What further stages are to read, where tokens are dropped; None where none are.
     """
 
     num_queries: int | None
@@ -30,6 +34,7 @@ class Chunks:
     row_lens: Tensor | None = None
     valid: Tensor | None = None
     queries: dict[int, Tensor] = attrs.field(factory=dict)
+    staged: StagedPrompt | None = None
 
     def with_chunk(self, valid: Tensor, queries: dict[int, Tensor]) -> Chunks:
         """With one more chunk.
@@ -50,6 +55,7 @@ class Chunks:
                 index: self._joined(index, new)[:, :, first:].clone()
                 for index, new in queries.items()
             },
+            self.staged,
         )
 
     def _joined(self, index: int, queries: Tensor) -> Tensor:
@@ -74,8 +80,7 @@ class Chunks:
         Returns:
             ``[batch, query_heads, query_len, head_dim]``, as many as the policy looks at.
         """
-        assert self.valid is not None
-        valid = torch.cat([self.valid, new_valid], dim=1)
+        valid = new_valid if self.valid is None else torch.cat([self.valid, new_valid], dim=1)
         order = valid.to(torch.uint8).argsort(dim=1, stable=True)
         if self.num_queries is not None:
             order = order[:, max(order.shape[1] - self.num_queries, 0) :]
@@ -90,9 +95,9 @@ class Chunks:
         Args:
             new_valid: ``[batch, new_len]`` bool, the last chunk's tokens.
         """
-        assert self.row_lens is not None
         length = self.columns + new_valid.shape[1]
-        first = length - self.row_lens - new_valid.sum(dim=1)
+        lens = new_valid.sum(dim=1)
+        first = length - (lens if self.row_lens is None else self.row_lens + lens)
         return torch.arange(length, device=new_valid.device) >= first[:, None]
 
 

@@ -251,8 +251,9 @@ class ActingForward(Forward):
         self._kept = self._kept if borrows and self._kept is not None else decision.kept
         layer.store(keys, values, positions, self._kept, decision.carried)
         passed = self._here(decision.passed_on)
-        if passed is not None and passed.shape == self.new_valid.shape:
-            passed = None if torch.equal(passed >= 0, self.new_valid) else passed
+        if passed is not None and passed.shape == context.new_valid.shape:
+            everything = self._here(context.new_valid)
+            passed = None if torch.equal(passed >= 0, everything) else passed
         self._passed = passed
 
     def _with_carried(self, layer: PolicyLayer, context: LayerContext) -> LayerContext:

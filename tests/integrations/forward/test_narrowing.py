@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.forward import narrowing
+from kvpolicy.integrations.transformers.forward import blocks
 from kvpolicy.integrations.transformers.forward import prefill as acting
 from kvpolicy.integrations.transformers.model.masks import Visibility
 from kvpolicy.policies import (
