@@ -320,6 +320,7 @@ class StageChunk(StageForward, ChunkForward):
         super()._decide(index, inputs)
         if self._restarts and index != self._piece.stage.last:
             self._queries.pop(index, None)
+            self._carried.pop(index, None)
 
     def _tell_layers(self) -> None:
         staged, stage = self._chunks.staged, self._piece.stage
