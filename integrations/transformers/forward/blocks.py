@@ -13,9 +13,14 @@ import attrs
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvpolicy.integrations.transformers.model.masks import Mask, Visibility, first_seen
 from kvpolicy.integrations.transformers.model.routing import Attend
+
+# Also says the logarithm of the sum of exponentials, which no public function does. Without it,
+# attention is computed under masks.
+_KERNEL = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 # Bytes of attention mask at a time. On a GPU every block repeats the keys for their groups.
 BLOCK_BYTES = {"cpu": 1 << 22}
@@ -112,6 +117,8 @@ class Blocks:
             return output
         seen = key_len if self.window is None else min(self.window + query_len, key_len)
         heads = 1 if self.keys is None or self.keys.shape[1] == 1 else query.shape[1]
+        if self._may_be_joined(attend, query, key, value, kwargs):
+            return _joined(query, key, value, kwargs.get("scaling"))
         count = min(block_len(query, seen, heads, self.implementation), query_len)
         outputs = []
         # The longest first: what it has freed, all others fit into.
@@ -128,6 +135,17 @@ class Blocks:
             )
             outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs[::-1], dim=1)
+
+    def _may_be_joined(
+        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]
+    ) -> bool:
+        """Whether `_joined` does what the module's attention function would do."""
+        plain = attend is sdpa_attention_forward and not how.get("dropout")
+        beside = any(how.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
+        alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
+        graph = torch.is_grad_enabled() and query.requires_grad
+        here = query.device.type == "cpu" and _KERNEL is not None and self.keys is None
+        return here and plain and alike and not (beside or graph)
 
     def _first_key(self, block: slice) -> int:
         """The first key that any query of a block sees through the window."""
@@ -148,3 +166,36 @@ class Blocks:
         heads = query.shape[1] if places.shape[1] > 1 else 1
         seen = Visibility(places, self.queries[:, block], heads, self.window)
         return seen.mask(self.implementation, query.dtype)
+
+
+def _joined(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Attention to what was before without a mask, to the queries' own keys in their order.
+
+    A mask, which the processor's kernel reads for every product, takes half as long again. Both
+    parts are joined by the sums of their exponentials.
+
+    Args:
+        query: ``[batch, query_heads, query_len, head_dim]``.
+        key: ``[batch, kv_heads, key_len, head_dim]``, the last of which are the queries' own.
+        value: Likewise.
+        scaling: Of the products; None for the usual one.
+
+    Returns:
+        ``[batch, query_len, query_heads, head_dim]``.
+    """
+    assert _KERNEL is not None
+    query_len, before = query.shape[2], key.shape[2] - query.shape[2]
+    group = query.shape[1] // key.shape[1]
+    own_key, own_value = (
+        each[:, :, before:].repeat_interleave(group, dim=1) for each in (key, value)
+    )
+    output, sums = _KERNEL(query, own_key, own_value, 0.0, True, scale=scaling)
+    if before:
+        # The heads of a group stand one after the other, as queries of one head.
+        rows = query.reshape(query.shape[0], key.shape[1], group * query_len, -1)
+        past, past_sums = _KERNEL(
+            rows, key[:, :, :before], value[:, :, :before], 0.0, False, scale=scaling
+        )
+        share = torch.sigmoid(past_sums.reshape(sums.shape) - sums)[..., None].to(output.dtype)
+        output = output + share * (past.reshape(output.shape) - output)
+    return output.transpose(1, 2).contiguous()
