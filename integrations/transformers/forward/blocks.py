@@ -198,4 +198,5 @@ def _joined(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) ->
         )
         share = torch.sigmoid(past_sums.reshape(sums.shape) - sums)[..., None].to(output.dtype)
         output = output + share * (past.reshape(output.shape) - output)
-    return output.transpose(1, 2).contiguous()
+    found: Tensor = output.transpose(1, 2).contiguous()
+    return found

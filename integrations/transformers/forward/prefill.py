@@ -252,7 +252,7 @@ class ActingForward(Forward):
         layer.store(keys, values, positions, self._kept, decision.carried)
         passed = self._here(decision.passed_on)
         if passed is not None and passed.shape == context.new_valid.shape:
-            everything = self._here(context.new_valid)
+            everything = context.new_valid.to(passed.device)
             passed = None if torch.equal(passed >= 0, everything) else passed
         self._passed = passed
 

@@ -226,9 +226,13 @@ class StageForward(ActingForward):
         here = {**cut_arguments(kwargs, last, self._new_len), "attention_mask": None}
         here |= dict.fromkeys({"conv_mask"} & kwargs.keys())
         if layer.attends and not self._spares_masks:
-            how = {"implementation": self.implementation, "spare": False}
             here["attention_mask"] = causal_mask(
-                1, 1, dtype=hidden.dtype, device=hidden.device, **how
+                1,
+                1,
+                implementation=self.implementation,
+                dtype=hidden.dtype,
+                device=hidden.device,
+                spare=False,
             )
         return hidden, here
 
