@@ -9,6 +9,7 @@ from torch import Tensor
 from kvpolicy.errors import ShapeError
 from kvpolicy.heads import Heads
 from kvpolicy.kinds import TokenKind
+from kvpolicy.rotary import RotaryEmbedding
 
 
 @attrs.frozen(eq=False)
@@ -50,6 +51,13 @@ class LayerContext:
         carried: float32 ``[batch, kv_heads, key_len, carries]``, what the scorer carries for each
             key from the choices before, 0 on new ones; None where nothing is carried, or nothing
             was. See `Scorer.advance`.
+        history: float32 ``[batch, heads, new_len]`` each, what the policy's scorer gave this
+            layer's new tokens at the layers before, the newest last; what stands on padding is
+            ignored. As many as a part asks for (`Part.history_layers`), fewer at the first layers:
+            those at which nothing is chosen, such as sliding windows and recurrences, give none.
+        rotary: The layer's rotary embedding, where a part asks for it (`Part.needs_rotary`).
+        output_weight: ``[query_heads, value_dim, hidden]``, what the layer's output projection
+            makes of each head's output, where a part asks for it (`Part.needs_output_weight`).
 
     Raises:
         ShapeError: The axes do not fit together.
@@ -71,6 +79,9 @@ class LayerContext:
     stored: tuple[Tensor, Tensor] | None = None
     query_positions: Tensor | None = None
     carried: Tensor | None = None
+    history: tuple[Tensor, ...] = ()
+    rotary: RotaryEmbedding | None = None
+    output_weight: Tensor | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.keys.ndim != 4 or self.queries.ndim != 4:
@@ -136,6 +147,20 @@ class LayerContext:
             raise ShapeError(
                 f"sinks must be [query_heads] = [{self.query_heads}], got {list(self.sinks.shape)}"
             )
+        for each in self.history:
+            if each.ndim != 3 or (each.shape[0], each.shape[2]) != (batch, self.new_len):
+                raise ShapeError(
+                    f"history must hold tensors [batch, heads, new_len] with batch={batch} and "
+                    f"new_len={self.new_len}, got {list(each.shape)}"
+                )
+        weight, value_dim = self.output_weight, self.values.shape[3]
+        if weight is not None and (
+            weight.ndim != 3 or weight.shape[:2] != (self.query_heads, value_dim)
+        ):
+            raise ShapeError(
+                f"output_weight must be [query_heads, value_dim, hidden] = [{self.query_heads}, "
+                f"{value_dim}, hidden], got {list(weight.shape)}"
+            )
         if len(self.seen_len) != batch:
             raise ShapeError(
                 f"seen_len must have one entry per row (batch={batch}), got {self.seen_len}"
@@ -145,7 +170,8 @@ class LayerContext:
         """The context in which a selector chooses: itself, or one of a single KV head.
 
         The second where all heads share what is stored. The head's keys and values are then what
-        is stored, side by side if that has several heads, and no queries are shown.
+        is stored, side by side if that has several heads, and no queries are shown; what it says of
+        the layers before is the mean over their heads.
         """
         if self.stored is None:
             return self
@@ -161,6 +187,9 @@ class LayerContext:
             stored=None,
             query_positions=None,
             carried=None,
+            history=tuple(self.heads.mean(each)[:, None] for each in self.history),
+            rotary=None,
+            output_weight=None,
         )
 
     def showing(self, num_queries: int | None) -> LayerContext:
@@ -176,6 +205,23 @@ class LayerContext:
             self,
             queries=self.queries[:, :, first:],
             query_positions=None if places is None else places[:, first:],
+        )
+
+    def with_no_more(
+        self, *, history_layers: int, rotary: bool, output_weight: bool
+    ) -> LayerContext:
+        """The context without what is not asked for of these three.
+
+        Args:
+            history_layers: As `Part.history_layers`.
+            rotary: As `Part.needs_rotary`.
+            output_weight: As `Part.needs_output_weight`.
+        """
+        return attrs.evolve(
+            self,
+            history=self.history[-history_layers:] if history_layers else (),
+            rotary=self.rotary if rotary else None,
+            output_weight=self.output_weight if output_weight else None,
         )
 
     @property

@@ -20,13 +20,32 @@ from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
 
 
-class Scorer(abc.ABC):
-    """How much does each token matter at this layer?"""
+class Part:
+    """What the three have in common: what they may ask for of a layer, free where nobody does."""
 
     paper: ClassVar[str] = ""
 
     def __str__(self) -> str:
         return brief(self)
+
+    @property
+    def history_layers(self) -> int:
+        """Layers before whose saliencies it looks at, in `LayerContext.history`; 0 for none."""
+        return 0
+
+    @property
+    def needs_rotary(self) -> bool:
+        """Whether it turns keys or queries by `LayerContext.rotary`."""
+        return False
+
+    @property
+    def needs_output_weight(self) -> bool:
+        """Whether it reads `LayerContext.output_weight`."""
+        return False
+
+
+class Scorer(Part, abc.ABC):
+    """How much does each token matter at this layer?"""
 
     @property
     def num_queries(self) -> int | None:
@@ -74,13 +93,8 @@ class Scorer(abc.ABC):
         """
 
 
-class KVSelector(abc.ABC):
+class KVSelector(Part, abc.ABC):
     """Which keys and values does this layer keep for decoding?"""
-
-    paper: ClassVar[str] = ""
-
-    def __str__(self) -> str:
-        return brief(self)
 
     @property
     def needs_saliency(self) -> bool:
@@ -145,7 +159,7 @@ class KVSelector(abc.ABC):
         """
 
 
-class PropagationPolicy(abc.ABC):
+class PropagationPolicy(Part, abc.ABC):
     """Which tokens go on to the next layer during prefill?
 
     Two ways to act: the layers after an acting one continue with the tokens that go on (*drop*), or
@@ -153,11 +167,6 @@ class PropagationPolicy(abc.ABC):
     the chosen tokens, at positions without gaps (*restart*; the layers after the acting one are not
     run before). Which of the two is `restarts`.
     """
-
-    paper: ClassVar[str] = ""
-
-    def __str__(self) -> str:
-        return brief(self)
 
     @property
     def restarts(self) -> bool:
@@ -187,6 +196,15 @@ class PropagationPolicy(abc.ABC):
         """
         return None
 
+    @property
+    def decides_by_content(self) -> bool:
+        """Whether how many tokens go on depends on what a prompt says, not on its length alone.
+
+        Then it is known only once the prompt is read: there is no `budget`, and `layer_rates` are
+        the most that can reach each layer.
+        """
+        return False
+
     def protected(self, context: LayerContext) -> Tensor:
         """Bool ``[batch, new_len]``: the new tokens that go on whatever their saliency."""
         return context.is_new_tail(self.protected_tail) | context.is_new_first(self.protected_first)
@@ -211,6 +229,8 @@ class PropagationPolicy(abc.ABC):
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """Fraction of the prompt's tokens that reach each layer, and whose keys it sees.
+
+        Where it `decides_by_content`, the most.
 
         Args:
             num_layers: Layers of the model.

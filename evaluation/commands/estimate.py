@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,20 @@ from rich.table import Table
 
 import kvpolicy
 from kvpolicy.evaluation.commands.chosen import COMPOSITION, chosen_variants
+from kvpolicy.evaluation.commands.estimate_memory import (
+    DEFAULT_ANSWER,
+    DEFAULT_CHUNK,
+    MemoryAsked,
+    MemoryFound,
+    find_memory,
+    memory_headline,
+    memory_notes,
+    memory_table,
+    memory_warnings,
+)
 from kvpolicy.evaluation.commands.options import (
+    DecodingEveryOption,
+    DecodingTokensOption,
     PolicyOption,
     PropagationOption,
     ProtectOption,
@@ -35,7 +47,7 @@ from kvpolicy.evaluation.cost.model_shape import LayerShape, ModelShape
 from kvpolicy.evaluation.cost.presets import PRESETS
 from kvpolicy.evaluation.cost.shapes import load_shape
 from kvpolicy.evaluation.models import DTYPES
-from kvpolicy.evaluation.results import write_all
+from kvpolicy.evaluation.results import check_file, write_all
 
 # The paper's.
 PAPER_RATES = (0.1, 0.2)
@@ -67,21 +79,58 @@ def estimate(
     scorer: ScorerOption = None,
     selector: SelectorOption = None,
     propagation: PropagationOption = None,
+    decoding_tokens: DecodingTokensOption = None,
+    decoding_every: DecodingEveryOption = None,
     dtype: Annotated[
-        str, typer.Option(metavar="NAME", help=f"Of keys and values: {', '.join(DTYPES)}.")
+        str,
+        typer.Option(metavar="NAME", help=f"Of weights, keys and values: {', '.join(DTYPES)}."),
     ] = "bfloat16",
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Also how many sessions fit: 80GB, 24GiB or 40e9."),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Of the weights, as of a quantised model; default: as --dtype."
+        ),
+    ] = None,
+    answer: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help=f"Tokens of an answer; default with --memory: {DEFAULT_ANSWER}.",
+        ),
+    ] = None,
+    chunk: Annotated[
+        int | None,
+        typer.Option(
+            "--prefill-chunk",
+            min=1,
+            metavar="N",
+            help=f"Tokens of a forward where the prompt comes in chunks; default: {DEFAULT_CHUNK}.",
+        ),
+    ] = None,
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="sdpa, flash or eager; default: sdpa where the family has it."
+        ),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there.")
     ] = None,
 ) -> None:
     """Count what policies cost on a prompt; no weights are loaded and nothing is run.
 
-    Without --policy all policies, at the paper's rates 0.1 and 0.2.
+    Without --policy all policies, at the paper's rates 0.1 and 0.2. With --memory also how many
+    sessions fit, layers bounded to what is kept of the prompt if not to --decoding-tokens.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if json_file is not None:
-        _check_file(json_file)
+        check_file("--json", json_file)
     options = policy_options(
         policy,
         rate,
@@ -91,10 +140,18 @@ def estimate(
         scorer=scorer,
         selector=selector,
         propagation=propagation,
+        decoding_tokens=decoding_tokens,
+        decoding_every=decoding_every,
     )
-    chosen = chosen_variants(options, PAPER_RATES)
+    asked = MemoryAsked.of(memory, weights, answer, chunk, attention, options)
+    chosen = chosen_variants(attrs.evolve(options, decoding_tokens=None), PAPER_RATES)
     shape = load_shape(config)
     found = [count(each.policy, shape, context, dtype=DTYPES[dtype]) for each in chosen]
+    fitting = (
+        None
+        if asked is None
+        else find_memory(asked, options, config, shape, chosen, found, DTYPES[dtype])
+    )
     notes = notes_of(shape, context, [_placed(each, shape) for each in chosen])
     console = Console(highlight=False, markup=False)
     console.print(headline(shape, context, dtype), style="dim", soft_wrap=True)
@@ -105,11 +162,25 @@ def estimate(
         console.print(line, style="dim")
     for note in notes:
         console.print(note)
+    if fitting is not None:
+        _show_memory(console, fitting)
     if json_file is not None:
         settings = {"config": config, "context": context, "dtype": dtype}
         rows = [_row(*each) for each in zip(chosen, found, strict=True)]
-        _write(json_file, settings, shape, rows, [*LEGEND, *notes])
+        _write(json_file, settings, shape, rows, [*LEGEND, *notes], fitting)
         Console(highlight=False, markup=False, soft_wrap=True).print(f"\nwritten to {json_file}")
+
+
+def _show_memory(console: Console, fitting: MemoryFound) -> None:
+    console.print()
+    console.print(memory_headline(fitting), style="dim", soft_wrap=True)
+    console.print()
+    console.print(memory_table(fitting))
+    console.print()
+    for line in memory_notes(fitting):
+        console.print(line, style="dim")
+    for warning in memory_warnings(fitting):
+        console.print(warning)
 
 
 def headline(shape: ModelShape, context: int, dtype: str) -> str:
@@ -161,12 +232,14 @@ def estimate_table(chosen: Sequence[Variant], found: Sequence[Estimate]) -> Tabl
         table.add_column(header, justify="right", no_wrap=True)
     for variant, each in zip(chosen, found, strict=True):
         rate, tokens = variant.retention_rate, variant.retention_tokens
+        computed = ["-"] * 3
+        if each.compute_rate is not None:
+            computed[0] = f"{100 * each.compute_rate:.1f}"
+            computed[1:] = f"{each.prefill.total / flops:.2f}", f"x{each.speedup:.2f}"
         table.add_row(
             variant.name,
             f"{rate:g}" if rate is not None else "-" if tokens is None else f"{tokens:,}",
-            f"{100 * each.compute_rate:.1f}",
-            f"{each.prefill.total / flops:.2f}",
-            f"x{each.speedup:.2f}",
+            *computed,
             f"{each.mean_kept:,.0f}",
             f"{each.kv_bytes / unit_bytes:.{0 if unit_bytes == 1 else 2}f}",
             f"{100 * each.kv_share:.1f}",
@@ -198,6 +271,12 @@ def notes_of(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list
             )
             layers = ", ".join(map(str, acting))
             notes.append(f"{name} {does} layer {layers} of 0 to {shape.num_layers - 1}.")
+    by_content = [each for each in chosen if each.policy.propagation.decides_by_content]
+    for name in dict.fromkeys(each.name for each in by_content):
+        notes.append(
+            f"{name} decides by content how many tokens go on: what it computes is known once a "
+            "prompt is read, and what it keeps is at most what is shown."
+        )
     for each in chosen:
         rate = each.retention_rate
         if rate is not None and each.parameters.get("tsp_rate") == rate:
@@ -257,27 +336,20 @@ def _write(
     shape: ModelShape,
     rows: Sequence[Mapping[str, Any]],
     notes: Sequence[str],
+    fitting: MemoryFound | None,
 ) -> None:
-    data = {
+    data: dict[str, Any] = {
         "kvpolicy": kvpolicy.__version__,
         "settings": settings,
         "model": attrs.asdict(shape),
         "rows": rows,
         "notes": notes,
     }
+    if fitting is not None:
+        data["memory"] = fitting.as_data()
+        data["memory"]["notes"] = [*memory_notes(fitting), *memory_warnings(fitting)]
     text = json.dumps(data, indent=2, allow_nan=False)
     write_all(file.parent, {file.name: text.encode()})
-
-
-def _check_file(file: Path) -> None:
-    """Check, before the work, that a file can be written; its folder need not exist yet."""
-    if file.is_dir():
-        raise ValueError(f"--json must be a file, got the folder {file}")
-    existing = next(path for path in file.absolute().parents if path.exists())
-    if not existing.is_dir():
-        raise ValueError(f"--json must be a file in a folder, got {file}, but {existing} is none")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"--json must be a file that can be written, got {file}")
 
 
 def _flop_unit(flops: float) -> tuple[str, float]:

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
-from kvpolicy.testing.contract import check_choice, check_layers, check_protected, snapshot
+from kvpolicy.testing.contract import (
+    check_choice,
+    check_layers,
+    check_protected,
+    decides_alone,
+    snapshot,
+)
 from kvpolicy.testing.declared import (
     check_component,
     check_propagation_declares,
@@ -47,7 +53,7 @@ def check_scorer(component: Scorer) -> None:
     check_scorer_declares(component)
 
     @_property
-    @given(context=layer_contexts(component.num_queries))
+    @given(context=layer_contexts(component.num_queries, component))
     def run(context: LayerContext) -> None:
         before = snapshot(context)
         saliency = component.score(context)
@@ -116,7 +122,7 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
         check_rates("kept_rates", rates, num_layers)
 
     @_property
-    @given(data=st.data(), context=layer_contexts(0), more=st.integers(0, 60))
+    @given(data=st.data(), context=layer_contexts(0, component), more=st.integers(0, 60))
     def run(data: st.DataObject, context: LayerContext, more: int) -> None:
         saliency = data.draw(saliencies(context))
         before = snapshot(context, saliency)
@@ -138,7 +144,7 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
                     kept[row, head],
                     valid=context.valid[row, head],
                     protected=protected[row, head],
-                    saliency=saliency[row, head] if component.needs_saliency else None,
+                    saliency=saliency[row, head] if decides_alone(component) else None,
                     budget=component.budget,
                     seen_len=context.seen_len[row],
                 )
@@ -190,7 +196,7 @@ def check_propagation(component: PropagationPolicy) -> None:
         check_layers(component, num_layers)
 
     @_property
-    @given(data=st.data(), context=layer_contexts(0))
+    @given(data=st.data(), context=layer_contexts(0, component))
     def run(data: st.DataObject, context: LayerContext) -> None:
         # Whole numbers: their mean over heads is the same in any order of summation.
         saliency = (data.draw(saliencies(context)) * (1 << 20)).round()
@@ -205,6 +211,8 @@ def check_propagation(component: PropagationPolicy) -> None:
             rows = [context.batch, None]
             check_tensor("passed_on [batch, passed_len]", passed, torch.int64, rows)
         check_passed_in_shares(component, context, saliency, passed)
+        if not component.decides_by_content:
+            _check_counts(component, context, saliency, passed)
         if passed is None:
             _require_all_fit(component, context)
             return
@@ -221,7 +229,7 @@ def check_propagation(component: PropagationPolicy) -> None:
                 passed[row],
                 valid=context.new_valid[row],
                 protected=protected[row],
-                saliency=means[row] if component.needs_saliency else None,
+                saliency=means[row] if decides_alone(component) else None,
                 budget=component.budget,
                 seen_len=context.seen_len[row],
                 exact=not _acts_often(component, context),
@@ -233,6 +241,23 @@ def check_propagation(component: PropagationPolicy) -> None:
             _check_passed_alone(component, context, saliency, passed, row)
 
     run()
+
+
+def _check_counts(
+    component: PropagationPolicy, context: LayerContext, saliency: Tensor, passed: Tensor | None
+) -> None:
+    """As many tokens go on whatever they say."""
+    other = attrs.evolve(context, keys=context.values, values=context.keys)
+    found = component.propagate(saliency.amax() - saliency, other)
+    counts = [
+        (context.new_valid if each is None else each >= 0).sum(dim=1).tolist()
+        for each in (passed, found)
+    ]
+    require(
+        counts[0] == counts[1],
+        "how many tokens go on must depend on lengths and kinds alone, unless decides_by_content "
+        f"is True, but {counts[0]} go on of some and {counts[1]} of others",
+    )
 
 
 def _at_acting_layer(

@@ -38,6 +38,21 @@ class WrappingScorer(Scorer):
         """What the scorer carries."""
         return self.scorer.carries
 
+    @property
+    def history_layers(self) -> int:
+        """What the scorer asks for."""
+        return self.scorer.history_layers
+
+    @property
+    def needs_rotary(self) -> bool:
+        """What the scorer asks for."""
+        return self.scorer.needs_rotary
+
+    @property
+    def needs_output_weight(self) -> bool:
+        """What the scorer asks for."""
+        return self.scorer.needs_output_weight
+
     def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
         """See `Scorer.advance`."""
         saliency, carried = self.scorer.advance(context)

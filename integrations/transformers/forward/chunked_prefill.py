@@ -153,7 +153,9 @@ def sums_over_all(policy: CachePolicy) -> bool:
     What other scorers make of all queries need not be the same of their sums over chunks.
     """
     carries = policy.decoding is not None and policy.decoding.carries
-    return isinstance(policy.scorer, AccumulatedAttentionScorer) and not carries
+    sums = isinstance(policy.scorer, AccumulatedAttentionScorer)
+    # Later layers are shown what the scorer says of every query head.
+    return sums and not carries and not policy.history_layers
 
 
 def _wider(carried: Tensor, key_len: int) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.chunked_prefill import Chunks
+from kvpolicy.integrations.transformers.forward.history import History
 from kvpolicy.integrations.transformers.forward.inputs import OF_TOKENS, Incoming
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, Narrowed
 from kvpolicy.integrations.transformers.forward.restart import check_positions
@@ -51,6 +52,7 @@ class _Reach:
         places: ``[batch, len]`` int64, where the tokens stand in these.
         resumed: What the stage's first layer attends to, where it is to be resumed, and at which
             of its slots the tokens stand.
+        history: What earlier layers found salient of them.
     """
 
     columns: Tensor
@@ -58,6 +60,7 @@ class _Reach:
     parts: tuple[Tensor, ...] = ()
     places: Tensor | None = None
     resumed: tuple[Narrowed, Tensor] | None = None
+    history: History | None = None
 
 
 @attrs.frozen(eq=False)
@@ -133,7 +136,7 @@ class StagedPrefill:
             skipped = valid.sum(dim=1) - (reach.columns >= 0).sum(dim=1)
             before = 0 if whole.skipped is None else whole.skipped
             whole = attrs.evolve(whole, skipped=before + skipped)
-            reach = attrs.evolve(reach, parts=(), places=None, resumed=None)
+            reach = attrs.evolve(reach, parts=(), places=None, resumed=None, history=None)
         del forward, valid, order
         reader = _Stages(self, staged, whole, incoming)
         for stage in others[:-1]:
@@ -160,6 +163,8 @@ class StagedPrefill:
             plain = type(self.layers[index]) is PolicyLayer and self.layers[index].shows_queries
             if not (plain and self.kind["narrows"]) or self.kind["windows"][index] is not None:
                 return False
+            if propagation.decides_by_content:  # its queries and keys alone say how many
+                return True
             rate = propagation.layer_rates(num_layers, context_len=seen)[index + 1]
             return bool(rate * seen <= LARGEST_SHARE * prompt_len)
 
@@ -311,7 +316,15 @@ class _Stages:
         if reach.resumed is not None:
             narrowed, slots = reach.resumed
             resumed = attrs.evolve(narrowed, slots=slots[:, columns])
-        return Piece(stage, looks, tokens=tokens, started=started, states=states, resumed=resumed)
+        return Piece(
+            stage,
+            looks,
+            tokens=tokens,
+            started=started,
+            states=states,
+            resumed=resumed,
+            history=reach.history,
+        )
 
     def _pieces(self, reach: _Reach) -> list[slice]:
         """Columns of pieces no longer than the longest chunk; the last has the last chunk's."""
@@ -373,4 +386,5 @@ def _passed_on(reach: _Reach, forward: StageEnd) -> _Reach:
         positions=gather_positions(reach.positions, slots),
         places=places,
         resumed=resumed,
+        history=forward.history.taken(slots),
     )

@@ -21,6 +21,7 @@ from kvpolicy.integrations.transformers.forward.chunked_prefill import (
     ChunkForward,
     LastChunkForward,
 )
+from kvpolicy.integrations.transformers.forward.history import History
 from kvpolicy.integrations.transformers.forward.narrowing import Narrowed
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.integrations.transformers.forward.relative_positions import Columns
@@ -124,6 +125,8 @@ class Piece:
         states: ``[batch, new_len, hidden]``, what goes into the first layer; None for what the
             decoder gives it.
         resumed: The first layer's attention, where the stage before has ended inside of it.
+        history: What earlier stages' layers found salient, of all tokens that reach the stage;
+            None in the first, and after a restart.
     """
 
     stage: Stage
@@ -135,6 +138,7 @@ class Piece:
     started: Tensor | None = None
     states: Tensor | None = None
     resumed: Narrowed | None = None
+    history: History | None = None
 
 
 class StageForward(ActingForward):
@@ -156,6 +160,8 @@ class StageForward(ActingForward):
             self._padded = self._padded or bool((piece.tokens.appended < 0).any())
         if piece.started is not None:
             self._started = piece.started
+        if piece.history is not None:
+            self.history = piece.history
 
     @property
     def _restarts(self) -> bool:
@@ -322,7 +328,8 @@ class StageChunk(StageForward, ChunkForward):
 
     def _decide(self, index: int, inputs: AttentionInputs) -> None:
         super()._decide(index, inputs)
-        if self._restarts and index != self._piece.stage.last:
+        looked_at = index == self._piece.stage.last or index in self.history.layers
+        if self._restarts and not looked_at:
             self._queries.pop(index, None)
             self._carried.pop(index, None)
 
@@ -387,8 +394,11 @@ class StageEnd(StageForward, LastChunkForward):
             self.passed = self._here(self.policy.decide_restart(self._context(index, inputs)))
 
     def observe(self, index: int, inputs: AttentionInputs) -> None:
-        """See `Forward.observe`; before a restart nothing is kept."""
+        """See `Forward.observe`; before a restart nothing is kept but what is looked at there."""
         if self._restarts:
+            if index in self.history.layers:
+                context = self._context(index, inputs)
+                self.history = self.history.noted(self.policy.score(context), context)
             self._pending = None
         else:
             super().observe(index, inputs)

@@ -1,0 +1,67 @@
+"""The rotary embedding of a layer, both ways."""
+
+from __future__ import annotations
+
+import abc
+
+import attrs
+import torch
+from torch import Tensor
+
+
+class RotaryEmbedding(abc.ABC):
+    """Turns keys and queries to positions, and back to what they were before.
+
+    Shown as `LayerContext.rotary` where a part asks for it. Positions are original ones, as
+    `LayerContext.positions`; what lies behind a restart is turned by its own, without gaps.
+    """
+
+    @abc.abstractmethod
+    def turned(self, states: Tensor, positions: Tensor) -> Tensor:
+        """States as they are at positions.
+
+        Args:
+            states: ``[batch, heads, length, head_dim]``, not turned.
+            positions: int64 ``[batch, heads or 1, length]``; what stands at -1 is anything.
+
+        Returns:
+            The same shape and dtype, a new tensor.
+        """
+
+    @abc.abstractmethod
+    def turned_back(self, states: Tensor, positions: Tensor) -> Tensor:
+        """States as they were before they were turned to positions; the inverse of `turned`."""
+
+
+@attrs.frozen
+class PlainRotary(RotaryEmbedding):
+    """The rotation of Llama: pairs of channels half a head apart, frequencies by one base.
+
+    Args:
+        head_dim: Channels of a head, an even number.
+        theta: The base of the frequencies.
+
+    Example:
+        >>> rotary, states = PlainRotary(4), torch.tensor([[[[1.0, 0.0, 0.0, 0.0]]]])
+        >>> rotary.turned(states, torch.tensor([[[1]]]))[..., [0, 2]]
+        tensor([[[[0.5403, 0.8415]]]])
+    """
+
+    head_dim: int
+    theta: float = 10000.0
+
+    def turned(self, states: Tensor, positions: Tensor) -> Tensor:
+        """See `RotaryEmbedding.turned`."""
+        return self._turned(states, positions, 1.0)
+
+    def turned_back(self, states: Tensor, positions: Tensor) -> Tensor:
+        """See `RotaryEmbedding.turned_back`."""
+        return self._turned(states, positions, -1.0)
+
+    def _turned(self, states: Tensor, positions: Tensor, sign: float) -> Tensor:
+        channels = torch.arange(0, self.head_dim, 2, device=states.device, dtype=torch.float32)
+        angles = positions[..., None].float() * self.theta ** (-channels / self.head_dim)
+        cos, sin = angles.cos(), sign * angles.sin()
+        first, second = states.float().chunk(2, dim=-1)
+        both = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return both.to(states.dtype)
