@@ -25,6 +25,7 @@ from kvpolicy.policies import (
     WindowMaxPoolScorer,
 )
 from tests.families import FAMILIES as BUILDS
+from tests.integrations.forward.test_history import POLICIES as LOOKING_BACK
 from tests.integrations.hybrids.models import hybrid
 from tests.integrations.support.conversation import (
     METHODS,
@@ -82,6 +83,13 @@ def registered_policies() -> dict[str, CachePolicy]:
 def test_every_named_method(name: str, rows: tuple[int, ...]) -> None:
     """With its own defaults, chunks that divide nothing, and one chunk longer than the prompt."""
     assert_as_whole(model_of("qwen3"), registered_policies()[name], rows, (13, 500))
+
+
+@pytest.mark.parametrize("name", LOOKING_BACK)
+def test_what_earlier_layers_found_salient(name: str) -> None:
+    """It goes on from stage to stage, for the tokens that do."""
+    policy, _ = LOOKING_BACK[name]
+    assert_as_whole(model_of("llama"), policy, ALL_ROWS, (11,))
 
 
 # Windows in between: drops after layers that see all, no restart, and no drop after every layer.
