@@ -25,7 +25,7 @@ from kvpolicy.integrations.transformers.model.masks import (
     Visibility,
     causal_mask,
 )
-from kvpolicy.integrations.transformers.model.rotary import LayerRotary
+from kvpolicy.integrations.transformers.model.rotary import Gapless, LayerRotary
 from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
 from kvpolicy.integrations.transformers.model.temperature import Temperature
 from kvpolicy.integrations.transformers.model.trying import Entering
@@ -154,8 +154,11 @@ class Forward:
         self._attended = attended
         self._rotary = rotary
         self._asked = asked
-        # Where a restarted prefill reads its tokens without gaps: their original positions.
-        self._read = self.new_positions if incoming.skipped is not None else None
+        self._gapless = (
+            None
+            if incoming.skipped is None
+            else Gapless(self.new_positions, incoming.tokens.lengths)
+        )
         self._every_position = self.new_positions  # of the forward's tokens
         # By layer whose keys others attend to, what these need to know.
         self._lent: dict[int, Lent | None] = {
@@ -182,9 +185,9 @@ class Forward:
         Raises:
             UnsupportedModelError: The model reads a padded row otherwise than alone.
         """
-        self._find_asked(index, module, hidden, kwargs)
         if index == 0:
             self._check_tokens(module, hidden)
+        self._find_asked(index, module, hidden, kwargs)
         if index == 0 and self._sees_all and self._padded and self._own_block(kwargs) is None:
             raise UnsupportedModelError(
                 "rows must not be padded where the model sees a prompt both ways without padding "
@@ -256,13 +259,14 @@ class Forward:
             cut_arguments(here, slots, length),
             kwargs.get("position_embeddings"),
         )
-        everything = self._every_position
-        places = LayerRotary.places_of(everything[:, None], self._read)[:, 0]
+        places = everything = self._every_position
+        if self._gapless is not None:
+            places = self._gapless.places(everything[:, None])[:, 0]
         self._asked.find(layer, entering, places, everything >= 0)
 
     def _rotary_of(self, layer: PolicyLayer) -> LayerRotary:
         assert layer.turns is not None
-        return LayerRotary(layer.turns, self._read)
+        return LayerRotary(layer.turns, self._gapless)
 
     def _note_places(self, kwargs: dict[str, Any]) -> None:
         """Take note of the positions at which the tokens of a layer's arguments are read."""

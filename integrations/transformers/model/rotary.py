@@ -53,42 +53,55 @@ class Turns:
 
 
 @attrs.frozen(eq=False)
+class Gapless:
+    """Tokens that a restarted prefill reads without gaps.
+
+    Args:
+        positions: ``[batch, count]`` int64, their original positions, ascending; -1 on the left of
+            shorter rows.
+        start: ``[batch]`` int64, the tokens of each row before its prompt.
+    """
+
+    positions: Tensor
+    start: Tensor
+
+    def places(self, positions: Tensor) -> Tensor:
+        """At which positions the tokens of original ``[batch, heads or 1, length]`` are read.
+
+        One that was left out has the place of the last before it.
+        """
+        read, start = (each.to(positions.device) for each in (self.positions, self.start))
+        read, start = read.contiguous(), start[:, None]
+        padding = (read < 0).sum(dim=1)[:, None]
+        flat = positions.flatten(1).contiguous()
+        up_to = torch.searchsorted(read, flat, right=True) - padding  # read, it included
+        behind = (flat - read[:, -1:]).clamp(min=0)
+        places = torch.where(flat < start, flat, start + (up_to - 1).clamp(min=0) + behind)
+        return places.view(positions.shape)
+
+
+@attrs.frozen(eq=False)
 class LayerRotary(RotaryEmbedding):
     """That of a layer in a forward.
 
     Args:
         turns: How the layer turns.
-        read: ``[batch, count]`` int64, the original positions of the tokens that a restarted
-            prefill reads, which lie without gaps; -1 on the left of shorter rows. None where tokens
-            are read at their own positions.
+        gapless: What a restarted prefill reads; None where tokens are read at their own positions.
     """
 
     turns: Turns
-    read: Tensor | None = None
+    gapless: Gapless | None = None
 
     def turned(self, states: Tensor, positions: Tensor) -> Tensor:
         """See `RotaryEmbedding.turned`."""
-        return self.turns.turned(states, self.places_of(positions, self.read))
+        return self.turns.turned(states, self._places(positions))
 
     def turned_back(self, states: Tensor, positions: Tensor) -> Tensor:
         """See `RotaryEmbedding.turned_back`."""
-        return self.turns.turned(states, self.places_of(positions, self.read), back=True)
+        return self.turns.turned(states, self._places(positions), back=True)
 
-    @staticmethod
-    def places_of(positions: Tensor, read: Tensor | None) -> Tensor:
-        """At which positions the tokens of original ``[batch, heads or 1, length]`` are read."""
-        if read is None:
-            return positions
-        read = read.to(positions.device).contiguous()
-        count = read.shape[1]
-        padding = (read < 0).sum(dim=1)[:, None]
-        flat = positions.flatten(1).contiguous()
-        up_to = torch.searchsorted(read, flat, right=True) - padding  # tokens read, it included
-        last, first = read[:, -1:], read.gather(1, padding.clamp(max=count - 1))
-        among = first + up_to - 1
-        behind = first + count - padding - 1 + flat - last
-        places = torch.where(flat < first, flat, torch.where(flat > last, behind, among))
-        return places.view(positions.shape)
+    def _places(self, positions: Tensor) -> Tensor:
+        return positions if self.gapless is None else self.gapless.places(positions)
 
 
 @attrs.frozen
