@@ -17,6 +17,7 @@ from torch import Tensor
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.rotary import (
+    Form,
     Turns,
     channels_of,
     frequencies_of,
@@ -130,27 +131,7 @@ class Asked:
                 "are held were turned by others"
             )
 
-        def find() -> Tensor | None:
-            count = entering.hidden.shape[entering.token_axis]
-            tried = torch.tensor(TRIED[:count], device=frequencies.device)[None]
-            angles = tried[..., None].float() * frequencies
-            cos, sin = angles.cos() * scale, angles.sin() * scale
-            still = torch.ones_like(cos), torch.zeros_like(sin)
-            before, after = (
-                entering.states(lambda like, made=made: form.given(*made, like))
-                for made in (still, (cos, sin))
-            )
-            if all(torch.equal(*pair) for pair in zip(before, after, strict=True)):
-                return torch.empty(2, 0, dtype=torch.int64)
-
-            def fits(channels: Tensor) -> bool:
-                turns = Turns(frequencies, scale, channels)
-                both = zip(before, after, strict=True)
-                return all(near(turns.turned(one, tried[:, None]), other) for one, other in both)
-
-            return channels_of(len(frequencies), before[0].shape[-1], fits)
-
-        channels = self._tried(entering, find)
+        channels = self._tried(entering, lambda: _channels(entering, frequencies, scale, form))
         if channels is None:
             self._refuse(f"layer {entering.index} does something else with its keys than to turn")
         return Turns(frequencies, scale, channels)
@@ -168,3 +149,24 @@ class Asked:
             f"which a policy can know, since parts of {self.policy} ask for it, but not so "
             f"{type(self.parts.model).__name__}: {reason}; use parts that do not ask for it"
         )
+
+
+def _channels(entering: Entering, frequencies: Tensor, scale: float, form: Form) -> Tensor | None:
+    """Which channels a layer turns by frequencies; none of them, if it turns none."""
+    count = entering.hidden.shape[entering.token_axis]
+    places = torch.tensor(TRIED[:count], device=frequencies.device)[None]
+    angles = places[..., None].float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    before = entering.states(
+        lambda like: form.given(torch.ones_like(cos), torch.zeros_like(sin), like)
+    )
+    after = entering.states(lambda like: form.given(cos * scale, sin * scale, like))
+    if all(torch.equal(*pair) for pair in zip(before, after, strict=True)):
+        return torch.empty(2, 0, dtype=torch.int64)
+
+    def fits(channels: Tensor) -> bool:
+        turns = Turns(frequencies, scale, channels)
+        pairs = zip(before, after, strict=True)
+        return all(near(turns.turned(one, places[:, None]), other) for one, other in pairs)
+
+    return channels_of(len(frequencies), before[0].shape[-1], fits)

@@ -58,4 +58,5 @@ class OutputProjection:
         weight = weight.detach()
         if hasattr(weight, "to_local"):  # spread over processes: of the heads that are here
             weight = weight.to_local()
-        return weight.T if type(self.module) is nn.Linear else weight
+        matrix: Tensor = weight.T if type(self.module) is nn.Linear else weight
+        return matrix

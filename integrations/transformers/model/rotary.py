@@ -124,8 +124,8 @@ class Form:
             like: What the layer is given otherwise.
         """
         if self.name == "complex":
-            return torch.complex(cos, sin).to(like.dtype)
-        return tuple(self._spread(each).to(like[0].dtype) for each in (cos, sin))
+            return torch.complex(cos, sin).to(like)
+        return tuple(self._spread(each).to(like[0]) for each in (cos, sin))
 
     def _spread(self, each: Tensor) -> Tensor:
         if self.name == "once":
