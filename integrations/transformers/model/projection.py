@@ -58,5 +58,7 @@ class OutputProjection:
         weight = weight.detach()
         if hasattr(weight, "to_local"):  # spread over processes: of the heads that are here
             weight = weight.to_local()
+        if type(weight) is not Tensor:  # of a class that holds numbers in its own way
+            return None
         matrix: Tensor = weight.T if type(self.module) is nn.Linear else weight
         return matrix

@@ -159,3 +159,18 @@ def test_nothing_is_tried_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> 
 def _lengths(scorer: Noting, context: LayerContext) -> Tensor:
     assert (context.history, context.rotary, context.output_weight) == ((), None, None)
     return context.values.float().norm(dim=-1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_are_in_the_weights() -> None:
+    peft = pytest.importorskip("peft")
+    model = FAMILIES["llama"].build(seed=1)
+    plain = shown_of(model)
+    # Modules are replaced in place.
+    peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["o_proj"], r=2, init_lora_weights=False)
+    )
+    for index, weight in shown_of(model).items():
+        added = layers_of(model)[index].self_attn.o_proj.get_delta_weight("default").detach()
+        assert added.abs().max() > 0.1
+        torch.testing.assert_close(weight, plain[index] + added.T.reshape(weight.shape))
