@@ -121,6 +121,11 @@ class KVSelector(Part, abc.ABC):
         """Whether what is kept does not grow with the context: a budget is a number of tokens."""
         return self.budget is not None and self.budget.tokens is not None
 
+    @property
+    def ranks_by_saliency(self) -> bool:
+        """Whether no token that is evicted is more salient than one kept that is not protected."""
+        return True
+
     def protected(self, context: LayerContext) -> Tensor:
         """Bool ``[batch, kv_heads, key_len]``: the tokens that are kept whatever their saliency."""
         return context.is_tail(self.protected_tail) | context.is_first(self.protected_first)
@@ -199,6 +204,19 @@ class PropagationPolicy(Part, abc.ABC):
     def protected(self, context: LayerContext) -> Tensor:
         """Bool ``[batch, new_len]``: the new tokens that go on whatever their saliency."""
         return context.is_new_tail(self.protected_tail) | context.is_new_first(self.protected_first)
+
+    def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
+        """What a layer's new tokens are ranked by: the mean of the saliency over all heads.
+
+        Args:
+            saliency: As given to `propagate`.
+            context: The layer; nothing in it may be modified.
+
+        Returns:
+            float ``[batch, new_len]``, the same in every process that has a share of the heads; of
+            two tokens neither of which is protected the higher goes on first.
+        """
+        return context.heads.mean(saliency[..., context.key_len - context.new_len :])
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
         """Layers after which `propagate` is asked.

@@ -124,6 +124,7 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
         protected = component.protected(context)
         name = "protected [batch, kv_heads, key_len]"
         check_tensor(name, protected, torch.bool, [*rows, context.key_len])
+        ranked = component.needs_saliency and component.ranks_by_saliency
         kept = component.select(saliency, context)
         require(snapshot(context, saliency) == before, "select must not modify its arguments")
         check_tensor("kept [batch, kv_heads, kept_len]", kept, torch.int64, [*rows, None])
@@ -138,7 +139,7 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
                     kept[row, head],
                     valid=context.valid[row, head],
                     protected=protected[row, head],
-                    saliency=saliency[row, head] if component.needs_saliency else None,
+                    saliency=saliency[row, head] if ranked else None,
                     budget=component.budget,
                     seen_len=context.seen_len[row],
                 )
@@ -212,7 +213,9 @@ def check_propagation(component: PropagationPolicy) -> None:
             any(component.acting_layers(count) for count in (8, 32, 36)),
             "acting_layers must name the layers after which tokens are dropped, got none",
         )
-        means = saliency.double().mean(dim=1)[:, context.key_len - context.new_len :]
+        ranking = component.ranking(saliency, context)
+        rows = [context.batch, context.new_len]
+        check_tensor("ranking [batch, new_len]", ranking, torch.float32, rows)
         positions = context.positions[:, 0, context.key_len - context.new_len :]
         positions = positions.masked_fill(~context.new_valid, -1)
         for row in range(context.batch):
@@ -221,7 +224,7 @@ def check_propagation(component: PropagationPolicy) -> None:
                 passed[row],
                 valid=context.new_valid[row],
                 protected=protected[row],
-                saliency=means[row] if component.needs_saliency else None,
+                saliency=ranking[row] if component.needs_saliency else None,
                 budget=component.budget,
                 seen_len=context.seen_len[row],
                 exact=not _acts_often(component, context),

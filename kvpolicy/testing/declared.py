@@ -52,6 +52,7 @@ def check_selector_declares(selector: KVSelector) -> None:
     """
     _check_shared(selector)
     _require_flag("is_bounded", selector.is_bounded)
+    _require_flag("ranks_by_saliency", selector.ranks_by_saliency)
 
 
 def check_propagation_declares(propagation: PropagationPolicy) -> None:

@@ -92,6 +92,11 @@ class StagedPropagation(PropagationPolicy):
         stage = self._acting(context.num_layers).get(context.layer_idx)
         return super().protected(context) if stage is None else stage.protected(context)
 
+    def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
+        """That of the stage that acts at the layer; see `PropagationPolicy.ranking`."""
+        stage = self._acting(context.num_layers).get(context.layer_idx)
+        return (super() if stage is None else stage).ranking(saliency, context)
+
     def acting_layers(self, num_layers: int) -> frozenset[int]:
         """The layers of all stages.
 
