@@ -201,6 +201,15 @@ class PropagationPolicy(Part, abc.ABC):
         """
         return None
 
+    @property
+    def decides_by_content(self) -> bool:
+        """Whether how many tokens go on depends on what a prompt says, not on its length alone.
+
+        Then it is known only once the prompt is read: there is no `budget`, and `layer_rates` are
+        the most that can reach each layer.
+        """
+        return False
+
     def protected(self, context: LayerContext) -> Tensor:
         """Bool ``[batch, new_len]``: the new tokens that go on whatever their saliency."""
         return context.is_new_tail(self.protected_tail) | context.is_new_first(self.protected_first)
@@ -238,6 +247,8 @@ class PropagationPolicy(Part, abc.ABC):
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """Fraction of the prompt's tokens that reach each layer, and whose keys it sees.
+
+        Where it `decides_by_content`, the most.
 
         Args:
             num_layers: Layers of the model.

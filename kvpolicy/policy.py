@@ -269,10 +269,17 @@ class CachePolicy:
 
         Raises:
             TypeError: ``num_layers`` or ``context_len`` is not an int.
-            ValueError: See `check_model`; or ``context_len`` is below 1, or needed.
+            ValueError: See `check_model`; or ``context_len`` is below 1, or needed; or it is known
+                only once a prompt is read, see `PropagationPolicy.decides_by_content`.
         """
         self.check_model(num_layers)
         if context_len is not None:
             check_count("context_len", context_len, minimum=1)
+        if self.propagation.decides_by_content:
+            raise ValueError(
+                f"propagation must not decide by content for a rate to be known beforehand, but "
+                f"{self.propagation} does; read a prompt and look at what went on, in propagated "
+                "of its cache"
+            )
         passes = self.propagation.prefill_passes(num_layers, context_len)
         return math.fsum(rate for layer_rates in passes for rate in layer_rates) / num_layers

@@ -1,4 +1,4 @@
-"""Train the bundled model of word tasks, on one CPU thread.
+"""Train the bundled model of word tasks, on one CPU thread or a GPU.
 
 Run as ``python -m benchmarks.ruler_words.train --out DIR``. A run that was stopped goes on at its
 last checkpoint. The stages are in `curriculum`.
@@ -67,7 +67,7 @@ def step_loss(
         hops_weight: of the losses that read both hops off the lower layers.
     """
     blindfold = (batch.in_questions, batch.in_names) if blindfolded else None
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with needle.forward_pass(network):
         states = network(batch.input_ids, batch.positions, blindfold)
     hidden = states[-1]
     asked = batch.answers != NONE
@@ -91,7 +91,7 @@ def _hops_loss(network: Network, states: Sequence[Tensor], batch: Batch) -> Tens
     """Ask the two layers of a two-hop question for what they are to find, when it is read."""
     asked = batch.hops[..., 0] != NONE
     if not asked.any():
-        return torch.zeros(())
+        return states[-1].new_zeros(())
     losses = [
         functional.cross_entropy(network.logits(state[asked]).float(), batch.hops[asked][:, hop])
         for hop, state in enumerate(states[HOP_LAYER : HOP_LAYER + 2])
@@ -124,7 +124,7 @@ class Trainer(needle.Trainer):
             group["lr"] = needle.learning_rate(stage, self.progress.step)
         loss, accuracy = step_loss(
             self.network,
-            stage.draw(rng),
+            self.drawn(stage, rng),
             blindfolded=rng.random() < stage.blindfold,
             hops_weight=stage.hops_weight,
         )
@@ -148,12 +148,13 @@ def main() -> None:
         "--minutes", type=float, default=math.inf, help="stop after this much training"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cpu by default, or cuda")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(arguments.out, arguments.seed)
+    trainer = Trainer(arguments.out, arguments.seed, arguments.device)
     trainer.run(arguments.minutes)
-    save_pretrained(trainer.network, arguments.out / "weights", token_names())
+    save_pretrained(trainer.network.cpu(), arguments.out / "weights", token_names())
 
 
 if __name__ == "__main__":

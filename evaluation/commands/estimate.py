@@ -161,12 +161,14 @@ def estimate_table(chosen: Sequence[Variant], found: Sequence[Estimate]) -> Tabl
         table.add_column(header, justify="right", no_wrap=True)
     for variant, each in zip(chosen, found, strict=True):
         rate, tokens = variant.retention_rate, variant.retention_tokens
+        computed = ["-"] * 3
+        if each.compute_rate is not None:
+            computed[0] = f"{100 * each.compute_rate:.1f}"
+            computed[1:] = f"{each.prefill.total / flops:.2f}", f"x{each.speedup:.2f}"
         table.add_row(
             variant.name,
             f"{rate:g}" if rate is not None else "-" if tokens is None else f"{tokens:,}",
-            f"{100 * each.compute_rate:.1f}",
-            f"{each.prefill.total / flops:.2f}",
-            f"x{each.speedup:.2f}",
+            *computed,
             f"{each.mean_kept:,.0f}",
             f"{each.kv_bytes / unit_bytes:.{0 if unit_bytes == 1 else 2}f}",
             f"{100 * each.kv_share:.1f}",
@@ -198,6 +200,12 @@ def notes_of(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list
             )
             layers = ", ".join(map(str, acting))
             notes.append(f"{name} {does} layer {layers} of 0 to {shape.num_layers - 1}.")
+    by_content = [each for each in chosen if each.policy.propagation.decides_by_content]
+    for name in dict.fromkeys(each.name for each in by_content):
+        notes.append(
+            f"{name} decides by content how many tokens go on: what it computes is known once a "
+            "prompt is read, and what it keeps is at most what is shown."
+        )
     for each in chosen:
         rate = each.retention_rate
         if rate is not None and each.parameters.get("tsp_rate") == rate:

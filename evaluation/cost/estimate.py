@@ -57,7 +57,9 @@ class Estimate:
     Args:
         context_len: Tokens of the prompt.
         compute_rate: Layer-tokens computed in prefill over those of a full prefill, the paper's
-            figure; see `CachePolicy.prefill_compute_rate`.
+            figure; see `CachePolicy.prefill_compute_rate`. None where the policy decides by content
+            how many tokens go on, which is known only once a prompt is read: then ``prefill`` and
+            ``kept_tokens`` are the most, and `speedup` is the least.
         prefill: Operations of the prefill, the policy's own scoring not counted.
         full: Operations of a full prefill.
         kept_tokens: For each layer, the tokens it keeps, the mean over its KV heads; 0 where it
@@ -67,7 +69,7 @@ class Estimate:
     """
 
     context_len: int
-    compute_rate: float
+    compute_rate: float | None
     prefill: Flops
     full: Flops
     kept_tokens: tuple[float, ...]
@@ -103,12 +105,14 @@ class Estimate:
         return sum(holding) / len(holding)
 
     def as_data(self) -> dict[str, Any]:
-        """Everything as plain data for JSON."""
+        """Everything as plain data for JSON; None for what is not known before a prompt is read."""
+        known = self.compute_rate is not None
+        prefill = {**attrs.asdict(self.prefill), "total": self.prefill.total}
         return {
             "prefill_compute_rate": self.compute_rate,
-            "prefill_flops": {**attrs.asdict(self.prefill), "total": self.prefill.total},
+            "prefill_flops": prefill if known else None,
             "full_prefill_flops": {**attrs.asdict(self.full), "total": self.full.total},
-            "prefill_speedup_allowed": self.speedup,
+            "prefill_speedup_allowed": self.speedup if known else None,
             "kept_tokens": list(self.kept_tokens),
             "kv_bytes": self.kv_bytes,
             "state_bytes": self.state_bytes,
@@ -166,9 +170,11 @@ def estimate(
     arriving = _tokens(reached, policy.propagation, context_len)
     chosen = _tokens(kept, policy.selector, context_len)
     head = Flops(0.0, 0.0, 2.0 * shape.hidden_size * shape.vocab_size)
+    by_content = policy.propagation.decides_by_content
+    rate = None if by_content else policy.prefill_compute_rate(shape.num_layers, context_len)
     return Estimate(
         context_len=context_len,
-        compute_rate=policy.prefill_compute_rate(shape.num_layers, context_len),
+        compute_rate=rate,
         prefill=_prefill(policy.propagation, shape, context_len) + head,
         full=_pass(shape, [context_len] * shape.num_layers, context_len) + head,
         kept_tokens=tuple(

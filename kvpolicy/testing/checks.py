@@ -206,6 +206,8 @@ def check_propagation(component: PropagationPolicy) -> None:
             rows = [context.batch, None]
             check_tensor("passed_on [batch, passed_len]", passed, torch.int64, rows)
         check_passed_in_shares(component, context, saliency, passed)
+        if not component.decides_by_content:
+            _check_counts(component, context, saliency, passed)
         if passed is None:
             _require_all_fit(component, context)
             return
@@ -236,6 +238,23 @@ def check_propagation(component: PropagationPolicy) -> None:
             _check_passed_alone(component, context, saliency, passed, row)
 
     run()
+
+
+def _check_counts(
+    component: PropagationPolicy, context: LayerContext, saliency: Tensor, passed: Tensor | None
+) -> None:
+    """As many tokens go on whatever they say."""
+    other = attrs.evolve(context, keys=context.values, values=context.keys)
+    found = component.propagate(saliency.amax() - saliency, other)
+    counts = [
+        (context.new_valid if each is None else each >= 0).sum(dim=1).tolist()
+        for each in (passed, found)
+    ]
+    require(
+        counts[0] == counts[1],
+        "how many tokens go on must depend on lengths and kinds alone, unless decides_by_content "
+        f"is True, but {counts[0]} go on of some and {counts[1]} of others",
+    )
 
 
 def _at_acting_layer(

@@ -62,7 +62,13 @@ def check_propagation_declares(propagation: PropagationPolicy) -> None:
         AssertionError: One is of a wrong type, or below 0.
     """
     _require_flag("restarts", propagation.restarts)
+    _require_flag("decides_by_content", propagation.decides_by_content)
     _check_shared(propagation)
+    require(
+        propagation.budget is None or not propagation.decides_by_content,
+        "budget must be None where decides_by_content is True, since how many go on is not known, "
+        f"got {propagation.budget!r}",
+    )
 
 
 def check_acting_layers(acting: object, num_layers: int) -> None:

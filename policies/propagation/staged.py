@@ -87,6 +87,26 @@ class StagedPropagation(PropagationPolicy):
             return None
         return min(known, key=lambda budget: budget.amount)
 
+    @property
+    def decides_by_content(self) -> bool:
+        """Whether any stage does."""
+        return any(stage.decides_by_content for stage in self.stages)
+
+    @property
+    def history_layers(self) -> int:
+        """As many as the stage that looks back furthest."""
+        return max(stage.history_layers for stage in self.stages)
+
+    @property
+    def needs_rotary(self) -> bool:
+        """Whether any stage does."""
+        return any(stage.needs_rotary for stage in self.stages)
+
+    @property
+    def needs_output_weight(self) -> bool:
+        """Whether any stage does."""
+        return any(stage.needs_output_weight for stage in self.stages)
+
     def protected(self, context: LayerContext) -> Tensor:
         """Those of the stage that acts at the layer; see `PropagationPolicy.protected`."""
         stage = self._acting(context.num_layers).get(context.layer_idx)

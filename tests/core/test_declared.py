@@ -64,7 +64,14 @@ def test_properties_of_a_selector(name: str, value: object, wanted: str) -> None
         check_selector(with_property(GQAGroupSelector, name, value))
 
 
-@pytest.mark.parametrize(("name", "value", "wanted"), [*SHARED, ("restarts", 0, "True or False")])
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        *SHARED,
+        ("restarts", 0, "True or False"),
+        ("decides_by_content", None, "True or False"),
+    ],
+)
 def test_properties_of_a_propagation_policy(name: str, value: object, wanted: str) -> None:
     with pytest.raises(AssertionError, match=f"{name} must be {wanted}.*, got {value}"):
         check_propagation(with_property(TokenSelectivePropagation, name, value))

@@ -1,15 +1,16 @@
-"""Train the bundled needle model from scratch, on one CPU thread.
+"""Train the bundled needle model from scratch, on one CPU thread or a GPU.
 
 Run as ``python -m kvpolicy.evaluation.tasks.needle.train --out DIR``. A run that was stopped goes
 on at its last checkpoint. The stages are in `curriculum`.
 """
 
 import argparse
+import contextlib
 import math
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,14 @@ class Progress:
             self.accuracy[name] = SMOOTHING * before + (1 - SMOOTHING) * value
 
 
+@contextlib.contextmanager
+def forward_pass(network: Network) -> Iterator[None]:
+    """Compute in bfloat16, and make what a forward makes on the network's device."""
+    device = network.embedding.weight.device
+    with device, torch.autocast(device.type, dtype=torch.bfloat16):
+        yield
+
+
 def token_loss(network: Network, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy over the positions with a target, and which were hit."""
     chosen = targets != IGNORED
@@ -66,7 +75,7 @@ def step_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """Return the loss of one step and the accuracies by kind of question."""
     blind = (batch.in_questions, batch.in_pairs) if blindfolded else None
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with forward_pass(network):
         states = network(batch.input_ids, batch.positions, blind)
     loss, hits = token_loss(network, states[-1], batch.answers)
     if (batch.others != IGNORED).any():
@@ -109,15 +118,15 @@ class Trainer:
     stages: Sequence[Any] = STAGES
     progress_type: type[Any] = Progress
 
-    def __init__(self, out: Path, seed: int) -> None:
+    def __init__(self, out: Path, seed: int, device: str = "cpu") -> None:
         torch.manual_seed(seed)
-        self.out, self.seed = out, seed
-        self.network = self.new_network()
+        self.out, self.seed, self.device = out, seed, torch.device(device)
+        self.network = self.new_network().to(self.device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), betas=(0.9, 0.98))
         self.progress = self.progress_type()
         self.state_file = out / "state.pt"
         if self.state_file.exists():
-            state = torch.load(self.state_file)
+            state = torch.load(self.state_file, map_location=self.device)
             self.network.load_state_dict(state["network"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.progress = self.progress_type(**state["progress"])
@@ -171,11 +180,17 @@ class Trainer:
                 return True
         return False
 
+    def drawn(self, stage: Any, rng: random.Random) -> Any:
+        """A stage's next batch, on the device; rows are written on the CPU."""
+        batch = stage.draw(rng)
+        fields = {each.name: getattr(batch, each.name) for each in attrs.fields(type(batch))}
+        return type(batch)(**{name: value.to(self.device) for name, value in fields.items()})
+
     def step(self, stage: Any, rng: random.Random) -> Any:
         """Take one optimiser step and return what the progress records: its accuracies."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(stage, self.progress.step)
-        batch = stage.draw(rng)
+        batch = self.drawn(stage, rng)
         loss, accuracies = step_loss(self.network, batch, stage, rng.random() < stage.blindfold)
         self.optimizer.zero_grad()
         torch.autograd.backward(loss)
@@ -210,12 +225,13 @@ def main() -> None:
         "--minutes", type=float, default=math.inf, help="stop after this much training"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cpu by default, or cuda")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(arguments.out, arguments.seed)
+    trainer = Trainer(arguments.out, arguments.seed, arguments.device)
     trainer.run(arguments.minutes)
-    save_pretrained(trainer.network, arguments.out / "weights")
+    save_pretrained(trainer.network.cpu(), arguments.out / "weights")
     model = LlamaForCausalLM.from_pretrained(arguments.out / "weights", dtype=torch.float32)
     for context_len in (512, 1024, 2048):
         for hops in (1, 2):

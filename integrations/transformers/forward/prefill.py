@@ -113,6 +113,8 @@ class ActingForward(Forward):
         propagation = self.policy.propagation
         if propagation.restarts or index not in propagation.acting_layers(num_layers):
             return False
+        if propagation.decides_by_content:  # its queries and keys alone say how many
+            return True
         seen = max(self._seen_len)
         rate = propagation.layer_rates(num_layers, context_len=seen)[index + 1]
         return bool(rate * seen <= LARGEST_SHARE * new_len)

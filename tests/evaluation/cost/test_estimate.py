@@ -1,15 +1,20 @@
 """Costs before running: counted on paper, by torch, by the cache, and as the paper has them."""
 
+import io
+import json
 from typing import Any
 
 import attrs
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from kvpolicy import CachePolicy, KVSelector, LayerContext, build
 from kvpolicy.evaluation import ModelShape, estimate, load_shape, shape_of
+from kvpolicy.evaluation.commands.estimate import estimate_table, notes_of
+from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.cost.model_shape import LayerShape, attention_layer
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
@@ -19,13 +24,16 @@ from kvpolicy.policies import (
     FastKV,
     FullContext,
     GemFilter,
+    GQAGroupSelector,
     PyramidInfer,
     PyramidKV,
     SnapKV,
     StreamingLLM,
     TokenSelectivePropagation,
+    WindowMaxPoolScorer,
 )
 from tests.families import FAMILIES
+from tests.integrations.support.content import MassPropagation
 from tests.reference import random_tokens, tiny_model
 
 LLAMA, MINISTRAL, NEMO = "llama-3.1-8b", "ministral-8b", "mistral-nemo-12b"
@@ -55,6 +63,26 @@ def test_full_context_on_paper() -> None:
     assert found.full.total == 84480 + 76800 + 112
     assert (found.speedup, found.compute_rate, found.kv_share) == (1.0, 1.0, 1.0)
     assert found.kv_bytes == found.full_kv_bytes == 2 * 40 * (2 * 2 * 3 * 2)
+
+
+def test_what_content_decides_is_not_known() -> None:
+    part = MassPropagation((0,))
+    policy = CachePolicy(WindowMaxPoolScorer(4), GQAGroupSelector(0.5, window_size=4), part)
+    found = estimate(policy, TINY, 40)
+    assert found.compute_rate is None
+    assert found.prefill == found.full  # the most
+    assert found.kept_tokens == (20.0, 20.0)
+    data = found.as_data()
+    names = ("prefill_compute_rate", "prefill_flops", "prefill_speedup_allowed")
+    assert [data[name] for name in names] == [None] * 3
+    json.dumps(data)
+    variant = Variant("mass", policy)
+    shown = io.StringIO()
+    Console(width=80, file=shown).print(estimate_table([variant], [found]))
+    cells = shown.getvalue().splitlines()[2].split()
+    assert cells[:6] == ["mass", "-", "-", "-", "-", "20"]
+    (note,) = (note for note in notes_of(TINY, 40, [variant]) if "content" in note)
+    assert note.startswith("mass decides by content how many tokens go on")
 
 
 def test_a_drop_on_paper() -> None:
