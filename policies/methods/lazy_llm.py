@@ -9,7 +9,7 @@ import attrs
 from kvpolicy.checks import check_rate
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.method import Method, Parts
-from kvpolicy.policies.propagation.block_mass import as_layers
+from kvpolicy.policies.propagation.layers import as_layers
 from kvpolicy.policies.propagation.staged import StagedPropagation
 from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
 from kvpolicy.policies.scorers.last_query import LastQueryScorer
@@ -29,7 +29,7 @@ class LazyLLM(Method):
 
     Args:
         keep_rate: Fraction of the tokens left that goes on after each layer, in (0, 1].
-        drop_layers: Indices of the layers after which tokens are dropped, from 0, ascending; None
+        drop_layers: Indices of the layers after which tokens are dropped, from 0; None
             for three, after three, six and nine tenths of the model, 8, 18 and 27 of 32.
         protect: First tokens of the context that always go on, at least 0.
 

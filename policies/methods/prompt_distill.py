@@ -19,10 +19,11 @@ DEPTH = 14 / 32  # layer 13 of 32
 @documented
 @attrs.frozen
 class PromptDistill(Method):
-    """Drops most tokens in the middle of prefill, by the last query; layers keep what reaches them.
+    """Drops most tokens in the middle of prefill, by the last query.
 
     After layer ``tsp_layer`` the tokens go on whose keys have the largest products with the query
     of the last token, averaged over all query heads and pooled over neighbours, and the last token.
+    Layers keep all keys and values that reach them.
 
     Args:
         tsp_layer: Index of the layer after which tokens are dropped, from 0; None for the published
@@ -38,8 +39,8 @@ class PromptDistill(Method):
         ValueError: An argument is out of its range, or both budgets are given.
 
     Example:
-        >>> PromptDistill(tsp_rate=0.2).propagation.acting_layers(num_layers=32)
-        frozenset({13})
+        >>> list(PromptDistill(tsp_rate=0.2).propagation.acting_layers(num_layers=32))
+        [13]
 
     Source: PromptDistill (arXiv 2503.23274), by its public code. There layers up to the chosen one
     can be cut to the tokens that go on as well; here each keeps all that reached it.

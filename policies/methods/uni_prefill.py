@@ -8,7 +8,8 @@ import attrs
 
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.method import Method, Parts
-from kvpolicy.policies.propagation.block_mass import BlockMassPropagation, as_layers
+from kvpolicy.policies.propagation.block_mass import BlockMassPropagation
+from kvpolicy.policies.propagation.layers import as_layers
 from kvpolicy.policies.scorers.window import WindowAttentionScorer
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 
@@ -19,8 +20,8 @@ class UniPrefill(Method):
     """Drops blocks of tokens that hardly get attention, after several layers of one prefill.
 
     After each of ``drop_layers`` the blocks go on to which the last ``window_size`` tokens give
-    ``mass`` of their attention, with the first and the last tokens (see `BlockMassPropagation`). How
-    many tokens that are is the prompt's doing. Layers keep all keys and values that reach them.
+    ``mass`` of their attention, with the first and the last tokens (see `BlockMassPropagation`).
+    How many that are depends on the prompt. Layers keep all keys and values that reach them.
 
     Args:
         drop_layers: Indices of the layers after which tokens are dropped, from 0; None for six

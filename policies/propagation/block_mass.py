@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import attrs
@@ -13,25 +13,13 @@ from torch.nn.functional import pad
 from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy, nearest_layer
+from kvpolicy.policies.propagation.layers import as_layers
 from kvpolicy.selection import compress
 
 # Where layers are left open, they act at these shares of the model's depth.
 DEPTHS = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 # Shares of the mass are summed as whole numbers of this part: exactly, in whatever order.
 UNITS = 1 << 40
-
-
-def as_layers(layers: object) -> tuple[object, ...] | None:
-    """Layers as a tuple, checked later; None where they are left open.
-
-    Raises:
-        TypeError: They are no sequence.
-    """
-    if layers is None:
-        return None
-    if not isinstance(layers, Iterable):
-        raise TypeError(f"drop_layers must be a sequence of layer indices, got {layers!r}")
-    return tuple(layers)
 
 
 @attrs.frozen
@@ -76,10 +64,6 @@ class BlockMassPropagation(PropagationPolicy):
     window_size: int = 128
 
     def __attrs_post_init__(self) -> None:
-        for layer in self.drop_layers or ():
-            check_count("drop_layers", layer)
-        if self.drop_layers == ():
-            raise ValueError("drop_layers must hold at least one layer index, got none")
         check_rate("mass", self.mass)
         check_count("block_size", self.block_size, minimum=1)
         check_count("num_sinks", self.num_sinks)
@@ -126,7 +110,7 @@ class BlockMassPropagation(PropagationPolicy):
         return [1.0] * num_layers
 
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """The mass of each token's block, in parts of the row's; see `PropagationPolicy.ranking`."""
+        """The mass of each token's block, as a share; see `PropagationPolicy.ranking`."""
         units, blocks = self._masses(saliency, context)
         return units.gather(1, blocks).float() / UNITS
 
@@ -155,7 +139,7 @@ class BlockMassPropagation(PropagationPolicy):
         # Blocks begin with each row's first token, so that padding moves to the right.
         at = slots + padding
         moved = pad(means, (0, 1)).gather(1, at.clamp(max=new_len))
-        masses = moved.unflatten(1, (count, self.block_size)).sum(dim=2)
+        masses = moved.view(-1, count, self.block_size).sum(dim=2)
         whole = masses.sum(dim=1, keepdim=True).clamp(min=torch.finfo(masses.dtype).tiny)
         units = (masses / whole * UNITS).round().long()
         places = torch.arange(new_len, device=means.device) - padding

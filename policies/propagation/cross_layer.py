@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.attention import group_mean
+from kvpolicy.attention import group_mean, standardized
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
 from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
@@ -21,15 +21,14 @@ class CrossLayerPropagation(TokenSelectivePropagation):
     """After one layer only the tokens go on that are salient to any of the last layers.
 
     ``ranking[j] = max over layers l and KV heads g of a[l, g, j]`` with ``a[l, g]`` the mean of the
-    saliency over the query heads of ``g``, over the ``voting_layers`` layers that end with the acting
-    one, as many as there are. With ``standardize``, ``a[l, g]`` is first shifted and scaled to mean
-    0 and deviation 1 over the row's new tokens before the window, so that no layer or head wins by
-    its scale alone; tokens in the window, which go on anyway, have no part in either.
+    saliency over the query heads of ``g``, over the ``voting_layers`` layers that end with the
+    acting one, as many as there are. With ``standardize``, ``a[l, g]`` is first shifted and scaled
+    to mean 0 and deviation 1 over the row's new tokens before the window, so that no layer or head
+    wins by its scale alone; tokens in the window, which go on anyway, have no part in either.
 
     Args:
         tsp_layer: Index of the layer after which tokens are dropped, from 0; None for
-            ``num_layers // 2 - 1`` of the model's, or the layer nearest to it that sees the whole
-            context.
+            ``num_layers // 2 - 1``, or the layer nearest to it that sees the whole context.
         tsp_rate: Fraction of the row's context that goes on, in (0, 1]. 0.2 by default.
         window_size: Trailing tokens that always go on, at least 1.
         tsp_tokens: Number of tokens that go on, in place of the rate.
@@ -84,25 +83,3 @@ class CrossLayerPropagation(TokenSelectivePropagation):
             return torch.stack([context.heads.mean(each) for each in per_head]).mean(dim=0)
         largest = torch.stack(per_head).amax(dim=0)  # of layers, [batch, kv_heads, new_len]
         return context.heads.gather(largest).amax(dim=1)
-
-
-def standardized(saliency: Tensor, scored: Tensor) -> Tensor:
-    """Saliencies at mean 0 and deviation 1 over the tokens that are scored; 0 where all are equal.
-
-    Args:
-        saliency: float ``[batch, heads, length]``.
-        scored: bool ``[batch, heads or 1, length]``, the tokens of which mean and deviation are.
-
-    Returns:
-        float32 of the same shape; what is not scored is brought to the same scale.
-    """
-    # In float64, since rows with padding have to give what they give alone.
-    exact = saliency.double()
-    count = scored.sum(dim=-1, keepdim=True).clamp(min=1)
-    centered = exact - exact.masked_fill(~scored, 0.0).sum(dim=-1, keepdim=True) / count
-    deviation = centered.masked_fill(~scored, 0.0).square().sum(dim=-1, keepdim=True) / count
-    return (centered / (deviation.sqrt() + EPSILON)).float()
-
-
-# What is added to a deviation, as the published code has it.
-EPSILON = 1e-8

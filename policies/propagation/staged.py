@@ -115,7 +115,8 @@ class StagedPropagation(PropagationPolicy):
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
         """That of the stage that acts at the layer; see `PropagationPolicy.ranking`."""
         stage = self._acting(context.num_layers).get(context.layer_idx)
-        return (super() if stage is None else stage).ranking(saliency, context)
+        of_all = super().ranking if stage is None else stage.ranking
+        return of_all(saliency, context)
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
         """The layers of all stages.

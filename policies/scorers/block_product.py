@@ -18,16 +18,16 @@ from kvpolicy.interfaces import Scorer
 class BlockProductScorer(Scorer):
     """How strongly any short run of keys in a token's block answers to the last queries.
 
-    Keys are parted, by position, into blocks of ``block_size`` tokens and these into units of
-    ``unit_size``. ``saliency[j] = max over units m of the block of j of mean over query heads h of
+    Keys are parted, by position, into units of ``unit_size`` tokens, and ``block_units`` of these
+    make a block. ``saliency[j] = max over units m of the block of j of mean over query heads h of
     |q_h . k_hm|``, with ``q_h`` the mean of the last queries and ``k_hm`` the mean of the unit's
     keys that the head holds; in float32, unscaled and without softmax. The same for all heads and
     for all tokens of a block.
 
     Args:
         window_size: Last tokens whose queries are averaged, at least 1.
-        block_size: Tokens of a block, a multiple of ``unit_size``.
         unit_size: Tokens of a unit, at least 1.
+        block_units: Units of a block, at least 1.
 
     Raises:
         TypeError: An argument is not an int.
@@ -43,18 +43,13 @@ class BlockProductScorer(Scorer):
     paper: ClassVar[str] = "arXiv 2508.06447"
 
     window_size: int = 4
-    block_size: int = 64
     unit_size: int = 8
+    block_units: int = 8
 
     def __attrs_post_init__(self) -> None:
         check_count("window_size", self.window_size, minimum=1)
-        check_count("block_size", self.block_size, minimum=1)
         check_count("unit_size", self.unit_size, minimum=1)
-        if self.block_size % self.unit_size:
-            raise ValueError(
-                "block_size must be a multiple of unit_size, got "
-                f"{self.block_size} and {self.unit_size}"
-            )
+        check_count("block_units", self.block_units, minimum=1)
 
     @property
     def num_queries(self) -> int:
@@ -68,12 +63,12 @@ class BlockProductScorer(Scorer):
         queries = queries / seen.sum(dim=2, keepdim=True).clamp(min=1)
         products = query_key_products(queries, context.keys)[:, :, 0]
         # As many blocks in every process that has a share of the heads.
-        blocks = -(-max(context.seen_len) // self.block_size)
-        per_block = self.block_size // self.unit_size
-        units = _unit_means(products, context, self.unit_size, blocks * per_block)
+        block_size = self.unit_size * self.block_units
+        blocks = -(-max(context.seen_len) // block_size)
+        units = _unit_means(products, context, self.unit_size, blocks * self.block_units)
         strength = context.heads.mean(units.abs())
-        of_blocks = strength.unflatten(1, (blocks, per_block)).amax(dim=2)
-        at = context.positions.clamp(min=0) // self.block_size
+        of_blocks = strength.reshape(-1, blocks, self.block_units).amax(dim=2)
+        at = context.positions.clamp(min=0) // block_size
         return of_blocks[:, None].expand(-1, context.kv_heads, -1).gather(-1, at)
 
 
