@@ -7,10 +7,11 @@ from collections.abc import Callable
 import attrs
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvpolicy.context import LayerContext
 from kvpolicy.errors import ShapeError
-from kvpolicy.interfaces import KVSelector, Scorer
+from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 
 
 class Checks:
@@ -36,6 +37,17 @@ class Checks:
                 raise ValueError(message())
 
 
+def shown_to(part: Part, context: LayerContext) -> LayerContext:
+    """A layer as a part is shown it: with history, rotary and weights only if it asks for them."""
+    if not context.history and context.rotary is None and context.output_weight is None:
+        return context
+    return context.with_no_more(
+        history_layers=part.history_layers,
+        rotary=part.needs_rotary,
+        output_weight=part.needs_output_weight,
+    )
+
+
 def saliency_of(scorer: Scorer, context: LayerContext, checks: Checks) -> Tensor:
     """What a scorer that carries nothing says of a layer, of which it may be shown too much.
 
@@ -44,7 +56,7 @@ def saliency_of(scorer: Scorer, context: LayerContext, checks: Checks) -> Tensor
         ShapeError: Its axes are not those of a saliency.
     """
     shown = attrs.evolve(context.showing(scorer.num_queries), carried=None)
-    saliency = scorer.score(shown)
+    saliency = scorer.score(shown_to(scorer, shown))
     _check_saliency(scorer, saliency, context, checks)
     return saliency
 
@@ -56,7 +68,7 @@ def advanced(scorer: Scorer, context: LayerContext, checks: Checks) -> tuple[Ten
         TypeError: The saliency is no tensor of floats, or what is carried no tensor.
         ShapeError: The axes are not those of them.
     """
-    saliency, carried = scorer.advance(context.showing(scorer.num_queries))
+    saliency, carried = scorer.advance(shown_to(scorer, context.showing(scorer.num_queries)))
     _check_saliency(scorer, saliency, context, checks)
     wanted = (context.batch, context.kv_heads, context.key_len, scorer.carries)
     if not isinstance(carried, Tensor):
@@ -80,10 +92,35 @@ def kept_by(
     """
     if context.stored is not None and saliency is not None:
         saliency = context.heads.mean(saliency)[:, None]  # [batch, 1, key_len]
-    context = context.for_selector()
+    context = shown_to(selector, context).for_selector()
     kept = selector.select(saliency, context)
     check_indices(selector, kept, (context.batch, context.kv_heads), context.key_len, checks)
     return kept
+
+
+def passed_on_by(
+    propagation: PropagationPolicy, saliency: Tensor | None, context: LayerContext, checks: Checks
+) -> Tensor | None:
+    """What a propagation policy passes on of a layer's new tokens; None for all.
+
+    Raises:
+        TypeError: It returns something else than a tensor or None.
+        ShapeError: The axes are not those of indices into the new tokens.
+    """
+    passed = propagation.propagate(saliency, shown_to(propagation, context))
+    if passed is None:
+        return None
+    check_indices(propagation, passed, (context.batch,), context.new_len, checks)
+    last = pad(passed, (1, 0), value=-1)[:, -1]  # -1 where nothing is passed on
+    checks.refuse(
+        last != context.new_len - 1,
+        lambda: (
+            f"propagate of {propagation} must pass on the last token of every row, "
+            f"{context.new_len - 1}, got {passed[:, -1:].flatten().tolist()}; the next "
+            "token is predicted from it"
+        ),
+    )
+    return passed
 
 
 def _check_saliency(

@@ -52,8 +52,9 @@ class LayerContext:
             key from the choices before, 0 on new ones; None where nothing is carried, or nothing
             was. See `Scorer.advance`.
         history: float32 ``[batch, heads, new_len]`` each, what the policy's scorer gave this
-            layer's new tokens at the layers before, the newest last; as many as a part asks for
-            (`Part.history_layers`), fewer at the first layers.
+            layer's new tokens at the layers before, the newest last; what stands on padding is
+            ignored. As many as a part asks for (`Part.history_layers`), fewer at the first layers:
+            those at which nothing is chosen, such as sliding windows and recurrences, give none.
         rotary: The layer's rotary embedding, where a part asks for it (`Part.needs_rotary`).
         output_weight: ``[query_heads, value_dim, hidden]``, what the layer's output projection
             makes of each head's output, where a part asks for it (`Part.needs_output_weight`).
@@ -169,7 +170,8 @@ class LayerContext:
         """The context in which a selector chooses: itself, or one of a single KV head.
 
         The second where all heads share what is stored. The head's keys and values are then what
-        is stored, side by side if that has several heads, and no queries are shown.
+        is stored, side by side if that has several heads, and no queries are shown; what it says of
+        the layers before is the mean over their heads.
         """
         if self.stored is None:
             return self
@@ -185,7 +187,7 @@ class LayerContext:
             stored=None,
             query_positions=None,
             carried=None,
-            history=(),
+            history=tuple(self.heads.mean(each)[:, None] for each in self.history),
             rotary=None,
             output_weight=None,
         )
@@ -203,6 +205,23 @@ class LayerContext:
             self,
             queries=self.queries[:, :, first:],
             query_positions=None if places is None else places[:, first:],
+        )
+
+    def with_no_more(
+        self, *, history_layers: int, rotary: bool, output_weight: bool
+    ) -> LayerContext:
+        """The context without what is not asked for of these three.
+
+        Args:
+            history_layers: As `Part.history_layers`.
+            rotary: As `Part.needs_rotary`.
+            output_weight: As `Part.needs_output_weight`.
+        """
+        return attrs.evolve(
+            self,
+            history=self.history[-history_layers:] if history_layers else (),
+            rotary=self.rotary if rotary else None,
+            output_weight=self.output_weight if output_weight else None,
         )
 
     @property

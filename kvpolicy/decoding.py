@@ -10,7 +10,7 @@ from kvpolicy.asking import Checks, advanced, kept_by, saliency_of
 from kvpolicy.brief import brief
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
-from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 
 
 @attrs.frozen
@@ -32,7 +32,7 @@ class DecodingEviction:
     Raises:
         TypeError: A part is not of its kind, or ``every`` not an int.
         ValueError: The selector's budget is no number of tokens, or the parts do not fit, as in a
-            `CachePolicy`; ``every`` is below 1.
+            `CachePolicy`, or look at other layers' saliency; ``every`` is below 1.
 
     Example:
         >>> from kvpolicy.policies import GQAGroupSelector, WindowMaxPoolScorer
@@ -51,6 +51,13 @@ class DecodingEviction:
             check_kind("scorer", self.scorer, Scorer)
         check_kind("selector", self.selector, KVSelector)
         check_count("every", self.every, minimum=1)
+        for part in self._parts:
+            if part.history_layers:
+                raise ValueError(
+                    "the parts of a DecodingEviction must not look at the saliency of the layers "
+                    f"before, since layers choose one by one while decoding, got {part} with "
+                    f"history_layers={part.history_layers}"
+                )
         if not self.selector.is_bounded:
             raise ValueError(
                 "selector of a DecodingEviction must have a budget in tokens, such as "
@@ -77,6 +84,20 @@ class DecodingEviction:
     def carries(self) -> int:
         """Numbers that the scorer carries for each key; see `Scorer.carries`."""
         return 0 if self.scorer is None else self.scorer.carries
+
+    @property
+    def needs_rotary(self) -> bool:
+        """Whether the scorer or the selector turns keys or queries."""
+        return any(part.needs_rotary for part in self._parts)
+
+    @property
+    def needs_output_weight(self) -> bool:
+        """Whether the scorer or the selector reads the weights of a layer's output projection."""
+        return any(part.needs_output_weight for part in self._parts)
+
+    @property
+    def _parts(self) -> tuple[Part, ...]:
+        return (self.selector,) if self.scorer is None else (self.scorer, self.selector)
 
     @property
     def most_tokens(self) -> int | None:

@@ -121,11 +121,6 @@ class KVSelector(Part, abc.ABC):
         """Whether what is kept does not grow with the context: a budget is a number of tokens."""
         return self.budget is not None and self.budget.tokens is not None
 
-    @property
-    def ranks_by_saliency(self) -> bool:
-        """Whether no token that is evicted is more salient than one kept that is not protected."""
-        return True
-
     def protected(self, context: LayerContext) -> Tensor:
         """Bool ``[batch, kv_heads, key_len]``: the tokens that are kept whatever their saliency."""
         return context.is_tail(self.protected_tail) | context.is_first(self.protected_first)

@@ -10,9 +10,8 @@ from typing import ClassVar
 import attrs
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from kvpolicy.asking import Checks, advanced, check_indices, kept_by, saliency_of
+from kvpolicy.asking import Checks, advanced, kept_by, passed_on_by, saliency_of
 from kvpolicy.brief import brief
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
@@ -29,11 +28,14 @@ class Decision:
         passed_on: ``[batch, passed_len]``; None for all.
         carried: What the scorer of the policy's decoding carries for each key, kept or not; None
             where it carries nothing. See `Scorer.advance`.
+        saliency: What the policy's scorer said of the keys, for later layers that look at it;
+            None where it was not asked.
     """
 
     kept: Tensor
     passed_on: Tensor | None
     carried: Tensor | None = None
+    saliency: Tensor | None = None
 
 
 @attrs.frozen
@@ -51,9 +53,9 @@ class CachePolicy:
 
     Raises:
         TypeError: A part is not of its kind.
-        ValueError: The parts do not fit: a saliency is needed and there is no scorer; the scorer
-            leaves a tail unscored that is not protected; the layers after a drop receive fewer
-            tokens than they are to keep.
+        ValueError: The parts do not fit: a saliency, of the layer or of those before, is needed
+            and there is no scorer; the scorer leaves a tail unscored that is not protected; the
+            layers after a drop receive fewer tokens than they are to keep.
 
     Example:
         >>> from kvpolicy.policies import GQAGroupSelector, PassAllPropagation, WindowMaxPoolScorer
@@ -81,6 +83,12 @@ class CachePolicy:
             if self.scorer is None:
                 raise ValueError(f"scorer must be a Scorer, since {part} needs saliency, got None")
             check_tail(self.scorer, part)
+        for part in (self.selector, self.propagation):
+            if part.history_layers and self.scorer is None:
+                raise ValueError(
+                    f"scorer must be a Scorer, since {part} looks at the saliency of the layers "
+                    "before, got None"
+                )
         self._check_budgets()
 
     def __str__(self) -> str:
@@ -120,10 +128,15 @@ class CachePolicy:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The scorer if there is one, the selector and the propagation policy."""
-        return tuple(
-            part for part in (self.scorer, self.selector, self.propagation) if part is not None
+        """Those that act on a prompt: the scorer if there is one, the selector, the propagation.
+
+        And the scorer of what is decoded later, where it carries something from the prompt on.
+        """
+        later = (
+            self.decoding.scorer if self.decoding is not None and self.decoding.carries else None
         )
+        found = (self.scorer, self.selector, self.propagation, later)
+        return tuple(part for part in found if part is not None)
 
     @property
     def history_layers(self) -> int:
@@ -132,13 +145,27 @@ class CachePolicy:
 
     @property
     def needs_rotary(self) -> bool:
-        """Whether any part turns keys or queries."""
+        """Whether any part turns keys or queries of a prompt."""
         return any(part.needs_rotary for part in self.parts)
 
     @property
     def needs_output_weight(self) -> bool:
-        """Whether any part reads the weights of the layer's output projection."""
+        """Whether any part reads the weights of a layer's output projection in a prompt."""
         return any(part.needs_output_weight for part in self.parts)
+
+    def remembered_layers(self, num_layers: int, choosing: Sequence[int]) -> frozenset[int]:
+        """Layers whose saliency a later layer looks at.
+
+        Args:
+            num_layers: Layers of the model.
+            choosing: Those at which the policy chooses, ascending; others give no saliency.
+        """
+        if any(part.history_layers for part in self.parts if part is not self.propagation):
+            return frozenset(choosing)
+        back, found = self.propagation.history_layers, set[int]()
+        for acting in self.propagation.acting_layers(num_layers) if back else ():
+            found.update([layer for layer in choosing if layer < acting][-back:])
+        return frozenset(found)
 
     def check_model(self, num_layers: int) -> None:
         """Check the policy's layer indices against a model.
@@ -181,8 +208,12 @@ class CachePolicy:
         object.__setattr__(placed, "propagation", propagation)
         return placed
 
-    def decide(self, context: LayerContext) -> Decision:
+    def decide(self, context: LayerContext, *, remembered: bool = False) -> Decision:
         """Choose what one layer keeps and passes on; the saliency is computed once, if at all.
+
+        Args:
+            context: The layer.
+            remembered: Whether later layers look at its saliency; see `remembered_layers`.
 
         Raises:
             TypeError: ``context`` is no `LayerContext`; or a part returned no tensor, or a saliency
@@ -196,13 +227,14 @@ class CachePolicy:
         # Autocast would round the scores to half precision, where many tokens tie.
         checks = Checks()
         with torch.autocast(context.keys.device.type, enabled=False):
-            decision = self._decide(context, checks)
+            decision = self._decide(context, checks, remembered)
         checks.look()
         return decision
 
-    def _decide(self, context: LayerContext, checks: Checks) -> Decision:
+    def _decide(self, context: LayerContext, checks: Checks, remembered: bool) -> Decision:
         propagates = not self.propagation.restarts and self._acts_at(context)
         needed = self.selector.needs_saliency or (propagates and self.propagation.needs_saliency)
+        needed = needed or remembered
         saliency = carried = None
         later = None if self.decoding is None else self.decoding.scorer
         if later is not None and later.carries:
@@ -212,8 +244,25 @@ class CachePolicy:
             assert self.scorer is not None
             saliency = saliency_of(self.scorer, context, checks)
         kept = kept_by(self.selector, saliency, context, checks)
-        passed = self._propagate(saliency, context, checks) if propagates else None
-        return Decision(kept, passed, carried)
+        passed = None
+        if propagates:
+            passed = passed_on_by(self.propagation, saliency, context, checks)
+        return Decision(kept, passed, carried, saliency)
+
+    def score(self, context: LayerContext) -> Tensor:
+        """The scorer's saliency of a layer at which nothing is chosen, for later ones to look at.
+
+        Raises:
+            TypeError: As `decide`.
+            ShapeError: As `decide`.
+            ValueError: As `decide`.
+        """
+        assert self.scorer is not None
+        checks = Checks()
+        with torch.autocast(context.keys.device.type, enabled=False):
+            saliency = saliency_of(self.scorer, context, checks)
+        checks.look()
+        return saliency
 
     def decide_restart(self, context: LayerContext) -> Tensor | None:
         """Choose the tokens to restart the prefill on; see `PropagationPolicy.propagate`.
@@ -231,30 +280,12 @@ class CachePolicy:
             if self.propagation.needs_saliency:
                 assert self.scorer is not None
                 saliency = saliency_of(self.scorer, context, checks)
-            passed = self._propagate(saliency, context, checks)
+            passed = passed_on_by(self.propagation, saliency, context, checks)
         checks.look()
         return passed
 
     def _acts_at(self, context: LayerContext) -> bool:
         return context.layer_idx in self.propagation.acting_layers(context.num_layers)
-
-    def _propagate(
-        self, saliency: Tensor | None, context: LayerContext, checks: Checks
-    ) -> Tensor | None:
-        passed = self.propagation.propagate(saliency, context)
-        if passed is None:
-            return None
-        check_indices(self.propagation, passed, (context.batch,), context.new_len, checks)
-        last = pad(passed, (1, 0), value=-1)[:, -1]  # -1 where nothing is passed on
-        checks.refuse(
-            last != context.new_len - 1,
-            lambda: (
-                f"propagate of {self.propagation} must pass on the last token of every row, "
-                f"{context.new_len - 1}, got {passed[:, -1:].flatten().tolist()}; the next "
-                "token is predicted from it"
-            ),
-        )
-        return passed
 
     def prefill_compute_rate(self, num_layers: int, context_len: int | None = None) -> float:
         """Layer-tokens computed in prefill over layer-tokens of a full prefill.

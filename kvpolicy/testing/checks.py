@@ -12,7 +12,14 @@ from torch import Tensor
 
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
-from kvpolicy.testing.contract import check_choice, check_layers, check_protected, snapshot
+from kvpolicy.testing.contract import (
+    check_choice,
+    check_layers,
+    check_protected,
+    decides_alone,
+    says_how_it_ranks,
+    snapshot,
+)
 from kvpolicy.testing.declared import (
     check_component,
     check_propagation_declares,
@@ -47,7 +54,7 @@ def check_scorer(component: Scorer) -> None:
     check_scorer_declares(component)
 
     @_property
-    @given(context=layer_contexts(component.num_queries))
+    @given(context=layer_contexts(component.num_queries, component))
     def run(context: LayerContext) -> None:
         before = snapshot(context)
         saliency = component.score(context)
@@ -116,7 +123,7 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
         check_rates("kept_rates", rates, num_layers)
 
     @_property
-    @given(data=st.data(), context=layer_contexts(0), more=st.integers(0, 60))
+    @given(data=st.data(), context=layer_contexts(0, component), more=st.integers(0, 60))
     def run(data: st.DataObject, context: LayerContext, more: int) -> None:
         saliency = data.draw(saliencies(context))
         before = snapshot(context, saliency)
@@ -124,7 +131,6 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
         protected = component.protected(context)
         name = "protected [batch, kv_heads, key_len]"
         check_tensor(name, protected, torch.bool, [*rows, context.key_len])
-        ranked = component.needs_saliency and component.ranks_by_saliency
         kept = component.select(saliency, context)
         require(snapshot(context, saliency) == before, "select must not modify its arguments")
         check_tensor("kept [batch, kv_heads, kept_len]", kept, torch.int64, [*rows, None])
@@ -139,7 +145,7 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
                     kept[row, head],
                     valid=context.valid[row, head],
                     protected=protected[row, head],
-                    saliency=saliency[row, head] if ranked else None,
+                    saliency=saliency[row, head] if decides_alone(component) else None,
                     budget=component.budget,
                     seen_len=context.seen_len[row],
                 )
@@ -191,7 +197,7 @@ def check_propagation(component: PropagationPolicy) -> None:
         check_layers(component, num_layers)
 
     @_property
-    @given(data=st.data(), context=layer_contexts(0))
+    @given(data=st.data(), context=layer_contexts(0, component))
     def run(data: st.DataObject, context: LayerContext) -> None:
         # Whole numbers: their mean over heads is the same in any order of summation.
         saliency = (data.draw(saliencies(context)) * (1 << 20)).round()
@@ -226,7 +232,7 @@ def check_propagation(component: PropagationPolicy) -> None:
                 passed[row],
                 valid=context.new_valid[row],
                 protected=protected[row],
-                saliency=ranking[row] if component.needs_saliency else None,
+                saliency=ranking[row] if says_how_it_ranks(component) else None,
                 budget=component.budget,
                 seen_len=context.seen_len[row],
                 exact=not _acts_often(component, context),

@@ -23,11 +23,14 @@ from kvpolicy.testing.declared import (
 
 def snapshot(context: LayerContext, *more: Tensor) -> list[object]:
     """All that a part is given, to compare with what it leaves."""
+
+    def copied(value: object) -> object:
+        if isinstance(value, tuple):
+            return [copied(each) for each in value]
+        return (value.shape, value.flatten().tolist()) if isinstance(value, Tensor) else value
+
     fields = attrs.asdict(context, recurse=False).values()
-    return [
-        (value.shape, value.flatten().tolist()) if isinstance(value, Tensor) else value
-        for value in (*fields, *more)
-    ]
+    return [copied(value) for value in (*fields, *more)]
 
 
 def check_choice(
@@ -84,6 +87,21 @@ def check_choice(
             best <= worst,
             f"no dropped token may outscore a kept unprotected one, but {best} > {worst}",
         )
+
+
+def decides_alone(part: KVSelector | PropagationPolicy) -> bool:
+    """Whether the saliency decides, with nothing that the part asks for besides."""
+    more = part.history_layers > 0 or part.needs_rotary or part.needs_output_weight
+    return part.needs_saliency and not more
+
+
+def says_how_it_ranks(part: PropagationPolicy) -> bool:
+    """Whether tokens go on in the order of `PropagationPolicy.ranking`: the saliency's or its own.
+
+    One that asks for more and leaves the ranking as it is may rank by whatever it likes.
+    """
+    own = type(part).ranking is not PropagationPolicy.ranking
+    return decides_alone(part) or (part.needs_saliency and own)
 
 
 def check_protected(

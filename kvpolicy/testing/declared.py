@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpolicy.budgets import Budget
 from kvpolicy.checks import check_kind
-from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 
 
 def require(condition: bool, message: str) -> None:
@@ -41,6 +41,7 @@ def check_scorer_declares(scorer: Scorer) -> None:
     if scorer.num_queries is not None:
         _require_count("num_queries", scorer.num_queries, "an int of at least 0, or None for all")
     _require_count("unscored_tail", scorer.unscored_tail)
+    _check_asked(scorer)
     _require_count("carries", scorer.carries)
 
 
@@ -52,7 +53,6 @@ def check_selector_declares(selector: KVSelector) -> None:
     """
     _check_shared(selector)
     _require_flag("is_bounded", selector.is_bounded)
-    _require_flag("ranks_by_saliency", selector.ranks_by_saliency)
 
 
 def check_propagation_declares(propagation: PropagationPolicy) -> None:
@@ -174,7 +174,14 @@ def check_tensor(name: str, value: object, dtype: torch.dtype, shape: Sequence[i
     require(fits, f"{name} must be of shape [{axes}], got {list(value.shape)}")
 
 
+def _check_asked(part: Part) -> None:
+    _require_count("history_layers", part.history_layers)
+    _require_flag("needs_rotary", part.needs_rotary)
+    _require_flag("needs_output_weight", part.needs_output_weight)
+
+
 def _check_shared(part: KVSelector | PropagationPolicy) -> None:
+    _check_asked(part)
     _require_flag("needs_saliency", part.needs_saliency)
     _require_count("protected_tail", part.protected_tail)
     _require_count("protected_first", part.protected_first)

@@ -49,7 +49,7 @@ class _ThreadHeads(HeadShare):
 def _shares_of(context: LayerContext) -> list[LayerContext]:
     """Every KV head of a layer, with as many slots as it needs by itself."""
     group = context.query_heads // context.kv_heads
-    meeting = _Meeting(context.kv_heads)
+    meeting, weight = _Meeting(context.kv_heads), context.output_weight
     shares = []
     for index in range(context.kv_heads):
         used = int(context.valid[:, index].sum(dim=-1).max())
@@ -63,6 +63,8 @@ def _shares_of(context: LayerContext) -> list[LayerContext]:
             positions=context.positions[:, head, slots],
             kinds=None if context.kinds is None else context.kinds[:, head, slots],
             heads=_ThreadHeads(index, context.kv_heads, meeting),
+            history=tuple(each.chunk(context.kv_heads, dim=1)[index] for each in context.history),
+            output_weight=None if weight is None else weight.chunk(context.kv_heads)[index],
         )
         shares.append(share)
     return shares

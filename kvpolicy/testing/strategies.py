@@ -11,11 +11,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import Part
 from kvpolicy.kinds import TokenKind
+from kvpolicy.rotary import PlainRotary
+
+# Width of what a layer's output projection gives.
+HIDDEN = 13
 
 
 @st.composite
-def layer_contexts(draw: st.DrawFn, num_queries: int | None = None) -> LayerContext:
+def layer_contexts(
+    draw: st.DrawFn, num_queries: int | None = None, part: Part | None = None
+) -> LayerContext:
     """Layers of one to three rows, padded or not, at a first prompt or in a later turn.
 
     In a later turn the KV heads of a row may hold unlike numbers of tokens. Some layers say of
@@ -25,9 +32,12 @@ def layer_contexts(draw: st.DrawFn, num_queries: int | None = None) -> LayerCont
     Args:
         draw: Given by hypothesis.
         num_queries: Trailing queries to show, as `Scorer.num_queries`.
+        part: What asks for history, a rotary embedding or output weights; None for nothing.
     """
     batch = draw(st.integers(1, 3))
     kv_heads, group, head_dim = draw(st.sampled_from([(1, 3, 5), (2, 1, 5), (3, 2, 7)]))
+    turns = part is not None and part.needs_rotary
+    head_dim *= 2 if turns else 1  # channels are turned in pairs
     new_lens = draw(st.lists(st.integers(1, 37), min_size=batch, max_size=batch))
     held_lens = draw(_held_lens(batch, kv_heads))
     forgotten = [draw(st.integers(0, 400)) if any(held) else 0 for held in held_lens]
@@ -53,6 +63,9 @@ def layer_contexts(draw: st.DrawFn, num_queries: int | None = None) -> LayerCont
         # Scaled up so that attention is peaked, as it is in trained models.
         return (2 * torch.randn(shape, generator=generator)).to(dtype)
 
+    before = 0 if part is None else min(part.history_layers, layer_idx)
+    heads = draw(st.sampled_from([kv_heads, kv_heads * group])) if before else kv_heads
+    weighs = part is not None and part.needs_output_weight
     return LayerContext(
         layer_idx=layer_idx,
         num_layers=num_layers,
@@ -64,6 +77,13 @@ def layer_contexts(draw: st.DrawFn, num_queries: int | None = None) -> LayerCont
         seen_len=tuple(seen),
         scaling=head_dim**-0.5,
         kinds=draw(_kinds(positions)),
+        # In steps of which sums are the same in any order.
+        history=tuple(
+            torch.randint(1 << 12, (batch, heads, new_len), generator=generator) / (1 << 12)
+            for _ in range(before)
+        ),
+        rotary=PlainRotary(head_dim) if turns else None,
+        output_weight=normal(kv_heads * group, head_dim, HIDDEN) if weighs else None,
     )
 
 
@@ -126,4 +146,7 @@ def row_alone(context: LayerContext, row: int) -> LayerContext:
         new_valid=context.new_valid[row : row + 1, context.new_len - new :].clone(),
         seen_len=context.seen_len[row : row + 1],
         stored=stored,
+        history=tuple(
+            each[row : row + 1, :, context.new_len - new :].clone() for each in context.history
+        ),
     )

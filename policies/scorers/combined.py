@@ -109,7 +109,8 @@ class SumScorer(_CombinedScorer):
 
     Raises:
         TypeError: One of ``scorers`` is not a `Scorer`, or a weight not a number.
-        ValueError: There are none, not as many weights, or a weight is not finite in float32.
+        ValueError: There are none, not as many weights, a weight is not finite in float32, or a
+            scorer looks at the saliency of the layers before.
 
     Example:
         >>> from kvpolicy.policies import LastQueryScorer, WindowMaxPoolScorer
@@ -144,7 +145,7 @@ class MaxScorer(_CombinedScorer):
 
     Raises:
         TypeError: One of ``scorers`` is not a `Scorer`.
-        ValueError: There are none.
+        ValueError: There are none, or one looks at the saliency of the layers before.
 
     Example:
         >>> from kvpolicy.policies import AccumulatedAttentionScorer, WindowMaxPoolScorer
@@ -162,3 +163,8 @@ def _check_scorers(scorers: tuple[Scorer, ...]) -> None:
     for scorer in scorers:
         if not isinstance(scorer, Scorer):
             raise TypeError(f"scorer must be a Scorer, got {scorer!r}")
+        if scorer.history_layers:
+            raise ValueError(
+                "scorers must not look at the saliency of the layers before, which is that of all "
+                f"of them together, got {scorer} with history_layers={scorer.history_layers}"
+            )

@@ -65,11 +65,6 @@ class CriticalSelector(WrappingSelector):
         """Yes."""
         return True
 
-    @property
-    def ranks_by_saliency(self) -> bool:
-        """No: a token of the second stage may be less salient than one that is evicted."""
-        return False
-
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         assert saliency is not None

@@ -41,11 +41,6 @@ class WrappingSelector(KVSelector):
         return self.selector.needs_saliency
 
     @property
-    def ranks_by_saliency(self) -> bool:
-        """As the selector."""
-        return self.selector.ranks_by_saliency
-
-    @property
     def protected_tail(self) -> int:
         """That of the selector."""
         return self.selector.protected_tail

@@ -13,6 +13,7 @@ from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.append import Forward, cut_arguments
 from kvpolicy.integrations.transformers.forward.decoding.choosing import Near, carried_for
+from kvpolicy.integrations.transformers.forward.history import History
 from kvpolicy.integrations.transformers.forward.indexers import new_places
 from kvpolicy.integrations.transformers.forward.inputs import (
     take_columns,
@@ -66,6 +67,9 @@ class ActingForward(Forward):
         # columns that were asked for would then be read as later tokens than they are.
         moved = self._order_of_columns is not None
         self._keep_last = None if moved and keep_last != 1 else keep_last
+        layers = enumerate(self.layers)
+        choosing = [i for i, each in layers if each.attends and self._window(i) is None]
+        self.history = History.of(self.policy, len(self.layers), choosing)
         self._passed: Tensor | None = None  # of the tokens that reach the layer, those that go on
         self._kept: Tensor | None = None  # the slots that the last layer keeps
         # Of a layer that runs twice: whether this is the first run; then what it has seen, and, if
@@ -216,7 +220,11 @@ class ActingForward(Forward):
             kept = near.kept(None if chosen is None else chosen.kept)
             layer.store(keys, values, positions, kept, None if chosen is None else chosen.carried)
             return
-        decision = self.policy.decide(context)
+        remembered = index in self.history.layers
+        decision = self.policy.decide(context, remembered=remembered)
+        if remembered:
+            assert decision.saliency is not None
+            self.history = self.history.noted(decision.saliency, context)
         # Whoever attends to slots that another layer's indexer has picked has the same in them.
         borrows = isinstance(layer, IndexedLayer) and layer.borrows
         self._kept = self._kept if borrows and self._kept is not None else decision.kept
@@ -268,6 +276,7 @@ class ActingForward(Forward):
             softcap=scores.softcap,
             sinks=scores.sinks,
             heads=layer.spread.heads(queries.shape[1]),
+            history=self.history.shown(keys.device),
         )
 
     def _observed(self, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
@@ -326,6 +335,7 @@ class ActingForward(Forward):
         return take_columns(hidden, slots, axis - 1, axis)
 
     def _pass_on(self, index: int, passed: Tensor) -> None:
+        self.history = self.history.taken(passed)
         self.new_positions = gather_positions(self.new_positions, passed)
         self.new_valid = self.new_positions >= 0
         self._padded = self._padded or not bool(self.new_valid.all())

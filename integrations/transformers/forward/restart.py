@@ -111,7 +111,10 @@ class FilterPass(ActingForward):
             raise _Chosen
 
     def observe(self, index: int, inputs: AttentionInputs) -> None:
-        """Keep nothing."""
+        """Keep nothing but what the filter layer looks at."""
+        if index in self.history.layers:
+            context = self._context(index, inputs)
+            self.history = self.history.noted(self.policy.score(context), context)
         self._pending = None
 
     def _second(self) -> Incoming:

@@ -28,6 +28,12 @@ from kvpolicy.policies import (
     WindowMaxPoolScorer,
 )
 from tests.integrations.model.builds.catalogue import builds
+from tests.integrations.support.asking import (
+    CarriedOnScorer,
+    LargestOfLayers,
+    RememberingSelector,
+)
+from tests.integrations.support.content import MassPropagation
 from tests.integrations.support.conversation import METHODS, run_conversation
 from tests.reference import Family, random_tokens, tiny_model
 
@@ -50,6 +56,16 @@ POLICIES: dict[str, CachePolicy] = {
     **{name: policy for name, (policy, _) in METHODS.items()},
     "random": Random(0.3),
     "local": LOCAL_FASTKV,
+    "by_content": CachePolicy(
+        WindowMaxPoolScorer(4, 3),
+        GQAGroupSelector(0.3, window_size=4),
+        MassPropagation((0, 2)),
+    ),
+    "looking_back": CachePolicy(
+        CarriedOnScorer(4, 3),
+        RememberingSelector(0.3, window_size=4),
+        LargestOfLayers(None, 0.4, window_size=4, layers=(2,)),
+    ),
     "bounded_h2o": H2O(0.25, decoding=H2O().decoding_rule(12, every=2)),
     "bounded_ada_kv": AdaKV(0.25, decoding=AdaKV(window_size=4).decoding_rule(12, every=3)),
 }
@@ -64,6 +80,8 @@ CASES: list[tuple[Family, str]] = [
     ("llama", "ada_kv"),
     ("llama", "chunk_kv"),
     ("llama", "random"),
+    ("llama", "by_content"),
+    ("llama", "looking_back"),
     ("llama", "bounded_h2o"),
     ("llama", "bounded_ada_kv"),
     ("qwen3", "snapkv"),

@@ -25,11 +25,9 @@ from .support import layer_of, random_layer
 THETA = 100.0
 
 
-def turning(
-    seed: int, lens: tuple[int, ...], query_len: int = 0, head_dim: int = 6
-) -> LayerContext:
-    context = random_layer(seed, lens, query_len, head_dim)
-    return attrs.evolve(context, rotary=PlainRotary(head_dim, THETA))
+def turning(seed: int, lens: tuple[int, ...], query_len: int = 0) -> LayerContext:
+    context = random_layer(seed, lens, query_len, head_dim=6)
+    return attrs.evolve(context, rotary=PlainRotary(6, THETA))
 
 
 def later_turn() -> LayerContext:

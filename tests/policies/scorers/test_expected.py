@@ -20,10 +20,10 @@ from .support import random_layer
 THETA = 100.0
 
 
-def turning(seed: int, lens: tuple[int, ...], query_len: int, head_dim: int = 6) -> LayerContext:
-    """Padded rows with a rotary embedding whose padding turns to no number."""
-    context = random_layer(seed, lens, query_len, head_dim)
-    return attrs.evolve(context, rotary=PlainRotary(head_dim, THETA))
+def turning(seed: int, lens: tuple[int, ...], query_len: int) -> LayerContext:
+    """Padded rows with a rotary embedding."""
+    context = random_layer(seed, lens, query_len, head_dim=6)
+    return attrs.evolve(context, rotary=PlainRotary(6, THETA))
 
 
 def slow(
@@ -60,9 +60,10 @@ def test_against_slow_loops_in_padded_rows(sinks: int, future: int, epsilon: flo
 def test_in_a_later_turn_positions_go_on_from_the_rows_own() -> None:
     """Three new tokens behind what two rows hold of 40 and 16; heads hold unlike tokens."""
     positions = torch.full((2, 3, 9), -1)
-    positions[0] = torch.tensor(
-        [[0, 5, 9, 11, 30, 39, 40, 41, 42], [1, 2, 8, 9, 10, 11, 40, 41, 42], [4, 5, 6, 7, 8, 9, 40, 41, 42]]  # noqa: E501
-    )  # fmt: skip
+    positions[0, :, :6] = torch.tensor(
+        [[0, 5, 9, 11, 30, 39], [1, 2, 8, 9, 10, 11], [4, 5, 6, 7, 8, 9]]
+    )
+    positions[0, :, 6:] = torch.tensor([40, 41, 42])
     positions[1, :, 4:] = torch.tensor([3, 15, 16, 17, 18])
     positions[1, 1, 4] = -1
     context = attrs.evolve(

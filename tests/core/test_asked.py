@@ -1,0 +1,321 @@
+"""What parts may ask for of a layer: who is shown it, and at which layers it is made."""
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy import CachePolicy, DecodingEviction, LayerContext, RotaryEmbedding
+from kvpolicy.errors import ShapeError
+from kvpolicy.policies import (
+    GQAGroupSelector,
+    KeepAllSelector,
+    MaxScorer,
+    PassAllPropagation,
+    RestartPropagation,
+    StagedPropagation,
+    TokenSelectivePropagation,
+    ValueAwareScorer,
+    WindowMaxPoolScorer,
+)
+from kvpolicy.rotary import PlainRotary
+from kvpolicy.testing import check_propagation, check_scorer, check_selector
+from tests.integrations.support.asking import (
+    CarriedOnScorer,
+    LargestOfLayers,
+    OutputScorer,
+    RememberingSelector,
+    TurnedBackScorer,
+)
+
+
+def context_of(layer_idx: int = 2, history: int = 3) -> LayerContext:
+    """Two rows, 2 KV heads of 6 channels, 3 query heads a group, 11 new tokens of 11."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return LayerContext(
+        layer_idx=layer_idx,
+        num_layers=5,
+        queries=normal(2, 6, 11, 6),
+        keys=normal(2, 2, 11, 6),
+        values=normal(2, 2, 11, 6),
+        positions=torch.arange(11).expand(2, 2, -1),
+        new_valid=torch.ones(2, 11, dtype=torch.bool),
+        seen_len=(11, 11),
+        scaling=0.4,
+        history=tuple(normal(2, 6, 11).abs() for _ in range(history)),
+        rotary=PlainRotary(6),
+        output_weight=normal(6, 6, 13),
+    )
+
+
+@attrs.frozen
+class Noting(WindowMaxPoolScorer):
+    """Notes what it is shown."""
+
+    shown: list[LayerContext] = attrs.field(factory=list, eq=False)
+
+    def score(self, context: LayerContext) -> Tensor:
+        self.shown.append(context)
+        return super().score(context)
+
+
+class AsksForHistory(Noting):
+    history_layers = 2
+
+
+class AsksForRotary(Noting):
+    needs_rotary = True
+
+
+class AsksForWeight(Noting):
+    needs_output_weight = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "history", "rotary", "weight"),
+    [
+        (Noting, 0, False, False),
+        (AsksForHistory, 2, False, False),
+        (AsksForRotary, 0, True, False),
+        (AsksForWeight, 0, False, True),
+    ],
+)
+def test_a_part_is_shown_what_it_declares(
+    kind: type[Noting], history: int, rotary: bool, weight: bool
+) -> None:
+    """Whatever else other parts of the policy have asked for."""
+    scorer, context = kind(2), context_of()
+    CachePolicy(scorer, GQAGroupSelector(0.5), PassAllPropagation()).decide(context)
+    (shown,) = scorer.shown
+    assert len(shown.history) == history
+    for own, given in zip(shown.history, context.history[3 - history :], strict=True):
+        assert own is given
+    assert (shown.rotary is context.rotary) is rotary
+    assert (shown.output_weight is context.output_weight) is weight
+    assert (shown.rotary is None, shown.output_weight is None) == (not rotary, not weight)
+
+
+@attrs.frozen
+class Undeclared(GQAGroupSelector):
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        assert (context.history, context.rotary, context.output_weight) == ((), None, None)
+        return super().select(saliency, context)
+
+
+class UndeclaredDrop(TokenSelectivePropagation):
+    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
+        assert (context.history, context.rotary, context.output_weight) == ((), None, None)
+        return super().propagate(saliency, context)
+
+
+def test_neither_are_selectors_and_propagation_shown_more() -> None:
+    policy = CachePolicy(TurnedBackScorer(), Undeclared(0.5), UndeclaredDrop(2, 0.5))
+    assert policy.decide(context_of()).passed_on is not None
+    assert CachePolicy.history_layers.fget(policy) == 0  # type: ignore[attr-defined]
+    assert policy.needs_rotary
+    assert not policy.needs_output_weight
+
+
+@pytest.mark.parametrize("scorer", [CarriedOnScorer(3), TurnedBackScorer(), OutputScorer()])
+def test_the_contract_of_scorers(scorer: WindowMaxPoolScorer) -> None:
+    check_scorer(scorer)
+
+
+def test_the_contract_of_the_others() -> None:
+    check_selector(RememberingSelector(0.3, window_size=2))
+    check_propagation(LargestOfLayers(tsp_rate=0.3, window_size=2, layers=(4,)))
+
+
+class OfTheseHeads(RememberingSelector):
+    """Means of history over the heads of one process, and all of its slots."""
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        own = tuple(each[:, :1] for each in context.history)
+        return super().select(saliency, attrs.evolve(context, history=own))
+
+
+class ReadsPadding(CarriedOnScorer):
+    def score(self, context: LayerContext) -> Tensor:
+        wrong = tuple(each / each.sum(dim=-1, keepdim=True) for each in context.history)
+        return super().score(attrs.evolve(context, history=wrong))
+
+
+class ByColumns(TurnedBackScorer):
+    def score(self, context: LayerContext) -> Tensor:
+        columns = torch.arange(context.key_len).expand_as(context.positions)
+        return super().score(attrs.evolve(context, positions=columns))
+
+
+class WeighsTheFirstHead(OutputScorer):
+    def score(self, context: LayerContext) -> Tensor:
+        assert context.output_weight is not None
+        first = context.output_weight[:1].expand_as(context.output_weight)
+        return super().score(attrs.evolve(context, output_weight=first))
+
+
+def test_the_contract_finds_what_is_wrong() -> None:
+    """Padding that is read, and heads of one process that are taken for all."""
+    with pytest.raises(AssertionError, match="in the whole layer"):
+        check_selector(OfTheseHeads(0.3, window_size=2))
+    for scorer in (ReadsPadding(3), ByColumns(), WeighsTheFirstHead()):
+        with pytest.raises(AssertionError, match="must score as"):
+            check_scorer(scorer)
+
+
+class ChangesHistory(CarriedOnScorer):
+    def score(self, context: LayerContext) -> Tensor:
+        for each in context.history:
+            each.mul_(2.0)
+        return super().score(context)
+
+
+def test_history_must_not_be_modified() -> None:
+    with pytest.raises(AssertionError, match="must not modify the context"):
+        check_scorer(ChangesHistory(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("history_layers", -1), ("needs_rotary", 1), ("needs_output_weight", None)]
+)
+def test_declarations_are_checked(name: str, value: object) -> None:
+    scorer = type("Odd", (WindowMaxPoolScorer,), {name: value})()
+    with pytest.raises(AssertionError, match=f"{name} must be"):
+        check_scorer(scorer)
+
+
+@pytest.mark.parametrize(
+    ("policy", "choosing", "remembered"),
+    [
+        (CachePolicy(None, KeepAllSelector(), PassAllPropagation()), range(8), set()),
+        (
+            CachePolicy(WindowMaxPoolScorer(), KeepAllSelector(), LargestOfLayers(layers=(5,))),
+            range(8),
+            {3, 4},
+        ),
+        (
+            CachePolicy(WindowMaxPoolScorer(), KeepAllSelector(), LargestOfLayers(layers=(1, 5))),
+            range(8),
+            {0, 3, 4},
+        ),
+        (
+            CachePolicy(WindowMaxPoolScorer(), KeepAllSelector(), LargestOfLayers(layers=(5,))),
+            [0, 2, 5, 7],  # the others slide, or recur
+            {0, 2},
+        ),
+        (CachePolicy(CarriedOnScorer(), KeepAllSelector(), PassAllPropagation()), [0, 3], {0, 3}),
+        (
+            CachePolicy(WindowMaxPoolScorer(), RememberingSelector(), PassAllPropagation()),
+            [1, 2],
+            {1, 2},
+        ),
+    ],
+)
+def test_layers_that_later_ones_look_at(
+    policy: CachePolicy, choosing: list[int], remembered: set[int]
+) -> None:
+    assert policy.remembered_layers(8, choosing) == remembered
+
+
+def test_a_saliency_is_made_where_it_is_remembered() -> None:
+    scorer = Noting()
+    policy = CachePolicy(scorer, KeepAllSelector(), LargestOfLayers(layers=(2,)))
+    assert policy.decide(context_of(1)).saliency is None
+    assert not scorer.shown
+    context = context_of(1)
+    decision = policy.decide(context, remembered=True)
+    assert decision.saliency is not None
+    torch.testing.assert_close(decision.saliency, scorer.score(context.showing(8)))
+    torch.testing.assert_close(policy.score(context), decision.saliency)
+    assert decision.passed_on is None
+    assert policy.decide(context_of(2)).passed_on is not None
+
+
+def test_the_largest_of_the_layers_goes_on() -> None:
+    """By hand: a token that only the layer before found salient."""
+    context = context_of()
+    history = torch.zeros(2, 6, 11)
+    history[:, :, 4] = 100.0
+    context = attrs.evolve(context, history=(torch.zeros_like(history), history))
+    part = LargestOfLayers(tsp_tokens=4, tsp_rate=None, window_size=3, layers=(2,))
+    policy = CachePolicy(WindowMaxPoolScorer(3, 1), KeepAllSelector(), part)
+    passed = policy.decide(context).passed_on
+    assert passed is not None
+    assert passed.tolist() == [[4, 8, 9, 10]] * 2
+
+
+def test_who_looks_back_needs_a_scorer() -> None:
+    part = type("NeedsNone", (LargestOfLayers,), {"needs_saliency": False})()
+    with pytest.raises(ValueError, match="scorer must be a Scorer, since .* layers before"):
+        CachePolicy(None, KeepAllSelector(), part)
+
+
+def test_no_history_while_decoding_or_in_combinations() -> None:
+    with pytest.raises(ValueError, match="must not look at the saliency of the layers before"):
+        DecodingEviction(CarriedOnScorer(), GQAGroupSelector(retention_tokens=9))
+    with pytest.raises(ValueError, match="scorers must not look at the saliency of the layers"):
+        MaxScorer([WindowMaxPoolScorer(), CarriedOnScorer()])
+
+
+def test_what_wraps_and_what_is_staged_asks_for_the_same() -> None:
+    assert ValueAwareScorer(CarriedOnScorer()).history_layers == 1
+    assert ValueAwareScorer(TurnedBackScorer()).needs_rotary
+    assert MaxScorer([WindowMaxPoolScorer(), OutputScorer()]).needs_output_weight
+    assert StagedPropagation([LargestOfLayers(layers=(1,), back=4)]).history_layers == 4
+    rule = DecodingEviction(TurnedBackScorer(), GQAGroupSelector(retention_tokens=9))
+    assert (rule.needs_rotary, rule.needs_output_weight) == (True, False)
+    # Only one that carries something from the prompt on is asked there.
+    policy = CachePolicy(None, KeepAllSelector(), PassAllPropagation(), rule)
+    assert not policy.needs_rotary
+
+
+def test_a_restart_looks_back_too() -> None:
+    class Back(RestartPropagation):
+        history_layers = 1
+
+        def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
+            (before,) = context.history
+            return super().propagate(before, context)
+
+    policy = CachePolicy(WindowMaxPoolScorer(1, 1), KeepAllSelector(), Back(2, 0.3))
+    assert policy.remembered_layers(5, range(5)) == {1}
+    context = context_of()
+    chosen = policy.decide_restart(context)
+    assert chosen is not None
+    own = RestartPropagation(2, 0.3).propagate(context.history[-1], context)
+    assert torch.equal(chosen, own)
+
+
+def test_axes_are_checked() -> None:
+    context = context_of()
+    with pytest.raises(ShapeError, match="history must hold tensors"):
+        attrs.evolve(context, history=(torch.zeros(2, 6, 10),))
+    with pytest.raises(ShapeError, match="output_weight must be"):
+        attrs.evolve(context, output_weight=torch.zeros(2, 6, 13))
+
+
+def test_a_selector_of_what_is_stored_gets_the_mean_of_all_heads() -> None:
+    context = context_of()
+    stored = (torch.zeros(2, 1, 11, 4), torch.zeros(2, 1, 11, 2))
+    shown = attrs.evolve(context, stored=stored).for_selector()
+    torch.testing.assert_close(shown.history[0], context.history[0].mean(dim=1, keepdim=True))
+    assert (shown.rotary, shown.output_weight) == (None, None)
+
+
+def test_plain_rotary_both_ways() -> None:
+    """A pair of channels half a head apart, by the angle of its frequency, and back."""
+    rotary: RotaryEmbedding = PlainRotary(4, theta=100.0)
+    states = torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]])
+    turned = rotary.turned(states, torch.tensor([[[5]]]))
+    fast, slow = torch.tensor(5.0), torch.tensor(0.5)
+    expected = [
+        fast.cos() - 3 * fast.sin(),
+        2 * slow.cos() - 4 * slow.sin(),
+        3 * fast.cos() + fast.sin(),
+        4 * slow.cos() + 2 * slow.sin(),
+    ]
+    torch.testing.assert_close(turned.flatten(), torch.stack(expected))
+    torch.testing.assert_close(rotary.turned_back(turned, torch.tensor([[[5]]])), states)
