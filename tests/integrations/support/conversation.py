@@ -14,6 +14,9 @@ from kvpolicy.policies import (
     TOVA,
     AdaKV,
     ChunkKV,
+    Compactor,
+    CriticalKV,
+    ExpectedAttention,
     FastKV,
     FullContext,
     GemFilter,
@@ -131,6 +134,18 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
             whole_layers=0,
             standardize=False,
         ),
+    ),
+    "expected_attention": (
+        ExpectedAttention(0.4, 3, num_sinks=2, future_len=20),
+        reference.ExpectedAttention(0.4, 3, num_sinks=2, future_len=20),
+    ),
+    "compactor": (
+        Compactor(0.4, 3, 2, chunk_size=16, seed=5),
+        reference.Compactor(0.4, 3, num_sinks=2, blending=0.6, chunk_size=16, seed=5),
+    ),
+    "critical_kv": (
+        CriticalKV(0.3, 4, 3, first_share=0.6),
+        reference.CriticalKV(0.3, 4, 3, first_share=0.6),
     ),
     "uni_prefill": (
         UniPrefill([0, 2], 0.7, block_size=5, num_sinks=3, window_size=6),
