@@ -14,7 +14,7 @@ FUZZ_MINUTES ?= 10
 WORKERS := -n logical --maxprocesses 4
 
 .PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest bench pictures \
-	bench-scaling bench-decode bench-decoding bench-gpu bench-prefill bench-kvpress families \
+	bench-scaling bench-decode bench-decoding bench-gpu bench-prefill bench-sessions bench-kvpress families \
 	transformers-tests format clean
 
 compare: $(VENV)/installed
@@ -111,6 +111,9 @@ bench-decode: $(VENV)/installed
 
 bench-decoding: $(VENV)/installed
 	$(BIN)/python benchmarks/decoding.py $(ARGS)
+
+bench-sessions: $(VENV)/installed
+	$(BIN)/python benchmarks/sessions.py $(ARGS)
 
 bench-prefill: $(VENV)/installed
 	$(BIN)/python benchmarks/prefill.py

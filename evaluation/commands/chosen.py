@@ -40,18 +40,27 @@ def chosen_variants(
     if options.parts:
         found += _compositions(options, rates)
     _check_taken(options, found)
-    return found if options.decoding_tokens is None else _bounded(found, options)
+    tokens = options.decoding_tokens
+    return found if tokens is None else bounded(found, options, tokens)
 
 
-def _bounded(found: Sequence[Variant], options: PolicyOptions) -> list[Variant]:
-    """Each with its own rule while an answer is decoded; what keeps everything stays as it is."""
-    tokens, every = options.decoding_tokens, options.decoding_every
-    assert tokens is not None
-    bounded = []
+def bounded(found: Sequence[Variant], options: PolicyOptions, tokens: int) -> list[Variant]:
+    """Each with its own rule while an answer is decoded; what keeps everything stays as it is.
+
+    Args:
+        found: Policies without such a rule.
+        options: What the command line says of the interval.
+        tokens: Entries that layers keep.
+
+    Raises:
+        ValueError: None of them has a rule to go by, or a number is below 1.
+    """
+    every = options.decoding_every
+    having = []
     for variant in found:
         policy = variant.policy
         if not hasattr(policy.selector, "retention_tokens"):
-            bounded.append(variant)
+            having.append(variant)
             continue
         if isinstance(policy, Method):
             rule = policy.decoding_rule(tokens, every)
@@ -63,13 +72,13 @@ def _bounded(found: Sequence[Variant], options: PolicyOptions) -> list[Variant]:
             )
         parameters = {**variant.parameters, "decoding": str(rule)}
         policy = attrs.evolve(policy, decoding=rule)
-        bounded.append(attrs.evolve(variant, policy=policy, parameters=parameters))
-    if all(each.policy.decoding is None for each in bounded):
+        having.append(attrs.evolve(variant, policy=policy, parameters=parameters))
+    if all(each.policy.decoding is None for each in having):
         raise ValueError(
             "--decoding-tokens must be given with a policy that has a rule to evict by, got "
             f"{', '.join(each.name for each in found)}"
         )
-    return bounded
+    return having
 
 
 def chosen_variant(

@@ -15,7 +15,20 @@ from rich.table import Table
 
 import kvpolicy
 from kvpolicy.evaluation.commands.chosen import COMPOSITION, chosen_variants
+from kvpolicy.evaluation.commands.estimate_memory import (
+    DEFAULT_ANSWER,
+    DEFAULT_CHUNK,
+    MemoryAsked,
+    MemoryFound,
+    find_memory,
+    memory_headline,
+    memory_notes,
+    memory_table,
+    memory_warnings,
+)
 from kvpolicy.evaluation.commands.options import (
+    DecodingEveryOption,
+    DecodingTokensOption,
     PolicyOption,
     PropagationOption,
     ProtectOption,
@@ -66,16 +79,53 @@ def estimate(
     scorer: ScorerOption = None,
     selector: SelectorOption = None,
     propagation: PropagationOption = None,
+    decoding_tokens: DecodingTokensOption = None,
+    decoding_every: DecodingEveryOption = None,
     dtype: Annotated[
-        str, typer.Option(metavar="NAME", help=f"Of keys and values: {', '.join(DTYPES)}.")
+        str,
+        typer.Option(metavar="NAME", help=f"Of weights, keys and values: {', '.join(DTYPES)}."),
     ] = "bfloat16",
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Also how many sessions fit: 80GB, 24GiB or 40e9."),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Of the weights, as of a quantised model; default: as --dtype."
+        ),
+    ] = None,
+    answer: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help=f"Tokens of an answer; default with --memory: {DEFAULT_ANSWER}.",
+        ),
+    ] = None,
+    chunk: Annotated[
+        int | None,
+        typer.Option(
+            "--prefill-chunk",
+            min=1,
+            metavar="N",
+            help=f"Tokens of a forward where the prompt comes in chunks; default: {DEFAULT_CHUNK}.",
+        ),
+    ] = None,
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="sdpa, flash or eager; default: sdpa where the family has it."
+        ),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there.")
     ] = None,
 ) -> None:
     """Count what policies cost on a prompt; no weights are loaded and nothing is run.
 
-    Without --policy all policies, at the paper's rates 0.1 and 0.2.
+    Without --policy all policies, at the paper's rates 0.1 and 0.2. With --memory also how many
+    sessions fit, layers bounded to what is kept of the prompt if not to --decoding-tokens.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -90,10 +140,18 @@ def estimate(
         scorer=scorer,
         selector=selector,
         propagation=propagation,
+        decoding_tokens=decoding_tokens,
+        decoding_every=decoding_every,
     )
-    chosen = chosen_variants(options, PAPER_RATES)
+    asked = MemoryAsked.of(memory, weights, answer, chunk, attention, options)
+    chosen = chosen_variants(attrs.evolve(options, decoding_tokens=None), PAPER_RATES)
     shape = load_shape(config)
     found = [count(each.policy, shape, context, dtype=DTYPES[dtype]) for each in chosen]
+    fitting = (
+        None
+        if asked is None
+        else find_memory(asked, options, config, shape, chosen, found, DTYPES[dtype])
+    )
     notes = notes_of(shape, context, [_placed(each, shape) for each in chosen])
     console = Console(highlight=False, markup=False)
     console.print(headline(shape, context, dtype), style="dim", soft_wrap=True)
@@ -104,11 +162,25 @@ def estimate(
         console.print(line, style="dim")
     for note in notes:
         console.print(note)
+    if fitting is not None:
+        _show_memory(console, fitting)
     if json_file is not None:
         settings = {"config": config, "context": context, "dtype": dtype}
         rows = [_row(*each) for each in zip(chosen, found, strict=True)]
-        _write(json_file, settings, shape, rows, [*LEGEND, *notes])
+        _write(json_file, settings, shape, rows, [*LEGEND, *notes], fitting)
         Console(highlight=False, markup=False, soft_wrap=True).print(f"\nwritten to {json_file}")
+
+
+def _show_memory(console: Console, fitting: MemoryFound) -> None:
+    console.print()
+    console.print(memory_headline(fitting), style="dim", soft_wrap=True)
+    console.print()
+    console.print(memory_table(fitting))
+    console.print()
+    for line in memory_notes(fitting):
+        console.print(line, style="dim")
+    for warning in memory_warnings(fitting):
+        console.print(warning)
 
 
 def headline(shape: ModelShape, context: int, dtype: str) -> str:
@@ -264,14 +336,18 @@ def _write(
     shape: ModelShape,
     rows: Sequence[Mapping[str, Any]],
     notes: Sequence[str],
+    fitting: MemoryFound | None,
 ) -> None:
-    data = {
+    data: dict[str, Any] = {
         "kvpolicy": kvpolicy.__version__,
         "settings": settings,
         "model": attrs.asdict(shape),
         "rows": rows,
         "notes": notes,
     }
+    if fitting is not None:
+        data["memory"] = fitting.as_data()
+        data["memory"]["notes"] = [*memory_notes(fitting), *memory_warnings(fitting)]
     text = json.dumps(data, indent=2, allow_nan=False)
     write_all(file.parent, {file.name: text.encode()})
 

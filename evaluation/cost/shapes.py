@@ -35,12 +35,23 @@ def load_shape(name: str) -> ModelShape:
     return shape_of(_read_config(name), name) if preset is None else _preset_shape(preset)
 
 
-@functools.cache
-def _preset_shape(name: str) -> ModelShape:
+def load_config(name: str) -> Any:
+    """The configuration behind a shape; arguments and errors as of `load_shape`."""
+    check_kind("name", name, str)
+    preset = preset_name(name)
+    return _read_config(name) if preset is None else _preset_config(preset)
+
+
+def _preset_config(name: str) -> Any:
     from transformers import AutoConfig
 
     preset = PRESETS[name]
-    return shape_of(AutoConfig.for_model(preset.model_type, **preset.sizes), name)
+    return AutoConfig.for_model(preset.model_type, **preset.sizes)
+
+
+@functools.cache
+def _preset_shape(name: str) -> ModelShape:
+    return shape_of(_preset_config(name), name)
 
 
 def shape_of(config: Any, name: str = "model") -> ModelShape:

@@ -65,7 +65,7 @@ def trace_layers(config: Any, name: str) -> tuple[LayerShape, ...]:
         cache = DynamicCache(config=text)
         seen = _Seen(layers)
         ids = torch.ones(1, TOKENS, dtype=torch.long, device="meta")
-        with torch.no_grad(), seen.watching(), _quiet():
+        with torch.no_grad(), seen.watching(), quiet():
             model(input_ids=ids, past_key_values=cache, use_cache=True)
     except Exception as error:  # whatever a family's own code raises
         reason = f"{type(error).__name__}: {textwrap.shorten(str(error), 160)}"
@@ -92,7 +92,7 @@ def trace_layers(config: Any, name: str) -> tuple[LayerShape, ...]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Leave out what Transformers says of kernels that nothing is computed with."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()

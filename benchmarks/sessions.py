@@ -1,0 +1,267 @@
+"""What sessions were estimated to hold, against what they held.
+
+    python benchmarks/sessions.py [--device cuda] [--quick] [--out FOLDER]
+
+On the processor the bytes of live tensors are followed through a real run, and for some cells the
+kernel's high-water mark of a process of its own is read beside; on a GPU torch counts what it has
+allocated. Models have random weights; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import RESULTS
+from benchmarks.memory import peak_bytes, reset_peak, resident_bytes
+from kvpolicy import CachePolicy
+from kvpolicy.evaluation import shape_of
+from kvpolicy.evaluation.cost.activations import ModelMemory
+from kvpolicy.evaluation.cost.live_bytes import LiveBytes
+from kvpolicy.evaluation.cost.session import Session, session_of
+from kvpolicy.evaluation.results import environment, write_all
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import H2O, AdaKV, FastKV, FullContext, GemFilter, SnapKV
+
+Cell = dict[str, Any]
+
+# Sizes by device: small ones of a processor; on a GPU those of 8B models, but for their depth.
+SIZES: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+    },
+    "cuda": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "sliding window": ("gemma3_text", {"sliding_window": 512, "sliding_window_pattern": 3}),
+    "hybrid": ("lfm2", {"layer_types": ["conv", "full_attention"] * 3}),
+}
+ANSWER, BOUND, EVERY = 160, 256, 64
+M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+
+
+def policies(bounded: bool) -> dict[str, CachePolicy]:
+    """Policies by name; bounded while an answer is decoded, those that have a rule for it."""
+    rules = {
+        "snapkv": lambda rule: SnapKV(0.1, decoding=rule),
+        "ada_kv": lambda rule: AdaKV(0.1, decoding=rule),
+        "h2o": lambda rule: H2O(0.1, decoding=rule),
+        "fastkv": lambda rule: FastKV(decoding=rule),
+    }
+    if bounded:
+        plain = {"snapkv": SnapKV(), "ada_kv": AdaKV(), "h2o": H2O(), "fastkv": FastKV()}
+        return {name: rules[name](plain[name].decoding_rule(BOUND, EVERY)) for name in rules}
+    made = {name: make(None) for name, make in rules.items()}
+    return {"full_context": FullContext(), **made, "gem_filter": GemFilter()}
+
+
+def build(family: str, device: str, context: int) -> PreTrainedModel:
+    """A model of random weights."""
+    model_type, own = FAMILIES[family]
+    config = AutoConfig.for_model(
+        model_type,
+        **SIZES[device],
+        **own,
+        max_position_embeddings=2 * context,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa"
+        )
+    return model.eval()
+
+
+def answered(
+    model: PreTrainedModel, policy: CachePolicy, prompt: Tensor, chunk: int | None
+) -> PolicyCache:
+    """One session: a prompt is read, an answer is decoded."""
+    cache = PolicyCache(policy, max_new_tokens=ANSWER)
+    chunks = {} if chunk is None else {"prefill_chunk_size": chunk}
+    model.generate(prompt, past_key_values=cache, max_new_tokens=ANSWER, do_sample=False, **chunks)
+    return cache
+
+
+def measured(
+    model: PreTrainedModel, policy: CachePolicy, prompt: Tensor, chunk: int | None
+) -> tuple[int, int]:
+    """The most bytes of a session beside the weights, and those that are left at its end."""
+    if prompt.device.type == "cuda":
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        cache = answered(model, policy, prompt, chunk)
+        gc.collect()
+        end = torch.cuda.memory_allocated() - before
+        peak = torch.cuda.max_memory_allocated() - before
+        del cache
+        return peak, end
+    with LiveBytes([*model.parameters(), *model.buffers()]) as live:
+        cache = answered(model, policy, prompt, chunk)
+        gc.collect()
+        end = live.live
+        del cache
+    return live.peak, end
+
+
+def random_prompt(model: PreTrainedModel, context: int) -> Tensor:
+    """Ids without the padding's."""
+    drawn = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, model.config.vocab_size, (1, context), generator=drawn)
+    return ids.to(model.device)
+
+
+def cells(family: str, device: str, context: int, chunk: int, names: list[str]) -> list[Cell]:
+    """Every policy, way of reading and way of answering, on one model."""
+    model = build(family, device, context)
+    memory = ModelMemory(model.config, family, model.dtype, "sdpa")
+    shape = shape_of(model.config, family)
+    prompt = random_prompt(model, context)
+    answered(model, SnapKV(0.1), prompt[:, :128], None)  # code, workspaces
+    found = []
+    for bounded in (False, True):
+        for name, policy in policies(bounded).items():
+            for size in (None, chunk) if name in names else ():
+                told = session_of(policy, shape, memory, context, ANSWER, chunk=size, device=device)
+                cell: Cell = {"family": family, "policy": name, "chunk": size, "bounded": bounded}
+                if told is None:
+                    continue
+                try:
+                    peak, end = measured(model, policy, prompt, size)
+                except ValueError as error:  # such as a restart beyond a sliding window
+                    found.append({**cell, "refused": str(error)[:120]})
+                    continue
+                cell |= _numbers(told) | {"peak_measured": peak, "held_measured": end}
+                found.append(cell)
+                print(_line(cell), flush=True)
+    return found
+
+
+def _numbers(told: Session) -> Cell:
+    return {
+        "peak_estimated": told.peak,
+        "peak_when": told.peak_when,
+        "held_estimated": told.held,
+        "kept_estimated": told.kept,
+    }
+
+
+def _line(cell: Cell) -> str:
+    chunk = "whole" if cell["chunk"] is None else f"chunks of {cell['chunk']}"
+    ratio = cell["peak_estimated"] / cell["peak_measured"]
+    held = cell["held_estimated"] / cell["held_measured"]
+    answer = "bounded" if cell["bounded"] else "all"
+    return (
+        f"{cell['family']:<15}{cell['policy']:<13}{chunk:<15}{answer:<8}"
+        f"peak {cell['peak_measured'] / 1e6:>9.1f} MB, estimated {ratio:.2f} of it; "
+        f"held {cell['held_measured'] / 1e6:>8.1f} MB, {held:.2f}"
+    )
+
+
+def process_cell(context: int, policy: str, chunk: int | None) -> Cell:
+    """One session on the processor in a process of its own, by the kernel's high-water mark."""
+    wanted = json.dumps({"context": context, "policy": policy, "chunk": chunk})
+    command = [sys.executable, __file__, "--process", wanted]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: Cell = json.loads(done.stdout.splitlines()[-1])
+    print(found, flush=True)
+    return found
+
+
+def in_process(wanted: Cell) -> Cell:
+    """What the process of its own does."""
+    context, chunk = wanted["context"], wanted["chunk"]
+    torch.set_num_threads(1)
+    # Blocks of their own for all large tensors: what is freed among others stays resident.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    model = build("llama", "cpu", context)
+    policy, prompt = policies(False)[wanted["policy"]], random_prompt(model, context)
+    memory = ModelMemory(model.config, "llama", model.dtype, "sdpa")
+    told = session_of(
+        policy, shape_of(model.config), memory, context, ANSWER, chunk=chunk, device="cpu"
+    )
+    assert told is not None
+    answered(model, policy, prompt[:, :128], None)
+    gc.collect()
+    reset = reset_peak()
+    before = resident_bytes()
+    answered(model, policy, prompt, chunk)
+    growth = peak_bytes() - before
+    return {**wanted, "peak_estimated": told.peak, "growth_measured": growth, "reset": reset}
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=tuple(SIZES), default="cpu")
+    parser.add_argument("--quick", action="store_true", help="one family, short prompts")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--process", default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.process is not None:
+        print(json.dumps(in_process(json.loads(options.process))))
+        return
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    context, chunk = (4096, 512) if options.device == "cpu" else (32768, 2048)
+    if options.quick:
+        context, chunk = context // 4, chunk // 4
+    names = list(policies(False))
+    measure: Callable[[str], list[Cell]] = lambda family: cells(  # noqa: E731
+        family, options.device, context, chunk, names
+    )
+    families = list(FAMILIES)[:1] if options.quick else list(FAMILIES)
+    rows = [row for family in families for row in measure(family)]
+    processes = []
+    if options.device == "cpu" and not options.quick:
+        for name in ("full_context", "snapkv", "fastkv"):
+            for size in (None, 1024) if name != "fastkv" else (None,):
+                processes.append(process_cell(16384, name, size))
+    data = {
+        "environment": environment(torch.device(options.device)),
+        "device": options.device,
+        "model": SIZES[options.device],
+        "context": context,
+        "answer": ANSWER,
+        "bound": {"tokens": BOUND, "every": EVERY},
+        "rows": rows,
+        "processes": processes,
+    }
+    folder = options.out or RESULTS
+    file = "sessions.json" if options.device == "cpu" else "sessions_gpu.json"
+    write_all(folder, {file: json.dumps(data, indent=1).encode()})
+
+
+if __name__ == "__main__":
+    main()

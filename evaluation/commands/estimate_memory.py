@@ -1,0 +1,266 @@
+"""`kvpolicy estimate --memory`: how many sessions fit beside the weights, and what one holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from rich.table import Table
+
+from kvpolicy.evaluation.commands.chosen import bounded
+from kvpolicy.evaluation.commands.options import PolicyOptions
+from kvpolicy.evaluation.commands.sizes import parse_size
+from kvpolicy.evaluation.comparison.tables import byte_unit
+from kvpolicy.evaluation.comparison.variant import Variant
+from kvpolicy.evaluation.cost.activations import ATTENTIONS, ModelMemory
+from kvpolicy.evaluation.cost.estimate import Estimate
+from kvpolicy.evaluation.cost.model_shape import ModelShape
+from kvpolicy.evaluation.cost.session import Session, session_of
+from kvpolicy.evaluation.cost.shapes import load_config
+
+DEFAULT_ANSWER = 1024
+DEFAULT_CHUNK = 4096
+
+
+@attrs.frozen
+class MemoryAsked:
+    """What the command line asks of memory.
+
+    Args:
+        memory: Bytes there are.
+        weights: Bytes of the model's weights; None for those of its configuration.
+        answer: Tokens of an answer.
+        chunk: Tokens of a forward, where a prompt is read in chunks.
+        attention: See `ModelMemory`; None for the family's own.
+    """
+
+    memory: int
+    weights: int | None = None
+    answer: int = DEFAULT_ANSWER
+    chunk: int = DEFAULT_CHUNK
+    attention: str | None = None
+
+    @staticmethod
+    def of(
+        memory: str | None,
+        weights: str | None,
+        answer: int | None,
+        chunk: int | None,
+        attention: str | None,
+        options: PolicyOptions,
+    ) -> MemoryAsked | None:
+        """Read the options; None without ``--memory``.
+
+        Raises:
+            ValueError: A size or a name is none; or an option makes no sense without ``--memory``.
+        """
+        if memory is None:
+            given = {
+                "--weights": weights,
+                "--answer": answer,
+                "--prefill-chunk": chunk,
+                "--attention": attention,
+                "--decoding-tokens": options.decoding_tokens,
+            }
+            alone = [option for option, value in given.items() if value is not None]
+            if alone:
+                raise ValueError(
+                    f"--memory must be given with {alone[0]}, got {given[alone[0]]} alone"
+                )
+            return None
+        if attention is not None and attention not in ATTENTIONS:
+            raise ValueError(f"--attention must be one of {', '.join(ATTENTIONS)}, got {attention}")
+        return MemoryAsked(
+            parse_size(memory, "--memory"),
+            None if weights is None else parse_size(weights, "--weights"),
+            answer or DEFAULT_ANSWER,
+            chunk or DEFAULT_CHUNK,
+            attention,
+        )
+
+
+@attrs.frozen
+class MemoryRow:
+    """A policy, a way of reading, a way of answering.
+
+    Args:
+        variant: The policy, its bound while an answer is decoded among its parameters.
+        chunk: Tokens of a forward of the prompt; None where it is read whole.
+        bound: Tokens that layers keep while the answer is decoded; None for all.
+        session: What a session holds; None where the policy does not read in chunks.
+    """
+
+    variant: Variant
+    chunk: int | None
+    bound: int | None
+    session: Session | None
+
+
+@attrs.frozen
+class MemoryFound:
+    """What was asked, and all that was found.
+
+    Args:
+        asked: What was asked.
+        weights: Bytes of the model.
+        attention: How it attends.
+        rows: See `MemoryRow`.
+    """
+
+    asked: MemoryAsked
+    weights: int
+    attention: str
+    rows: tuple[MemoryRow, ...]
+
+    def as_data(self) -> dict[str, Any]:
+        """Everything as plain data for JSON."""
+        return {
+            **attrs.asdict(self.asked),
+            "weights": self.weights,
+            "attention": self.attention,
+            "rows": [self._row(each) for each in self.rows],
+        }
+
+    def _row(self, row: MemoryRow) -> dict[str, Any]:
+        session = row.session
+        found: dict[str, Any] = {
+            "policy": row.variant.name,
+            "retention_rate": row.variant.retention_rate,
+            "retention_tokens": row.variant.retention_tokens,
+            "prefill_chunk_size": row.chunk,
+            "decoding_tokens": row.bound,
+        }
+        if session is None:
+            return {**found, "session": None, "sessions": None}
+        numbers = {f"{name}_bytes": size for name, size in attrs.asdict(session).items()}
+        peak = {"peak_bytes": session.peak, "peak_when": session.peak_when}
+        fit = session.count_in(self.asked.memory, self.weights)
+        return {**found, "session": {**numbers, **peak}, "sessions": fit}
+
+
+def find_memory(
+    asked: MemoryAsked,
+    options: PolicyOptions,
+    config: str,
+    shape: ModelShape,
+    chosen: Sequence[Variant],
+    found: Sequence[Estimate],
+    dtype: torch.dtype,
+) -> MemoryFound:
+    """What sessions hold under each policy, read whole and in chunks, bounded and not.
+
+    Raises:
+        UnsupportedModelError: The model cannot be run without numbers.
+    """
+    model = ModelMemory(load_config(config), config, dtype, asked.attention)
+    rows = []
+    for variant, cost in zip(chosen, found, strict=True):
+        for chunk in (None, asked.chunk):
+            for each, bound in _answering(variant, cost, options):
+                session = session_of(
+                    each.policy, shape, model, cost.context_len, asked.answer, chunk=chunk
+                )
+                rows.append(MemoryRow(each, chunk, bound, session))
+    weights = model.weight_bytes if asked.weights is None else asked.weights
+    return MemoryFound(asked, weights, model.attention, tuple(rows))
+
+
+def _answering(
+    variant: Variant, cost: Estimate, options: PolicyOptions
+) -> list[tuple[Variant, int | None]]:
+    """The policy without a bound while it decodes, and with one, where it has a rule to go by."""
+    rows: list[tuple[Variant, int | None]] = [(variant, None)]
+    if hasattr(variant.policy.selector, "retention_tokens"):
+        rate = getattr(variant.policy.selector, "retention_rate", None)
+        kept = round(cost.mean_kept) if rate is None else int(rate * cost.context_len)
+        tokens = options.decoding_tokens or max(kept, 1)
+        rows.append((bounded([variant], options, tokens)[0], tokens))
+    return rows
+
+
+def memory_table(found: MemoryFound) -> Table:
+    """A row for each policy and way, for an 80-column terminal."""
+    sizes = [each.session.peak for each in found.rows if each.session is not None]
+    unit, unit_bytes = byte_unit(max(sizes))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("policy", overflow="fold")
+    for header in (
+        "rate",
+        "read",
+        "answer\nholds",
+        f"read\n{unit}",
+        f"held\n{unit}",
+        f"peak\n{unit}",
+        "peak\nwhile",
+        "\nfit",
+    ):
+        left = header in ("read", "peak\nwhile")
+        table.add_column(header, justify="left" if left else "right", no_wrap=True)
+
+    def size(count: int) -> str:
+        return f"{count / unit_bytes:.{0 if unit_bytes == 1 else 2}f}"
+
+    label = None
+    for row in found.rows:
+        rate, tokens = row.variant.retention_rate, row.variant.retention_tokens
+        shown = f"{rate:g}" if rate is not None else "-" if tokens is None else f"{tokens:,}"
+        again, label = row.variant.label == label, row.variant.label
+        cells = ["", ""] if again else [row.variant.name, shown]
+        cells += ["whole" if row.chunk is None else "chunks"]
+        cells += ["all" if row.bound is None else f"{row.bound:,}"]
+        session = row.session
+        if session is None:
+            cells += ["-"] * 5
+        else:
+            fit = session.count_in(found.asked.memory, found.weights)
+            sizes_of = map(size, (session.kept, session.held, session.peak))
+            cells += [*sizes_of, session.peak_when, f"{fit:,}"]
+        table.add_row(*cells)
+    return table
+
+
+def memory_headline(found: MemoryFound) -> str:
+    """What there is, and what the weights take of it."""
+    asked = found.asked
+    return (
+        f"memory {_text(asked.memory)}, weights {_text(found.weights)}, attention "
+        f"{found.attention}, answers of {asked.answer:,} tokens"
+    )
+
+
+def memory_notes(found: MemoryFound) -> list[str]:
+    """What the columns are, and what is assumed."""
+    asked = found.asked
+    notes = [
+        f"read: the prompt whole, or in chunks of {asked.chunk:,} tokens (prefill_chunk_size).",
+        "answer holds: all of it, or at most so many tokens and those of one interval",
+        "in each layer (decoding).",
+        "read, held, peak: bytes of a session after the prompt, at the answer's end",
+        "(memory for it is had in advance: max_new_tokens), and at most.",
+        "fit: sessions beside the weights, if one works at a time and the others hold",
+        "what they hold: weights + (n - 1) x held + peak <= memory. What a driver takes",
+        "for itself and what an allocator cannot use is not counted.",
+        "In chunks all layers hold the whole prompt until its end, whatever the policy,",
+        "and hold it twice while their buffers grow: activations shrink, keys do not.",
+    ]
+    refused = dict.fromkeys(each.variant.name for each in found.rows if each.session is None)
+    if refused:
+        notes.append(f"Not read in chunks, since tokens are dropped: {', '.join(refused)}.")
+    return notes
+
+
+def memory_warnings(found: MemoryFound) -> list[str]:
+    """What stands in the way of any session."""
+    if found.weights <= found.asked.memory:
+        return []
+    return [
+        f"The weights alone, {_text(found.weights)}, do not fit {_text(found.asked.memory)}: "
+        "no session does."
+    ]
+
+
+def _text(size: int) -> str:
+    unit, unit_bytes = byte_unit(size)
+    return f"{size / unit_bytes:.4g} {unit}"

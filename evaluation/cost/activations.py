@@ -1,0 +1,367 @@
+"""What a forward holds beside the cache, from one that runs without any numbers.
+
+As in `tracing`, the model is built on the `meta` device. It reads as many tokens as are asked for,
+while the bytes of its tensors are followed: no family's formulas are needed, and masks, rotary
+embeddings and what a model's own code keeps alive too long are all counted.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import textwrap
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    AttentionInterface,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    eager_mask,
+    flash_attention_mask,
+    sdpa_mask,
+)
+
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.evaluation.cost.deciding import deciding_bytes
+from kvpolicy.evaluation.cost.live_bytes import LiveBytes
+from kvpolicy.evaluation.cost.model_shape import LayerShape
+from kvpolicy.evaluation.cost.tracing import quiet
+from kvpolicy.integrations.transformers.model.finding import find_decoder, layers_within
+from kvpolicy.policy import CachePolicy
+
+# Where layers hold states their code may loop over the tokens: read at these lengths, and what a
+# longer prompt takes is found on the straight line through them.
+SHORT, LONGER = 512, 1024
+NAME = "kvpolicy_memory"
+
+
+@attrs.frozen
+class LayerActivations:
+    """Bytes that are live beside what the cache holds, while a forward is in one layer.
+
+    Args:
+        attending: The most before its attention has returned; keys and values are among them.
+        observing: When it has.
+        after: The most from then to the layer's end; where nothing attends, in the whole layer.
+    """
+
+    attending: int
+    observing: int
+    after: int
+
+
+@attrs.frozen
+class Activations:
+    """Bytes that are live beside what the cache holds, while a forward runs.
+
+    Args:
+        layers: In each layer.
+        head: The most behind the last of them.
+    """
+
+    layers: tuple[LayerActivations, ...]
+    head: int
+
+
+class ModelMemory:
+    """A model without numbers, to ask what its weights and its forwards take.
+
+    Args:
+        config: Its configuration.
+        name: What to call it in messages.
+        dtype: Of its weights, where it does not say otherwise.
+        attention: How it attends: ``"sdpa"``, by kernels that hold no scores but take masks
+            as tensors of a number for each query and key; ``"flash"``, by one that takes none; or
+            ``"eager"``, which holds the scores. None: ``"sdpa"`` where the family has it, else
+            ``"eager"``, as Transformers does.
+
+    Attributes:
+        attention: As above, never None.
+        dtype: As above.
+
+    Raises:
+        UnsupportedModelError: Transformers cannot make it so.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        name: str,
+        dtype: torch.dtype = torch.bfloat16,
+        attention: str | None = None,
+    ) -> None:
+        self.name, self.dtype = name, dtype
+        with self._refusing():
+            self._model, self.attention = _built(copy.deepcopy(config), dtype, attention)
+            self._text = config.get_text_config(decoder=True)
+            self._layers = layers_within(find_decoder(self._model))
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        self._tensors = list({id(each): each for each in tensors}.values())
+        self._read: dict[tuple[int, int], Activations] = {}
+        self._decided: dict[tuple[Any, ...], int] = {}
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of parameters and buffers, those that several modules share counted once."""
+        return sum(each.numel() * each.element_size() for each in self._tensors)
+
+    def forward(self, new_len: int, held_len: int = 0, *, loops: bool = False) -> Activations:
+        """What a forward holds beside the cache.
+
+        Args:
+            new_len: Tokens that it reads, at least 1.
+            held_len: Tokens that the cache holds before.
+            loops: Whether layers may loop over tokens; many are then not read one by one.
+
+        Raises:
+            UnsupportedModelError: The model does not run so.
+        """
+        if loops and new_len > LONGER:
+            first, second = self.forward(SHORT, held_len), self.forward(LONGER, held_len)
+            return _extended(first, second, (new_len - SHORT) / (LONGER - SHORT))
+        if (new_len, held_len) not in self._read:
+            with self._refusing():
+                self._read[new_len, held_len] = self._run(new_len, held_len)
+        return self._read[new_len, held_len]
+
+    def deciding(
+        self,
+        policy: CachePolicy,
+        layer: LayerShape,
+        place: tuple[int, int],
+        key_len: int,
+        device: str,
+    ) -> int:
+        """What a policy holds while it decides; see `deciding_bytes`."""
+        acts = place[0] in policy.propagation.acting_layers(place[1])
+        key = str(policy), layer, acts, key_len, device
+        if key not in self._decided:
+            self._decided[key] = deciding_bytes(
+                policy, layer, place, key_len, dtype=self.dtype, device=device
+            )
+        return self._decided[key]
+
+    def _run(self, new_len: int, held_len: int) -> Activations:
+        cache = _Passing(self._text, held_len)
+        live = LiveBytes(self._tensors)
+        watch = _Watch(live, len(self._layers))
+        handles = []
+        for index, layer in enumerate(self._layers):
+            handles.append(layer.register_forward_pre_hook(watch.enter(index)))
+            handles.append(layer.register_forward_hook(watch.leave))
+        token = _watching.set(watch)
+        try:
+            with torch.no_grad(), quiet(), live:
+                ids = torch.ones(1, new_len, dtype=torch.long, device="meta")
+                self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        finally:
+            _watching.reset(token)
+            for handle in handles:
+                handle.remove()
+        return Activations(tuple(map(_Seen.found, watch.layers)), live.peak)
+
+    def _refusing(self) -> _Refusing:
+        return _Refusing(self.name)
+
+
+@attrs.frozen
+class _Refusing:
+    """Turns whatever a family's own code raises into one error."""
+
+    name: str
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception):
+            reason = f"{type(error).__name__}: {textwrap.shorten(str(error), 160)}"
+            raise UnsupportedModelError(
+                f"{self.name} must be a decoder that runs without weights, for its memory to be "
+                f"told, but that ended in {reason}"
+            ) from error
+
+
+def _built(config: Any, dtype: torch.dtype, attention: str | None) -> tuple[nn.Module, str]:
+    """The whole model if it can be made, else its text decoder; and how it attends."""
+    text = config.get_text_config(decoder=True)
+    makers: list[tuple[Any, Any]] = [
+        (AutoModelForCausalLM, text),
+        (AutoModelForImageTextToText, config),
+        (AutoModel, text),
+    ]
+    for maker, made_of in makers:
+        if type(made_of) in maker._model_mapping:
+            kind = maker._model_mapping[type(made_of)]
+            chosen = attention or ("sdpa" if kind._supports_sdpa else "eager")
+            # Transformers goes by the name of an implementation, which must not say flash or sdpa.
+            name = f"{NAME}_{list(ATTENTIONS).index(chosen)}"
+            mask, kernel = ATTENTIONS[chosen]
+            AttentionInterface.register(name, _watched(kernel))
+            AttentionMaskInterface.register(name, mask)
+            with torch.device("meta"), quiet():
+                made: Any = maker.from_config(made_of, dtype=dtype, attn_implementation=name)
+                model: nn.Module = made.eval()
+            return model, chosen
+    raise ValueError("no class of Transformers makes a decoder of it")
+
+
+class _Passing(DynamicCache):  # type: ignore[misc]
+    """A cache that keeps no keys and values, and hands out as many as one that held some would.
+
+    Those it hands out are the cache's own, which this does not count; where it held none they are
+    the forward's.
+    """
+
+    def __init__(self, config: Any, held_len: int) -> None:
+        super().__init__(config=config)
+        self._held_len = held_len
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self._held_len:
+            return key_states, value_states
+        return self._longer(key_states), self._longer(value_states)
+
+    def _longer(self, tensor: Tensor) -> Tensor:
+        batch, heads, count, dim = tensor.shape
+        shape = batch, heads, self._held_len + count, dim
+        with _watching.get().live.paused():
+            return tensor.new_empty(shape)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._held_len
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._held_len + query_length, 0
+
+
+@attrs.define
+class _Seen:
+    """What was live in a layer."""
+
+    attending: int = 0
+    observing: int = 0
+    after: int = 0
+
+    def found(self) -> LayerActivations:
+        return LayerActivations(self.attending, self.observing, self.after)
+
+
+class _Watch:
+    """Notes what is live in each layer of a forward."""
+
+    def __init__(self, live: LiveBytes, count: int) -> None:
+        self.live = live
+        self.layers = [_Seen() for _ in range(count)]
+        self.current: _Seen | None = None
+
+    def enter(self, index: int) -> Callable[..., None]:
+        def entered(*_: Any) -> None:
+            self.live.restart()
+            self.current = self.layers[index]
+
+        return entered
+
+    def leave(self, *_: Any) -> None:
+        assert self.current is not None
+        self.current.after = max(self.current.after, self.live.restart())
+        self.current = None
+
+    def attended(self) -> None:
+        if self.current is not None:
+            self.current.attending = max(self.current.attending, self.live.restart())
+            self.current.observing = max(self.current.observing, self.live.live)
+
+
+_watching: ContextVar[_Watch] = ContextVar("watching")
+
+
+def _watched(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
+    """An attention function that computes nothing, and notes what is live behind it."""
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        output = kernel(module, query, key, value, *others, **kwargs)
+        del query, key, value
+        _watching.get().attended()
+        return output, None
+
+    return attend
+
+
+def _sdpa(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    with _Kernels():
+        output: Tensor = sdpa_attention_forward(module, *args, **kwargs)[0]
+    return output
+
+
+def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    own = sys.modules[type(module).__module__]
+    output: Tensor = own.eager_attention_forward(module, *args, **kwargs)[0]
+    return output
+
+
+def _flash(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> Tensor:
+    return _kernel_output(query, value).transpose(1, 2)
+
+
+class _Kernels(TorchFunctionMode):
+    """Takes the place of scaled_dot_product_attention, whose kernels are unknown to `meta`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        query, _, value, *others = args
+        mask = others[0] if others else kwargs.get("attn_mask")
+        if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+            mask = mask.to(query.dtype)  # as it is done before any kernel
+        return _kernel_output(query, value)
+
+
+def _kernel_output(query: Tensor, value: Tensor) -> Tensor:
+    """``[batch, query_heads, query_len, value_dim]``, which kernels make in tokens' order."""
+    batch, heads, count, _ = query.shape
+    sums = query.new_empty(batch, heads, count, dtype=torch.float32)
+    output = query.new_empty(batch, count, heads, value.shape[-1]).transpose(1, 2)
+    del sums
+    return output
+
+
+# By what they are called here: how masks are made, and what attends.
+ATTENTIONS: dict[str, tuple[Any, Callable[..., Tensor]]] = {
+    "sdpa": (sdpa_mask, _sdpa),
+    "flash": (flash_attention_mask, _flash),
+    "eager": (eager_mask, _eager),
+}
+
+
+def _extended(first: Activations, second: Activations, times: float) -> Activations:
+    """``times`` as far from the first as the second is."""
+
+    def on_line(low: int, high: int) -> int:
+        return round(low + (high - low) * times)
+
+    pairs = zip(first.layers, second.layers, strict=True)
+    layers = tuple(
+        LayerActivations(*map(on_line, attrs.astuple(low), attrs.astuple(high)))
+        for low, high in pairs
+    )
+    return Activations(layers, on_line(first.head, second.head))

@@ -1,0 +1,169 @@
+"""What a policy itself holds while it decides about a layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvpolicy.asking import Checks, kept_by, saliency_of
+from kvpolicy.context import LayerContext
+from kvpolicy.evaluation.cost.live_bytes import LiveBytes
+from kvpolicy.evaluation.cost.model_shape import LayerShape
+from kvpolicy.policy import CachePolicy
+
+# Lengths at which what depends on numbers is really run: what it holds grows with the length.
+SHORT, LONGER = 256, 512
+# Likewise of scores, by whose length blocks have their full size.
+SCORED_SHORT, SCORED_LONGER = 16384, 32768
+# Queries times keys that are scored at most: the blocks of others take as much.
+MOST_PAIRS = 1 << 26
+
+
+def deciding_bytes(
+    policy: CachePolicy,
+    layer: LayerShape,
+    place: tuple[int, int],
+    key_len: int,
+    *,
+    dtype: torch.dtype,
+    device: str = "cuda",
+) -> int:
+    """The most bytes that a policy holds beside a layer's queries, keys and values.
+
+    Scores are computed in blocks, of which a GPU's are larger than a processor's. For a GPU the
+    scorer is run without numbers; choosing depends on numbers, and is run on short contexts.
+
+    Args:
+        policy: The policy, its layers placed.
+        layer: The layer's sizes.
+        place: Its index, and the model's number of layers.
+        key_len: Tokens to choose from.
+        dtype: Of queries, keys and values.
+        device: ``"cuda"`` or ``"cpu"``: where the model is meant to run.
+    """
+    if not layer.query_heads or not layer.token_elements:
+        return 0
+    if device == "cpu":
+        return _measured(policy, _context(policy, layer, place, key_len, dtype, "cpu"))
+    if key_len <= LONGER:
+        return _measured(policy, _context(policy, layer, place, key_len, dtype, "cpu"))
+    contexts = [_context(policy, layer, place, n, dtype, "cpu") for n in (SHORT, LONGER)]
+    times = (key_len - SHORT) / (LONGER - SHORT)
+    scoring = 0
+    if policy.scorer is not None and _needs_saliency(policy, place):
+        try:
+            scoring = _scored(policy, layer, place, key_len, dtype)
+        except (NotImplementedError, RuntimeError):  # it looks at numbers
+            low, high = (_measured(policy, each) for each in contexts)
+            return _on_line(low, high, times)
+    low, high = (_measured(policy, each, scores=False) for each in contexts)
+    return max(scoring, _on_line(low, high, times))
+
+
+def _scored(
+    policy: CachePolicy,
+    layer: LayerShape,
+    place: tuple[int, int],
+    key_len: int,
+    dtype: torch.dtype,
+) -> int:
+    """The most bytes of scoring on a GPU."""
+
+    def at(length: int) -> int:
+        return _scoring(policy, _context(policy, layer, place, length, dtype, "meta"))
+
+    if key_len <= SCORED_LONGER:
+        return at(key_len)
+    times = (key_len - SCORED_SHORT) / (SCORED_LONGER - SCORED_SHORT)
+    return _on_line(at(SCORED_SHORT), at(SCORED_LONGER), times)
+
+
+def _on_line(low: int, high: int, times: float) -> int:
+    return round(low + (high - low) * times)
+
+
+def _needs_saliency(policy: CachePolicy, place: tuple[int, int]) -> bool:
+    index, num_layers = place
+    acts = index in policy.propagation.acting_layers(num_layers)
+    return policy.selector.needs_saliency or (acts and policy.propagation.needs_saliency)
+
+
+def _context(
+    policy: CachePolicy,
+    layer: LayerShape,
+    place: tuple[int, int],
+    key_len: int,
+    dtype: torch.dtype,
+    device: str,
+) -> LayerContext:
+    shown = policy.num_queries
+    query_len = key_len if shown is None else min(shown, key_len)
+    if device == "meta":
+        query_len = min(query_len, MOST_PAIRS // key_len)
+
+    def random(heads: int, length: int, width: int) -> Tensor:
+        return torch.randn(1, heads, length, width, device=device).to(dtype)
+
+    positions = torch.arange(key_len, device=device).expand(1, layer.kv_heads, -1)
+    return LayerContext(
+        layer_idx=place[0],
+        num_layers=place[1],
+        queries=random(layer.query_heads, query_len, layer.key_dim),
+        keys=random(layer.kv_heads, key_len, layer.key_dim),
+        values=random(layer.kv_heads, key_len, layer.value_dim),
+        positions=positions,
+        new_valid=torch.ones(1, key_len, dtype=torch.bool, device=device),
+        seen_len=(key_len,),
+        scaling=layer.key_dim**-0.5,
+    )
+
+
+def _tensors(context: LayerContext) -> list[Tensor]:
+    return [context.queries, context.keys, context.values, context.positions, context.new_valid]
+
+
+def _measured(policy: CachePolicy, context: LayerContext, *, scores: bool = True) -> int:
+    """The most bytes of a decision; with ``scores`` False those behind a saliency alone."""
+    acts = context.layer_idx in policy.propagation.acting_layers(context.num_layers)
+    with torch.no_grad(), LiveBytes(_tensors(context)) as live:
+        if scores and policy.propagation.restarts and acts:
+            policy.decide_restart(context)
+        elif scores:
+            policy.decide(context)
+        else:
+            _choose(policy, context, acts)
+    return int(live.peak)
+
+
+def _choose(policy: CachePolicy, context: LayerContext, acts: bool) -> None:
+    saliency = None
+    if policy.scorer is not None and _needs_saliency(
+        policy, (context.layer_idx, context.num_layers)
+    ):
+        saliency = torch.rand(1, context.query_heads, context.key_len)
+    kept_by(policy.selector, saliency, context, Checks())
+    if acts:
+        policy.propagation.propagate(saliency, context)
+
+
+def _scoring(policy: CachePolicy, context: LayerContext) -> int:
+    """The most bytes of scoring, without numbers."""
+    assert policy.scorer is not None
+    nothing_padded = _NothingPadded()  # type: ignore[no-untyped-call]
+    with torch.no_grad(), nothing_padded, LiveBytes(_tensors(context)) as live:
+        saliency_of(policy.scorer, context, Checks())
+    return int(live.peak)
+
+
+class _NothingPadded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Says True to whoever asks, which is only done of whether all slots hold a token."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            asked: Tensor = args[0]
+            if asked.is_meta and asked.dtype == torch.bool:
+                return True
+        return func(*args, **(kwargs or {}))

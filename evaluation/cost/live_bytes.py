@@ -1,0 +1,83 @@
+"""Following the memory of tensors while a model runs, with numbers or without."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of all storages that are made inside the block and still referred to.
+
+    What a kernel takes for itself and gives back before it returns is not seen. Tensors on the
+    `meta` device count as what they would take.
+
+    Args:
+        known: Tensors made before, which do not count, nor do their views.
+
+    Attributes:
+        live: Bytes at the moment.
+        peak: The most bytes since the block began, or since `restart`.
+
+    Example:
+        >>> with LiveBytes() as bytes_of:
+        ...     doubled = torch.ones(10) * 2
+        >>> bytes_of.live, bytes_of.peak
+        (40, 80)
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live: int = 0
+        self.peak: int = 0
+        # Storages are held until the block's end: an address may come again otherwise.
+        self._known = {each.untyped_storage()._cdata: each.untyped_storage() for each in known}
+        self._sizes: dict[int, int] = {}
+        self._counts = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and count what it has made."""
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, Tensor):
+                self._follow(each)
+        return made
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block in which what is made never counts, nor do its views."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
+
+    def restart(self) -> int:
+        """Let the peak begin at what is live; returns the peak until now."""
+        peak, self.peak = self.peak, self.live
+        return peak
+
+    def _follow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        if not self._counts:
+            self._known[key] = storage
+            return
+        size = storage.nbytes()
+        before = self._sizes.get(key)
+        if before is None:
+            weakref.finalize(storage, self._forget, key)
+        self._sizes[key] = size  # storages may grow
+        self.live += size - (before or 0)
+        self.peak = max(self.peak, self.live)
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._sizes.pop(key, 0)

@@ -1,0 +1,77 @@
+"""`kvpolicy estimate --memory`: what it prints and writes, and one line for what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.evaluation.commands.test_estimate import LLAMA, Run, run
+
+__all__ = ["run"]
+
+ASKED = ("--config", LLAMA, "--context", 131072, "--rate", 0.1)
+
+
+def test_the_command_says_how_many_sessions_fit(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "fits.json"
+    asked = (*ASKED, "-p", "full_context,snapkv,fastkv", "--memory", "80GB", "--answer", 4096)
+    status, shown, err = run(*asked, "--json", file)
+    assert (status, err) == (0, "")
+    assert max(map(len, shown.split("\nwritten")[0].splitlines())) <= 80
+    found = json.loads(file.read_text())["memory"]
+    assert (found["memory"], found["answer"], found["chunk"]) == (80 * 10**9, 4096, 4096)
+    assert found["weights"] == pytest.approx(16.06e9, rel=1e-3)
+    assert "memory 80 GB, weights 16.06 GB, attention sdpa, answers of 4,096 tokens" in shown
+    rows = {
+        (each["policy"], each["prefill_chunk_size"], each["decoding_tokens"]): each
+        for each in found["rows"]
+    }
+    assert [key[0] for key in rows] == ["full_context"] * 2 + ["snapkv"] * 4 + ["fastkv"] * 4
+    full, snap = rows["full_context", None, None], rows["snapkv", None, None]
+    assert full["session"]["kept_bytes"] == 131072 * 32 * 4096
+    assert full["session"]["held_bytes"] >= (131072 + 4096) * 32 * 4096
+    bound = rows["snapkv", None, 13107]
+    assert bound["session"]["held_bytes"] < snap["session"]["held_bytes"]
+    assert snap["sessions"] > 5 * full["sessions"]
+    for each in rows.values():
+        session = each["session"]
+        if session is None:
+            assert (each["policy"], each["prefill_chunk_size"]) == ("fastkv", 4096)
+            continue
+        assert session["peak_bytes"] == max(session["reading_bytes"], session["answering_bytes"])
+        taken = found["weights"] + session["peak_bytes"]
+        taken += (each["sessions"] - 1) * session["held_bytes"]
+        assert taken <= found["memory"] < taken + session["held_bytes"]
+    assert "Not read in chunks, since tokens are dropped: fastkv." in shown
+    cells = next(line for line in shown.splitlines() if line.startswith("snapkv        0.1 whole"))
+    peak = f"{snap['session']['peak_bytes'] / 1e9:.2f}"
+    assert cells.split()[3:] == [
+        *("all", "1.72", f"{snap['session']['held_bytes'] / 1e9:.2f}", peak, "reading"),
+        str(snap["sessions"]),
+    ]
+
+
+def test_weights_that_do_not_fit_are_said_plainly(run: Run) -> None:
+    asked = (*ASKED, "-p", "snapkv", "--memory", "16GB")
+    _, shown, _ = run(*asked)
+    assert "The weights alone, 16.06 GB, do not fit 16 GB: no session does." in shown
+    _, shown, _ = run(*asked, "--weights", "5GB", "--decoding-tokens", 512)
+    assert "weights 5 GB" in shown
+    assert "do not fit" not in shown
+    assert "512" in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--memory", "lots"), "--memory must be a number of bytes such as 80GB, 24GiB or 40e9"),
+        (("--memory", "1GB", "--weights", "x"), "--weights must be a number of bytes"),
+        (("--answer", 5), "--memory must be given with --answer, got 5 alone"),
+        (("--decoding-tokens", 5), "--memory must be given with --decoding-tokens"),
+        (("--memory", "1GB", "--attention", "fast"), "--attention must be one of sdpa, flash"),
+    ],
+)
+def test_what_is_refused(run: Run, given: tuple[object, ...], message: str) -> None:
+    status, _, err = run(*ASKED, "-p", "snapkv", *given)
+    assert status != 0
+    assert message in err
