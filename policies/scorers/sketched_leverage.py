@@ -106,5 +106,5 @@ def _leverage(keys: Tensor, scored: Tensor, sketch: Tensor) -> Tensor:
     products = sketched.transpose(1, 2) @ sketched
     products.diagonal(dim1=1, dim2=2).add_(RIDGE)
     factor = torch.linalg.cholesky_ex(products).L
-    halves = torch.linalg.solve_triangular(factor, sketched.transpose(1, 2), upper=False)
+    halves: Tensor = torch.linalg.solve_triangular(factor, sketched.transpose(1, 2), upper=False)
     return halves.square().sum(dim=1)
