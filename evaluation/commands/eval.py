@@ -13,6 +13,8 @@ from rich.console import Console
 
 from kvpolicy.evaluation.commands.chosen import chosen_variants
 from kvpolicy.evaluation.commands.options import (
+    DecodingEveryOption,
+    DecodingTokensOption,
     PolicyOption,
     PropagationOption,
     ProtectOption,
@@ -77,6 +79,8 @@ def eval(
     scorer: ScorerOption = None,
     selector: SelectorOption = None,
     propagation: PropagationOption = None,
+    decoding_tokens: DecodingTokensOption = None,
+    decoding_every: DecodingEveryOption = None,
     tsp_layer: TSPLayerOption = None,
     question: Annotated[
         list[str] | None,
@@ -120,6 +124,8 @@ def eval(
         scorer=scorer,
         selector=selector,
         propagation=propagation,
+        decoding_tokens=decoding_tokens,
+        decoding_every=decoding_every,
     )
     settings = Settings(
         model=model,

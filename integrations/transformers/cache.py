@@ -18,6 +18,7 @@ from kvpolicy.checks import check_count
 from kvpolicy.description import describe
 from kvpolicy.errors import CacheInUseError, UnsupportedModelError
 from kvpolicy.integrations.transformers.adapters import check_adapters
+from kvpolicy.integrations.transformers.forward.decoding.static_rolling import RollingDecoding
 from kvpolicy.integrations.transformers.forward.reader import Reader
 from kvpolicy.integrations.transformers.forward.static_decoding import StaticDecoding
 from kvpolicy.integrations.transformers.model.attachment import Attachment
@@ -28,7 +29,6 @@ from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.model_print import ModelPrint
 from kvpolicy.integrations.transformers.state.recurrent import (
-    EmptyLayer,
     RecurrentLayer,
     layer_for,
     link,
@@ -204,17 +204,18 @@ class PolicyCache(Cache):  # type: ignore[misc]
         """
         if self.policy.decoding is None:
             return
-        plain = (PolicyLayer, RecurrentLayer, EmptyLayer)
-        unlike = [
-            index
-            for index, layer in enumerate(self.layers)
-            if type(layer) not in plain or (layer.attends and not layer.shows_queries)
-        ]
+        unlike = [i for i, layer in enumerate(self.layers) if isinstance(layer, IndexedLayer)]
         if unlike:
             raise UnsupportedModelError(
-                f"decoding of {self.policy} must be None with a model whose layers share keys, "
-                "have an indexer, attend to images, hold a state beside their keys, or show no "
-                f"queries, as layers {unlike} do: nothing is evicted there while decoding yet"
+                f"decoding of {self.policy} must be None with a model whose layers have an indexer,"
+                f" as layers {unlike} do: nothing is evicted there while decoding yet"
+            )
+        blind = [i for i, layer in enumerate(self.layers) if not layer.shows_queries]
+        if blind and self.policy.decoding.num_queries != 0:
+            raise UnsupportedModelError(
+                f"decoding of {self.policy} must look at no queries with a model whose attention "
+                f"shows none, as that of layers {blind}; use the rule of StreamingLLM, KeyNorm, "
+                "KeyDiff, LagKV, CurDKV or Random"
             )
 
     @staticmethod
@@ -542,7 +543,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         self.update_recurrent_state(linear_cache, layer_idx)
 
     @property
-    def static(self) -> StaticDecoding | None:
+    def static(self) -> StaticDecoding | RollingDecoding | None:
         """The decoding under way into buffers of a fixed size, which compiled hooks look for."""
         return self._reader.static
 

@@ -14,6 +14,9 @@ from kvpolicy.checks import check_count, check_kernel_size, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
 
+# Keys that are looked through at once for one that resembles another.
+RUN = 64
+
 
 @attrs.frozen
 class RedundancyScorer(Scorer):
@@ -91,24 +94,65 @@ class RedundancyScorer(Scorer):
         )
 
     def _redundancy(self, context: LayerContext) -> Tensor:
-        """``[batch, kv_heads, key_len]``, in blocks of keys: the matrix of all is never whole."""
-        valid, length = context.valid, context.key_len
-        directions = functional.normalize(context.keys.float(), dim=-1) * valid[..., None]
-        slots = torch.arange(length, device=directions.device)
-        sums = torch.zeros(valid.shape, device=directions.device)
-        limit = BLOCK_BYTES.get(directions.device.type, OTHER_BLOCK_BYTES)
-        count = max(limit // (4 * context.batch * context.kv_heads * length), 1)
-        places = slots + 1.0  # 0 is no place; exact in float32 up to 2**24 tokens
-        for start in range(0, length, count):
-            rows = slots[start : start + count]
-            cosines = directions[:, :, rows] @ directions.transpose(-1, -2)
-            cosines[:, :, rows - start, rows] = 0.0
-            last = ((cosines > self.threshold) * places).amax(dim=-1).long() - 1
-            # Where there is none, what is on the diagonal, which is 0, is left out.
-            last = torch.where(last < 0, rows, last)
-            sums += cosines.sum(dim=2)
-            sums.scatter_add_(-1, last, -cosines.gather(-1, last[..., None])[..., 0])
+        """``[batch, kv_heads, key_len]``."""
+        valid = context.valid
+        keys = context.keys.detach().float()  # detached, for memory to be written to again
+        directions = functional.normalize(keys, dim=-1) * valid[..., None]
+        # With all others at once: what a key has in common with the sum of them.
+        total = directions.sum(dim=2, keepdim=True)
+        sums = (directions * (total - directions)).sum(dim=-1)
+        self._leave_out_copies(sums.flatten(0, 1), directions.flatten(0, 1))
         return _softmax(sums / valid.sum(dim=-1, keepdim=True).clamp(min=1), valid)
+
+    def _leave_out_copies(self, sums: Tensor, directions: Tensor) -> None:
+        """Take from the sums the cosine of each key with the last that resembles it.
+
+        In blocks of heads and keys: the matrix of all is never whole, nor is new memory taken for
+        each block, to be given whose pages costs more than the products.
+
+        Args:
+            sums: ``[heads, key_len]``, written to.
+            directions: ``[heads, key_len, head_dim]``.
+        """
+        heads, length = sums.shape
+        # Keys of zeros, which resemble none, fill the last run.
+        others = functional.pad(directions, (0, 0, 0, -length % RUN)).transpose(-1, -2)
+        whole = others.shape[-1]
+        limit = BLOCK_BYTES.get(directions.device.type, OTHER_BLOCK_BYTES) // 4  # bytes of float32
+        width = min(max(limit // (RUN * whole), 1), heads)
+        count = min(max(limit // (width * whole), 1), length)
+        memory = directions.new_empty(width, count, whole)
+        for head in range(0, heads, width):
+            own = slice(head, head + width)
+            for start in range(0, length, count):
+                block = directions[own, start : start + count]
+                cosines = memory[: block.shape[0], : block.shape[1]]
+                torch.matmul(block, others[own], out=cosines)
+                cosines.diagonal(start, -2, -1).zero_()
+                last, copied = self._last_copies(cosines)
+                sums[own].scatter_add_(-1, last, -copied)
+
+    def _last_copies(self, cosines: Tensor) -> tuple[Tensor, Tensor]:
+        """The last key that resembles each of some, and its cosine; 0 and 0 where there is none.
+
+        Runs of keys are looked through by their highest cosine, and one of them key by key.
+
+        Args:
+            cosines: ``[heads, count, key_len]``, a multiple of `RUN` of keys.
+        """
+        runs = cosines.view(*cosines.shape[:-1], -1, RUN)
+        # Of places that are counted from 1, in float32, which is exact up to 2**24.
+        places = torch.arange(1.0, runs.shape[2] + 1, device=cosines.device)
+        found = ((runs.amax(dim=-1) > self.threshold) * places).amax(dim=-1)
+        run = (found.long() - 1).clamp(min=0)
+        index = run[..., None, None].expand(*run.shape, 1, RUN)
+        members = runs.gather(2, index)[..., 0, :]
+        places = torch.arange(1.0, RUN + 1, device=cosines.device)
+        place = ((members > self.threshold) * places).amax(dim=-1)
+        member = (place.long() - 1).clamp(min=0)
+        copied = members.gather(-1, member[..., None])[..., 0]
+        last = run * RUN + member
+        return last.masked_fill(found == 0, 0), copied.masked_fill(found == 0, 0.0)
 
 
 def _softmax(scores: Tensor, valid: Tensor) -> Tensor:

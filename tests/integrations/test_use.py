@@ -315,14 +315,16 @@ def test_report_counts_tokens_and_bytes(model: PreTrainedModel) -> None:
         assert layer.seen == 80
         assert layer.kept == 10 + 8
     slot = 2 * 8 * 4  # keys and values of 8 floats
-    assert report.layers[0].held_bytes == 2 * 2 * 10 * slot  # the shorter row's slots too
+    assert (
+        report.layers[0].held_bytes == 2 * (10 + 8) * slot
+    )  # two heads; 6 is int(0.2 * 30), 8 the window
     assert report.layers[0].full_bytes == 2 * 2 * 50 * slot
     assert report.total.full_bytes == 4 * report.layers[0].full_bytes
-    assert report.total.share == 0.2
+    assert report.total.share == 0.18
     table = str(report).splitlines()
     assert len(table) == 6
     assert max(map(len, table)) <= 80
-    assert table[-1].split() == ["total", "80", "18.0", "10,240", "1,024", "51,200", "20.0%"]
+    assert table[-1].split() == ["total", "80", "18.0", "9,216", "0", "51,200", "18.0%"]
 
 
 @torch.no_grad()

@@ -15,6 +15,12 @@ from kvpolicy.integrations.transformers.forward.asked import Asked
 from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.indexers import new_places, with_positions
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
+from kvpolicy.integrations.transformers.forward.packed_attention import (
+    Unpacked,
+    is_plain,
+    may_attend,
+    packed_attention,
+)
 from kvpolicy.integrations.transformers.forward.relative_positions import Columns
 from kvpolicy.integrations.transformers.forward.states import check_states_skip_nothing
 from kvpolicy.integrations.transformers.model.mask_arguments import MaskArguments
@@ -32,6 +38,7 @@ from kvpolicy.integrations.transformers.model.trying import Entering
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.packed import Packed
 from kvpolicy.integrations.transformers.state.recurrent import (
     EmptyLayer,
     RecurrentLayer,
@@ -167,6 +174,7 @@ class Forward:
         self._streams_axis = 1  # of the tokens, where hidden states have four
         self._inside: int | None = None  # the layer at hand
         self._told: Columns | None = None  # what its attention was told, if it asked
+        self._packed = False  # whether it is to attend to what is held packed, and has not
         self._own_blocks: dict[int, tuple[Any, Tensor | None]] = {}  # by the id of the mask
 
     # Before a layer.
@@ -215,6 +223,12 @@ class Forward:
         """The arguments of a layer's attention, for the tokens that reach it."""
         layer = self.layers[index]
         self._inside, self._told = index, None
+        self._packed = self._attends_packed(index)
+        if self._packed:  # without a mask, nor the positions it would be made of
+            self._order = self._combined = None
+            here = self._reaching(kwargs)
+            self._note_places(here)
+            return {**here, "attention_mask": None}
         self._combine(layer)
         if self._attended is not None and not (self.first and self._order_of_columns is None):
             heads = 1 if layer.held is None else layer.held.shape[1]
@@ -267,6 +281,31 @@ class Forward:
     def _rotary_of(self, layer: PolicyLayer) -> LayerRotary:
         assert layer.turns is not None
         return LayerRotary(layer.turns, self._gapless)
+
+    def _attends_packed(self, index: int) -> bool:
+        """Whether a layer's attention may do without unpacking: one token sees all that is held."""
+        layer = self.layers[index]
+        return (
+            type(layer) is PolicyLayer
+            and may_attend(layer.held)
+            and self._new_len == 1
+            and not self.acts
+            and self.implementation == "sdpa"
+            and self._spares_masks
+            and layer.shows_queries
+            and not layer.expands
+            and index not in self._lent
+            and self._attended is None
+            and self._moved is None
+            and self._window(index) is None
+            and self._answer_windows[index] is None
+            and not self._has_gaps
+        )
+
+    @functools.cached_property
+    def _has_gaps(self) -> bool:
+        """Whether some appended column is padding, the forward's own among them."""
+        return self._padded and bool((self.tokens.appended < 0).any())
 
     def _note_places(self, kwargs: dict[str, Any]) -> None:
         """Take note of the positions at which the tokens of a layer's arguments are read."""
@@ -541,6 +580,9 @@ class Forward:
         """All keys and values that the layer's attention is to see, with the new ones."""
         layer = self.layers[index]
         self._updated.add(index)
+        if self._packed:
+            self._pending = Unpacked.pair(layer.append_packed(keys, values))
+            return self._pending
         keys, values = layer.append(keys, values, self._before)
         if isinstance(layer, IndexedLayer):
             layer.attend_to(keys)
@@ -590,7 +632,18 @@ class Forward:
     def attend(
         self, attend: Attend, module: nn.Module, query: Tensor, *others: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Call the module's attention function."""
+        """Call the module's attention function, or compute what it would of what is packed."""
+        if self._packed:
+            self._packed = False
+            assert self._inside is not None
+            held = self.layers[self._inside].held
+            given = self._pending or ()
+            own = all(one is other for one, other in zip(given, others, strict=False))
+            if given and own and is_plain(attend, kwargs):
+                assert isinstance(held, Packed)
+                return packed_attention(query, held, kwargs.get("scaling")), None
+            self._combine(self.layers[self._inside])
+            others = (*others[:2], self._mask(self._inside, query), *others[3:])
         if self.implementation in FLASH:
             # From positions with gaps it would infer several sequences in one row.
             kwargs.pop("position_ids", None)

@@ -31,6 +31,7 @@ from kvpolicy.integrations.transformers.forward.chunked_prefill import (
 )
 from kvpolicy.integrations.transformers.forward.decoding.bounded import DecodingForward
 from kvpolicy.integrations.transformers.forward.decoding.static_choosing import StaticChoice
+from kvpolicy.integrations.transformers.forward.decoding.static_rolling import RollingDecoding
 from kvpolicy.integrations.transformers.forward.inputs import (
     Incoming,
     check_step,
@@ -56,6 +57,7 @@ from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.rotary import changes_with_length
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
+from kvpolicy.integrations.transformers.state.observed import Observed
 from kvpolicy.integrations.transformers.state.recurrent import link
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -116,7 +118,8 @@ class Reader:
         self.storage = storage
         self.max_new_tokens = max_new_tokens
         self.layers = layers
-        self.static: StaticDecoding | None = None  # while `generate` decodes into fixed buffers
+        # While `generate` decodes into fixed buffers.
+        self.static: StaticDecoding | RollingDecoding | None = None
         self.propagated: dict[int, Tensor] = {}
         self.attachment: Attachment | None = None
         self.filled_by: weakref.ref[nn.Module] | None = None
@@ -589,10 +592,9 @@ class Reader:
         one = torch.ones(tokens.batch, 1, dtype=torch.bool, device=tokens.valid.device)
         positions, rotary = tokens.positions_of(one), tokens.rotary_positions_of(one)
         tokens = tokens.extended(positions, one, padded=False, acts=False, skipped=None)
-        self.static.advance(rotary)
+        self.static.advance(positions, rotary)
         self.tokens = tokens
-        for layer in self.layers:
-            layer.written(tokens)
+        self.static.follow(self.layers, tokens)
         return one[:1, None, None]
 
     def _begin_static(self) -> None:
@@ -604,9 +606,9 @@ class Reader:
         decoding, room = self.placed.decoding, self.max_new_tokens
         if decoding is not None:
             room = decoding.every - tokens.appended.shape[1]
-        self.static = StaticDecoding.of(
-            self.layers, tokens, parts.windows, parts.implementation, room, decoding
-        )
+        how = self.layers, tokens, parts.windows, parts.implementation
+        rolling = None if decoding is None else RollingDecoding.of(*how, decoding)
+        self.static = rolling or StaticDecoding.of(*how, room, decoding)
         layers = [BeforeLayer.of(index, layer) for index, layer in enumerate(parts.layers)]
         observes = decoding is not None and decoding.num_queries != 0
         self.attachment.decode(before_decoder, layers, observes=observes)
@@ -615,8 +617,12 @@ class Reader:
         """Let layers choose between two steps; whether the next goes into the same buffers."""
         static, tokens = self.static, self.tokens
         assert static is not None
-        assert static.choice is not None
         assert tokens is not None
+        if isinstance(static, RollingDecoding):
+            static.choose()
+            self.tokens = tokens.settled()
+            return True
+        assert static.choice is not None
         static.read_queries(self.layers, tokens.seen)
         static.choice.check_shown(self.layers)
         static.choice.choose(self.layers, tokens)
@@ -664,6 +670,9 @@ class Reader:
         assert self.attachment is not None
         assert self.tokens is not None
         self.attachment.attach()
+        if isinstance(static, RollingDecoding):
+            self._end_rolling(static, failed=failed)
+            return
         choice = static.choice
         if choice is not None and choice.pending:  # it was interrupted in between
             self._take_chosen(choice)
@@ -683,6 +692,21 @@ class Reader:
             choice.check_shown(self.layers)
             choice.choose(self.layers, self.tokens)
             self._take_chosen(choice)
+
+    def _end_rolling(self, rolling: RollingDecoding, *, failed: bool) -> None:
+        tokens = self.tokens
+        assert tokens is not None
+        if rolling.unwritten() or (failed and rolling.steps):
+            rolling.places.forget(tokens.lengths - 1)
+            tokens = tokens.without_last(1)
+        elif tokens.appended.shape[1]:
+            rolling.choose()
+            tokens = tokens.settled()
+        self.tokens = tokens
+        rolling.follow(self.layers, tokens)
+        for layer in self.layers:
+            layer.observed = Observed()
+            layer.own()
 
     def fail_forward(self) -> None:
         """Take back a forward of the decoder, unless it was refused as another thread's."""

@@ -19,6 +19,7 @@ from transformers import Cache
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers.forward.decoding.static_choosing import StaticChoice
+from kvpolicy.integrations.transformers.forward.decoding.static_rolling import RollingDecoding
 from kvpolicy.integrations.transformers.forward.static_masks import LayerMasks
 from kvpolicy.integrations.transformers.model.observing import observed_by
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
@@ -128,14 +129,24 @@ class StaticDecoding:
         starts = [layer.kept_len for layer in layers]
         return StaticDecoding(buffers, positions, masks, room, starts, choice)
 
-    def advance(self, positions: Tensor) -> None:
-        """Make ready for the next token, which is read at ``positions`` ``[batch, 1]``."""
+    def advance(self, positions: Tensor, rotary: Tensor) -> None:
+        """Make ready for the next token.
+
+        Args:
+            positions: ``[batch, 1]``, its own.
+            rotary: ``[batch, 1]``, those that it is read at.
+        """
         self.masks.advance(self.steps)
         if self.choice is not None:
             self.choice.advance(self.steps)
         if self.positions is not None:
-            self.positions.copy_(positions)
+            self.positions.copy_(rotary)
         self.steps += 1
+
+    def follow(self, layers: list[PolicyLayer], tokens: SeenTokens) -> None:
+        """Let the layers know of that token, with which ``tokens`` have been seen."""
+        for layer in layers:
+            layer.written(tokens)
 
     def unwritten(self) -> int:
         """Tokens of the last steps that not every layer has written."""
@@ -236,9 +247,9 @@ class BeforeLayer:
         return (hidden,), {**given, "attention_mask": static.layers[self.index].mask}
 
 
-def _static_of(arguments: dict[str, Any]) -> StaticDecoding | None:
+def _static_of(arguments: dict[str, Any]) -> StaticDecoding | RollingDecoding | None:
     for each in arguments.values():
         if isinstance(each, Cache):
-            found: StaticDecoding | None = getattr(each, "static", None)
+            found: StaticDecoding | RollingDecoding | None = getattr(each, "static", None)
             return found
     return None

@@ -205,6 +205,10 @@ class IndexedLayer(PolicyLayer):
         """See `PolicyLayer.nbytes`; with the index keys."""
         return super().nbytes() + (0 if self.index is None else self.index.nbytes())
 
+    def taken_nbytes(self) -> int:
+        """See `PolicyLayer.taken_nbytes`; with the index keys."""
+        return super().taken_nbytes() + (0 if self.index is None else self.index.taken_nbytes())
+
     def beside_nbytes(self) -> int:
         """See `PolicyLayer.beside_nbytes`."""
         if self.index is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +15,13 @@ from kvpolicy.integrations.transformers.model.projection import OutputProjection
 from kvpolicy.integrations.transformers.model.rotary import Turns
 from kvpolicy.integrations.transformers.model.routing import Scores
 from kvpolicy.integrations.transformers.state.observed import Observed
+from kvpolicy.integrations.transformers.state.packed import Packed, wastes_slots
 from kvpolicy.integrations.transformers.state.storage import Held, Plain, PlainStorage, Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_positions, gather_slots
 
+# Keys, values, and positions of what the policy kept, in ascending order; see `PolicyLayer.store`.
+Loose = Callable[[], tuple[Tensor, Tensor, Tensor]]
 State = tuple[Any, ...]  # what `PolicyLayer.restore` takes; to be read by it alone
 
 
@@ -57,7 +61,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         # Not the base's own, which would set keys and values.
         self.storage = PlainStorage() if storage is None else storage
         self.room = room
-        self.held: Held | None = None
+        self._held: Held | None = None
+        self._loose: Loose | None = None
         self.is_initialized = False
         self.padded = False
         self.ragged = False
@@ -82,6 +87,21 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.projection.weight(values.dtype, values.device)
 
     @property
+    def held(self) -> Held | None:
+        """Its keys and values; None before the first forward."""
+        if self._loose is not None:
+            self._hold(*self._loose(), room=0)
+        return self._held
+
+    @held.setter
+    def held(self, held: Held | None) -> None:
+        self._held, self._loose = held, None
+
+    def loosen(self, loose: Loose) -> None:
+        """Hold what another keeps in an order of its own, until somebody looks."""
+        self._held, self._loose = None, loose
+
+    @property
     def keys(self) -> Tensor | None:
         """``[batch, kv_heads, kept_len, head_dim]``, None before the first forward."""
         return None if self.held is None else self.held.read()[0]
@@ -97,7 +117,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Of one head where one choice is for all heads, as under latent attention.
         """
-        if self._chosen is None or self._tokens is None:
+        if self.held is None or self._chosen is None or self._tokens is None:
             return None
         appended = self._tokens.appended.to(self._chosen.device)
         appended = appended[:, None].expand(-1, self._chosen.shape[1], -1)
@@ -143,24 +163,50 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.observed = Observed(carried=None if carried is None else gather_slots(carried, kept))
         everything = torch.arange(keys.shape[2], device=kept.device)
         as_many = kept.shape[2] == keys.shape[2]  # asked first: to compare waits for the device
-        if not (as_many and torch.equal(kept, torch.where(positions >= 0, everything, -1))):
-            keys, values = gather_slots(keys, kept), gather_slots(values, kept)
-            positions = gather_positions(positions, kept)
-        self._hold(keys, values, positions, self.room if room is None else room)
+        room = self.room if room is None else room
+        if as_many and torch.equal(kept, torch.where(positions >= 0, everything, -1)):
+            self._hold(keys, values, positions, room)
+        else:
+            self._hold(keys, values, gather_positions(positions, kept), room, kept)
 
     def load(self, keys: Tensor, values: Tensor, chosen: Tensor, tokens: SeenTokens) -> None:
         """Hold what a file has: ``chosen`` are the positions of what the policy kept."""
         self._hold(keys, values, chosen, self.room)
         self.follow(tokens)
 
-    def _hold(self, keys: Tensor, values: Tensor, chosen: Tensor, room: int) -> None:
-        self.held = self.storage.hold(keys, values).with_room(room)
-        self._chosen = chosen
+    def _hold(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        chosen: Tensor,
+        room: int,
+        kept: Tensor | None = None,
+    ) -> None:
+        """Hold ``kept`` of these; without it the first, at ``chosen``, and what was appended."""
         valid = chosen >= 0
-        self.padded = not bool(valid.all())
+        tokens = int(valid.sum())
+        self.padded = tokens < valid.numel()
         self.ragged = self.padded and not bool((valid == valid[:, :1]).all())
+        if self._packs(chosen, tokens):
+            appended = 0
+            if kept is None:
+                appended = keys.shape[2] - chosen.shape[2]
+                slots = torch.arange(chosen.shape[2], device=chosen.device)
+                kept = torch.where(valid, slots, -1)
+            held: Held = Packed.of(self.storage, keys, values, kept, appended)
+        elif kept is None:
+            held = self.storage.hold(keys, values)
+        else:
+            held = self.storage.hold(gather_slots(keys, kept), gather_slots(values, kept))
+        self.held = held.with_room(room)
+        self._chosen = chosen
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
+
+    def _packs(self, chosen: Tensor, tokens: int) -> bool:
+        """Whether rows and heads are held without padding."""
+        # What one choice is for all heads of is read by more than attention, or made keys of.
+        return not (self.one_choice or self.expands) and wastes_slots(chosen, tokens)
 
     def choose_once(self) -> None:
         """Take the positions, which are the same in all heads so far, for those of all heads."""
@@ -190,6 +236,14 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.held = self.held.appended(keys, values)
         return self.held.read()
 
+    def append_packed(self, keys: Tensor, values: Tensor) -> Packed:
+        """As `append`, where rows and heads are held without padding; nothing is unpacked."""
+        assert self.held is not None
+        held = self.held.appended(keys, values)
+        assert isinstance(held, Packed)
+        self.held = held
+        return held
+
     def claim(self, capacity: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values ``[batch, kv_heads, capacity, head_dim]`` with room, to be written to.
 
@@ -199,22 +253,36 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             capacity: Slots of buffers that nobody else holds, so that any slot may be written to;
                 None for those there are, with the layer's room behind what is held.
         """
-        assert isinstance(self.held, Plain)
-        held = self.held.with_room(self.room) if capacity is None else self.held.moved(capacity)
-        assert isinstance(held, Plain)
-        self.held = held
-        return held.claim()
+        held = self._padded_alike()
+        room = held.with_room(self.room) if capacity is None else held.moved(capacity)
+        assert isinstance(room, Plain)
+        self.held = room
+        return room.claim()
 
     def move_into(self, keys: Tensor, values: Tensor) -> None:
         """Hold the same in buffers that `claim` has given before, which are claimed again."""
-        assert isinstance(self.held, Plain)
-        self.held = self.held.into(keys, values)
-        self.held.claim()
+        held = self._padded_alike().into(keys, values)
+        self.held = held
+        held.claim()
+
+    def _padded_alike(self) -> Plain:
+        """What is held, with as many slots for all rows and heads, as for fixed buffers."""
+        held = self.held.unpacked() if isinstance(self.held, Packed) else self.held
+        assert isinstance(held, Plain)
+        return held
 
     def own(self) -> None:
         """Hold the same in memory that nobody else writes to."""
         if isinstance(self.held, Plain):
             self.held = self.held.moved(self.kept_len)
+            self._pack()
+
+    def _pack(self) -> None:
+        """Hold without padding what fixed buffers have held with it."""
+        if self.held is None or self._chosen is None or isinstance(self.held, Packed):
+            return
+        if self._packs(self._chosen, int((self._chosen >= 0).sum())):
+            self._hold(*self.held.read(), self._chosen, 0)
 
     def written(self, tokens: SeenTokens) -> None:
         """One more slot of what was claimed is taken; ``tokens`` have been seen then."""
@@ -224,8 +292,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def release(self) -> None:
         """What was claimed is the layer's own again."""
-        assert isinstance(self.held, Plain)
-        self.held.release()
+        if isinstance(self.held, Plain):  # not what was chosen since, in memory of its own
+            self.held.release()
+            self._pack()
 
     def follow(self, tokens: SeenTokens) -> None:
         """Learn which tokens have been seen now."""
@@ -257,6 +326,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def nbytes(self) -> int:
         """Bytes of memory behind the keys and values, whole storages."""
         return 0 if self.held is None else self.held.nbytes()
+
+    def taken_nbytes(self) -> int:
+        """Those of `nbytes` that are of slots that are taken, not of room for more."""
+        return 0 if self.held is None else self.held.taken_nbytes()
 
     def beside_nbytes(self) -> int:
         """Bytes of what is held of each slot beside its keys and values, in one row."""

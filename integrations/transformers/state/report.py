@@ -20,8 +20,9 @@ class LayerReport:
             has an indexer, and of the layer's state. Buffers have room for more: that of
             ``max_new_tokens``, or, while decoding, up to a sixteenth.
         full_bytes: Bytes of the same that a full cache would hold, padding included.
-        padding_bytes: Those of ``held_bytes`` that hold no token: where heads or rows keep unlike
-            numbers of tokens, all have as many slots as the one that keeps most.
+        padding_bytes: Those of ``held_bytes`` that hold no token: where heads or rows keep nearly
+            equal numbers of tokens, all have as many slots as the one that keeps most, as they have
+            while `generate` decodes into fixed buffers. Elsewhere they are held without padding.
         holds_tokens: Whether the layer has keys and values at all; others hold a state, which is as
             large in a full cache, or nothing.
         observed_bytes: Bytes of the queries and sums that a policy chooses by while it decodes,
@@ -72,23 +73,22 @@ class CacheReport:
         """
         reports = []
         for layer in layers:
-            keys, values, positions = layer.keys, layer.values, layer.positions
+            held, positions = layer.held, layer.positions
             state = layer.state_nbytes()
             if not layer.attends:
                 reports.append(LayerReport(seen, 0.0, state, state, holds_tokens=False))
                 continue
-            if keys is None or values is None or positions is None:
+            if held is None or positions is None:
                 reports.append(LayerReport(0, 0.0, 0, 0))
                 continue
-            batch, kv_heads, _, key_dim = keys.shape
-            slot_bytes = (key_dim + values.shape[3]) * keys.element_size()
-            tokens = int((positions >= 0).sum())
-            held = layer.nbytes() * layer.kept_len // max(layer.capacity, 1)
+            batch, kv_heads = held.shape[:2]
+            slot_bytes = sum(held.widths) * held.dtype.itemsize
+            kept = int((positions >= 0).sum()) / positions.shape[1]
+            taken = layer.taken_nbytes()
             full = batch * columns * (kv_heads * slot_bytes + layer.beside_nbytes())
-            padding = held * (positions.numel() - tokens) // max(positions.numel(), 1)
-            kept = tokens / positions.shape[1]
+            padding = taken * (held.slots - round(kept * kv_heads)) // max(held.slots, 1)
             observed = layer.observed.nbytes()
-            of_layer = LayerReport(seen, kept, held + state, full + state, padding)
+            of_layer = LayerReport(seen, kept, taken + state, full + state, padding)
             reports.append(attrs.evolve(of_layer, observed_bytes=observed))
         return CacheReport(tuple(reports))
 

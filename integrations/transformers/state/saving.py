@@ -252,10 +252,8 @@ def _size_metadata(layers: Sequence[PolicyLayer]) -> dict[str, str]:
 
 
 def _sizes(layer: PolicyLayer) -> tuple[int, ...] | None:
-    keys, values = layer.keys, layer.values
-    if keys is None or values is None:
-        return None
-    return layer.query_heads, keys.shape[1], keys.shape[3], values.shape[3]
+    held = layer.held
+    return None if held is None else (layer.query_heads, held.shape[1], *held.widths)
 
 
 def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache:

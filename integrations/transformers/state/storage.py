@@ -27,9 +27,24 @@ class Held(abc.ABC):
         """``[batch, kv_heads, kept_len, head_dim]`` of the keys."""
 
     @property
+    @abc.abstractmethod
+    def widths(self) -> tuple[int, int]:
+        """The head dimensions of keys and of values."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> torch.dtype:
+        """That of keys and values, where attention needs them."""
+
+    @property
     def capacity(self) -> int:
         """Slots per row and head that there is memory for."""
         return self.shape[2]
+
+    @property
+    def slots(self) -> int:
+        """Slots that are taken, over all rows and heads."""
+        return self.shape[:3].numel()
 
     @abc.abstractmethod
     def read(self) -> tuple[Tensor, Tensor]:
@@ -50,6 +65,10 @@ class Held(abc.ABC):
     @abc.abstractmethod
     def nbytes(self) -> int:
         """Bytes of memory behind it, whole storages."""
+
+    def taken_nbytes(self) -> int:
+        """Those of `nbytes` that are of slots that are taken."""
+        return self.nbytes() * self.shape[2] // max(self.capacity, 1)
 
     def with_room(self, count: int) -> Held:
         """With memory for ``count`` more slots, where memory is had in advance."""
@@ -211,6 +230,16 @@ class Plain(Held):
         return torch.Size((batch, heads, self.length, dim))
 
     @property
+    def widths(self) -> tuple[int, int]:
+        """See `Held.widths`."""
+        return self.keys.shape[3], self.values.shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Held.dtype`."""
+        return self.keys.dtype
+
+    @property
     def capacity(self) -> int:
         """See `Held.capacity`."""
         return self.keys.shape[2]
@@ -319,6 +348,14 @@ class _Quantized(Held):
     def shape(self) -> torch.Size:
         batch, heads, count, dim = self.keys.shape
         return torch.Size((batch, heads, self.quantized_len + count, dim))
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.keys.shape[3], self.values.shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
 
     def read(self) -> tuple[Tensor, Tensor]:
         if self.layer is None:

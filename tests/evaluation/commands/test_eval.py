@@ -50,6 +50,18 @@ def fails(result: tuple[int, str, str], *said: str, status: int = 1) -> None:
         assert each in lines[0]
 
 
+def test_answers_can_be_bounded(command: Run, tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    bound = ("--decoding-tokens", 24, "--decoding-every", 1)
+    status, _, err = command("eval", *ASKED, "--rate", 0.5, *bound, "--out", out)
+    assert (status, err) == (0, "")
+    methods = load(out).description.methods
+    policies = {label: each.parameters for label, each in methods.items()}
+    assert "DecodingEviction" in policies["snapkv 0.5"], policies
+    assert "DecodingEviction" not in policies["full_context"]
+    fails(command("eval", *ASKED, "--decoding-every", 1, "--out", out), "--decoding-tokens must")
+
+
 def test_from_a_command_line_to_a_page(command: Run, tmp_path: Path) -> None:
     out = tmp_path / "results"
     arguments = ("eval", *ASKED, "--rate", 0.1, "--rate", 0.5, "--question", "with,later")

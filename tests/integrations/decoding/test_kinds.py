@@ -1,34 +1,144 @@
-"""Kinds of layers that a bound on answers is refused for, by name, before anything is read."""
+"""Kinds of layers under a bound on answers: against dense attention, or refused by name."""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import KeyNorm
+from kvpolicy.policies import H2O, RKV, KeyDiff, KeyNorm, Method, SnapKV, StreamingLLM
+from tests.integrations.decoding.reading import Kept, held, padded, read
+from tests.integrations.decoding.rules import bounded
+from tests.integrations.decoding.seen import seen_at_every_step
+from tests.integrations.decoding.test_state import go_on
+from tests.integrations.hybrids.models import apart, generate, hybrid
+from tests.integrations.hybrids.models import tokens as random_ids
 from tests.integrations.model.builds.catalogue import builds
+from tests.integrations.model.builds.dense import Seen, dense_logits
+from tests.integrations.vision.test_cross_attention import CROSS, image, images
+
+TOKENS, EVERY, STEPS = 16, 13, 60
+ROWS = [random_ids(0, 41), random_ids(1, 29)]
+TOLERANCE = 1e-4
+LOOKING = {each.__name__: bounded(each, TOKENS, EVERY) for each in (H2O, SnapKV, RKV)}
+BLIND = {each.__name__: bounded(each, TOKENS, EVERY) for each in (StreamingLLM, KeyDiff)}
+# A state beside the keys; keys of another layer.
+WITH_STATES = ("falcon_h1", "zamba2", "zaya", "inkling_text")
+SHARED = ("gemma3n_text", "gemma4_text_shared")
+# Of one key head for all queries, of one for each; windows in columns; one mask for all heads.
+UNSEEN = ("falcon", "falcon_grouped", "gptj", "gpt_neo", "xglm")
+CASES = [
+    *((name, rule) for name in (*WITH_STATES, *SHARED, "mllama") for rule in LOOKING | BLIND),
+    *((name, rule) for name in UNSEEN for rule in BLIND),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "layers"),
-    [
-        ("falcon_h1", r"\[0, 1, 2, 3\]"),
-        ("gemma3n_text", r"\[2, 3\]"),
-        ("deepseek_v32", r"\[0, 1, 2, 3\]"),
-        ("gptj", r"\[0, 1, 2, 3\]"),
-        ("mllama", r"\[1\]"),
-    ],
-)
-def test_layers_that_cannot_be_bounded(name: str, layers: str) -> None:
-    model = builds()[name].model()
-    cache = PolicyCache(KeyNorm(retention_tokens=12, decoding=12))
-    with (
-        pytest.raises(UnsupportedModelError, match=f"must be None with .* as layers {layers}"),
-        cache.attached(model),
-    ):
+def model_of(name: str) -> PreTrainedModel:
+    return builds()[name].model() if name == "mllama" else hybrid(name)
+
+
+def check_bounded(kept: dict[int, Kept], most: Sequence[int]) -> None:
+    """Layers chose several times, and did not keep all."""
+    assert len(kept) >= 5
+    assert max(most) <= len(ROWS[0]) + EVERY
+    last = [head for layer in kept[max(kept)][0] for head in layer]
+    assert last
+    assert all(len(head) <= TOKENS or head[0] > 0 for head in last)  # the window's, or chosen
+
+
+@pytest.mark.parametrize(("name", "rule"), CASES)
+def test_a_long_answer_is_dense_attention_under_what_was_held(name: str, rule: str) -> None:
+    if name not in builds():
+        pytest.skip(f"this Transformers has no {name}")
+    model, policy = model_of(name), (LOOKING | BLIND)[rule]
+    forced = torch.randint(1, 90, (2, STEPS), generator=torch.Generator().manual_seed(7))
+    found = read(model, policy, ROWS, forced)
+    check_bounded(found.kept, found.most)
+    for row, prompt in enumerate(ROWS):
+        whole = prompt + forced[row].tolist()
+        seen = seen_at_every_step(found.kept, row, len(prompt), len(whole))
+        want = dense_logits(model, whole, len(prompt), seen)[len(prompt) :]
+        assert apart(found.logits[row], want) < TOLERANCE
+    full = dense_logits(model, whole, len(prompt))[len(prompt) :]
+    assert apart(full, want) > 1e-3  # what went is missed
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_borrowers_hold_what_their_producers_have_chosen(name: str) -> None:
+    forced = torch.randint(1, 90, (2, 30), generator=torch.Generator().manual_seed(7))
+    cache = read(hybrid(name), LOOKING["SnapKV"], ROWS, forced).cache
+    for layer in cache.layers:
+        if layer.producer is not None:
+            assert torch.equal(layer.positions, cache.layers[layer.producer].positions)
+
+
+@pytest.mark.parametrize("rule", ["H2O", "SnapKV", "KeyDiff"])
+def test_an_answer_about_an_image(rule: str) -> None:
+    """What is held of the image stays as it is."""
+    model, kept, ids = model_of("mllama"), {}, ROWS[0]
+    cache = PolicyCache(LOOKING[rule] if rule in LOOKING else BLIND[rule])
+
+    class Looking:
+        calls = -1
+
+        def put(self, value: Tensor) -> None:
+            tokens, self.calls = cache.reader.tokens, self.calls + 1
+            if tokens is not None and not tokens.appended.shape[1]:
+                kept[self.calls - 1] = held(cache, 1)
+
+        def end(self) -> None:
+            """Nothing to do."""
+
+    given: dict[str, Any] = {"max_new_tokens": STEPS, "streamer": Looking()}
+    said, logits = generate(model, cache, *padded([ids]), **images([ids]), **given)
+    whole = ids + said[0, -STEPS:-1].tolist()
+    check_bounded(kept, [layer.kept_len for layer in cache.layers])
+    seen = seen_at_every_step(kept, 0, len(ids), len(whole))
+    seen[CROSS] = Seen(None, seen[CROSS].tokens)
+    want = dense_logits(model, whole, len(ids), seen, beside=image(0, len(whole), len(whole)))
+    assert apart(logits[0], want[len(ids) - 1 :]) < TOLERANCE
+
+
+REFUSED: dict[str, tuple[Method, str]] = {
+    "deepseek_v32": (KeyNorm(retention_tokens=12, decoding=12), r"an indexer, as layers \[0, 1"),
+    "gptj": (
+        StreamingLLM(retention_tokens=12, decoding=SnapKV().decoding_rule(12)),
+        r"must look at no queries .* layers \[0, 1, 2, 3\]; use the rule of StreamingLLM",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_that_cannot_be_bounded(name: str) -> None:
+    model, (policy, message) = builds()[name].model(), REFUSED[name]
+    cache = PolicyCache(policy)
+    with pytest.raises(UnsupportedModelError, match=message), cache.attached(model):
         pass
     assert cache.get_seq_length() == 0
     free = PolicyCache(KeyNorm(retention_tokens=12))
     with torch.no_grad(), free.attached(model):
         model(input_ids=torch.arange(5, 45)[None], past_key_values=free)
     assert free.get_seq_length() == 40
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("falcon_h1", "H2O"), ("gemma3n_text", "H2O"), ("gptj", "KeyDiff"), ("mllama", "SnapKV")],
+)
+def test_copies_and_files_go_on_where_the_answer_was(name: str, rule: str, tmp_path: Path) -> None:
+    """Between two choices; fixed buffers are not had there, and nothing is lost by asking."""
+    model, policy = model_of(name), (LOOKING | BLIND)[rule]
+    forced = torch.randint(1, 90, (2, STEPS), generator=torch.Generator().manual_seed(7))
+    whole = read(model, PolicyCache(policy, max_new_tokens=STEPS), ROWS, forced)
+    first = read(model, policy, ROWS, forced[:, :33]).cache
+    first.save(tmp_path / "cache")
+    for other in (copy.copy(first), PolicyCache.load(tmp_path / "cache"), first):
+        found = go_on(model, other, forced[:, 33:])
+        assert (found - whole.logits[:, 33:]).abs().max() <= TOLERANCE
+        assert held(other, 2) == held(whole.cache, 2)

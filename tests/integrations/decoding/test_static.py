@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.forward import static_decoding
+from kvpolicy.integrations.transformers.forward.decoding import static_rolling
 from kvpolicy.integrations.transformers.forward.decoding.choosing import Chosen
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.policies import H2O, RKV, TOVA, AdaKV, KeyDiff, SnapKV, StreamingLLM
@@ -88,7 +89,7 @@ def test_families(family: str, name: str) -> None:
     assert_same(want, generate(model, fixed, given, max_new_tokens=75))
 
 
-@pytest.mark.parametrize("name", ["H2O", "SnapKV", "StreamingLLM"])
+@pytest.mark.parametrize("name", ["H2O", "SnapKV", "StreamingLLM", "TOVA"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_what_is_compiled_is_compiled_once_for_all_intervals(
     backend: Counting, name: str, implementation: str
@@ -119,13 +120,53 @@ def test_inductor(model: PreTrainedModel) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize(("name", "owner"), [("SnapKV", static_decoding), ("TOVA", static_rolling)])
 def test_a_model_that_makes_another_mask_is_refused(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, name: str, owner: Any
 ) -> None:
-    monkeypatch.setattr(static_decoding, "observed_by", lambda mask, ring: mask)
-    cache = PolicyCache(POLICIES["SnapKV"], max_new_tokens=40)
+    monkeypatch.setattr(owner, "observed_by", lambda mask, ring: mask)
+    cache = PolicyCache(POLICIES[name], max_new_tokens=40)
     with pytest.raises(UnsupportedModelError, match="leave max_new_tokens of the cache at None"):
         generate(model, cache, batch_of(60), max_new_tokens=40)
+
+
+@pytest.mark.parametrize("prompts", [(60,), (9,), (9, 4), (40, 13)])
+@pytest.mark.parametrize("protect", [0, 3])
+def test_slots_that_are_given_up_one_by_one(
+    model: PreTrainedModel, prompts: tuple[int, ...], protect: int
+) -> None:
+    """Of prompts that fill the budget, or not, or in one row; what is held is shown in order."""
+    rule = bounded(TOVA, TOKENS, 1, protect=protect)
+    given, shown = batch_of(*prompts), []
+
+    class Looking:
+        def put(self, value: Tensor) -> None:
+            if cache.layers:
+                kept = held(cache, len(prompts))
+                assert all(head == sorted(head) for row in kept for each in row for head in each)
+                shown.append(kept)
+
+        def end(self) -> None:
+            """Nothing to do."""
+
+    cache = PolicyCache(rule, max_new_tokens=70)
+    looks = {"streamer": Looking()} if len(prompts) == 1 else {}
+    got = generate(model, cache, given, max_new_tokens=70, **looks)
+    want, grows = [], PolicyCache(rule)
+    assert_same(generate(model, grows, given, max_new_tokens=70), got)
+    assert_same_state(cache, grows)
+    for count in (3, 30, 50) if looks else ():
+        other = PolicyCache(rule)
+        generate(model, other, given, max_new_tokens=count)
+        want.append(held(other, 1))
+        # Before the choice that the next step begins with there is one entry more.
+        pairs = zip(shown[count], want[-1], strict=True)
+        assert all(
+            set(chosen) <= set(head)
+            for row, other_row in pairs
+            for each, other_each in zip(row, other_row, strict=True)
+            for head, chosen in zip(each, other_each, strict=True)
+        )
 
 
 class Forking:

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -23,6 +24,9 @@ from transformers import PreTrainedModel
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import (
+    H2O,
+    RKV,
+    TOVA,
     AdaKV,
     FastKV,
     FullContext,
@@ -32,6 +36,8 @@ from kvpolicy.policies import (
     SnapKV,
     StreamingLLM,
 )
+from tests.integrations.decoding.reading import Kept, held
+from tests.integrations.decoding.seen import seen_at_every_step
 from tests.integrations.fuzz.drawn_policies import RATES
 from tests.integrations.fuzz.side_by_side import Interrupted
 from tests.integrations.model.builds.catalogue import builds
@@ -53,12 +59,14 @@ class Kind:
             has to work.
         drops: whether tokens can be dropped at all.
         queries: whether policies can ask for queries.
+        bounded: whether answers can be.
     """
 
     names: tuple[str, ...]
     refused: frozenset[str] = frozenset()
     drops: bool = True
     queries: bool = True
+    bounded: bool = True
 
 
 STATES = frozenset({"crop", "padding"})
@@ -73,7 +81,7 @@ KINDS: dict[str, Kind] = {
     "distances": Kind(("inkling_text", "inkling2_text"), STATES | {"restart"}),
     "shared keys": Kind(("gemma3n_text", "gemma4_text_shared"), frozenset({"restart", "pyramid"})),
     "filled up": Kind(("gpt2",)),
-    "indexers": Kind(("deepseek_v32", "glm_moe_dsa"), frozenset({"pyramid"})),
+    "indexers": Kind(("deepseek_v32", "glm_moe_dsa"), frozenset({"pyramid"}), bounded=False),
     "chunks": Kind(("llama4_text",), frozenset({"restart"})),
     "BERT": Kind(("bert", "electra")),
     "no queries": Kind(("gptj", "falcon", "codegen"), drops=False, queries=False),
@@ -86,8 +94,8 @@ def built(name: str) -> PreTrainedModel:
 
 
 @st.composite
-def policies(draw: st.DrawFn, kind: Kind) -> CachePolicy:
-    """Policies that the kind takes."""
+def policies(draw: st.DrawFn, kind: Kind, bounded: bool) -> CachePolicy:
+    """Policies that the kind takes; with a bound on answers if they are to be ``bounded``."""
     rate = draw(RATES)
     keys_only = [FullContext(), StreamingLLM(rate), KeyDiff(rate, window_size=3)]
     queries = [SnapKV(rate, window_size=4, kernel_size=3), AdaKV(rate, window_size=4)]
@@ -98,6 +106,11 @@ def policies(draw: st.DrawFn, kind: Kind) -> CachePolicy:
     if not {"padding", "pyramid"} & kind.refused and kind.names != ("jetmoe",):
         dropping.append(PyramidInfer(min_context=4, decay_ratio=0.3))
     found = keys_only + (queries if kind.queries else [])
+    if bounded:
+        rules = [StreamingLLM, KeyDiff, *([SnapKV, H2O, TOVA, RKV] if kind.queries else [])]
+        tokens, every = draw(st.integers(9, 24)), draw(st.sampled_from([1, 2, 3, 7]))
+        rule = draw(st.sampled_from(rules))().decoding_rule(tokens, every)
+        return attrs.evolve(draw(st.sampled_from(found)), decoding=rule)
     return draw(st.sampled_from(found + (dropping if kind.queries and kind.drops else [])))
 
 
@@ -109,6 +122,8 @@ class Twin:
     said: list[int] = field(default_factory=list)
     turns: int = 0
     prompt_len: int = 0
+    # By the number of decoded tokens after which layers chose, what they held; 0 for the prompt.
+    kept: dict[int, Kept] = field(default_factory=dict)
 
 
 class KindConversation(RuleBasedStateMachine):
@@ -116,14 +131,15 @@ class KindConversation(RuleBasedStateMachine):
 
     Args:
         name: of the kind, of `KINDS`.
+        bounded: whether its answers are.
     """
 
     model: PreTrainedModel
     cache: PolicyCache
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, bounded: bool = False) -> None:
         super().__init__()
-        self.kind = KINDS[name]
+        self.kind, self.bounded = KINDS[name], bounded
         self.rows: list[Twin] = []
         self.mask: list[list[int]] = []
         self.appended = 0
@@ -131,7 +147,7 @@ class KindConversation(RuleBasedStateMachine):
     @initialize(data=st.data(), batch=st.integers(1, 3))
     def begin(self, data: st.DataObject, batch: int) -> None:
         self.model = built(data.draw(st.sampled_from(self.kind.names)))
-        policy = data.draw(policies(self.kind))
+        policy = data.draw(policies(self.kind, self.bounded))
         self.cache = PolicyCache(policy)
         self.rows = [Twin(PolicyCache(policy)) for _ in range(batch)]
         self.mask = [[] for _ in range(batch)]
@@ -146,7 +162,9 @@ class KindConversation(RuleBasedStateMachine):
             for old, row in zip(self.mask, new, strict=True)
         ]
         found = self._forward(self.cache, ids, torch.tensor(self.mask), act)
-        self.appended = 0 if act else self.appended + longest
+        tokens = self.cache.reader.tokens
+        assert tokens is not None
+        self.appended = tokens.appended.shape[1]
         for index, (twin, row) in enumerate(zip(self.rows, new, strict=True)):
             twin.said += row
             alone = torch.ones(1, len(twin.said), dtype=torch.int64)
@@ -154,17 +172,19 @@ class KindConversation(RuleBasedStateMachine):
             assert apart(found[index, -1], want[0, -1]) < TOLERANCE
             if act:
                 twin.turns += 1
-                twin.prompt_len = len(twin.said)
+                twin.prompt_len, twin.kept = len(twin.said), {}
+            if not self.appended:
+                twin.kept[len(twin.said) - twin.prompt_len] = held(twin.cache, 1)
             self._check_held(index, twin)
             # After a restart the tokens stand elsewhere than in the row.
             if twin.turns == 1 and not self.cache.policy.propagation.restarts:
                 self._check_dense(twin, want[0, -1])
 
-    def _forward(self, held: PolicyCache, ids: Tensor, mask: Tensor, act: bool) -> Tensor:
-        if act and held.get_seq_length():
-            held.start_turn()
-        with torch.no_grad(), held.attached(self.model):
-            said: Any = self.model(input_ids=ids, attention_mask=mask, past_key_values=held)
+    def _forward(self, store: PolicyCache, ids: Tensor, mask: Tensor, act: bool) -> Tensor:
+        if act and store.get_seq_length():
+            store.start_turn()
+        with torch.no_grad(), store.attached(self.model):
+            said: Any = self.model(input_ids=ids, attention_mask=mask, past_key_values=store)
         return said.logits
 
     def _check_held(self, index: int, twin: Twin) -> None:
@@ -179,7 +199,10 @@ class KindConversation(RuleBasedStateMachine):
                 assert own[own >= 0].tolist() == want[want >= 0].tolist()
 
     def _check_dense(self, twin: Twin, found: Tensor) -> None:
-        seen = seen_after(twin.cache, 0, twin.prompt_len, len(twin.said))
+        if self.cache.policy.decoding is None:
+            seen = seen_after(twin.cache, 0, twin.prompt_len, len(twin.said))
+        else:
+            seen = seen_at_every_step(twin.kept, 0, twin.prompt_len, len(twin.said))
         tiled = self.kind.names == ("jetmoe",)
         want = dense_logits(self.model, twin.said, twin.prompt_len, seen, tiled=tiled)
         assert apart(found, want[-1]) < TOLERANCE
@@ -255,7 +278,8 @@ class KindConversation(RuleBasedStateMachine):
 
     def _forward_nothing_before_saving(self) -> None:
         """A copy does not know what model filled it, until it has read something itself."""
-        self._read([[11]] * len(self.rows), act=False)
+        # Another one each time: without rotary embedding keys of one token are ties.
+        self._read([[1 + len(self.mask[0]) % 89]] * len(self.rows), act=False)
 
     @rule(data=st.data())
     def take_rows(self, data: st.DataObject) -> None:

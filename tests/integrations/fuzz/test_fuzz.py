@@ -60,11 +60,18 @@ def test_conversations_with_every_kind_of_layer(name: str) -> None:
     go_on(lambda: kinds_machine.KindConversation(name), 6)
 
 
+@pytest.mark.parametrize(
+    "name", [name for name, kind in kinds_machine.KINDS.items() if kind.bounded]
+)
+def test_conversations_whose_answers_are_bounded(name: str) -> None:
+    go_on(lambda: kinds_machine.KindConversation(name, bounded=True), 4)
+
+
 def go_on(machine: Callable[[], RuleBasedStateMachine], examples: int) -> None:
     """Quickly, or for the machine's share of FUZZ_MINUTES."""
     if not MINUTES:
         quickly(machine, examples)
-    end = time.monotonic() + 60 * MINUTES / (len(KINDS) + len(kinds_machine.KINDS))
+    end = time.monotonic() + 60 * MINUTES / (len(KINDS) + 2 * len(kinds_machine.KINDS))
     while time.monotonic() < end:
         run(machine, max_examples=50, stateful_step_count=20)
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.state.packed import Packed
 from tests.reference import PAD_TOKEN_ID, Method, ReferenceState, TurnResult
 from tests.reference.attention import Entry, masked_softmax
 from tests.reference.decoder import finish_layer, project
@@ -219,6 +220,8 @@ class Comparison:
             slot_bytes = 2 * 4 * held.keys.shape[3]
             tokens = sum(len(head) for row in self.rows for head in row.cache[layer])
             slots = self.batch * kv_heads * (width + self.appended)
+            if isinstance(held.held, Packed):  # what was chosen has no padding
+                slots -= int((held.positions[:, :, :width] < 0).sum())
             assert held.kept_len == width + self.appended
             assert line.seen == sum(row.seen for row in self.rows)
             assert line.kept == tokens / kv_heads

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.integrations.transformers.forward.append import Forward
 from kvpolicy.integrations.transformers.forward.decoding.choosing import Held
-from kvpolicy.integrations.transformers.model.routing import AttentionInputs
+from kvpolicy.integrations.transformers.model.routing import AttentionInputs, without_queries
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
@@ -33,7 +33,11 @@ class DecodingForward(Forward):
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """As `Forward.update`; where queries are needed, an attention function is to show them."""
         given = super().update(index, keys, values)
-        if self._chooses or self._decoding.num_queries != 0:
+        layer = self.layers[index]
+        if not layer.shows_queries:  # it attends to what it is handed, whatever is kept of it
+            if self._chooses:
+                self._choose(index, without_queries(layer.query_heads, *given), given)
+        elif self._chooses or self._decoding.num_queries != 0:
             self._pending = given
         return given
 
@@ -45,8 +49,12 @@ class DecodingForward(Forward):
         layer.query_heads = inputs.queries.shape[1]
         if asked != 0:
             layer.observed = layer.observed.noted(inputs.queries, self.tokens.seen, asked)
-        if not self._chooses:
-            return
+        if self._chooses:
+            self._choose(index, inputs, stored)
+
+    def _choose(self, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]) -> None:
+        """Let a layer choose among all that it holds, which is ``stored``."""
+        layer = self.layers[index]
         held = Held(
             layer=layer,
             index=index,

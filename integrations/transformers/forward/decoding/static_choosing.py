@@ -101,11 +101,7 @@ class StaticChoice:
         # A token's queries are all there or none.
         missing = [each[..., 0].isnan().any().to(home) for each in shown]
         if bool(torch.stack(missing).any()):
-            raise UnsupportedModelError(
-                "model must hand the mask of a layer to its attention function as it is where a "
-                "policy looks at the queries of an answer, but did not show them all; leave "
-                "max_new_tokens of the cache at None"
-            )
+            raise not_shown()
 
     def choose(self, layers: Sequence[PolicyLayer], tokens: SeenTokens) -> None:
         """Let every layer choose, and keep it pending."""
@@ -157,3 +153,12 @@ class StaticChoice:
         needed = self.capacity_for(index, layer)
         varies = layer.ragged or self.windows[index] is not None
         return needed == capacity or (needed < capacity and varies)
+
+
+def not_shown() -> UnsupportedModelError:
+    """What to say of a model whose attention has not shown the queries of every step."""
+    return UnsupportedModelError(
+        "model must hand the mask of a layer to its attention function as it is where a policy "
+        "looks at the queries of an answer, but did not show them all; leave max_new_tokens of the "
+        "cache at None"
+    )

@@ -1,0 +1,322 @@
+"""Decoding into slots that are given up one by one: a token takes the place of another.
+
+Where a rule chooses at every step by what the last query attends to, and one entry goes, nothing
+has to be moved: the next token is written where the one stood that goes. So slots are in no order
+while an answer is decoded; who looks at a layer meanwhile gets them sorted (`PolicyLayer.loosen`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvpolicy.decoding import DecodingEviction
+from kvpolicy.integrations.transformers.forward.decoding.static_choosing import not_shown
+from kvpolicy.integrations.transformers.model.masks import Visibility
+from kvpolicy.integrations.transformers.model.observing import observed_by
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.observed import Observed
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.policies import GQAGroupSelector, LastQueryScorer
+from kvpolicy.selection import gather_slots
+
+
+def takes_places(decoding: DecodingEviction) -> bool:
+    """Whether a rule lets the entry go, at every step, that the last query attends to least."""
+    return (
+        decoding.every == 1
+        and type(decoding.scorer) is LastQueryScorer
+        and type(decoding.selector) is GQAGroupSelector
+        and decoding.selector.protected_tail == 1
+    )
+
+
+@attrs.define(eq=False)
+class Places:
+    """Which token stands in which slot, and which goes next; of all layers at once.
+
+    Args:
+        held: ``[layers, batch, kv_heads, capacity]`` int64 positions, -1 on free slots.
+        slots: ``[layers, batch, kv_heads]`` int64: where the token at hand goes.
+        products: float32 ``[layers, batch, query_heads, capacity]``, of the last query with every
+            key, scaled; NaN until they are written.
+        masks: ``[layers, 1 or batch, 1 or query_heads, 1, capacity]``, as of `Visibility`; of 1
+            where all hold equally many.
+        softcap: Of the scores, the same in all layers.
+        protected: First tokens of the context that stay.
+        free: The most free slots of a head.
+    """
+
+    held: Tensor
+    slots: Tensor
+    products: Tensor
+    masks: Tensor
+    softcap: float | None
+    protected: int
+    free: int
+
+    @staticmethod
+    def of(
+        layers: Sequence[PolicyLayer],
+        tokens: SeenTokens,
+        implementation: str,
+        capacity: int,
+        protected: int,
+    ) -> Places:
+        """Those of layers that hold fewer tokens than there are slots."""
+        places, masks = [], []
+        heads, scores = layers[0].query_heads, layers[0].scores
+        assert scores is not None
+        for layer in layers:
+            positions = layer.positions
+            assert positions is not None
+            places.append(pad(positions, (0, capacity - positions.shape[2]), value=-1))
+            lengths = tokens.lengths.to(positions.device)[:, None]
+            mask = Visibility(places[-1], lengths, heads).mask(implementation, layer.dtype)
+            assert isinstance(mask, Tensor)  # those of `IMPLEMENTATIONS` are
+            masks.append(mask.expand(-1, heads, -1, -1))
+        held, shown = torch.stack(places), torch.stack(masks)
+        if bool((held[:, :1, :1] < 0).eq(held < 0).all()):  # and will be: rows go in step
+            shown = shown[:, :1, :1].contiguous()
+        shape = (*held.shape[:2], heads, capacity)
+        return Places(
+            held=held,
+            slots=(held < 0).to(torch.uint8).argmax(dim=-1),
+            products=torch.full(shape, torch.nan, device=held.device),
+            masks=shown,
+            softcap=scores.softcap,
+            protected=protected,
+            free=int((held < 0).sum(dim=-1).max()),
+        )
+
+    def choose(self) -> None:
+        """Find each head's slot for the next token: a free one, or that of the least attended to.
+
+        What stood there is forgotten; asked again, the slot is free.
+        """
+        seen = self._attention()
+        if self.protected:
+            seen.masked_fill_((self.held >= 0) & (self.held < self.protected), torch.inf)
+        seen.scatter_(3, self.slots[..., None], torch.inf)  # the last token stays
+        if self.free:
+            seen.masked_fill_(self.held < 0, -1.0)
+        least = seen.amin(dim=-1, keepdim=True)
+        # Among equals the earlier stays.
+        self.slots.copy_(self.held.masked_fill(seen > least, -2).argmax(dim=-1))
+        self.held.scatter_(3, self.slots[..., None], -1)
+
+    def _attention(self) -> Tensor:
+        """``[layers, batch, kv_heads, capacity]``, the mean over the query heads of a group."""
+        logits, softcap = self.products, self.softcap
+        if softcap is not None:
+            logits = (logits / softcap).tanh() * softcap
+        group = logits.shape[2] // self.held.shape[2]
+        if self.free:
+            unused = (self.held < 0).repeat_interleave(group, dim=2)
+            logits = logits.masked_fill(unused, torch.finfo(torch.float32).min)
+        layers, batch, kv_heads, capacity = self.held.shape
+        weights = logits.softmax(dim=-1).view(layers, batch, kv_heads, group, capacity)
+        return weights.mean(dim=3)
+
+    def advance(self, positions: Tensor) -> None:
+        """Let the token at ``positions`` ``[batch, 1]`` stand where there is room."""
+        layers, _, kv_heads, _ = self.held.shape
+        new = positions[None, :, None].to(self.held.device).expand(layers, -1, kv_heads, -1)
+        self.held.scatter_(3, self.slots[..., None], new)
+        if not self.free:
+            return
+        rows, heads = self.masks.shape[1:3]
+        shown = self.slots[:, :rows]
+        shown = shown.repeat_interleave(heads // kv_heads, 2) if heads > 1 else shown[:, :, :1]
+        self.masks.scatter_(4, shown[..., None, None], self.masks.dtype == torch.bool)
+        self.free -= 1
+
+    def forget(self, positions: Tensor) -> None:
+        """Let tokens at ``positions`` ``[batch]`` stand nowhere."""
+        self.held.masked_fill_(self.held == positions[None, :, None, None].to(self.held.device), -1)
+
+
+@attrs.define(eq=False)
+class RollingQueries:
+    """Takes a layer's last query, and what it says of the keys while these are at hand.
+
+    Args:
+        keys: ``[batch, kv_heads, capacity, head_dim]``.
+        query: ``[batch, query_heads, 1, head_dim]``.
+        products: float32 ``[batch, query_heads, capacity]``, scaled.
+        scaling: Of products.
+    """
+
+    keys: Tensor
+    query: Tensor
+    products: Tensor
+    scaling: float
+
+    def write(self, queries: Tensor) -> None:
+        """Take that of one token, ``[batch, query_heads, 1, head_dim]``, whose key is written."""
+        self.query.copy_(queries)
+        # As `query_key_products`, but into the memory there is.
+        keys = self.keys.float().flatten(0, 1)
+        scaled = (queries.float() * self.scaling).view(len(keys), -1, keys.shape[2])
+        torch.bmm(scaled, keys.transpose(1, 2), out=self.products.view(*scaled.shape[:2], -1))
+
+
+@attrs.define(eq=False)
+class RollingKeys:
+    """Buffers that a layer's keys and values are written into, each head's where it has room.
+
+    Args:
+        keys: ``[batch, kv_heads, capacity, head_dim]``.
+        values: Likewise.
+        slot: ``[batch, kv_heads]`` int64.
+        filled: ``[1]`` int64: tokens written since layers last chose.
+        mask: What the token at hand sees of the slots, its own among them.
+        queries: Who is shown the query.
+    """
+
+    keys: Tensor
+    values: Tensor
+    slot: Tensor
+    filled: Tensor
+    mask: Tensor
+    queries: RollingQueries
+
+    def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write one token; returns the whole buffers, whose free slots the mask hides."""
+        slot = self.slot[..., None, None]
+        self.keys.scatter_(2, slot.expand(-1, -1, 1, keys.shape[3]), keys)
+        self.values.scatter_(2, slot.expand(-1, -1, 1, values.shape[3]), values)
+        self.filled.add_(1)
+        return self.keys, self.values
+
+
+@attrs.define(eq=False)
+class RollingDecoding:
+    """The decoding of one answer, in the place of a `StaticDecoding`.
+
+    Args:
+        layers: Every layer's buffers.
+        positions: ``[batch, 1]`` int64: rotary positions of the token at hand, where a restart left
+            tokens out; None where they are those that the model is given.
+        places: What stands where.
+        filled: ``[layers, 1]`` int64, those of the layers.
+        steps: Tokens whose forward has been asked for since layers last chose, 0 or 1.
+        checked: Whether attention has been seen to show its queries.
+    """
+
+    layers: list[RollingKeys]
+    positions: Tensor | None
+    places: Places
+    filled: Tensor
+    steps: int = 0
+    checked: bool = False
+
+    room = 1
+    choice = None
+    rests = False
+
+    @staticmethod
+    def of(
+        layers: Sequence[PolicyLayer],
+        tokens: SeenTokens,
+        windows: Sequence[int | None],
+        implementation: str,
+        decoding: DecodingEviction,
+    ) -> RollingDecoding | None:
+        """Take up what a prompt has left; None where layers cannot be decoded like this.
+
+        Args:
+            layers: What each layer holds.
+            tokens: Those seen.
+            windows: Each layer's sliding window; None where it sees all.
+            implementation: The model's attention implementation.
+            decoding: What bounds the layers.
+        """
+        most = decoding.most_tokens
+        if not takes_places(decoding) or most is None or tokens.appended.shape[1]:
+            return None
+        # Of a prompt there may be more, which the first choice ends.
+        fits = all(layer.kept_len <= most for layer in layers)
+        if not fits or not _are_alike(layers) or any(each is not None for each in windows):
+            return None
+        first = decoding.selector.protected_first
+        places = Places.of(layers, tokens, implementation, most + 1, first)
+        filled = places.slots.new_zeros(len(layers), 1)
+        buffers = []
+        for index, layer in enumerate(layers):
+            keys, values = layer.claim(most + 1)
+            products, slot = places.products[index], places.slots[index]
+            query = keys.new_zeros(keys.shape[0], layer.query_heads, 1, keys.shape[3])
+            assert layer.scores is not None
+            queries = RollingQueries(keys, query, products, layer.scores.scaling)
+            mask = observed_by(places.masks[index], queries)
+            for tensor in (keys, values, products, slot, query, mask, filled[index]):
+                # One address for as long as it lives, which CUDA graphs have to be told.
+                torch._dynamo.mark_static_address(tensor)
+            buffers.append(RollingKeys(keys, values, slot, filled[index], mask, queries))
+        positions = None if tokens.skipped is None else torch.zeros_like(tokens.lengths)[:, None]
+        return RollingDecoding(buffers, positions, places, filled)
+
+    def advance(self, positions: Tensor, rotary: Tensor) -> None:
+        """See `StaticDecoding.advance`."""
+        self.places.advance(positions)
+        if self.positions is not None:
+            self.positions.copy_(rotary)
+        self.steps += 1
+
+    def follow(self, layers: Sequence[PolicyLayer], tokens: SeenTokens) -> None:
+        """See `StaticDecoding.follow`; what the layers hold is in no order."""
+        for index, layer in enumerate(layers):
+            layer.follow(tokens)
+            layer.loosen(functools.partial(self._sorted, index, tokens.appended.shape[1]))
+
+    def choose(self) -> None:
+        """Let one entry of every head go, where there is no room for another.
+
+        Raises:
+            UnsupportedModelError: Attention did not show its queries.
+        """
+        if not self.checked:
+            if bool(self.places.products.isnan().any()):
+                raise not_shown()
+            self.checked = True
+        self.places.choose()
+        self.filled.zero_()
+        self.steps = 0
+
+    def unwritten(self) -> int:
+        """See `StaticDecoding.unwritten`."""
+        return self.steps - int(self.filled.min())
+
+    def read_queries(self, layers: Sequence[PolicyLayer], seen: int) -> None:
+        """See `StaticDecoding.read_queries`."""
+        for layer, buffers in zip(layers, self.layers, strict=True):
+            query = buffers.queries.query.clone()
+            layer.observed = Observed(query, seen) if self.steps else Observed()
+
+    def _sorted(self, index: int, appended: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A layer's keys and values by position, and the positions without those appended."""
+        places, buffers = self.places.held[index], self.layers[index]
+        count = int((places >= 0).sum(dim=-1).max())
+        positions, order = places.sort(dim=-1)
+        positions, order = positions[..., -count:], order[..., -count:]
+        order = order.masked_fill(positions < 0, -1)
+        keys, values = gather_slots(buffers.keys, order), gather_slots(buffers.values, order)
+        return keys, values, positions[..., : count - appended]
+
+
+def _are_alike(layers: Sequence[PolicyLayer]) -> bool:
+    """Whether layers are of one shape, on one device, and cap scores alike, without sinks."""
+    found = set()
+    for layer in layers:
+        if layer.held is None or layer.scores is None or layer.scores.sinks is not None:
+            return False
+        batch, kv_heads, _, head_dim = layer.held.shape
+        softcap = layer.scores.softcap
+        found.add((batch, kv_heads, head_dim, layer.query_heads, layer.device, softcap))
+    return len(found) == 1

@@ -1,0 +1,188 @@
+"""How a layer's keys and values are held where its rows and heads keep unlike numbers of tokens."""
+
+from __future__ import annotations
+
+import itertools
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.integrations.transformers.state.storage import GROWTH_SHARE, Held, Plain, Storage
+
+
+def wastes_slots(positions: Tensor, tokens: int) -> bool:
+    """Whether padding to one length would take more than a layer may hold beside its tokens.
+
+    Args:
+        positions: ``[batch, kv_heads, kept_len]`` of what is kept, -1 on padding.
+        tokens: How many of them are no padding.
+    """
+    return positions.numel() - tokens > positions.numel() * GROWTH_SHARE
+
+
+@attrs.frozen(eq=False)
+class Packed(Held):
+    """Tokens of unlike numbers a row and head without padding, then those appended since.
+
+    What a policy keeps stands head by head behind each other. Every head gets as many appended
+    tokens as the others, so that these are held as anywhere and nothing is packed anew for them.
+
+    Args:
+        storage: How both are held.
+        chosen: What was kept: ``[1, 1, total, head_dim]``, row by row, in it head by head, in it
+            the head's tokens in their order.
+        lengths: ``[batch * kv_heads]`` int64, the tokens of each, on the device of attention.
+        counts: The same as numbers.
+        width: Slots per row and head of what was kept, at least the most of these.
+        recent: What came since: ``[batch, kv_heads, new_len, head_dim]``.
+    """
+
+    storage: Storage
+    chosen: Held
+    lengths: Tensor
+    counts: tuple[int, ...]
+    width: int
+    recent: Held
+
+    @staticmethod
+    def of(
+        storage: Storage, keys: Tensor, values: Tensor, kept: Tensor, appended: int = 0
+    ) -> Packed:
+        """Hold some slots of a layer.
+
+        Args:
+            storage: How they are held.
+            keys: ``[batch, kv_heads, key_len, head_dim]``.
+            values: Likewise.
+            kept: ``[batch, kv_heads or 1, kept_len]``, the slots, -1 on the left for none.
+            appended: How many of the last slots came since, and are held of every head.
+
+        Example:
+            >>> from kvpolicy.integrations.transformers import PlainStorage
+            >>> keys, kept = torch.ones(1, 2, 5, 4), torch.tensor([[[-1, 2], [0, 4]]])
+            >>> held = Packed.of(PlainStorage(), keys, keys, kept)
+            >>> held.shape, held.nbytes()  # 3 tokens, not 4
+            (torch.Size([1, 2, 2, 4]), 96)
+        """
+        kept = kept.expand(-1, keys.shape[1], -1)
+        since = keys.shape[2] - appended
+        rows, heads, places = (kept >= 0).nonzero(as_tuple=True)
+        at = rows, heads, kept[rows, heads, places]
+        lengths = (kept >= 0).sum(dim=2).flatten()
+        return Packed(
+            storage,
+            storage.hold(keys[at][None, None], values[at][None, None]),
+            lengths,
+            tuple(lengths.tolist()),
+            kept.shape[2],
+            storage.hold(keys[:, :, since:], values[:, :, since:]),
+        )
+
+    @property
+    def shape(self) -> torch.Size:
+        """See `Held.shape`."""
+        batch, heads, count, dim = self.recent.shape
+        return torch.Size((batch, heads, self.width + count, dim))
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """See `Held.widths`."""
+        return self.recent.widths
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Held.dtype`."""
+        return self.recent.dtype
+
+    @property
+    def capacity(self) -> int:
+        """See `Held.capacity`."""
+        return self.width + self.recent.capacity
+
+    @property
+    def slots(self) -> int:
+        """See `Held.slots`."""
+        return sum(self.counts) + self.recent.slots
+
+    def parts(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """What was kept and what came since, where attention needs them: keys and values of each.
+
+        Returns:
+            Tensors ``[total, head_dim]`` and ``[batch, kv_heads, new_len, head_dim]``, which may be
+            views.
+        """
+        keys, values = self.chosen.read()
+        return (keys[0, 0], values[0, 0]), self.recent.read()
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """See `Held.read`; copies, with zeros on slots that hold nothing."""
+        chosen, recent = self.parts()
+        keys, values = (self._unpacked(*each) for each in zip(chosen, recent, strict=True))
+        return keys, values
+
+    def _unpacked(self, chosen: Tensor, recent: Tensor) -> Tensor:
+        batch, heads, count, dim = recent.shape
+        width = self.width
+        whole = chosen.new_zeros(batch * heads, width + count, dim)
+        if chosen.device.type == "cpu":  # where a copy of a block is the fastest
+            for head, tokens in enumerate(torch.split(chosen, list(self.counts))):
+                whole[head, width - len(tokens) : width] = tokens
+        else:  # where every call costs
+            ends = torch.arange(batch * heads, device=chosen.device) * (width + count) + width
+            shifts = (ends - self.lengths.cumsum(0)).repeat_interleave(
+                self.lengths, output_size=len(chosen)
+            )
+            places = torch.arange(len(chosen), device=chosen.device) + shifts
+            whole.view(-1, dim).index_copy_(0, places, chosen)
+        whole = whole.view(batch, heads, width + count, dim)
+        whole[:, :, width:] = recent
+        return whole
+
+    def unpacked(self) -> Plain:
+        """The same with as many slots for every row and head as for the one that has most."""
+        keys, values = self.read()
+        return Plain.of(keys, values, keys.device)
+
+    def appended(self, keys: Tensor, values: Tensor) -> Held:
+        """See `Held.appended`."""
+        return attrs.evolve(self, recent=self.recent.appended(keys, values))
+
+    def with_room(self, count: int) -> Held:
+        """See `Held.with_room`."""
+        return attrs.evolve(self, recent=self.recent.with_room(count))
+
+    def first(self, count: int) -> Held:
+        """See `Held.first`."""
+        recent = self.recent.first(max(count - self.width, 0))
+        cut = max(self.width - count, 0)
+        if not cut:
+            return attrs.evolve(self, recent=recent)
+        counts = [max(each - cut, 0) for each in self.counts]
+        return attrs.evolve(self._taken(range(len(counts)), counts, recent), width=self.width - cut)
+
+    def rows(self, rows: Tensor) -> Held:
+        """See `Held.rows`."""
+        heads = self.shape[1]
+        taken = [row * heads + head for row in rows.tolist() for head in range(heads)]
+        return self._taken(taken, [self.counts[each] for each in taken], self.recent.rows(rows))
+
+    def _taken(self, taken: range | list[int], counts: list[int], recent: Held) -> Packed:
+        """The first ``counts`` tokens of each of some rows' heads, by their places."""
+        keys, values = self.chosen.read()
+        ends = list(itertools.accumulate(self.counts))
+        lengths = torch.tensor(counts, dtype=torch.int64)
+        starts = torch.tensor([ends[each] - self.counts[each] for each in taken], dtype=torch.int64)
+        shifts = (starts + lengths - lengths.cumsum(0)).repeat_interleave(lengths)
+        slots = (torch.arange(sum(counts)) + shifts).to(keys.device)
+        chosen = self.storage.hold(keys.index_select(2, slots), values.index_select(2, slots))
+        at = self.lengths.device
+        return Packed(self.storage, chosen, lengths.to(at), tuple(counts), self.width, recent)
+
+    def nbytes(self) -> int:
+        """See `Held.nbytes`."""
+        return self.chosen.nbytes() + self.recent.nbytes()
+
+    def taken_nbytes(self) -> int:
+        """See `Held.taken_nbytes`."""
+        return self.chosen.taken_nbytes() + self.recent.taken_nbytes()

@@ -1,0 +1,53 @@
+"""Keys that say twice what others say: against slow loops, over several runs and blocks."""
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy import LayerContext
+from kvpolicy.policies import RedundancyScorer
+from kvpolicy.policies.scorers import redundancy
+from tests.reference.decoding import softmax
+
+from .support import random_layer, rows_of
+
+
+def with_copies(context: LayerContext, seed: int) -> LayerContext:
+    """Every third key is nearly that of another place, so that most have several likenesses."""
+    generator = torch.Generator().manual_seed(seed)
+    length = context.key_len
+    other = torch.randint(0, length, (length,), generator=generator)
+    other = torch.where(torch.arange(length) % 3 == 0, other, torch.arange(length))
+    noise = 0.1 * torch.randn(context.keys.shape, generator=generator)
+    return attrs.evolve(context, keys=context.keys[:, :, other] + noise)
+
+
+def slow(keys: Tensor, threshold: float) -> list[float]:
+    """Softmax over keys ``[len, head_dim]`` of their mean cosine, the newest copy left out."""
+    unit = keys.double() / keys.double().norm(dim=-1, keepdim=True)
+    sums = [0.0] * len(unit)
+    for row, likeness in enumerate((unit @ unit.T).tolist()):
+        alike = [key for key, each in enumerate(likeness) if each > threshold and key != row]
+        for key, each in enumerate(likeness):
+            sums[key] += 0.0 if key in (row, max(alike, default=row)) else each
+    return softmax([total / len(unit) for total in sums])
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 0.97, 1.0])
+@pytest.mark.parametrize("block_bytes", [1 << 22, 1 << 16, 1 << 10])
+def test_redundancy_is_that_of_slow_loops(
+    monkeypatch: pytest.MonkeyPatch, threshold: float, block_bytes: int
+) -> None:
+    """Blocks of several heads, of one, and of a few keys; the last run is not full."""
+    monkeypatch.setitem(redundancy.BLOCK_BYTES, "cpu", block_bytes)
+    lens = (213, 150)
+    context = with_copies(random_layer(3, lens, query_len=4), 5)
+    scorer = RedundancyScorer(window_size=1, kernel_size=1, importance=0.0, threshold=threshold)
+    before, found = context.keys.clone(), rows_of(scorer.score(context), lens)
+    assert torch.equal(context.keys, before)
+    for row, length in enumerate(lens):
+        for head in range(3):
+            want = slow(context.keys[row, head, -length:], threshold)
+            got = [-each for each in found[row][head][:-1]]
+            assert got == pytest.approx(want[:-1], rel=1e-4)
