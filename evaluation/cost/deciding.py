@@ -13,6 +13,7 @@ from kvpolicy.context import LayerContext
 from kvpolicy.evaluation.cost.live_bytes import LiveBytes
 from kvpolicy.evaluation.cost.model_shape import LayerShape
 from kvpolicy.policy import CachePolicy
+from kvpolicy.rotary import PlainRotary
 
 # Lengths at which what depends on numbers is really run: what it holds grows with the length.
 SHORT, LONGER = 256, 512
@@ -108,6 +109,10 @@ def _context(
         return torch.randn(1, heads, length, width, device=device).to(dtype)
 
     positions = torch.arange(key_len, device=device).expand(1, layer.kv_heads, -1)
+    weight = None
+    if policy.needs_output_weight:
+        hidden = layer.query_heads * layer.value_dim
+        weight = torch.zeros(layer.query_heads, layer.value_dim, hidden, dtype=dtype, device=device)
     return LayerContext(
         layer_idx=place[0],
         num_layers=place[1],
@@ -118,11 +123,19 @@ def _context(
         new_valid=torch.ones(1, key_len, dtype=torch.bool, device=device),
         seen_len=(key_len,),
         scaling=layer.key_dim**-0.5,
+        history=tuple(
+            torch.rand(1, layer.query_heads, key_len, device=device)
+            for _ in range(min(policy.history_layers, place[0]))
+        ),
+        rotary=PlainRotary(layer.key_dim) if policy.needs_rotary else None,
+        output_weight=weight,
     )
 
 
 def _tensors(context: LayerContext) -> list[Tensor]:
-    return [context.queries, context.keys, context.values, context.positions, context.new_valid]
+    found = [context.queries, context.keys, context.values, context.positions, context.new_valid]
+    weight = context.output_weight
+    return [*found, *context.history, *([] if weight is None else [weight])]
 
 
 def _measured(policy: CachePolicy, context: LayerContext, *, scores: bool = True) -> int:

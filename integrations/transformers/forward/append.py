@@ -262,6 +262,17 @@ class Forward:
             name: None if "mask" in name or isinstance(value, Cache) else value
             for name, value in self._reaching(kwargs).items()
         }
+        if isinstance(layer, IndexedLayer):  # whose indexer reads its mask
+            mask = causal_mask(
+                last.shape[0],
+                last.shape[0],
+                implementation=self.implementation,
+                dtype=hidden.dtype,
+                device=hidden.device,
+                spare=False,
+            )
+            assert isinstance(mask, Tensor)
+            here["attention_mask"] = mask.expand(hidden.shape[0], -1, -1, -1)
         attention = self._asked.parts.attentions[index]
         assert attention is not None
         entering = Entering(

@@ -21,6 +21,7 @@ from kvpolicy.policies import (
     TokenSelectivePropagation,
 )
 from tests.families import FAMILIES, Family
+from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.support.asking import TurnedBackScorer
 from tests.integrations.support.conversation import left_padded
 from tests.reference import random_tokens
@@ -105,6 +106,12 @@ def latent(attention: Any, output: Tensor) -> Tensor:
     return output[:, None, :, attention.kv_lora_rank :]
 
 
+def latent_by_twos(attention: Any, output: Tensor) -> Tensor:
+    """Of DeepSeek V3's: queries and keys are brought into another order to be turned."""
+    found = latent(attention, output)
+    return torch.cat([found[..., ::2], found[..., 1::2]], dim=-1)
+
+
 PROJECTION = seen_by(("k_proj",), heads)
 NORM = seen_by(("k_norm",), of_tokens_first)
 FAMILY_KEYS: dict[str, Any] = {
@@ -122,7 +129,10 @@ FAMILY_KEYS: dict[str, Any] = {
     "smollm3": PROJECTION,
     "gpt_neox": seen_by(("query_key_value",), thirds),
     "deepseek_v2": seen_by(("kv_a_proj_with_mqa",), latent),
+    "deepseek_v3": seen_by(("kv_a_proj_with_mqa",), latent_by_twos),
+    "deepseek_v32": seen_by(("kv_a_proj_with_mqa",), latent_by_twos),  # with an indexer
     "qwen3_next": NORM,
+    "falcon_h1": PROJECTION,  # side by side with a recurrence
 }
 
 
@@ -170,7 +180,8 @@ class Comparing(Scorer):
 
 
 def build(name: str) -> PreTrainedModel:
-    return (SCALED.get(name) or FAMILIES[name]).build(seed=1)
+    family = SCALED.get(name) or FAMILIES.get(name)
+    return builds()[name].model() if family is None else family.build(seed=1)
 
 
 def read(model: PreTrainedModel, cache: PolicyCache, seed: int, *lens: int) -> None:
