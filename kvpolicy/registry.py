@@ -54,7 +54,7 @@ def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
 
     Example:
         >>> list(registered("selector"))[:4]
-        ['adaptive_head', 'global_threshold', 'gqa_group', 'keep_all']
+        ['adaptive_head', 'critical', 'first_layers_whole', 'global_threshold']
     """
     if kind is not None and kind not in _KINDS:
         raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {kind!r}")
