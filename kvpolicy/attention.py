@@ -144,3 +144,21 @@ def group_mean(saliency: Tensor, kv_heads: int) -> Tensor:
     batch, query_heads, key_len = saliency.shape
     grouped = saliency.view(batch, kv_heads, -1, key_len)
     return sum_of_heads(grouped) / (query_heads // kv_heads)
+
+
+def standardized(saliency: Tensor, scored: Tensor) -> Tensor:
+    """Saliencies at mean 0 and deviation 1 over the tokens that are scored; 0 where all are equal.
+
+    Args:
+        saliency: float ``[batch, heads, length]``.
+        scored: bool ``[batch, heads or 1, length]``, the tokens of which mean and deviation are.
+
+    Returns:
+        float32 of the same shape; what is not scored is brought to the same scale.
+    """
+    # In float64, since rows with padding have to give what they give alone.
+    exact = saliency.double()
+    count = scored.sum(dim=-1, keepdim=True).clamp(min=1)
+    centered = exact - exact.masked_fill(~scored, 0.0).sum(dim=-1, keepdim=True) / count
+    deviation = centered.masked_fill(~scored, 0.0).square().sum(dim=-1, keepdim=True) / count
+    return (centered / (deviation.sqrt() + 1e-8)).float()

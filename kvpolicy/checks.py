@@ -53,6 +53,20 @@ def check_rate(name: str, value: object, *, zero: bool = False) -> float:
     return float(value)
 
 
+def check_amount(name: str, value: object) -> float:
+    """Return ``value`` if it is a finite number of at least 0.
+
+    Raises:
+        TypeError: ``value`` is not a real number.
+        ValueError: ``value`` is below 0 or not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    if not 0.0 <= float(value) < float("inf"):
+        raise ValueError(f"{name} must be at least 0 and finite, got {value}")
+    return float(value)
+
+
 def check_kernel_size(value: object) -> int:
     """Return ``value`` if it is an odd int of at least 1.
 

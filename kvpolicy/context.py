@@ -237,6 +237,14 @@ class LayerContext:
         return self.new_valid[:, self.new_len - self.query_len :]
 
     @property
+    def query_places(self) -> Tensor:
+        """``[batch, query_len]`` int64, the position of each query's token, -1 on padding."""
+        if self.query_positions is not None:
+            return self.query_positions
+        last = self.positions[:, 0, self.key_len - self.query_len :]  # new tokens: as in all heads
+        return last.masked_fill(~self.query_valid, -1)
+
+    @property
     def batch(self) -> int:
         """Rows."""
         return self.keys.shape[0]

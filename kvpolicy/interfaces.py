@@ -209,6 +209,19 @@ class PropagationPolicy(Part, abc.ABC):
         """Bool ``[batch, new_len]``: the new tokens that go on whatever their saliency."""
         return context.is_new_tail(self.protected_tail) | context.is_new_first(self.protected_first)
 
+    def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
+        """What a layer's new tokens are ranked by: the mean of the saliency over all heads.
+
+        Args:
+            saliency: As given to `propagate`.
+            context: The layer; nothing in it may be modified.
+
+        Returns:
+            float ``[batch, new_len]``, the same in every process that has a share of the heads; of
+            two tokens neither of which is protected the higher goes on first.
+        """
+        return context.heads.mean(saliency[..., context.key_len - context.new_len :])
+
     def acting_layers(self, num_layers: int) -> frozenset[int]:
         """Layers after which `propagate` is asked.
 

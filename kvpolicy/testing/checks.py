@@ -17,6 +17,7 @@ from kvpolicy.testing.contract import (
     check_layers,
     check_protected,
     decides_alone,
+    says_how_it_ranks,
     snapshot,
 )
 from kvpolicy.testing.declared import (
@@ -220,7 +221,9 @@ def check_propagation(component: PropagationPolicy) -> None:
             any(component.acting_layers(count) for count in (8, 32, 36)),
             "acting_layers must name the layers after which tokens are dropped, got none",
         )
-        means = saliency.double().mean(dim=1)[:, context.key_len - context.new_len :]
+        ranking = component.ranking(saliency, context)
+        rows = [context.batch, context.new_len]
+        check_tensor("ranking [batch, new_len]", ranking, torch.float32, rows)
         positions = context.positions[:, 0, context.key_len - context.new_len :]
         positions = positions.masked_fill(~context.new_valid, -1)
         for row in range(context.batch):
@@ -229,7 +232,7 @@ def check_propagation(component: PropagationPolicy) -> None:
                 passed[row],
                 valid=context.new_valid[row],
                 protected=protected[row],
-                saliency=means[row] if decides_alone(component) else None,
+                saliency=ranking[row] if says_how_it_ranks(component) else None,
                 budget=component.budget,
                 seen_len=context.seen_len[row],
                 exact=not _acts_often(component, context),

@@ -95,6 +95,15 @@ def decides_alone(part: KVSelector | PropagationPolicy) -> bool:
     return part.needs_saliency and not more
 
 
+def says_how_it_ranks(part: PropagationPolicy) -> bool:
+    """Whether tokens go on in the order of `PropagationPolicy.ranking`: the saliency's or its own.
+
+    One that asks for more and leaves the ranking as it is may rank by whatever it likes.
+    """
+    own = type(part).ranking is not PropagationPolicy.ranking
+    return decides_alone(part) or (part.needs_saliency and own)
+
+
 def check_protected(
     part: KVSelector | PropagationPolicy, protected: Tensor, positions: Tensor
 ) -> None:

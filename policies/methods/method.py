@@ -12,6 +12,7 @@ from kvpolicy.budgets import DefaultRate
 from kvpolicy.checks import check_count
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
+from kvpolicy.policies.selectors.wrapping import WrappingSelector
 from kvpolicy.policy import CachePolicy
 
 Parts = tuple[Scorer | None, KVSelector, PropagationPolicy]
@@ -53,10 +54,8 @@ kernel_size=7)
     decoding: DecodingEviction | None = attrs.field(default=None, kw_only=True, converter=_as_given)
 
     def __str__(self) -> str:
-        tokens: int | None = getattr(
-            getattr(self.decoding, "selector", None), "retention_tokens", None
-        )
-        own = hasattr(self.selector, "retention_tokens")
+        tokens = None if self.decoding is None else _tokens_of(self.decoding.selector)
+        own = _under(self.selector, 1) is not None
         if tokens is not None and own and self.decoding == self.decoding_rule(tokens):
             return brief(self, instead={"decoding": tokens})  # as it was written
         return brief(self)
@@ -90,13 +89,12 @@ kernel_size=7)
             16
         """
         check_count("tokens", tokens, minimum=1)
-        if not hasattr(self.selector, "retention_tokens"):
+        selector = _under(self.selector, tokens)
+        if selector is None:
             raise ValueError(
                 f"decoding of {type(self).__name__} must be a DecodingEviction or None, since "
                 f"{self.selector} has no budget to be bounded by, got {tokens}"
             )
-        bounds = {"retention_rate": None, "retention_tokens": tokens}
-        selector: KVSelector = attrs.evolve(self.selector, **bounds)  # type: ignore[misc]
         return DecodingEviction(self.scorer, selector, self.every if every is None else every)
 
     def _own_decoding(self, given: object) -> DecodingEviction | None:
@@ -104,7 +102,7 @@ kernel_size=7)
             return None if given is False else given
         if given is not True:  # which is an int as well
             return self.decoding_rule(check_count("decoding", given, minimum=1))
-        tokens = getattr(self.selector, "retention_tokens", None)
+        tokens = _tokens_of(self.selector)
         if tokens is None:
             raise ValueError(
                 "retention_tokens must be given where decoding is True, since a rate of a context "
@@ -120,3 +118,23 @@ kernel_size=7)
             yields = isinstance(getattr(self, field.name), DefaultRate)
             if yields and getattr(self, tokens, None) is not None:
                 object.__setattr__(self, field.name, None)
+
+
+def _tokens_of(selector: KVSelector) -> int | None:
+    """The number of tokens in a selector's budget; None where it has no such budget."""
+    while isinstance(selector, WrappingSelector):
+        selector = selector.selector
+    tokens: int | None = getattr(selector, "retention_tokens", None)
+    return tokens
+
+
+def _under(selector: KVSelector, tokens: int) -> KVSelector | None:
+    """The selector under a number of tokens; None where it has no budget."""
+    if isinstance(selector, WrappingSelector):
+        within = _under(selector.selector, tokens)
+        return None if within is None else selector.around(within)
+    if not hasattr(selector, "retention_tokens"):
+        return None
+    bounds = {"retention_rate": None, "retention_tokens": tokens}
+    bounded: KVSelector = attrs.evolve(selector, **bounds)  # type: ignore[misc]
+    return bounded

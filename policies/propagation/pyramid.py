@@ -106,7 +106,7 @@ class PyramidPropagation(PropagationPolicy):
         ]
         if budgets == new_lens:
             return None
-        new = context.heads.mean(saliency[..., context.key_len - context.new_len :])
+        new = self.ranking(saliency, context)
         return select_top(new[:, None], budgets, valid=valid, protected=protected)[:, 0]
 
     def _passed(self, context: LayerContext, row: int, new_len: int, tail_len: int) -> int:

@@ -123,5 +123,5 @@ class RestartPropagation(PropagationPolicy):
         budgets = row_budgets(self.budget, context.seen_len, valid=valid, protected=protected)
         if budgets == valid.sum(dim=-1).flatten().tolist():
             return None
-        new = context.heads.mean(saliency[..., context.key_len - context.new_len :])
+        new = self.ranking(saliency, context)
         return select_top(new[:, None], budgets, valid=valid, protected=protected)[:, 0]

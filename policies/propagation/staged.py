@@ -112,6 +112,12 @@ class StagedPropagation(PropagationPolicy):
         stage = self._acting(context.num_layers).get(context.layer_idx)
         return super().protected(context) if stage is None else stage.protected(context)
 
+    def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
+        """That of the stage that acts at the layer; see `PropagationPolicy.ranking`."""
+        stage = self._acting(context.num_layers).get(context.layer_idx)
+        of_all = super().ranking if stage is None else stage.ranking
+        return of_all(saliency, context)
+
     def acting_layers(self, num_layers: int) -> frozenset[int]:
         """The layers of all stages.
 

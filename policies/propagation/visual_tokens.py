@@ -92,7 +92,7 @@ class VisualTokenPropagation(PropagationPolicy):
         ]
         if budgets == context.new_valid.sum(dim=1).tolist():
             return None
-        new = context.heads.mean(saliency[..., context.key_len - context.new_len :])
+        new = self.ranking(saliency, context)
         return select_top(
             new[:, None], budgets, valid=context.new_valid[:, None], protected=protected[:, None]
         )[:, 0]

@@ -48,24 +48,30 @@ class LastQueryProductScorer(Scorer):
 
     Args:
         kernel_size: Width of the pooling, odd, at least 1 (1 does not pool).
+        own: Whether the last token's product with its own key counts; if not, it is 0 before
+            pooling.
 
     Raises:
-        TypeError: ``kernel_size`` is not an int.
+        TypeError: ``kernel_size`` is not an int, or ``own`` not a bool.
         ValueError: ``kernel_size`` is even or below 1.
 
     Example:
         >>> LastQueryProductScorer(kernel_size=1).num_queries
         1
 
-    Source: GemFilter (arXiv 2409.17422), algorithm 1.
+    Source: GemFilter (arXiv 2409.17422), algorithm 1; PromptDistill (arXiv 2503.23274), without the
+    last token's own.
     """
 
     paper: ClassVar[str] = "arXiv 2409.17422"
 
     kernel_size: int = 5
+    own: bool = True
 
     def __attrs_post_init__(self) -> None:
         check_kernel_size(self.kernel_size)
+        if not isinstance(self.own, bool):
+            raise TypeError(f"own must be a bool, got {self.own!r}")
 
     @property
     def num_queries(self) -> int:
@@ -78,6 +84,8 @@ class LastQueryProductScorer(Scorer):
         products = query_key_products(context.queries, context.keys)[:, :, -1]
         # Padding stands on the left as 0, like what lies beyond the edge of a row alone.
         products.masked_fill_(~context.valid.repeat_interleave(group, dim=1), 0.0)
+        if not self.own:
+            products[..., -1] = 0.0
         return functional.avg_pool1d(
             products, self.kernel_size, stride=1, padding=self.kernel_size // 2
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import ClassVar
 
 import attrs
@@ -16,7 +17,42 @@ from kvpolicy.interfaces import Scorer
 
 
 @attrs.frozen
-class WindowMaxPoolScorer(Scorer):
+class _PooledWindowScorer(Scorer):
+    """What the observation window attends to before it, pooled over neighbours."""
+
+    window_size: int = attrs.field(default=8)
+    kernel_size: int = attrs.field(default=7)
+
+    def __attrs_post_init__(self) -> None:
+        check_count("window_size", self.window_size, minimum=1)
+        check_kernel_size(self.kernel_size)
+
+    @property
+    def num_queries(self) -> int:
+        """The window's queries."""
+        return self.window_size
+
+    @property
+    def unscored_tail(self) -> int:
+        """The window."""
+        return self.window_size
+
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
+        before = max(context.key_len - self.window_size, 0)
+        attention = causal_attention_sums(context)
+        saliency = torch.zeros_like(attention)
+        if before:
+            saliency[..., :before] = self._pooled(attention[..., :before])
+        return saliency
+
+    @abc.abstractmethod
+    def _pooled(self, attention: Tensor) -> Tensor:
+        """Of ``[batch, query_heads, before]``, 0 on padding, the same shape."""
+
+
+@attrs.frozen
+class WindowMaxPoolScorer(_PooledWindowScorer):
     """Attention that the last tokens of the context give each token before them, max-pooled.
 
     ``saliency[h, j] = max over |j' - j| <= kernel_size // 2 of sum over window queries i of
@@ -43,32 +79,82 @@ class WindowMaxPoolScorer(Scorer):
 
     paper: ClassVar[str] = "arXiv 2404.14469"
 
-    window_size: int = attrs.field(default=8)
-    kernel_size: int = attrs.field(default=7)
+    def _pooled(self, attention: Tensor) -> Tensor:
+        # Padding lies on the left with attention 0, which never wins the maximum of a token's
+        # neighbourhood: a padded row pools as it would alone.
+        return functional.max_pool1d(
+            attention, self.kernel_size, stride=1, padding=self.kernel_size // 2
+        )
+
+
+@attrs.frozen
+class WindowMeanPoolScorer(_PooledWindowScorer):
+    """Attention that the last tokens of the context give each token before them, average-pooled.
+
+    ``saliency[h, j] = sum over |j' - j| <= kernel_size // 2 of a_j' / kernel_size`` with
+    ``a_j' = sum over window queries i of softmax(q_i . k_j' * scaling)``, per query head ``h``, in
+    float32, causal inside the window; ``j`` and ``j'`` run over the tokens before the window, and
+    what lies beyond them counts as 0.
+
+    Args:
+        window_size: Tokens of the observation window, at least 1; see `WindowMaxPoolScorer`.
+        kernel_size: Width of the pooling, odd, at least 1 (1 does not pool).
+
+    Raises:
+        TypeError: An argument is not an int.
+        ValueError: ``window_size`` is below 1 or ``kernel_size`` even or below 1.
+
+    Example:
+        >>> WindowMeanPoolScorer(kernel_size=5).unscored_tail
+        8
+
+    Source: the published code of SnapKV (arXiv 2404.14469), and CLAA (arXiv 2602.16054).
+    """
+
+    paper: ClassVar[str] = "arXiv 2602.16054"
+
+    def _pooled(self, attention: Tensor) -> Tensor:
+        # Padding lies on the left with attention 0, as what lies beyond a row's first token.
+        return functional.avg_pool1d(
+            attention, self.kernel_size, stride=1, padding=self.kernel_size // 2
+        )
+
+
+@attrs.frozen
+class WindowAttentionScorer(Scorer):
+    """Attention that the last tokens of the context give each token, themselves included.
+
+    ``saliency[h, j] = mean over window queries i of softmax(q_i . k_j * scaling)`` per query head
+    ``h``, in float32, causal inside the window; nothing is pooled. Every token is scored, so that
+    the saliency of a head sums to 1 over all tokens, unless its softmax has a sink.
+
+    Args:
+        window_size: Tokens of the observation window, at least 1.
+
+    Raises:
+        TypeError: ``window_size`` is not an int.
+        ValueError: ``window_size`` is below 1.
+
+    Example:
+        >>> WindowAttentionScorer(window_size=64).unscored_tail
+        0
+
+    Source: UniPrefill (arXiv 2605.06221).
+    """
+
+    paper: ClassVar[str] = "arXiv 2605.06221"
+
+    window_size: int = 128
 
     def __attrs_post_init__(self) -> None:
         check_count("window_size", self.window_size, minimum=1)
-        check_kernel_size(self.kernel_size)
 
     @property
     def num_queries(self) -> int:
         """The window's queries."""
         return self.window_size
 
-    @property
-    def unscored_tail(self) -> int:
-        """The window."""
-        return self.window_size
-
     def score(self, context: LayerContext) -> Tensor:
         """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
-        before = max(context.key_len - self.window_size, 0)
-        attention = causal_attention_sums(context)
-        saliency = torch.zeros_like(attention)
-        if before:
-            # Padding lies on the left with attention 0, which never wins the maximum of a
-            # token's neighbourhood: a padded row pools as it would alone.
-            saliency[..., :before] = functional.max_pool1d(
-                attention[..., :before], self.kernel_size, stride=1, padding=self.kernel_size // 2
-            )
-        return saliency
+        observing = context.query_valid.sum(dim=1)[:, None, None].clamp(min=1)
+        return causal_attention_sums(context) / observing

@@ -57,6 +57,8 @@ def outside_and_inside(text: str) -> tuple[list[Any], list[Any]]:
     if least := re.search(r"at least (\d+)", text, re.IGNORECASE):
         return [int(least[1]) - 1], [int(least[1])]
     for pattern, values in {
+        r"^Indices": ([(-1,)], [(0,)]),
+        r"^Whether": ([], [False, True]),
         r"in \(0, 1\]": ([0.0, 1.01], [0.5 if "average" in text else 1.0]),
         r"in \[0, 1\]": ([-0.01, 1.01], [0.0, 1.0]),
         r"\bodd\b": ([2], [3]),

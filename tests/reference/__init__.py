@@ -5,6 +5,7 @@ they agree only where both follow the description.
 """
 
 from .dense import Act, causal_visible, dense_masked_logits, visible_after
+from .droppers import CLAA, LazyLLM, PromptDistill, SlimInfer, UniPrefill
 from .gem_filter import GemFilter
 from .generation import ReferenceState, TurnResult
 from .head_budgets import AdaKV
@@ -12,11 +13,13 @@ from .layer_budgets import PyramidKV
 from .methods import FastKV, FullContext, Method, SnapKV, StreamingLLM
 from .models import FAMILIES, PAD_TOKEN_ID, VOCAB_SIZE, Family, random_tokens, tiny_model
 from .pyramid import PyramidInfer
+from .query_agnostic import Compactor, CriticalKV, ExpectedAttention
 from .runs import ChunkKV, LagKV
 from .scored_methods import H2O, TOVA, KeyDiff, Scored
 from .staged import Staged
 
 __all__ = [
+    "CLAA",
     "FAMILIES",
     "H2O",
     "PAD_TOKEN_ID",
@@ -25,21 +28,28 @@ __all__ = [
     "Act",
     "AdaKV",
     "ChunkKV",
+    "Compactor",
+    "CriticalKV",
+    "ExpectedAttention",
     "Family",
     "FastKV",
     "FullContext",
     "GemFilter",
     "KeyDiff",
     "LagKV",
+    "LazyLLM",
     "Method",
+    "PromptDistill",
     "PyramidInfer",
     "PyramidKV",
     "ReferenceState",
     "Scored",
+    "SlimInfer",
     "SnapKV",
     "Staged",
     "StreamingLLM",
     "TurnResult",
+    "UniPrefill",
     "causal_visible",
     "dense_masked_logits",
     "random_tokens",

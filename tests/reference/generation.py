@@ -226,9 +226,18 @@ class ReferenceState:
         entries: Sequence[Sequence[Entry]],
     ) -> LayerView:
         """What the method is shown of a layer."""
-        scaling = float(decoder_layers(self.model)[layer_idx].self_attn.scaling)
-        num_layers = len(self.cache)
-        return LayerView(layer_idx, num_layers, queries, positions, entries, self.seen, scaling)
+        attention = decoder_layers(self.model)[layer_idx].self_attn
+        return LayerView(
+            layer_idx,
+            len(self.cache),
+            queries,
+            positions,
+            entries,
+            self.seen,
+            float(attention.scaling),
+            (getattr(self.model.config, "rope_parameters", None) or {}).get("rope_theta"),
+            attention.o_proj.weight if hasattr(attention, "o_proj") else None,
+        )
 
     def _decode(self, token_id: int) -> Tensor:
         """Feeds one token through every layer and appends it everywhere; logits `[vocab]`."""

@@ -31,6 +31,8 @@ class LayerView:
         entries: per KV head what was kept before and then the new tokens.
         seen: tokens of the row so far, the new ones included, those that were dropped as well.
         scaling: factor on the products of queries and keys.
+        rope_theta: base of the frequencies by which queries and keys were turned.
+        output_weight: `[hidden, query_heads * value_dim]`, of the layer's output projection.
     """
 
     layer_idx: int
@@ -40,6 +42,8 @@ class LayerView:
     entries: Sequence[Sequence[Entry]]
     seen: int
     scaling: float
+    rope_theta: float | None = None
+    output_weight: Tensor | None = None
 
 
 @dataclass(frozen=True)

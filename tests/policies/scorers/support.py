@@ -28,7 +28,9 @@ def layer_of(keys: Tensor, values: Tensor | None = None) -> LayerContext:
     )
 
 
-def random_layer(seed: int, lens: tuple[int, ...], query_len: int = 0) -> LayerContext:
+def random_layer(
+    seed: int, lens: tuple[int, ...], query_len: int = 0, head_dim: int = 5
+) -> LayerContext:
     """Rows of 3 KV heads and 6 query heads at their first prompt, padded on the left.
 
     Padding holds numbers as large as any: what reads it is found out.
@@ -37,7 +39,7 @@ def random_layer(seed: int, lens: tuple[int, ...], query_len: int = 0) -> LayerC
     batch, key_len = len(lens), max(lens)
 
     def normal(heads: int, length: int) -> Tensor:
-        return 2 * torch.randn(batch, heads, length, 5, generator=generator)
+        return 2 * torch.randn(batch, heads, length, head_dim, generator=generator)
 
     slots = torch.arange(key_len)
     positions = slots - (key_len - torch.tensor(lens))[:, None]
@@ -51,7 +53,7 @@ def random_layer(seed: int, lens: tuple[int, ...], query_len: int = 0) -> LayerC
         positions=positions[:, None].expand(batch, 3, key_len).contiguous(),
         new_valid=positions >= 0,
         seen_len=lens,
-        scaling=5**-0.5,
+        scaling=head_dim**-0.5,
     )
 
 

@@ -1,0 +1,94 @@
+"""CLAA (arXiv 2602.16054)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+
+from kvpolicy.budgets import DefaultRate
+from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.methods.method import Method, Parts
+from kvpolicy.policies.propagation.cross_layer import CrossLayerPropagation
+from kvpolicy.policies.scorers.window import WindowMeanPoolScorer
+from kvpolicy.policies.selectors.first_layers import FirstLayersWholeSelector
+from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
+
+
+@documented
+@attrs.frozen
+class CLAA(Method):
+    """Drops most tokens half-way through prefill, by what several layers attend to.
+
+    After layer ``tsp_layer`` the observation window goes on and the tokens to which the window
+    gives the most attention at any KV head of the last ``voting_layers`` layers (see
+    `CrossLayerPropagation`). The first ``whole_layers`` layers keep all keys and values, the others
+    ``retention_rate`` of the whole context's, chosen as by `SnapKV` but for the pooling.
+
+    Args:
+        tsp_layer: Index of the layer after which tokens are dropped, from 0; None for
+            ``num_layers // 2 - 1``, which gives the paper's 15 for 32 layers.
+        retention_rate: Fraction of the context that layers keep, and that goes on unless
+            ``tsp_rate`` says otherwise, in (0, 1].
+        window_size: Tokens of the observation window, at least 1.
+        kernel_size: Width of the average-pooling, odd.
+        voting_layers: Layers up to ``tsp_layer`` that decide what goes on, at least 1.
+        whole_layers: First layers that keep everything, at least 0.
+        standardize: Whether each layer's KV head is brought to mean 0 and deviation 1 before the
+            maximum.
+        tsp_rate: Fraction of the context that goes on, in (0, 1]; None for as much as is kept.
+        tsp_tokens: Number of tokens that go on, at least 1, in place of the rate.
+        retention_tokens: Number of tokens that layers keep, at least 1, in place of the rate.
+        protect: First tokens of the context that are always kept and always go on, at least 0.
+
+    Raises:
+        TypeError: An argument is not of its type.
+        ValueError: An argument is out of its range, both forms of a budget are given, or more is to
+            be kept than goes on.
+
+    Example:
+        >>> CLAA(tsp_layer=15, retention_rate=0.2).prefill_compute_rate(num_layers=32)
+        0.6
+
+    Source: CLAA (arXiv 2602.16054), with its settings as described by others, by its public code,
+    a snapshot from before the paper: whether the paper standardizes is uncertain, and the code has
+    done both. Sums over a KV group are means here,
+    which changes no order.
+    """
+
+    paper: ClassVar[str] = "arXiv 2602.16054"
+
+    tsp_layer: int | None = None
+    retention_rate: float | None = DefaultRate(0.1)
+    window_size: int = 8
+    kernel_size: int = 7
+    voting_layers: int = 4
+    whole_layers: int = 4
+    standardize: bool = True
+    tsp_rate: float | None = attrs.field(default=None, kw_only=True)
+    tsp_tokens: int | None = attrs.field(default=None, kw_only=True)
+    retention_tokens: int | None = attrs.field(default=None, kw_only=True)
+    protect: int = attrs.field(default=0, kw_only=True)
+
+    def _parts(self) -> Parts:
+        chosen = GQAGroupSelector(
+            self.retention_rate, self.window_size, self.retention_tokens, protect=self.protect
+        )
+        given = self.tsp_rate is not None or self.tsp_tokens is not None
+        propagation = CrossLayerPropagation(
+            self.tsp_layer,
+            self.tsp_rate if given else chosen.retention_rate,
+            self.window_size,
+            self.tsp_tokens if given else chosen.retention_tokens,
+            protect=self.protect,
+            voting_layers=self.voting_layers,
+            standardize=self.standardize,
+        )
+        if chosen.budget.exceeds(propagation.budget):  # of which the wrapped selector tells nothing
+            raise ValueError(
+                "retention_rate must not exceed tsp_rate, since layers after the drop cannot keep "
+                f"more tokens than reach them, got {chosen.budget.amount} and "
+                f"{propagation.budget.amount}"
+            )
+        scorer = WindowMeanPoolScorer(self.window_size, self.kernel_size)
+        return scorer, FirstLayersWholeSelector(chosen, self.whole_layers), propagation

@@ -1,0 +1,75 @@
+"""Compactor (arXiv 2507.08143)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+
+from kvpolicy.checks import check_amount, check_count
+from kvpolicy.interfaces import KVSelector, Scorer
+from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.methods.eviction import EvictionMethod
+from kvpolicy.policies.scorers.chunk_attention import ChunkAttentionScorer
+from kvpolicy.policies.scorers.combined import SumScorer
+from kvpolicy.policies.scorers.sketched_leverage import LeverageScorer
+from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
+
+
+@documented
+@attrs.frozen
+class Compactor(EvictionMethod):
+    """Keeps keys that stand out, and what tokens near each other attend to; needs no question.
+
+    ``blending`` times the leverage of each key (see `LeverageScorer`) plus the attention within
+    chunks, both ways (see `ChunkAttentionScorer`). Prefill is complete.
+
+    Args:
+        window_size: Last tokens, always kept and left out of the scores, at least 0.
+        num_sinks: First tokens of the context, likewise, at least 0.
+        blending: Weight of the leverage, at least 0; None for ``1 - retention_rate``, and for 0.35
+            where the budget is a number of tokens.
+        chunk_size: Tokens of a chunk, at least 1.
+        sketch_size: Columns of the random projection of keys, at least 1.
+        seed: Of the projection, at least 0.
+        protect: First tokens of the context that are always kept, at least 0; where more than
+            ``num_sinks``.
+
+    Example:
+        >>> Compactor(0.2).scorer.weights
+        (0.8, 1.0)
+
+    Source: Compactor (arXiv 2507.08143), as kvpress has it. The paper finds a weight for each
+    context, by a rule that was not found; the default is kvpress's.
+    """
+
+    paper: ClassVar[str] = "arXiv 2507.08143"
+
+    window_size: int = 4
+    num_sinks: int = 8
+    blending: float | None = None
+    chunk_size: int = 256
+    sketch_size: int = 48
+    seed: int = 0
+
+    def _scorer(self) -> Scorer:
+        if self.blending is not None:
+            check_amount("blending", self.blending)
+        leverage = LeverageScorer(self.num_sinks, self.window_size, self.sketch_size, self.seed)
+        attention = ChunkAttentionScorer(self.num_sinks, self.window_size, self.chunk_size)
+        return SumScorer([leverage, attention], [self._weight(), 1.0])
+
+    def _weight(self) -> float:
+        if self.blending is not None:
+            return self.blending
+        if self.retention_tokens is not None or self.retention_rate is None:
+            return 0.35
+        return 1 - self.retention_rate
+
+    def _selector(self) -> KVSelector:
+        return GQAGroupSelector(
+            self.retention_rate,
+            self.window_size,
+            self.retention_tokens,
+            protect=max(check_count("protect", self.protect), self.num_sinks),
+        )

@@ -1,0 +1,48 @@
+"""CriticalKV (arXiv 2502.03805)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+
+from kvpolicy.interfaces import KVSelector, Scorer
+from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.methods.eviction import EvictionMethod
+from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
+from kvpolicy.policies.selectors.critical import CriticalSelector
+
+
+@documented
+@attrs.frozen
+class CriticalKV(EvictionMethod):
+    """As SnapKV for half of the budget; the other half by what values add to the output as well.
+
+    Attention of the last tokens, in the second half times the norm of what the layer's output
+    projection makes of each value (see `CriticalSelector`). Prefill is complete.
+
+    Args:
+        window_size: Tokens of the observation window, at least 1.
+        kernel_size: Width of the max-pooling, odd.
+        first_share: Share of the budget that attention alone fills, in [0, 1].
+        epsilon: Added to the attention in the second half, at least 0.
+
+    Example:
+        >>> CriticalKV(first_share=0.25).selector.first_share
+        0.25
+
+    Source: CriticalKV (arXiv 2502.03805), as kvpress has it. It goes with any scorer; around Ada-KV
+    it is ``CriticalSelector(AdaptiveHeadSelector())``.
+    """
+
+    paper: ClassVar[str] = "arXiv 2502.03805"
+
+    kernel_size: int = 7
+    first_share: float = 0.5
+    epsilon: float = 1e-4
+
+    def _scorer(self) -> Scorer:
+        return WindowMaxPoolScorer(self.window_size, self.kernel_size)
+
+    def _selector(self) -> KVSelector:
+        return CriticalSelector(super()._selector(), self.first_share, self.epsilon)

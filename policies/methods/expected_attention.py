@@ -1,0 +1,58 @@
+"""Expected Attention (arXiv 2510.00636)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+
+from kvpolicy.checks import check_count
+from kvpolicy.interfaces import KVSelector, Scorer
+from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.methods.eviction import EvictionMethod
+from kvpolicy.policies.scorers.expected import ExpectedAttentionScorer
+from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
+
+
+@documented
+@attrs.frozen
+class ExpectedAttention(EvictionMethod):
+    """Keeps what queries to come are expected to attend to, by those of the prompt.
+
+    No question has to stand at the prompt's end: mean and covariance of all its queries, turned to
+    the positions to come, say what is kept (see `ExpectedAttentionScorer`). Prefill is complete.
+
+    Args:
+        num_sinks: First tokens of the context, always kept and left out of the statistics, at
+            least 0.
+        future_len: Positions to come that are looked at, at least 1.
+        epsilon: Added to the expected attention before it is multiplied by the norm of the value,
+            at least 0.
+        protect: First tokens of the context that are always kept, at least 0; where more than
+            ``num_sinks``.
+
+    Example:
+        >>> ExpectedAttention(retention_tokens=512).selector.protect
+        4
+
+    Source: Expected Attention (arXiv 2510.00636), as kvpress has it, whose leaderboard gives heads
+    unlike numbers: ``CachePolicy(ExpectedAttentionScorer(epsilon=0.01),
+    AdaptiveHeadSelector(protect=4), PassAllPropagation())``.
+    """
+
+    paper: ClassVar[str] = "arXiv 2510.00636"
+
+    num_sinks: int = 4
+    future_len: int = 512
+    epsilon: float = 0.0
+
+    def _scorer(self) -> Scorer:
+        return ExpectedAttentionScorer(self.num_sinks, self.future_len, self.epsilon)
+
+    def _selector(self) -> KVSelector:
+        return GQAGroupSelector(
+            self.retention_rate,
+            self.window_size,
+            self.retention_tokens,
+            protect=max(check_count("protect", self.protect), self.num_sinks),
+        )

@@ -1,0 +1,66 @@
+"""PromptDistill (arXiv 2503.23274)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+
+from kvpolicy.budgets import DefaultRate
+from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.methods.method import Method, Parts
+from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
+from kvpolicy.policies.scorers.last_query import LastQueryProductScorer
+from kvpolicy.policies.selectors.keep_all import KeepAllSelector
+
+DEPTH = 14 / 32  # layer 13 of 32
+
+
+@documented
+@attrs.frozen
+class PromptDistill(Method):
+    """Drops most tokens in the middle of prefill, by the last query.
+
+    After layer ``tsp_layer`` the tokens go on whose keys have the largest products with the query
+    of the last token, averaged over all query heads and pooled over neighbours, and the last token.
+    Layers keep all keys and values that reach them.
+
+    Args:
+        tsp_layer: Index of the layer after which tokens are dropped, from 0; None for the published
+            13 of 32 layers, in proportion.
+        tsp_rate: Fraction of the context that goes on, in (0, 1].
+        kernel_size: Width of the average-pooling, odd.
+        tsp_tokens: Number of tokens that go on, at least 1, in place of the rate; 1,024 in the
+            published commands.
+        protect: First tokens of the context that always go on, at least 0.
+
+    Raises:
+        TypeError: An argument is not of its type.
+        ValueError: An argument is out of its range, or both budgets are given.
+
+    Example:
+        >>> list(PromptDistill(tsp_rate=0.2).propagation.acting_layers(num_layers=32))
+        [13]
+
+    Source: PromptDistill (arXiv 2503.23274), by its public code. There layers up to the chosen one
+    can be cut to the tokens that go on as well; here each keeps all that reached it.
+    """
+
+    paper: ClassVar[str] = "arXiv 2503.23274"
+
+    tsp_layer: int | None = None
+    tsp_rate: float | None = DefaultRate(0.1)
+    kernel_size: int = 5
+    tsp_tokens: int | None = attrs.field(default=None, kw_only=True)
+    protect: int = attrs.field(default=0, kw_only=True)
+
+    def _parts(self) -> Parts:
+        propagation = TokenSelectivePropagation(
+            self.tsp_layer,
+            self.tsp_rate,
+            1,
+            self.tsp_tokens,
+            protect=self.protect,
+            tsp_depth=DEPTH if self.tsp_layer is None else None,
+        )
+        return LastQueryProductScorer(self.kernel_size, own=False), KeepAllSelector(), propagation

@@ -1,0 +1,78 @@
+"""SlimInfer's prefill (arXiv 2508.06447)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+
+from kvpolicy.budgets import Budget, DefaultRate
+from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.methods.method import Method, Parts
+from kvpolicy.policies.propagation.staged import StagedPropagation
+from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
+from kvpolicy.policies.scorers.block_product import BlockProductScorer
+from kvpolicy.policies.selectors.keep_all import KeepAllSelector
+
+# Layers 10, 20 and 30 of 32, and by how much more goes on there than after the last.
+STAGES = ((11 / 32, 4), (21 / 32, 2), (31 / 32, 1))
+
+
+@documented
+@attrs.frozen
+class SlimInfer(Method):
+    """Drops blocks of tokens three times in one prefill, by products with the last queries.
+
+    After about a third, two thirds and nearly all of the layers the first block of tokens, the last
+    tokens and the blocks go on of which some run of keys answers most strongly to the last queries
+    (see `BlockProductScorer`): four times and twice as many, and then as many as asked for. Layers
+    keep all keys and values that reach them.
+
+    Args:
+        tsp_rate: Fraction of the context that goes on after the last of the three, in (0, 1].
+        window_size: Last tokens, whose queries are averaged and which always go on, at least 1.
+        unit_size: Tokens whose keys are averaged, at least 1.
+        block_units: Units of so many tokens that make a block, at least 1.
+        tsp_tokens: Number of tokens that go on after the last of the three, at least 1, in place of
+            the rate; 2,048 in the paper, with Llama 3.1 8B.
+        protect: First tokens of the context that always go on, at least 0; None for a block.
+
+    Raises:
+        TypeError: An argument is not of its type.
+        ValueError: An argument is out of its range, or both budgets are given.
+
+    Example:
+        >>> rates = SlimInfer(tsp_rate=0.1).propagation.layer_rates(num_layers=32)
+        >>> [rates[layer] for layer in (10, 11, 21, 31)]
+        [1.0, 0.4, 0.2, 0.1]
+
+    Source: SlimInfer (arXiv 2508.06447), as described by others. Its prefill only, and without the
+    return of dropped blocks, which it keeps in the CPU's memory. Layers, 10, 20 and 30 of 32, and
+    how the three numbers go down are those for Llama 3.1 8B; for Qwen2.5 7B it takes 12,288, 6,144
+    and 4,096 after layers 9, 18 and 26 of 28. The budget is a number of tokens here, so that one
+    block may be cut, which keeps its first tokens.
+    """
+
+    paper: ClassVar[str] = "arXiv 2508.06447"
+
+    tsp_rate: float | None = DefaultRate(0.1)
+    window_size: int = 4
+    unit_size: int = 8
+    block_units: int = 8
+    tsp_tokens: int | None = attrs.field(default=None, kw_only=True)
+    protect: int | None = attrs.field(default=None, kw_only=True)
+
+    def _parts(self) -> Parts:
+        last = Budget(self.tsp_rate, self.tsp_tokens, name="tsp")
+        scorer = BlockProductScorer(self.window_size, self.unit_size, self.block_units)
+        stages = [
+            TokenSelectivePropagation(
+                tsp_rate=None if last.rate is None else min(times * last.rate, 1.0),
+                window_size=self.window_size,
+                tsp_tokens=None if last.tokens is None else times * last.tokens,
+                protect=self.unit_size * self.block_units if self.protect is None else self.protect,
+                tsp_depth=depth,
+            )
+            for depth, times in STAGES
+        ]
+        return scorer, KeepAllSelector(), StagedPropagation(stages)

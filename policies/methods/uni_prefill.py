@@ -1,0 +1,55 @@
+"""UniPrefill (arXiv 2605.06221)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+
+from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.methods.method import Method, Parts
+from kvpolicy.policies.propagation.block_mass import BlockMassPropagation
+from kvpolicy.policies.propagation.layers import as_layers
+from kvpolicy.policies.scorers.window import WindowAttentionScorer
+from kvpolicy.policies.selectors.keep_all import KeepAllSelector
+
+
+@documented
+@attrs.frozen
+class UniPrefill(Method):
+    """Drops blocks of tokens that hardly get attention, after several layers of one prefill.
+
+    After each of ``drop_layers`` the blocks go on to which the last ``window_size`` tokens give
+    ``mass`` of their attention, with the first and the last tokens (see `BlockMassPropagation`).
+    How many that are depends on the prompt. Layers keep all keys and values that reach them.
+
+    Args:
+        drop_layers: Indices of the layers after which tokens are dropped, from 0; None for six
+            from a quarter to seven eighths of the model, 7, 11, 15, 19, 23 and 27 of 32.
+        mass: Share of the attention that goes on, in (0, 1].
+        block_size: Tokens of a block, at least 1.
+        num_sinks: First tokens of the context that always go on, at least 0.
+        window_size: Last tokens, which observe and always go on, at least 1.
+
+    Example:
+        >>> UniPrefill(mass=0.975).propagation.mass
+        0.975
+
+    Source: UniPrefill (arXiv 2605.06221), by its public code, whose layers for Llama 3.1 8B are the
+    default. It has other settings for other models: for Gemma 3 a mass of 0.975 after layers 29, 35
+    and 41, for Qwen3-Next every fourth layer from 7 to 43.
+    """
+
+    paper: ClassVar[str] = "arXiv 2605.06221"
+
+    drop_layers: tuple[int, ...] | None = attrs.field(default=None, converter=as_layers)
+    mass: float = 0.99
+    block_size: int = 64
+    num_sinks: int = 128
+    window_size: int = 128
+
+    def _parts(self) -> Parts:
+        propagation = BlockMassPropagation(
+            self.drop_layers, self.mass, self.block_size, self.num_sinks, self.window_size
+        )
+        return WindowAttentionScorer(self.window_size), KeepAllSelector(), propagation

@@ -1,0 +1,146 @@
+"""Blocks of tokens go on until they hold most of the saliency."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvpolicy.checks import check_count, check_rate
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import PropagationPolicy, nearest_layer
+from kvpolicy.policies.propagation.layers import as_layers
+from kvpolicy.selection import compress
+
+# Where layers are left open, they act at these shares of the model's depth.
+DEPTHS = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
+# Shares of the mass are summed as whole numbers of this part: exactly, in whatever order.
+UNITS = 1 << 40
+
+
+@attrs.frozen
+class BlockMassPropagation(PropagationPolicy):
+    """After some layers, the blocks of tokens go on that together hold a share of the saliency.
+
+    A layer's new tokens are parted into blocks of ``block_size``, counted from the row's first. The
+    mass of a block is the sum of its tokens' saliency, averaged over all heads; below 0 counts as
+    0. Blocks go on in the order of their mass, until what went on before reaches ``mass`` of the
+    whole: the block in which it does goes on too. How many that are depends on the prompt, so that
+    rows of a batch may pass on unlike numbers. The first and the last tokens always go on, and
+    every token keeps its position.
+
+    Args:
+        drop_layers: Indices of the layers after which tokens are dropped, from 0; None for six
+            from a quarter to seven eighths of the model, 7, 11, 15, 19, 23 and 27 of 32, or the
+            layers nearest to them that see the whole context.
+        mass: Share of the saliency that goes on, in (0, 1]; 1 passes everything on.
+        block_size: Tokens of a block, at least 1.
+        num_sinks: First tokens of the row's context that always go on, at least 0.
+        window_size: Trailing tokens that always go on, at least 1.
+
+    Raises:
+        TypeError: An argument is not of its type.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> sorted(BlockMassPropagation().acting_layers(num_layers=32))
+        [7, 11, 15, 19, 23, 27]
+
+    Source: UniPrefill (arXiv 2605.06221), by the operator of its code that counts first and last
+    tokens singly and keeps the block that reaches the mass; another form of it there loses that
+    block, and marks whole blocks.
+    """
+
+    paper: ClassVar[str] = "arXiv 2605.06221"
+
+    drop_layers: tuple[int, ...] | None = attrs.field(default=None, converter=as_layers)
+    mass: float = 0.99
+    block_size: int = 64
+    num_sinks: int = 128
+    window_size: int = 128
+
+    def __attrs_post_init__(self) -> None:
+        check_rate("mass", self.mass)
+        check_count("block_size", self.block_size, minimum=1)
+        check_count("num_sinks", self.num_sinks)
+        # At least the last token: the next one is predicted from it.
+        check_count("window_size", self.window_size, minimum=1)
+
+    @property
+    def protected_tail(self) -> int:
+        """The window."""
+        return self.window_size
+
+    @property
+    def protected_first(self) -> int:
+        """The sinks."""
+        return self.num_sinks
+
+    @property
+    def decides_by_content(self) -> bool:
+        """Yes."""
+        return True
+
+    def acting_layers(self, num_layers: int) -> frozenset[int]:
+        """The layers; raises ValueError if one lies outside the model."""
+        if self.drop_layers is None:
+            return frozenset(max(int(num_layers * depth) - 1, 0) for depth in DEPTHS)
+        if max(self.drop_layers) >= num_layers:
+            raise ValueError(
+                f"drop_layers must be in [0, {num_layers - 1}] for a model of {num_layers} layers, "
+                f"got {list(self.drop_layers)}"
+            )
+        return frozenset(self.drop_layers)
+
+    def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
+        """Without ``drop_layers``, at the eligible layers nearest to the default ones."""
+        wanted = self.acting_layers(num_layers)
+        if self.drop_layers is not None or wanted <= set(eligible):
+            return self
+        nearest = {nearest_layer(layer, eligible) for layer in wanted}
+        return attrs.evolve(self, drop_layers=tuple(sorted(nearest)))
+
+    def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
+        """1 everywhere, the most: how much is dropped depends on the prompt."""
+        self.acting_layers(num_layers)
+        return [1.0] * num_layers
+
+    def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
+        """The mass of each token's block, as a share; see `PropagationPolicy.ranking`."""
+        units, blocks = self._masses(saliency, context)
+        return units.gather(1, blocks).float() / UNITS
+
+    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
+        """Return int64 ``[batch, passed_len]`` or None; see `PropagationPolicy.propagate`."""
+        assert saliency is not None
+        units, blocks = self._masses(saliency, context)
+        largest, order = units.sort(dim=1, descending=True, stable=True)
+        before = largest.cumsum(dim=1) - largest
+        enough = before > units.sum(dim=1, keepdim=True).double() * self.mass
+        left_out = torch.zeros_like(enough).scatter_(1, order, enough)
+        goes = context.new_valid & ~left_out.gather(1, blocks) | self.protected(context)
+        counts = torch.stack([goes.sum(dim=1), context.new_valid.sum(dim=1)]).tolist()
+        if counts[0] == counts[1]:
+            return None
+        return compress(goes, max(counts[0]))
+
+    def _masses(self, saliency: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """Each block's mass in `UNITS`, ``[batch, blocks]``, and each new token's block."""
+        means = super().ranking(saliency, context).double().clamp(min=0)
+        means = means.masked_fill(~context.new_valid, 0.0)
+        new_len = context.new_len
+        count = -(-new_len // self.block_size)
+        slots = torch.arange(count * self.block_size, device=means.device)
+        padding = new_len - context.new_valid.sum(dim=1, keepdim=True)
+        # Blocks begin with each row's first token, so that padding moves to the right.
+        at = slots + padding
+        moved = pad(means, (0, 1)).gather(1, at.clamp(max=new_len))
+        masses = moved.view(-1, count, self.block_size).sum(dim=2)
+        whole = masses.sum(dim=1, keepdim=True).clamp(min=torch.finfo(masses.dtype).tiny)
+        units = (masses / whole * UNITS).round().long()
+        places = torch.arange(new_len, device=means.device) - padding
+        return units, places.clamp(min=0) // self.block_size

@@ -1,0 +1,85 @@
+"""Tokens are dropped once, by what several layers say of them."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.attention import group_mean, standardized
+from kvpolicy.checks import check_count
+from kvpolicy.context import LayerContext
+from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
+
+REDUCTIONS = ("max", "mean")
+
+
+@attrs.frozen
+class CrossLayerPropagation(TokenSelectivePropagation):
+    """After one layer only the tokens go on that are salient to any of the last layers.
+
+    ``ranking[j] = max over layers l and KV heads g of a[l, g, j]`` with ``a[l, g]`` the mean of the
+    saliency over the query heads of ``g``, over the ``voting_layers`` layers that end with the
+    acting one, as many as there are. With ``standardize``, ``a[l, g]`` is first shifted and scaled
+    to mean 0 and deviation 1 over the row's new tokens before the window, so that no layer or head
+    wins by its scale alone; tokens in the window, which go on anyway, have no part in either.
+
+    Args:
+        tsp_layer: Index of the layer after which tokens are dropped, from 0; None for
+            ``num_layers // 2 - 1``, or the layer nearest to it that sees the whole context.
+        tsp_rate: Fraction of the row's context that goes on, in (0, 1]. 0.2 by default.
+        window_size: Trailing tokens that always go on, at least 1.
+        tsp_tokens: Number of tokens that go on, in place of the rate.
+        protect: First tokens of the row's context that always go on, at least 0.
+        tsp_depth: The layer as a fraction of the model, in place of ``tsp_layer``; see
+            `TokenSelectivePropagation`.
+        voting_layers: Layers that have a say, the acting one among them, at least 1.
+        standardize: Whether each layer's head is brought to mean 0 and deviation 1 first.
+        reduction: ``"max"``, or ``"mean"`` for the mean over layers and KV heads.
+
+    Raises:
+        TypeError: An argument is not of its type.
+        ValueError: An argument is out of its range, both budgets are given, or both ``tsp_layer``
+            and ``tsp_depth``.
+
+    Example:
+        >>> CrossLayerPropagation(tsp_layer=15, voting_layers=4).history_layers
+        3
+
+    Source: CLAA (arXiv 2602.16054). Its code standardizes in its newest form and took the maximum
+    of the saliencies as they are before; which of the two the paper printed is uncertain.
+    """
+
+    paper: ClassVar[str] = "arXiv 2602.16054"
+
+    voting_layers: int = attrs.field(default=4, kw_only=True)
+    standardize: bool = attrs.field(default=True, kw_only=True)
+    reduction: Literal["max", "mean"] = attrs.field(default="max", kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        check_count("voting_layers", self.voting_layers, minimum=1)
+        if not isinstance(self.standardize, bool):
+            raise TypeError(f"standardize must be a bool, got {self.standardize!r}")
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {REDUCTIONS}, got {self.reduction!r}")
+
+    @property
+    def history_layers(self) -> int:
+        """The layers before the acting one that have a say."""
+        return self.voting_layers - 1
+
+    def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
+        """The largest over layers and KV heads; see `PropagationPolicy.ranking`."""
+        own = saliency[..., context.key_len - context.new_len :]
+        before = context.history[max(len(context.history) - self.history_layers, 0) :]
+        per_head = [group_mean(each, context.kv_heads) for each in (*before, own)]
+        if self.standardize:
+            scored = context.new_valid & ~context.is_new_tail(self.window_size)
+            per_head = [standardized(each, scored[:, None]) for each in per_head]
+        if self.reduction == "mean":
+            return torch.stack([context.heads.mean(each) for each in per_head]).mean(dim=0)
+        largest = torch.stack(per_head).amax(dim=0)  # of layers, [batch, kv_heads, new_len]
+        return context.heads.gather(largest).amax(dim=1)

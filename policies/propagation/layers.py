@@ -1,0 +1,31 @@
+"""Layers that an argument names: several, or none for a default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvpolicy.checks import check_count
+
+
+def as_layers(layers: object) -> tuple[int, ...] | None:
+    """Layers as a tuple in ascending order; None where they are left open.
+
+    Args:
+        layers: An iterable of layer indices, from 0, or None.
+
+    Raises:
+        TypeError: It is no iterable of ints.
+        ValueError: It is empty, an index is below 0, or one comes twice.
+
+    Example:
+        >>> as_layers([7, 3])
+        (3, 7)
+    """
+    if layers is None:
+        return None
+    if not isinstance(layers, Iterable):
+        raise TypeError(f"drop_layers must be a sequence of layer indices, got {layers!r}")
+    found = sorted(check_count("drop_layers", layer) for layer in layers)
+    if not found or len(set(found)) < len(found):
+        raise ValueError(f"drop_layers must be at least one layer, each once, got {found}")
+    return tuple(found)

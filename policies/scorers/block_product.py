@@ -1,0 +1,82 @@
+"""Raw products of the last queries with short runs of keys, by blocks."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.attention import query_key_products
+from kvpolicy.checks import check_count
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import Scorer
+
+
+@attrs.frozen
+class BlockProductScorer(Scorer):
+    """How strongly any short run of keys in a token's block answers to the last queries.
+
+    Keys are parted, by position, into units of ``unit_size`` tokens, and ``block_units`` of these
+    make a block. ``saliency[j] = max over units m of the block of j of mean over query heads h of
+    |q_h . k_hm|``, with ``q_h`` the mean of the last queries and ``k_hm`` the mean of the unit's
+    keys that the head holds; in float32, unscaled and without softmax. The same for all heads and
+    for all tokens of a block.
+
+    Args:
+        window_size: Last tokens whose queries are averaged, at least 1.
+        unit_size: Tokens of a unit, at least 1.
+        block_units: Units of a block, at least 1.
+
+    Raises:
+        TypeError: An argument is not an int.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> BlockProductScorer().num_queries
+        4
+
+    Source: SlimInfer (arXiv 2508.06447), as described by others; its code was not looked at.
+    """
+
+    paper: ClassVar[str] = "arXiv 2508.06447"
+
+    window_size: int = 4
+    unit_size: int = 8
+    block_units: int = 8
+
+    def __attrs_post_init__(self) -> None:
+        check_count("window_size", self.window_size, minimum=1)
+        check_count("unit_size", self.unit_size, minimum=1)
+        check_count("block_units", self.block_units, minimum=1)
+
+    @property
+    def num_queries(self) -> int:
+        """The window's queries."""
+        return self.window_size
+
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        seen = context.query_valid[:, None, :, None]
+        queries = context.queries.float().masked_fill(~seen, 0.0).sum(dim=2, keepdim=True)
+        queries = queries / seen.sum(dim=2, keepdim=True).clamp(min=1)
+        products = query_key_products(queries, context.keys)[:, :, 0]
+        # As many blocks in every process that has a share of the heads.
+        block_size = self.unit_size * self.block_units
+        blocks = -(-max(context.seen_len) // block_size)
+        units = _unit_means(products, context, self.unit_size, blocks * self.block_units)
+        strength = context.heads.mean(units.abs())
+        of_blocks = strength.reshape(-1, blocks, self.block_units).amax(dim=2)
+        at = context.positions.clamp(min=0) // block_size
+        return of_blocks[:, None].expand(-1, context.kv_heads, -1).gather(-1, at)
+
+
+def _unit_means(products: Tensor, context: LayerContext, size: int, count: int) -> Tensor:
+    """``[batch, query_heads, count]``, 0 for units of which a head holds nothing."""
+    group = context.query_heads // context.kv_heads
+    at = (context.positions.clamp(min=0) // size).repeat_interleave(group, dim=1)
+    real = context.valid.repeat_interleave(group, dim=1).to(products.dtype)
+    sums = torch.zeros(*products.shape[:2], count, dtype=products.dtype, device=products.device)
+    held = torch.zeros_like(sums).scatter_add_(-1, at, real)
+    return sums.scatter_add_(-1, at, products.masked_fill(real == 0, 0.0)) / held.clamp(min=1)

@@ -1,0 +1,98 @@
+"""How much of the space that keys span each of them makes up."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.attention import standardized
+from kvpolicy.checks import check_count
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import Scorer
+
+# Added to the diagonal of the matrix of products: what makes it invertible.
+RIDGE = 1e-2
+
+
+@attrs.frozen
+class LeverageScorer(Scorer):
+    """Leverage of each key among those of its head, before rotary embedding; needs no query.
+
+    With ``X`` the keys of a row and KV head less their mean and ``Y = X Phi``, ``Phi`` Gaussian of
+    ``sketch_size`` columns and variance ``1 / sketch_size``, the leverage of key ``j`` is
+    ``y_j (Y^T Y + 0.01 I)^-1 y_j^T``. ``saliency[g, j]`` is that, at mean 0 and deviation 1 over
+    the tokens of the row and head. The same ``Phi`` serves all rows and heads of a layer, so that
+    a row gets the same in any batch, and the same again.
+
+    The first and the last tokens have no part in any of it and get 0: protect them.
+
+    Args:
+        num_sinks: First tokens of the row that are left out, at least 0.
+        window_size: Last tokens that are left out, at least 0.
+        sketch_size: Columns of ``Phi``, at least 1.
+        seed: Of ``Phi``, at least 0.
+
+    Raises:
+        TypeError: An argument is not an int.
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> LeverageScorer(seed=3).unscored_tail
+        4
+
+    Source: Compactor (arXiv 2507.08143), as kvpress has it; there means and deviations are taken
+    over all rows and heads together, and every row and head has a ``Phi`` drawn anew.
+    """
+
+    paper: ClassVar[str] = "arXiv 2507.08143"
+
+    num_sinks: int = 8
+    window_size: int = 4
+    sketch_size: int = 48
+    seed: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        check_count("num_sinks", self.num_sinks)
+        check_count("window_size", self.window_size)
+        check_count("sketch_size", self.sketch_size, minimum=1)
+        check_count("seed", self.seed, maximum=None)
+
+    @property
+    def unscored_tail(self) -> int:
+        """The window."""
+        return self.window_size
+
+    @property
+    def needs_rotary(self) -> bool:
+        """Yes: keys are compared before they were turned."""
+        return True
+
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        assert context.rotary is not None
+        tail, first = context.is_tail(self.window_size), context.is_first(self.num_sinks)
+        scored = context.valid & ~tail & ~first
+        keys = context.rotary.turned_back(context.keys.float(), context.positions)
+        keys = keys.masked_fill(~scored[..., None], 0.0)
+        count = scored.sum(dim=-1).clamp(min=1)[..., None, None]
+        centered = (keys - keys.sum(dim=2, keepdim=True) / count) * scored[..., None]
+        # In float64: with fewer channels than columns the products are singular but for the ridge.
+        sketched = centered.double() @ self._sketch(context).double()
+        products = sketched.transpose(2, 3) @ sketched
+        products.diagonal(dim1=2, dim2=3).add_(RIDGE)
+        factor = torch.linalg.cholesky_ex(products).L
+        halves = torch.linalg.solve_triangular(factor, sketched.transpose(2, 3), upper=False)
+        leverage = halves.square().sum(dim=2)
+        return standardized(leverage, scored).masked_fill_(~scored, 0.0)
+
+    def _sketch(self, context: LayerContext) -> Tensor:
+        """``[head_dim, sketch_size]``, drawn on the CPU: the same on every device."""
+        seed = (self.seed * 1_000_003 + context.layer_idx) % (1 << 63)
+        drawn = torch.randn(
+            context.keys.shape[3], self.sketch_size, generator=torch.Generator().manual_seed(seed)
+        )
+        return (drawn / math.sqrt(self.sketch_size)).to(context.keys.device)

@@ -1,0 +1,109 @@
+"""Half of a budget by attention alone, half by what a token's value adds to the output."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.attention import BLOCK_BYTES, OTHER_BLOCK_BYTES, group_mean
+from kvpolicy.checks import check_amount, check_rate
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import KVSelector
+from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
+from kvpolicy.policies.selectors.wrapping import WrappingSelector
+from kvpolicy.selection import ranks, select_top
+
+
+@attrs.frozen
+class CriticalSelector(WrappingSelector):
+    """Keeps as many as another selector, in two stages of which the second looks at values too.
+
+    Of the ``b`` tokens that the selector keeps of a KV head, ``int(b * first_share)`` are the
+    protected ones and the most salient others. The rest are those of the highest
+    ``(saliency[g, j] + epsilon) * n[g, j]``, with ``saliency[g]`` the mean over the query heads of
+    the group and ``n[g, j]`` the mean over them of ``||v_j W_h||_1``, ``W_h`` the layer's output
+    weights of head ``h``. The saliency should not have values in it already.
+
+    Args:
+        selector: Says how many tokens each head keeps, and which are protected.
+        first_share: Share of the tokens that is chosen by the saliency alone, in [0, 1].
+        epsilon: Added to the saliency in the second stage, at least 0.
+
+    Raises:
+        TypeError: ``selector`` is not a `KVSelector`, or a number not one.
+        ValueError: A number is out of its range; later, at a layer that shows no output weights.
+
+    Example:
+        >>> from kvpolicy.policies import AdaptiveHeadSelector
+        >>> CriticalSelector(AdaptiveHeadSelector(0.1)).kept_rates(2)
+        [0.1, 0.1]
+
+    Source: CriticalKV (arXiv 2502.03805), as kvpress has it, alone and around Ada-KV.
+    """
+
+    paper: ClassVar[str] = "arXiv 2502.03805"
+
+    selector: KVSelector = attrs.field(default=GQAGroupSelector())
+    first_share: float = 0.5
+    epsilon: float = 1e-4
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        check_rate("first_share", self.first_share, zero=True)
+        check_amount("epsilon", self.epsilon)
+
+    @property
+    def needs_saliency(self) -> bool:
+        """Yes."""
+        return True
+
+    @property
+    def needs_output_weight(self) -> bool:
+        """Yes."""
+        return True
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        assert saliency is not None
+        scores = group_mean(saliency, context.kv_heads)
+        counts = (self.selector.select(saliency, context) >= 0).sum(dim=-1)
+        valid, protected = context.valid, self.protected(context)
+        candidates = valid & ~protected
+        first = (counts.double() * self.first_share).long() - protected.sum(dim=-1)
+        taken = candidates & (ranks(scores, candidates) < first[..., None])
+        second = (scores + self.epsilon) * output_norms(context)
+        return select_top(second, counts.tolist(), valid=valid, protected=protected | taken)
+
+
+def output_norms(context: LayerContext) -> Tensor:
+    """L1 norm of what the output projection makes of each value, the mean over its KV group.
+
+    Args:
+        context: The layer, with its output weights.
+
+    Returns:
+        float32 ``[batch, kv_heads, key_len]``.
+
+    Raises:
+        ValueError: The layer shows no output weights.
+    """
+    weight = context.output_weight
+    if weight is None:
+        raise ValueError(
+            "output_weight of a layer must be shown to weigh values by it, got None at layer "
+            f"{context.layer_idx}, whose heads share what is held or which has no such weights; "
+            "take a selector that does not ask, or CAOTEScorer, which needs values only"
+        )
+    group = context.query_heads // context.kv_heads
+    limit = BLOCK_BYTES.get(weight.device.type, OTHER_BLOCK_BYTES)
+    step = max(limit // (4 * context.batch * weight.shape[2]), 1)  # what is made is never whole
+    norms = torch.zeros(context.positions.shape, device=context.keys.device)
+    for head in range(context.query_heads):
+        values, of_head = context.values[:, head // group], weight[head].float()
+        for start in range(0, context.key_len, step):
+            block = slice(start, start + step)
+            norms[:, head // group, block] += (values[:, block].float() @ of_head).abs().sum(dim=-1)
+    return norms / group

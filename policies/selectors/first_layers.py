@@ -1,0 +1,77 @@
+"""The first layers keep everything."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+from torch import Tensor
+
+from kvpolicy.budgets import Budget
+from kvpolicy.checks import check_count
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import KVSelector
+from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
+from kvpolicy.policies.selectors.keep_all import KeepAllSelector
+from kvpolicy.policies.selectors.wrapping import WrappingSelector
+
+
+@attrs.frozen
+class FirstLayersWholeSelector(WrappingSelector):
+    """Keeps everything in the first layers; in the others what a selector keeps.
+
+    Args:
+        selector: Chooses in the other layers.
+        whole_layers: First layers that keep everything, at least 0.
+
+    Raises:
+        TypeError: ``selector`` is not a `KVSelector`, or ``whole_layers`` not an int.
+        ValueError: ``whole_layers`` is below 0.
+
+    Example:
+        >>> FirstLayersWholeSelector(GQAGroupSelector(0.1), whole_layers=2).kept_rates(4)
+        [1.0, 1.0, 0.1, 0.1]
+
+    Source: CLAA (arXiv 2602.16054).
+    """
+
+    paper: ClassVar[str] = "arXiv 2602.16054"
+
+    selector: KVSelector = attrs.field(default=GQAGroupSelector())
+    whole_layers: int = 4
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        check_count("whole_layers", self.whole_layers)
+
+    @property
+    def budget(self) -> Budget | None:
+        """None, since layers differ, unless no layer is whole."""
+        return None if self.whole_layers else self.selector.budget
+
+    @property
+    def is_bounded(self) -> bool:
+        """Only where no layer is whole, and the selector is."""
+        return self.whole_layers == 0 and self.selector.is_bounded
+
+    def protected(self, context: LayerContext) -> Tensor:
+        """All in the first layers; see `KVSelector.protected`."""
+        return context.valid if self._is_whole(context) else self.selector.protected(context)
+
+    def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
+        """1 in the first layers; see `KVSelector.kept_rates`."""
+        rates = self.selector.kept_rates(num_layers, context_len)
+        return [1.0 if layer < self.whole_layers else rate for layer, rate in enumerate(rates)]
+
+    def around(self, selector: KVSelector) -> KVSelector:
+        """The other selector in every layer: one that is whole has no bound."""
+        return attrs.evolve(self, selector=selector, whole_layers=0)
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        if not self._is_whole(context):
+            return self.selector.select(saliency, context)
+        return KeepAllSelector().select(saliency, context)
+
+    def _is_whole(self, context: LayerContext) -> bool:
+        return context.layer_idx < self.whole_layers

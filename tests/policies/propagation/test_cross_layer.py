@@ -1,0 +1,182 @@
+"""Tokens that any of several layers finds salient: on paper, against slow loops, and CLAA."""
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy import LayerContext
+from kvpolicy.policies import (
+    CLAA,
+    CrossLayerPropagation,
+    StagedPropagation,
+    TokenSelectivePropagation,
+    WindowMeanPoolScorer,
+)
+from kvpolicy.testing import check_propagation
+from tests import reference
+from tests.policies.scorers.support import random_layer
+from tests.policies.views import new_of, slots_of, view_of
+
+
+def layer(*rows: list[float], history: tuple[list[list[float]], ...] = ()) -> Any:
+    """Saliencies of one row's KV heads, and a layer of 2 KV heads and 6 tokens at layer 1 of 4."""
+    keys = torch.zeros(1, 2, 6, 3)
+    context = LayerContext(
+        layer_idx=1,
+        num_layers=4,
+        queries=keys[:, :, :0],
+        keys=keys,
+        values=keys,
+        positions=torch.arange(6).expand(1, 2, 6),
+        new_valid=torch.ones(1, 6, dtype=torch.bool),
+        seen_len=(6,),
+        scaling=1.0,
+        history=tuple(torch.tensor([each]) for each in history),
+    )
+    return torch.tensor([rows]), context
+
+
+OWN = ([0.1, 0.5, 0.0, 0.3, 0.2, 0.0], [0.2, 0.4, 0.1, 0.0, 0.2, 0.0])
+BEFORE = [[0.0, 0.0, 0.6, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.9, 0.0]]
+
+
+def passed_on(part: CrossLayerPropagation, saliency: Tensor, context: LayerContext) -> list[int]:
+    passed = part.propagate(saliency, context)
+    assert passed is not None
+    found: list[int] = passed[0].tolist()
+    return found
+
+
+def test_a_layer_before_and_one_head_are_enough() -> None:
+    saliency, context = layer(*OWN, history=(BEFORE,))
+    raw = CrossLayerPropagation(1, None, 1, 4, voting_layers=2, standardize=False)
+    ranking = [0.2, 0.5, 0.6, 0.3, 0.9, 0.0]
+    assert raw.ranking(saliency, context)[0].tolist() == pytest.approx(ranking)
+    assert passed_on(raw, saliency, context) == [1, 2, 4, 5]
+    alone = attrs.evolve(raw, voting_layers=1)
+    assert passed_on(alone, saliency, context) == [0, 1, 3, 5]
+    assert TokenSelectivePropagation(1, None, 1, 4).propagate(saliency, context) is not None
+
+
+def test_the_mean_is_over_layers_and_heads() -> None:
+    saliency, context = layer(*OWN, history=(BEFORE,))
+    part = CrossLayerPropagation(1, voting_layers=2, standardize=False, reduction="mean")
+    expected = [0.3 / 4, 0.9 / 4, 0.7 / 4, 0.3 / 4, 1.3 / 4, 0.0]
+    assert part.ranking(saliency, context)[0].tolist() == pytest.approx(expected)
+
+
+def test_older_layers_than_asked_for_have_no_say() -> None:
+    loud = [[0.0, 0.0, 0.0, 9.0, 0.0, 0.0]] * 2
+    saliency, context = layer(*OWN, history=(loud, BEFORE))
+    part = CrossLayerPropagation(1, None, 1, 4, voting_layers=2, standardize=False)
+    assert passed_on(part, saliency, context) == [1, 2, 4, 5]
+    assert passed_on(attrs.evolve(part, voting_layers=3), saliency, context) == [2, 3, 4, 5]
+
+
+def test_standardized_no_layer_wins_by_its_scale() -> None:
+    """Before the window of 2: 0 0 0 4 has mean 1 and deviation sqrt 3; 100 100 102 102, 101 and 1.
+
+    The window has no part in them: 50 in it moves nothing.
+    """
+    row = [0.0, 0.0, 0.0, 4.0, 50.0, 0.0]
+    before = [[100.0, 100.0, 102.0, 102.0, 0.0, 0.0]] * 2
+    saliency, context = layer(row, row, history=(before,))
+    part = CrossLayerPropagation(1, None, 2, 3, voting_layers=2)
+    ranking = part.ranking(saliency, context)[0].tolist()
+    expected = [-(3**-0.5), -(3**-0.5), 1.0, 3**0.5]
+    assert ranking[:4] == pytest.approx(expected, rel=1e-6)
+    assert passed_on(part, saliency, context) == [3, 4, 5]
+    raw = attrs.evolve(part, standardize=False)
+    assert passed_on(raw, saliency, context) == [2, 4, 5]
+
+
+def test_a_saliency_that_says_nothing_counts_as_the_mean() -> None:
+    saliency, context = layer([0.3] * 6, [0.0, 0.0, 1.0, 0.0, 0.0, 0.0])
+    ranking = CrossLayerPropagation(1, window_size=1).ranking(saliency, context)[0]
+    assert ranking[:5].tolist() == pytest.approx([0.0, 0.0, 2.0, 0.0, 0.0], abs=1e-6)
+
+
+LENS = (29, 13, 5)
+
+
+def four_layers() -> list[LayerContext]:
+    """The same padded rows at four layers, each with keys and queries of its own."""
+    return [
+        attrs.evolve(random_layer(10 + at, LENS, query_len=4), layer_idx=at, num_layers=4)
+        for at in range(4)
+    ]
+
+
+@pytest.mark.parametrize("standardize", [True, False])
+@pytest.mark.parametrize("protect", [0, 3])
+def test_against_slow_loops_in_padded_rows(standardize: bool, protect: int) -> None:
+    """Three layers of four decide; the first keeps everything."""
+    policy = CLAA(2, 0.3, 4, 3, 3, 1, standardize, tsp_rate=0.4, protect=protect)
+    method = reference.CLAA(
+        0.3,
+        window_size=4,
+        kernel_size=3,
+        protect=protect,
+        tsp_layer=2,
+        tsp_rate=0.4,
+        voting_layers=3,
+        whole_layers=1,
+        standardize=standardize,
+    )
+    scorer = WindowMeanPoolScorer(4, 3)
+    layers = four_layers()
+    said = [scorer.score(context) for context in layers]
+    for at, context in enumerate(layers):
+        context = attrs.evolve(context, history=tuple(said[max(at - 2, 0) : at]))
+        decision = policy.decide(context)
+        assert (decision.passed_on is not None) == (at == 2)
+        for row in range(len(LENS)):
+            choices = [method.choose(view_of(each, row)) for each in layers[: at + 1]]
+            assert choices[-1].margin > 1e-6
+            for head in range(3):
+                assert slots_of(decision.kept[row, head], context, row) == choices[-1].kept[head]
+            if decision.passed_on is not None:
+                assert new_of(decision.passed_on[row], context, row) == choices[-1].passed
+
+
+def test_a_stage_may_ask_for_history() -> None:
+    part = StagedPropagation([CrossLayerPropagation(1, 0.4), TokenSelectivePropagation(2, 0.2)])
+    assert part.history_layers == 3
+    saliency, context = layer(*OWN, history=(BEFORE,))
+    stage = CrossLayerPropagation(1, 0.4)
+    assert torch.equal(part.ranking(saliency, context), stage.ranking(saliency, context))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"voting_layers": 0}, ValueError, "voting_layers must be at least 1, got 0"),
+        ({"standardize": 1}, TypeError, "standardize must be a bool, got 1"),
+        (
+            {"reduction": "sum"},
+            ValueError,
+            "reduction must be one of .*, got 'sum'",
+        ),
+        ({"tsp_rate": 0.2, "tsp_tokens": 5}, ValueError, "exactly one of tsp_rate and tsp_tokens"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        CrossLayerPropagation(**arguments)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        CrossLayerPropagation(tsp_rate=0.3, window_size=2),
+        CrossLayerPropagation(tsp_tokens=7, window_size=1, protect=4, standardize=False),
+        CrossLayerPropagation(tsp_rate=0.3, window_size=1, reduction="mean"),
+        CrossLayerPropagation(tsp_rate=0.3, window_size=1, voting_layers=1),
+    ],
+    ids=str,
+)
+def test_the_contract(part: CrossLayerPropagation) -> None:
+    check_propagation(part)

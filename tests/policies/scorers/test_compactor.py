@@ -1,0 +1,209 @@
+"""Leverage of keys and attention within chunks: on paper, against slow loops, and Compactor."""
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from kvpolicy import LayerContext, Scorer
+from kvpolicy.policies import ChunkAttentionScorer, Compactor, LeverageScorer
+from kvpolicy.rotary import PlainRotary
+from kvpolicy.testing import check_scorer
+from tests import reference
+from tests.policies.views import slots_of, view_of
+from tests.reference.query_agnostic import (
+    chunk_attentions,
+    gaussian,
+    leverages,
+    standard,
+    turned,
+)
+
+from .support import layer_of, random_layer
+
+THETA = 100.0
+
+
+def turning(seed: int, lens: tuple[int, ...], query_len: int = 0) -> LayerContext:
+    context = random_layer(seed, lens, query_len, head_dim=6)
+    return attrs.evolve(context, rotary=PlainRotary(6, THETA))
+
+
+def later_turn() -> LayerContext:
+    """Three new tokens behind what heads hold of 40, unlike tokens each."""
+    positions = torch.tensor(
+        [
+            [0, 5, 9, 11, 30, 39, 40, 41, 42],
+            [1, 2, 8, 9, 10, 11, 40, 41, 42],
+            [-1, -1, -1, 7, 38, 39, 40, 41, 42],
+        ]
+    )
+    return attrs.evolve(
+        turning(1, (9,), 3),
+        positions=positions[None],
+        new_valid=torch.ones(1, 3, dtype=torch.bool),
+        seen_len=(43,),
+    )
+
+
+def test_a_key_of_its_own_direction_has_the_most_leverage() -> None:
+    """Keys along one axis but for the third, which nothing else replaces."""
+    keys = torch.tensor([[9.0, 0], [-9.0, 0], [0, 2.0], [8.0, 0], [-8.0, 0], [5.0, 0]])
+    context = attrs.evolve(layer_of(keys), rotary=PlainRotary(2, 1e30))
+    context = attrs.evolve(context, keys=context.rotary.turned(context.keys, context.positions))
+    saliency = LeverageScorer(0, 0).score(context)[0, 0]
+    assert int(saliency.argmax()) == 2
+    assert float(saliency.mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(saliency.std(correction=0)) == pytest.approx(1.0)
+
+
+def test_as_many_columns_as_channels_change_no_leverage() -> None:
+    """Then any projection has the leverage of the keys themselves, but for the ridge."""
+    keys = [torch.randn(3, generator=torch.Generator().manual_seed(seed)) for seed in range(20)]
+    matrix = torch.stack(keys).double()
+    matrix = 100 * (matrix - matrix.mean(dim=0))
+    exact = (matrix @ torch.linalg.pinv(matrix)).diagonal().tolist()
+    found = leverages([100 * key for key in keys], gaussian(0, 0, 3, 48))
+    assert found == pytest.approx(exact, rel=1e-3)
+
+
+@pytest.mark.parametrize(("sinks", "window", "columns"), [(0, 0, 48), (8, 4, 48), (3, 2, 5)])
+def test_leverage_against_slow_loops_in_padded_rows(sinks: int, window: int, columns: int) -> None:
+    lens = (31, 17)
+    check_leverage(turning(columns, lens), LeverageScorer(sinks, window, columns, seed=7))
+
+
+def test_leverage_where_heads_hold_unlike_tokens() -> None:
+    check_leverage(later_turn(), LeverageScorer(2, 2))
+
+
+def check_leverage(context: LayerContext, scorer: LeverageScorer) -> None:
+    found = scorer.score(context)
+    sketch = gaussian(scorer.seed, context.layer_idx, 6, scorer.sketch_size)
+    for row in range(context.batch):
+        for head, held in enumerate(view_of(context, row).entries):
+            end = len(held) - scorer.window_size
+            inside = [j for j in range(end) if held[j].position >= scorer.num_sinks]
+            keys = [turned(held[j].key, -held[j].position, THETA) for j in inside]
+            expected = [0.0] * len(held)
+            for j, score in zip(inside, standard(leverages(keys, sketch)), strict=True):
+                expected[j] = score
+            here = found[row, head, context.key_len - len(held) :].tolist()
+            assert here == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def test_each_layer_and_seed_has_its_own_projection() -> None:
+    context = turning(0, (30,))
+    first = LeverageScorer(sketch_size=4).score(context)
+    assert torch.equal(first, LeverageScorer(sketch_size=4).score(context))
+    other = attrs.evolve(context, layer_idx=2)
+    assert not torch.allclose(first, LeverageScorer(sketch_size=4).score(other))
+    assert not torch.allclose(first, LeverageScorer(sketch_size=4, seed=1).score(context))
+
+
+def test_attention_looks_both_ways_within_its_chunk() -> None:
+    """Two chunks of two; the first token's query looks at the second alone, and so does the second.
+
+    Of values of norms 1, 2, 1, 1 attentions 0, 2, 1, 1 become 0, 4, 1, 1: mean 3/2.
+    """
+    keys = torch.tensor([[0.0], [50.0], [0.0], [0.0]])
+    values = torch.tensor([[1.0], [2.0], [1.0], [1.0]])
+    context = attrs.evolve(layer_of(keys, values), queries=torch.ones(1, 1, 4, 1))
+    saliency = ChunkAttentionScorer(0, 0, chunk_size=2, kernel_size=1).score(context)[0, 0]
+    deviation = ((1.5**2 + 2.5**2 + 0.5**2 + 0.5**2) / 4) ** 0.5
+    expected = [each / deviation for each in (-1.5, 2.5, -0.5, -0.5)]
+    assert saliency.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sinks", "window", "chunk", "kernel"),
+    [(0, 0, 4, 1), (8, 4, 7, 3), (3, 2, 256, 3), (1, 1, 1, 5)],
+)
+def test_attention_against_slow_loops_in_padded_rows(
+    sinks: int, window: int, chunk: int, kernel: int
+) -> None:
+    lens = (31, 17, 4)
+    scorer = ChunkAttentionScorer(sinks, window, chunk, kernel)
+    check_attention(random_layer(chunk, lens, query_len=31), scorer)
+
+
+@pytest.mark.parametrize("chunk", [3, 10, 100])
+def test_attention_where_heads_hold_unlike_tokens(chunk: int) -> None:
+    check_attention(later_turn(), ChunkAttentionScorer(2, 1, chunk))
+
+
+def check_attention(context: LayerContext, scorer: ChunkAttentionScorer) -> None:
+    found = scorer.score(context)
+    for row in range(context.batch):
+        view = view_of(context, row)
+        group = len(view.queries) // len(view.entries)
+        last = max(len(view.new_positions) - scorer.window_size, 0)
+        for head, held in enumerate(view.entries):
+            end = max(len(held) - scorer.window_size, 0)
+            inside = [j for j in range(end) if held[j].position >= scorer.num_sinks]
+            scores = chunk_attentions(
+                [list(rows[:last]) for rows in view.queries[head * group : (head + 1) * group]],
+                view.new_positions[:last],
+                [held[j] for j in inside],
+                num_sinks=scorer.num_sinks,
+                chunk_size=scorer.chunk_size,
+                kernel_size=scorer.kernel_size,
+            )
+            expected = [0.0] * len(held)
+            for j, score in zip(inside, scores, strict=True):
+                expected[j] = score
+            here = found[row, head, context.key_len - len(held) :].tolist()
+            assert here == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def test_the_method_against_slow_loops() -> None:
+    lens = (40, 26)
+    context = turning(3, lens, 40)
+    policy = Compactor(0.4, window_size=3, num_sinks=2, chunk_size=16)
+    method = reference.Compactor(0.4, 3, num_sinks=2, blending=0.6, chunk_size=16)
+    kept = policy.decide(context).kept
+    for row in range(2):
+        choice = method.choose(view_of(context, row, rope_theta=THETA))
+        assert choice.margin > 1e-5
+        for head in range(3):
+            assert slots_of(kept[row, head], context, row) == choice.kept[head]
+
+
+def test_the_weight_of_the_leverage() -> None:
+    assert Compactor(0.25).scorer.weights == (0.75, 1.0)  # type: ignore[union-attr]
+    assert Compactor(retention_tokens=9).scorer.weights == (0.35, 1.0)  # type: ignore[union-attr]
+    assert Compactor(0.25, blending=2).scorer.weights == (2.0, 1.0)  # type: ignore[union-attr]
+    assert Compactor(protect=20).selector.protected_first == 20
+    assert Compactor(protect=2).selector.protected_first == 8
+
+
+@pytest.mark.parametrize(
+    "scorer",
+    [
+        LeverageScorer(0, 0, 3),
+        LeverageScorer(2, 1, seed=2**70),
+        ChunkAttentionScorer(0, 0, 5, 1),
+        ChunkAttentionScorer(3, 2, 16),
+        Compactor(window_size=2, num_sinks=1, chunk_size=8).scorer,
+    ],
+    ids=str,
+)
+def test_the_contract(scorer: Scorer) -> None:
+    check_scorer(scorer)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: LeverageScorer(sketch_size=0), ValueError, "sketch_size must be at least 1"),
+        (lambda: LeverageScorer(seed=-1), ValueError, "seed must be at least 0"),
+        (lambda: ChunkAttentionScorer(chunk_size=0), ValueError, "chunk_size must be at least 1"),
+        (lambda: ChunkAttentionScorer(kernel_size=2), ValueError, "kernel_size must be odd"),
+        (lambda: Compactor(blending=-0.1), ValueError, "blending must be at least 0"),
+        (lambda: Compactor(protect=-1), ValueError, "protect must be at least 0"),
+    ],
+)
+def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build()

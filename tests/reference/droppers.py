@@ -1,0 +1,267 @@
+"""Methods that drop tokens while they read a prompt: CLAA, UniPrefill, PromptDistill and others."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .attention import attention_probabilities
+from .methods import Choice, FullContext, LayerView, SnapKV
+from .selection import (
+    average_pool,
+    budget,
+    head_mean,
+    margin,
+    window_and_highest,
+    window_saliency,
+)
+
+
+def products(query: Tensor, layer: LayerView, head: int) -> list[float]:
+    """Of one query of a head with all entries of its KV head, in float64."""
+    group = len(layer.queries) // len(layer.entries)
+    held = layer.entries[head // group]
+    return [float(query.double() @ entry.key.double()) for entry in held]
+
+
+def group_of(rows: Sequence[Sequence[float]], layer: LayerView) -> list[list[float]]:
+    """The mean over each KV head's group, of one row for each query head."""
+    group = len(rows) // len(layer.entries)
+    return [head_mean(rows[first : first + group]) for first in range(0, len(rows), group)]
+
+
+@dataclass(frozen=True)
+class CLAA(SnapKV):
+    """Keeps by average-pooled window attention; drops by the largest over layers and KV heads.
+
+    Attributes:
+        tsp_layer: the layer after which tokens are dropped.
+        tsp_rate: fraction of all tokens seen that goes on.
+        voting_layers: layers up to that one that are looked at.
+        whole_layers: first layers that keep everything.
+        standardize: whether each layer's KV head has mean 0 and deviation 1 first.
+    """
+
+    tsp_layer: int = 1
+    tsp_rate: float = 0.2
+    voting_layers: int = 4
+    whole_layers: int = 4
+    standardize: bool = True
+    # What the layers of the forward under way have said, by layer.
+    said: dict[int, list[list[float]]] = field(default_factory=dict, compare=False)
+
+    def saliency(self, layer: LayerView) -> list[list[float]]:
+        """Per query head, averages over neighbours, 0 beyond the tokens before the window."""
+        rows = window_saliency(
+            layer.queries,
+            layer.new_positions,
+            layer.entries,
+            window_size=self.window_size,
+            kernel_size=1,
+            scaling=layer.scaling,
+        )
+        return [average_pool(row, self.kernel_size) for row in rows]
+
+    def choose(self, layer: LayerView) -> Choice:
+        """What is kept, and after the layer what goes on."""
+        kept = super().choose(layer)
+        if layer.layer_idx < self.whole_layers:
+            kept = FullContext().choose(layer)
+        new_len = len(layer.new_positions)
+        competing = max(0, new_len - self.window_size)
+        own = []
+        for held, row in zip(layer.entries, group_of(self.saliency(layer), layer), strict=True):
+            first_new = len(held) - new_len
+            own.append(self.scaled(row[first_new : first_new + competing]))
+        self.said[layer.layer_idx] = own
+        if layer.layer_idx != self.tsp_layer:
+            return kept
+        first = max(self.tsp_layer - self.voting_layers + 1, 0)
+        votes = [row for at in range(first, self.tsp_layer + 1) for row in self.said[at]]
+        scores = [max(column) for column in zip(*votes, strict=True)]
+        exempt = self.exempt(layer.new_positions)
+        count = budget(
+            self.tsp_rate,
+            None,
+            seen=layer.seen,
+            available=new_len,
+            protected=new_len - competing + len(exempt),
+        )
+        passed = window_and_highest(scores, new_len, count, exempt)
+        scale = max(map(abs, scores), default=1.0)
+        gap = margin(scores, passed, exempt, scale=scale)
+        return Choice(kept.kept, passed, min(kept.margin, gap))
+
+    def scaled(self, row: list[float]) -> list[float]:
+        """At mean 0 and deviation 1, if it is to be."""
+        if not self.standardize or not row:
+            return row
+        mean, deviation = statistics.fmean(row), statistics.pstdev(row)
+        return [(score - mean) / (deviation + 1e-8) for score in row]
+
+
+@dataclass(frozen=True)
+class Dropper(FullContext):
+    """Keeps what reaches a layer; after some layers only the new tokens of highest score go on.
+
+    Attributes:
+        stages: a layer and the fraction of all tokens seen that goes on after it, each once.
+        window_size: last tokens that go on.
+        protect: first positions that go on.
+    """
+
+    stages: tuple[tuple[int, float], ...] = ()
+    window_size: int = 1
+    protect: int = 0
+
+    def scores(self, layer: LayerView) -> list[float]:
+        """One number for each of the new tokens."""
+        raise NotImplementedError
+
+    def choose(self, layer: LayerView) -> Choice:
+        """All entries; at a stage's layer the tokens that go on."""
+        kept = super().choose(layer)
+        rates = dict(self.stages)
+        if layer.layer_idx not in rates:
+            return kept
+        new_len = len(layer.new_positions)
+        scores = self.scores(layer)[: max(0, new_len - self.window_size)]
+        exempt = [
+            index
+            for index, position in enumerate(layer.new_positions[: len(scores)])
+            if position < self.protect
+        ]
+        count = budget(
+            rates[layer.layer_idx],
+            None,
+            seen=layer.seen,
+            available=new_len,
+            protected=new_len - len(scores) + len(exempt),
+        )
+        passed = window_and_highest(scores, new_len, count, exempt)
+        scale = max(map(abs, scores), default=1.0)
+        return Choice(kept.kept, passed, margin(scores, passed, exempt, scale=scale))
+
+
+@dataclass(frozen=True)
+class PromptDistill(Dropper):
+    """By products with the last query, average-pooled, the last token's own as 0."""
+
+    kernel_size: int = 5
+
+    def scores(self, layer: LayerView) -> list[float]:
+        """Mean over all query heads."""
+        rows = []
+        for head, queries in enumerate(layer.queries):
+            raw = [*products(queries[-1], layer, head)[:-1], 0.0]
+            rows.append(average_pool(raw, self.kernel_size)[-len(layer.new_positions) :])
+        return head_mean(rows)
+
+
+@dataclass(frozen=True)
+class LazyLLM(Dropper):
+    """By the attention of the last token."""
+
+    def scores(self, layer: LayerView) -> list[float]:
+        """Mean over all query heads."""
+        return window_means(layer, 1)
+
+
+@dataclass(frozen=True)
+class SlimInfer(Dropper):
+    """By the unit of a block whose mean key answers most strongly to the mean of the last queries.
+
+    Attributes:
+        unit_size: positions of a unit.
+        block_units: units of a block.
+    """
+
+    unit_size: int = 8
+    block_units: int = 8
+
+    def scores(self, layer: LayerView) -> list[float]:
+        """The largest of a token's block."""
+        group = len(layer.queries) // len(layer.entries)
+        strength: dict[int, list[float]] = defaultdict(list)
+        for head, queries in enumerate(layer.queries):
+            query = queries[-self.window_size :].double().mean(dim=0)
+            of_unit: dict[int, list[Tensor]] = defaultdict(list)
+            for entry in layer.entries[head // group]:
+                of_unit[entry.position // self.unit_size].append(entry.key.double())
+            for unit, keys in of_unit.items():
+                mean = sum(keys[1:], keys[0]) / len(keys)
+                strength[unit].append(abs(float(query @ mean)))
+        of_block: dict[int, float] = defaultdict(float)
+        for unit, strengths in strength.items():
+            at = unit // self.block_units
+            of_block[at] = max(of_block[at], math.fsum(strengths) / len(layer.queries))
+        size = self.unit_size * self.block_units
+        return [of_block[position // size] for position in layer.new_positions]
+
+
+def window_means(layer: LayerView, window_size: int) -> list[float]:
+    """Attention that the last queries give each new token, the mean over them and all heads."""
+    group = len(layer.queries) // len(layer.entries)
+    rows = []
+    for head, queries in enumerate(layer.queries):
+        given = attention_probabilities(
+            queries[-window_size:],
+            layer.new_positions[-window_size:],
+            layer.entries[head // group],
+            layer.scaling,
+        )
+        sums = [math.fsum(column.tolist()) / len(column) for column in given.T]
+        rows.append(sums[len(sums) - len(layer.new_positions) :])
+    return head_mean(rows)
+
+
+@dataclass(frozen=True)
+class UniPrefill(FullContext):
+    """Keeps what reaches a layer; blocks go on until they hold a share of the attention.
+
+    Attributes:
+        layers: those after which tokens are dropped.
+        mass: share of the attention.
+        block_size: new tokens of a block.
+        num_sinks: first positions that go on.
+        window_size: last tokens, which observe and go on.
+    """
+
+    layers: tuple[int, ...] = ()
+    mass: float = 0.99
+    block_size: int = 64
+    num_sinks: int = 128
+    window_size: int = 128
+
+    def choose(self, layer: LayerView) -> Choice:
+        """All entries; after the layers, the blocks that hold enough."""
+        kept = super().choose(layer)
+        if layer.layer_idx not in self.layers:
+            return kept
+        scores = window_means(layer, self.window_size)
+        passed, gap = self.passed(scores, layer.new_positions)
+        return Choice(kept.kept, passed, gap)
+
+    def passed(self, scores: Sequence[float], positions: Sequence[int]) -> tuple[list[int], float]:
+        """The tokens that go on, of one score each; and how near that was to falling otherwise."""
+        starts = range(0, len(scores), self.block_size)
+        masses = [math.fsum(scores[start : start + self.block_size]) for start in starts]
+        total, before = math.fsum(masses), 0.0
+        going, gaps = set[int](), []
+        for block in sorted(range(len(masses)), key=lambda block: (-masses[block], block)):
+            gaps.append(abs(before - self.mass * total) / total)
+            if before <= self.mass * total:
+                going.add(block)
+            before += masses[block]
+        gaps.append(margin(masses, going, scale=total))
+        tokens = [
+            index
+            for index, position in enumerate(positions)
+            if index // self.block_size in going
+            or position < self.num_sinks
+            or index >= len(scores) - self.window_size
+        ]
+        return tokens, min(gaps)
