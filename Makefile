@@ -14,7 +14,7 @@ FUZZ_MINUTES ?= 10
 WORKERS := -n logical --maxprocesses 4
 
 .PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest bench pictures \
-	bench-scaling bench-decode bench-decoding bench-gpu bench-prefill bench-kvpress families \
+	bench-scaling bench-chunks bench-decode bench-decoding bench-gpu bench-prefill bench-kvpress families \
 	transformers-tests format clean
 
 compare: $(VENV)/installed
@@ -101,6 +101,9 @@ pictures: $(VENV)/installed
 
 bench-scaling: $(VENV)/installed
 	$(BIN)/python benchmarks/scaling.py $(ARGS)
+
+bench-chunks: $(VENV)/installed
+	$(BIN)/python benchmarks/chunks.py $(ARGS)
 
 # With the machine's own Python: the torch of .venv knows no GPU.
 bench-gpu:

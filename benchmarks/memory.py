@@ -28,7 +28,13 @@ CLEAR = Path("/proc/self/clear_refs")
 
 
 def measure_peak(
-    spec: ModelSpec, policy: str, context: int, *, batch: int = 1, threads: int = 1
+    spec: ModelSpec,
+    policy: str,
+    context: int,
+    *,
+    batch: int = 1,
+    threads: int = 1,
+    chunk: int | None = None,
 ) -> dict[str, Any]:
     """Read one prompt in a fresh process.
 
@@ -38,11 +44,13 @@ def measure_peak(
         context: Tokens of a row.
         batch: Rows.
         threads: Of torch.
+        chunk: Tokens of a forward that reads a part of the prompt; None to read it in one.
 
     Returns:
         ``before_bytes`` (resident before the prompt), ``peak_bytes``, ``growth_bytes`` (their
         difference), ``measured_by``, and ``exact``: False where something before the prompt had
-        reached as high, so that the growth is only known not to be more.
+        reached as high, so that the growth is only known not to be more. ``cpu_ms``, the
+        processor's time of the prompt.
 
     Raises:
         RuntimeError: The process failed; its last words are in the message.
@@ -53,6 +61,7 @@ def measure_peak(
         "context": context,
         "batch": batch,
         "threads": threads,
+        "chunk": chunk,
     }
     done = subprocess.run(
         [sys.executable, __file__, json.dumps(wanted)], capture_output=True, text=True, check=False
@@ -67,11 +76,17 @@ def measure_peak(
 
 
 def try_peak(
-    spec: ModelSpec, policy: str, context: int, *, batch: int = 1, threads: int = 1
+    spec: ModelSpec,
+    policy: str,
+    context: int,
+    *,
+    batch: int = 1,
+    threads: int = 1,
+    chunk: int | None = None,
 ) -> dict[str, Any] | None:
     """As `measure_peak`; None, and a line of why, where the process failed."""
     try:
-        return measure_peak(spec, policy, context, batch=batch, threads=threads)
+        return measure_peak(spec, policy, context, batch=batch, threads=threads, chunk=chunk)
     except RuntimeError as error:
         print(error, file=sys.stderr, flush=True)
         return None
@@ -84,11 +99,13 @@ def measure(wanted: dict[str, Any]) -> dict[str, Any]:
     model = spec.build()
     policy = policy_of(wanted["policy"])
     # What the first call brings along, such as code and thread pools, is not the prompt's.
-    take_turn(model, random_prompt(spec.vocab_size, 64), policy, 1)
+    chunk = wanted["chunk"]
+    first = None if chunk is None else 32
+    take_turn(model, random_prompt(spec.vocab_size, 64), policy, 1, chunk=first)
     prompt = random_prompt(spec.vocab_size, wanted["context"], wanted["batch"])
     reset = reset_peak()
     before, peak_before = resident_bytes(), peak_bytes()
-    take_turn(model, prompt, policy, 1)
+    turn = take_turn(model, prompt, policy, 1, chunk=chunk)
     peak = peak_bytes()
     by = "VmHWM" if STATUS.exists() else "ru_maxrss"
     return {
@@ -97,6 +114,7 @@ def measure(wanted: dict[str, Any]) -> dict[str, Any]:
         "growth_bytes": peak - before,
         "measured_by": f"{by}, set back before the prompt" if reset else by,
         "exact": peak > peak_before,
+        "cpu_ms": turn.prefill.cpu_ms,
     }
 
 

@@ -73,6 +73,7 @@ def take_turn(
     chunk: int | None = None,
     deadline: Deadline | None = None,
     masks: MaskWatch | None = None,
+    chunk: int | None = None,
 ) -> Turn:
     """Read a prompt and decode greedily, in a loop by hand.
 
@@ -84,6 +85,7 @@ def take_turn(
         chunk: Tokens of the prompt that are read at once; None for all.
         deadline: Asked before every layer of the prefill and every token; decoding then ends early.
         masks: Told of the masks, if given.
+        chunk: Tokens of a forward that reads a part of the prompt; None to read it in one.
 
     Raises:
         OutOfTimeError: The deadline passed during prefill.
@@ -104,6 +106,17 @@ def take_turn(
         if device.type == "cuda":
             memory = GPUMemory(before, prefill_peak, peak(device))
     return Turn(prefill, tuple(decode), held, memory)
+
+
+def _read(model: PreTrainedModel, prompt: Tensor, cache: Any, chunk: int | None) -> Tensor:
+    if chunk is None:
+        return _next_token(model, prompt, cache)
+    if isinstance(cache, PolicyCache):
+        cache.start_turn(prompt_len=prompt.shape[1])
+    *earlier, last = prompt.split(chunk, dim=1)
+    for each in earlier:
+        model(each, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return _next_token(model, last, cache)
 
 
 def _decode(

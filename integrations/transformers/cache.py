@@ -563,6 +563,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
         columns = self._reader.columns(layer_idx)
         if columns is not None:
             return columns.keys, 0
+        if self._reader.makes_masks:  # a mask of all it holds would be made for nothing
+            return query_length, self.get_seq_length(layer_idx)
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
 

@@ -171,11 +171,6 @@ def check_generation(
     chunked = config.prefill_chunk_size is not None
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     drops = bool(cache.policy.propagation.acting_layers(num_layers))
-    if chunked and drops:
-        raise UnsupportedGenerationError(
-            f"prefill_chunk_size must be None where {cache.policy} drops tokens, got "
-            f"{config.prefill_chunk_size}; the prompt must come in one forward"
-        )
     if mode == GenerationMode.ASSISTED_GENERATION and cache.policy.decoding is not None:
         raise UnsupportedGenerationError(
             "assistant_model and prompt_lookup_num_tokens must be None with a policy that evicts "

@@ -145,7 +145,6 @@ def test_a_conversation_that_does_not_go_on(model: PreTrainedModel, usable: Poli
         ({"penalty_alpha": 0.6, "top_k": 4}, "got contrastive_search"),
         ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, "got group_beam_search"),
         ({"dola_layers": "low"}, "got dola_generation"),
-        ({"prefill_chunk_size": 16}, "prefill_chunk_size must be None where FastKV"),
         ({"prompt_lookup_num_tokens": 3, "output_attentions": True}, "output_attentions, and"),
         ({"prompt_lookup_num_tokens": 3, "output_hidden_states": True}, "output_attentions, and"),
         ({"use_cache": False}, "use_cache must be True"),
@@ -168,13 +167,7 @@ def test_a_mode_in_the_models_own_generation_config(usable: PolicyCache) -> None
         other.generate(prompt(80), past_key_values=usable, max_new_tokens=3)
 
 
-def test_chunks_of_a_prompt_of_which_tokens_are_dropped(
-    model: PreTrainedModel, usable: PolicyCache
-) -> None:
-    with torch.no_grad(), usable.attached(model):
-        usable.start_turn(prompt_len=40)
-        with pytest.raises(UnsupportedGenerationError, match="a prompt must come in one forward"):
-            model(prompt(20), past_key_values=usable)
+def test_a_length_of_a_prompt_that_is_none(usable: PolicyCache) -> None:
     with pytest.raises(ValueError, match="prompt_len must be at least 1, got 0"):
         usable.start_turn(prompt_len=0)
     with pytest.raises(TypeError, match="prompt_len must be an int"):

@@ -1,16 +1,31 @@
-"""A prompt that comes in several forwards: what earlier ones leave for the policy's act."""
+"""A prompt that comes in several forwards: what earlier ones leave for the policy's act.
+
+That is the queries that the policy looks at. Where it looks at all of them and sums over them, it
+is the sums: every chunk's queries have seen then what a prompt's would have.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from kvpolicy.asking import Checks, advanced
+from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers.forward.append import Forward
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
+from kvpolicy.interfaces import Scorer
+from kvpolicy.policies import AccumulatedAttentionScorer
+from kvpolicy.policy import CachePolicy
+from kvpolicy.selection import gather_slots
+
+if TYPE_CHECKING:
+    from kvpolicy.integrations.transformers.forward.stages import StagedPrompt
 
 
 @attrs.frozen(eq=False)
@@ -23,6 +38,9 @@ class Chunks:
         row_lens: ``[batch]`` int64, tokens of each row in them.
         valid: ``[batch, held_len]`` bool, of the columns whose queries are held.
         queries: By layer, ``[batch, query_heads, held_len, head_dim]``.
+        carried: By layer, ``[batch, kv_heads, key_len, carries]``, what the scorer carries of the
+            queries so far for each key, in the place of those; see `Scorer.advance`.
+        staged: What further stages are to read, where tokens are dropped; None where none are.
     """
 
     num_queries: int | None
@@ -30,13 +48,18 @@ class Chunks:
     row_lens: Tensor | None = None
     valid: Tensor | None = None
     queries: dict[int, Tensor] = attrs.field(factory=dict)
+    carried: dict[int, Tensor] = attrs.field(factory=dict)
+    staged: StagedPrompt | None = None
 
-    def with_chunk(self, valid: Tensor, queries: dict[int, Tensor]) -> Chunks:
+    def with_chunk(
+        self, valid: Tensor, queries: dict[int, Tensor], carried: dict[int, Tensor]
+    ) -> Chunks:
         """With one more chunk.
 
         Args:
             valid: ``[batch, new_len]`` bool, the chunk's columns.
             queries: By layer, ``[batch, query_heads, new_len, head_dim]``.
+            carried: By layer, what is carried with it.
         """
         lens = valid.sum(dim=1)
         columns = valid if self.valid is None else torch.cat([self.valid, valid], dim=1)
@@ -50,6 +73,8 @@ class Chunks:
                 index: self._joined(index, new)[:, :, first:].clone()
                 for index, new in queries.items()
             },
+            carried,
+            self.staged,
         )
 
     def _joined(self, index: int, queries: Tensor) -> Tensor:
@@ -74,8 +99,7 @@ class Chunks:
         Returns:
             ``[batch, query_heads, query_len, head_dim]``, as many as the policy looks at.
         """
-        assert self.valid is not None
-        valid = torch.cat([self.valid, new_valid], dim=1)
+        valid = new_valid if self.valid is None else torch.cat([self.valid, new_valid], dim=1)
         order = valid.to(torch.uint8).argsort(dim=1, stable=True)
         if self.num_queries is not None:
             order = order[:, max(order.shape[1] - self.num_queries, 0) :]
@@ -90,43 +114,116 @@ class Chunks:
         Args:
             new_valid: ``[batch, new_len]`` bool, the last chunk's tokens.
         """
-        assert self.row_lens is not None
         length = self.columns + new_valid.shape[1]
-        first = length - self.row_lens - new_valid.sum(dim=1)
+        lens = new_valid.sum(dim=1)
+        first = length - (lens if self.row_lens is None else self.row_lens + lens)
         return torch.arange(length, device=new_valid.device) >= first[:, None]
 
 
-class ChunkForward(Forward):
-    """A forward over a chunk that does not end its prompt: appended, its queries remembered."""
+@attrs.frozen(eq=False)
+class ContinuedScorer(Scorer):
+    """A scorer that is shown a prompt's last queries only, and goes on from what it carries.
 
-    in_prompt = True
+    Args:
+        scorer: One that sums over all queries.
+        carried: ``[batch, kv_heads, key_len, carries]``, of the queries before.
+    """
+
+    scorer: Scorer
+    carried: Tensor
+
+    @property
+    def num_queries(self) -> None:
+        """All that there are."""
+        return
+
+    @property
+    def unscored_tail(self) -> int:
+        """That of the scorer."""
+        return self.scorer.unscored_tail
+
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        return self.scorer.advance(attrs.evolve(context, carried=self.carried))[0]
+
+
+def sums_over_all(policy: CachePolicy) -> bool:
+    """Whether a policy looks at all queries of a prompt, and a sum over them says as much.
+
+    What other scorers make of all queries need not be the same of their sums over chunks.
+    """
+    carries = policy.decoding is not None and policy.decoding.carries
+    return isinstance(policy.scorer, AccumulatedAttentionScorer) and not carries
+
+
+def _wider(carried: Tensor, key_len: int) -> Tensor:
+    """What is carried, with 0 for new keys."""
+    return pad(carried, (0, 0, 0, key_len - carried.shape[2]))
+
+
+def _reaching_to(carried: Tensor | None, context: LayerContext) -> Tensor | None:
+    return None if carried is None else _wider(carried, context.key_len)
+
+
+class ChunkForward(ActingForward):
+    """A forward over a chunk that does not end its prompt: appended, its queries remembered.
+
+    The last layer is run for the tokens whose outputs are asked for.
+    """
+
+    acts = False
 
     def __init__(self, *args: Any, chunks: Chunks, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._chunks = chunks
         self._queries: dict[int, Tensor] = {}
+        self._carried: dict[int, Tensor] = {}
 
     @property
     def chunks(self) -> Chunks:
         """The prompt so far, this chunk included."""
-        return self._chunks.with_chunk(self.new_valid, self._queries)
+        return self._chunks.with_chunk(self.new_valid, self._queries, self._carried)
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """As `Forward.update`; then an attention function is to show the queries."""
-        found = super().update(index, keys, values)
+        if self._seen is not None:
+            return super().update(index, keys, values)
+        found = Forward.update(self, index, keys, values)
         self._pending = found if self.layers[index].shows_queries else None
         return found
 
-    def observe(self, index: int, inputs: AttentionInputs) -> None:
-        """Remember the layer's queries."""
+    def update_index(self, index: int, keys: Tensor) -> Tensor:
+        """See `Forward.update_index`."""
+        return Forward.update_index(self, index, keys)
+
+    def _few_go_on(self, index: int) -> bool:
+        return index == len(self.layers) - 1 and super()._few_go_on(index)
+
+    def _decide(self, index: int, inputs: AttentionInputs) -> None:
+        """Remember the layer's queries: what it keeps is chosen when the prompt has ended."""
         assert self._pending is not None
         layer, queries = self.layers[index], inputs.queries
         if inputs.keys.shape[1] != self._pending[0].shape[1]:
             layer.choose_once()
-        self._pending = None
         layer.query_heads = queries.shape[1]
-        if self.policy.num_queries != 0:
+        if sums_over_all(self.policy):
+            assert self.policy.scorer is not None
+            context = self._context(index, inputs)
+            before = self._chunks.carried.get(index)
+            context = attrs.evolve(context, carried=_reaching_to(before, context))
+            self._carried[index] = self._asked(context)
+        elif self.policy.num_queries != 0:
             self._queries[index] = queries
+        self._pending = None
+
+    def _asked(self, context: LayerContext) -> Tensor:
+        """What the scorer carries on."""
+        assert self.policy.scorer is not None
+        checks = Checks()
+        with torch.autocast(context.keys.device.type, enabled=False):
+            _, carried = advanced(self.policy.scorer, context, checks)
+        checks.look()
+        return carried
 
 
 class LastChunkForward(ActingForward):
@@ -136,9 +233,32 @@ class LastChunkForward(ActingForward):
         super().__init__(*args, **kwargs)
         self._chunks = chunks
 
+    def _decide(self, index: int, inputs: AttentionInputs) -> None:
+        before = self._chunks.carried.get(index)
+        if before is None:
+            super()._decide(index, inputs)
+            return
+        policy, carried = self.policy, self._in_slots(before, inputs)
+        assert policy.scorer is not None
+        self.policy = copy.copy(policy)
+        object.__setattr__(self.policy, "scorer", ContinuedScorer(policy.scorer, carried))
+        try:
+            super()._decide(index, inputs)
+        finally:
+            self.policy = policy
+
+    def _in_slots(self, carried: Tensor, inputs: AttentionInputs) -> Tensor:
+        """What is carried for the keys so far, for each that the layer sees now."""
+        wide = _wider(carried, inputs.keys.shape[2])
+        if self._order is None:
+            return wide
+        return gather_slots(wide, self._order.to(wide.device).expand(-1, wide.shape[1], -1))
+
     def _observed(self, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
         if self.policy.num_queries == 0:
             return queries[:, :, :0], self._chunks.prompt_valid(self.new_valid)
+        if index in self._chunks.carried:
+            return queries, self._chunks.prompt_valid(self.new_valid)
         shown = self._chunks.shown(index, queries, self.new_valid)
         return shown, self._chunks.prompt_valid(self.new_valid)
 

@@ -14,16 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from kvpolicy.integrations.transformers.forward.blocks import block_len
 from kvpolicy.integrations.transformers.model.masks import FLASH, Mask, Visibility
 from kvpolicy.integrations.transformers.model.routing import Attend
 
 # A layer is narrowed where no more than this share of its tokens goes on: its projections run a
 # second time for these.
 LARGEST_SHARE = 0.75
-
-# Bytes of attention mask at a time. On a GPU every block repeats the keys for their groups.
-BLOCK_BYTES = {"cpu": 1 << 22}
-OTHER_BLOCK_BYTES = 1 << 28
 
 
 class LayerSeen(Exception):  # noqa: N818 -- not an error: it ends a run that has served
@@ -69,7 +66,8 @@ class Narrowed:
             kernel = AttentionInterface().get_interface("sdpa", attend)
             return attrs.evolve(self, implementation="sdpa").attend(kernel, module, query, **kwargs)
         ends = (self.slots.amax(dim=0) + 1).tolist()
-        count = self._block_len(query)
+        heads = 1 if self.valid is None or self.valid.shape[1] == 1 else query.shape[1]
+        count = block_len(query, self.keys.shape[2], heads, self.implementation)
         outputs = []
         # The longest first: what it has freed, all others fit into.
         for start in reversed(range(0, len(ends), count)):
@@ -86,12 +84,6 @@ class Narrowed:
             )
             outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs[::-1], dim=1)
-
-    def _block_len(self, query: Tensor) -> int:
-        limit = BLOCK_BYTES.get(query.device.type, OTHER_BLOCK_BYTES)
-        element = query.element_size() if self.implementation == "eager" else 1
-        heads = 1 if self.valid is None or self.valid.shape[1] == 1 else query.shape[1]
-        return max(limit // (element * query.shape[0] * heads * self.keys.shape[2]), 1)
 
     def _mask(self, block: slice, seen: int, query: Tensor) -> Mask:
         slots = self.slots[:, block]

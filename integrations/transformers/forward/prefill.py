@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.append import Forward, cut_arguments
+from kvpolicy.integrations.transformers.forward.blocks import Blocks, LowerRight
 from kvpolicy.integrations.transformers.forward.decoding.choosing import Near, carried_for
 from kvpolicy.integrations.transformers.forward.history import History
 from kvpolicy.integrations.transformers.forward.indexers import new_places
@@ -19,6 +20,7 @@ from kvpolicy.integrations.transformers.forward.inputs import (
     take_columns,
 )
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
+from kvpolicy.integrations.transformers.model.masks import DENSE, Mask
 from kvpolicy.integrations.transformers.model.routing import (
     Attend,
     AttentionInputs,
@@ -77,6 +79,8 @@ class ActingForward(Forward):
         self._looking = False
         self._seen: tuple[Tensor, Tensor] | None = None
         self._narrowed: Narrowed | None = None
+        self._blocks: Blocks | None = None  # how the layer at hand attends, if not under a mask
+        self._lower_right = LowerRight()
 
     # Before a layer.
 
@@ -129,6 +133,25 @@ class ActingForward(Forward):
             return None
         differ = layer.ragged or self._moved is not None
         return (self._combined if differ else self._combined[:, :1]) >= 0
+
+    def _mask(self, index: int, hidden: Tensor, own: Tensor | None = None) -> Mask:
+        """See `Forward._mask`; none where the layer attends in blocks, which have masks each."""
+        self._blocks = self._in_blocks(index, hidden.device) if own is None else None
+        return super()._mask(index, hidden, own) if self._blocks is None else None
+
+    def _in_blocks(self, index: int, device: torch.device) -> Blocks | None:
+        layer, window = self.layers[index], self._window(index)
+        plain = type(layer) is PolicyLayer and index not in self._lent and layer.shows_queries
+        unseen = self._attended is None and self._spares_masks  # no one looks at weights or masks
+        if not plain or not unseen or self.implementation not in DENSE:
+            return None
+        keys = None
+        if self._combined is not None or window is not None:
+            keys = self._positions(layer, layer.choices, device)
+            if bool((keys == keys[:, :1]).all()):
+                keys = keys[:, :1]
+        places = self.new_positions.to(device)
+        return Blocks(self.implementation, self._lower_right, keys, places, window)
 
     def _look(self, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> None:
         """Run a layer until its queries and keys are known, and the policy has decided."""
@@ -193,10 +216,18 @@ class ActingForward(Forward):
     def attend(
         self, attend: Attend, module: nn.Module, query: Tensor, *others: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Call the module's attention function; for the tokens that go on, in blocks."""
-        if self._narrowed is None:
+        """Call the module's attention function; in blocks where that spares a large mask."""
+        if self._narrowed is not None:
+            return self._narrowed.attend(attend, module, query, **kwargs), None
+        blocks, self._blocks = self._blocks, None
+        if blocks is None:
             return super().attend(attend, module, query, *others, **kwargs)
-        return self._narrowed.attend(attend, module, query, **kwargs), None
+        key, value, *_ = others
+        if self._told is not None:  # it adds what it has made for all keys
+            assert self._inside is not None
+            mask = super()._mask(self._inside, query)
+            return super().attend(attend, module, query, key, value, mask, **kwargs)
+        return blocks.attend(attend, module, query, key, value, **kwargs), None
 
     def observe(self, index: int, inputs: AttentionInputs) -> None:
         """Let the policy decide, now that the layer has attended, if it has not."""
@@ -230,8 +261,9 @@ class ActingForward(Forward):
         self._kept = self._kept if borrows and self._kept is not None else decision.kept
         layer.store(keys, values, positions, self._kept, decision.carried)
         passed = self._here(decision.passed_on)
-        if passed is not None and passed.shape == self.new_valid.shape:
-            passed = None if torch.equal(passed >= 0, self.new_valid) else passed
+        if passed is not None and passed.shape == context.new_valid.shape:
+            everything = context.new_valid.to(passed.device)
+            passed = None if torch.equal(passed >= 0, everything) else passed
         self._passed = passed
 
     def _with_carried(self, layer: PolicyLayer, context: LayerContext) -> LayerContext:

@@ -40,6 +40,7 @@ from kvpolicy.integrations.transformers.forward.inputs import (
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.integrations.transformers.forward.relative_positions import Columns
 from kvpolicy.integrations.transformers.forward.restart import FilterPass
+from kvpolicy.integrations.transformers.forward.staged_prefill import StagedPrefill
 from kvpolicy.integrations.transformers.forward.states import check_states_go_on
 from kvpolicy.integrations.transformers.forward.static_decoding import (
     BeforeLayer,
@@ -268,6 +269,15 @@ class Reader:
         return self.acts_next and not keeps_everything(self.placed, len(self.layers))
 
     @property
+    def makes_masks(self) -> bool:
+        """Whether layers get masks of their own for all that they hold, in place of the model's.
+
+        Of that one only what it says of the new tokens among themselves is read.
+        """
+        forward = self._forward
+        return forward is not None and forward.in_prompt and not forward.first
+
+    @property
     def _drops(self) -> bool:
         return bool(self.placed.propagation.acting_layers(len(self.layers)))
 
@@ -291,8 +301,8 @@ class Reader:
             TypeError: See `read_inputs`.
             ValueError: See `read_inputs`.
             CacheInUseError: Another thread is calling the model with the same cache.
-            UnsupportedGenerationError: A prompt comes in chunks, and the policy drops tokens; or
-                the model is told to use no cache.
+            UnsupportedGenerationError: The model is told to use no cache; or a prompt of which
+                tokens are dropped comes in chunks, and hidden states of all of them are asked for.
             UnsupportedModelError: The context exceeds the model's sliding window.
         """
         self._take_thread()
@@ -337,11 +347,6 @@ class Reader:
         acts = starts and ends
         if starts and self.chunks is None:
             parts.check_turn(self.seen)
-        if starts and self._drops and (self.chunks is not None or not ends):
-            raise UnsupportedGenerationError(
-                f"a prompt must come in one forward where {self.placed} drops tokens, got a chunk "
-                "of it; leave prefill_chunk_size at None"
-            )
         made = arguments.get("attention_mask")
         outside, arguments = self._masks_made_outside(arguments)
         features = AddedFeatures.of(arguments) if acts else None
@@ -356,7 +361,7 @@ class Reader:
         if incoming.tokens.padded or incoming.padded:
             parts.check_padding(self.care)
         if not self.care.counts:
-            self._check_positions_given(arguments, incoming)
+            self._check_positions_given(arguments, incoming, ends=ends)
         if parts.holds_states:
             check_states_go_on(incoming, several=self.care.continues)
         kinds, self._new_kinds = self._new_kinds, None
@@ -388,16 +393,17 @@ class Reader:
                 else None
             ),
         }
-        if not acts:
-            if ends:
-                bounded = self.placed.decoding is not None
-                append = DecodingForward if bounded else Forward
-                forward = append(self.placed, self.layers, incoming, **kind)
-            else:
-                chunks = self.chunks or Chunks(self.placed.num_queries)
-                forward = ChunkForward(self.placed, self.layers, incoming, chunks=chunks, **kind)
-            return forward, incoming.arguments
+        if not starts:
+            bounded = self.placed.decoding is not None
+            append = DecodingForward if bounded else Forward
+            return append(self.placed, self.layers, incoming, **kind), incoming.arguments
         kind |= self._narrowing(arguments, parts)
+        if self._drops and (self.chunks is not None or not ends):
+            return self._take_up_stage(arguments, incoming, kind, ends=ends)
+        if not ends:
+            chunks = self.chunks or Chunks(self.placed.num_queries)
+            chunk = ChunkForward(self.placed, self.layers, incoming, chunks=chunks, **kind)
+            return chunk, incoming.arguments
         if self.chunks is not None:
             chunks = self.chunks
             last = LastChunkForward(self.placed, self.layers, incoming, chunks=chunks, **kind)
@@ -412,7 +418,35 @@ class Reader:
         forward.propagated.update(propagated)
         return forward, incoming.arguments
 
-    def _check_positions_given(self, arguments: dict[str, Any], incoming: Incoming) -> None:
+    def _take_up_stage(
+        self,
+        arguments: dict[str, Any],
+        incoming: Incoming,
+        kind: dict[str, Any],
+        *,
+        ends: bool,
+    ) -> tuple[Forward, dict[str, Any]]:
+        """Take up a chunk of a prompt of which tokens are dropped."""
+        assert self.attachment is not None
+        assert self.prompt_end is not None
+        parts = self.attachment.parts
+        records = _asked(arguments, parts, "output_hidden_states")
+        records = records or AddedFeatures.of(arguments) is not None
+        prefill = StagedPrefill(
+            self.placed, self.layers, parts.decoder, kind, self._begin, records=records
+        )
+        if ends:
+            assert self.chunks is not None
+            return prefill.end(incoming, self.chunks)
+        prompt_len = self.prompt_end - self.seen
+        return prefill.chunk(incoming, self.chunks, prompt_len), incoming.arguments
+
+    def _begin(self, forward: Forward) -> None:
+        self._forward = forward
+
+    def _check_positions_given(
+        self, arguments: dict[str, Any], incoming: Incoming, *, ends: bool
+    ) -> None:
         """Check that a model that counts positions from a number of its own is given all it needs.
 
         Raises:
@@ -420,12 +454,14 @@ class Reader:
         """
         needed = incoming.arguments.get("position_ids") is not None
         restarts = self.acts_next and self.placed.propagation.restarts
+        restarts |= self.may_drop and not (ends and self.chunks is None)
         if arguments.get("position_ids") is None and (needed or restarts):
             assert self.attachment is not None
             raise UnsupportedModelError(
                 f"position_ids must be given with {type(self.attachment.parts.model).__name__}, "
-                "which counts from a number of its own without them, where rows are padded or a "
-                "policy restarts the prefill; give each row's own, as generate does"
+                "which counts from a number of its own without them, where rows are padded, a "
+                "policy restarts the prefill, or a prompt of which tokens are dropped comes in "
+                "chunks; give each row's own, as generate does"
             )
 
     def _ids_of(self, arguments: dict[str, Any]) -> Tensor | None:

@@ -48,7 +48,7 @@ class FilterPass(ActingForward):
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, layers, incoming, **kwargs)
-        _check_positions(policy, incoming)
+        check_positions(policy, incoming)
         (self.filter_layer,) = policy.propagation.acting_layers(len(layers))
         self._incoming = incoming
         self._chosen: Tensor | None = None
@@ -150,7 +150,12 @@ class FilterPass(ActingForward):
         return arguments
 
 
-def _check_positions(policy: CachePolicy, incoming: Incoming) -> None:
+def check_positions(policy: CachePolicy, incoming: Incoming) -> None:
+    """Check that the positions which the caller gives are those that a second pass can follow.
+
+    Raises:
+        ValueError: They are not each row's own, counted from 0.
+    """
     given = incoming.arguments.get("position_ids")
     if given is None:
         return

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,8 +174,9 @@ def run_turn(
     ids: Tensor,
     mask: Tensor | None,
     num_decode: int = NUM_DECODE,
+    **how: Any,
 ) -> Turn:
-    """One call of `generate` with the whole conversation `[batch, len]`."""
+    """One call of `generate` with the whole conversation `[batch, len]`; `how` are its options."""
     output = model.generate(
         ids,
         attention_mask=mask,
@@ -183,6 +185,7 @@ def run_turn(
         do_sample=False,
         return_dict_in_generate=True,
         output_logits=True,
+        **how,
     )
     kept = [
         [kept_at(layer.positions, row, num_decode) for layer in store.layers]
@@ -217,15 +220,16 @@ def run_conversation(
     policy: CachePolicy,
     rows: tuple[int, ...],
     lengths: Lengths = USUAL,
+    **how: Any,
 ) -> tuple[PolicyCache, list[Turn]]:
-    """Both turns of some rows as one batch."""
+    """Both turns of some rows as one batch; `how` are options of `generate`."""
     store = PolicyCache(policy)
     ids, mask = left_padded([random_tokens(row, lengths.first[row]) for row in rows])
-    first = run_turn(model, store, ids, mask, lengths.num_decode)
+    first = run_turn(model, store, ids, mask, lengths.num_decode, **how)
     added, added_mask = left_padded([random_tokens(100 + row, lengths.second[row]) for row in rows])
     ids = torch.cat([ids, first.tokens, added], dim=1)
     mask = torch.cat([mask, torch.ones_like(first.tokens), added_mask], dim=1)
-    return store, [first, run_turn(model, store, ids, mask, lengths.num_decode)]
+    return store, [first, run_turn(model, store, ids, mask, lengths.num_decode, **how)]
 
 
 def assert_same(turn: Turn, index: int, expected: TurnResult) -> None:

@@ -1,0 +1,202 @@
+"""Attention over part of a prompt in blocks of queries, where a mask of all of them would be large.
+
+A chunk of 2,000 tokens behind 100,000 has a mask of 200 million numbers, several times what the
+layer's keys and values take. In blocks no mask is larger than a block's, and no query is multiplied
+with keys beyond its block or, through a window, before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from kvpolicy.integrations.transformers.model.masks import Mask, Visibility, first_seen
+from kvpolicy.integrations.transformers.model.routing import Attend
+
+# Also says the logarithm of the sum of exponentials, which no public function does. Without it,
+# attention is computed under masks.
+_KERNEL = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+
+# Bytes of attention mask at a time. On a GPU every block repeats the keys for their groups.
+BLOCK_BYTES = {"cpu": 1 << 22}
+OTHER_BLOCK_BYTES = 1 << 28
+
+
+def block_len(query: Tensor, key_len: int, mask_heads: int, implementation: str) -> int:
+    """Queries of a block.
+
+    Args:
+        query: ``[batch, query_heads, query_len, head_dim]``.
+        key_len: Keys that a query of the block may see.
+        mask_heads: Heads of the mask.
+        implementation: The model's attention implementation.
+    """
+    limit = BLOCK_BYTES.get(query.device.type, OTHER_BLOCK_BYTES)
+    element = query.element_size() if implementation == "eager" else 1
+    return max(limit // (element * query.shape[0] * mask_heads * key_len), 1)
+
+
+class LowerRight:
+    """The mask of the last of some tokens, each of which sees all up to itself.
+
+    That of fewer queries or keys is its lower right corner, so that one serves all blocks of all
+    layers.
+    """
+
+    def __init__(self) -> None:
+        self._mask: Tensor | None = None
+
+    def of(self, query_len: int, key_len: int, query: Tensor) -> Tensor:
+        """The mask ``[query_len, key_len]`` that is to be added, a view.
+
+        Args:
+            query_len: Last queries.
+            key_len: Keys, as many at least.
+            query: Of the dtype and on the device that the mask is to have.
+        """
+        held = self._mask
+        fits = held is not None and held.shape[0] >= query_len and held.shape[1] >= key_len
+        if held is None or not fits or (held.dtype, held.device) != (query.dtype, query.device):
+            held = self._mask = query.new_zeros(query_len, key_len)
+            own = torch.ones(query_len, query_len, dtype=torch.bool, device=query.device).triu(1)
+            held[:, key_len - query_len :].masked_fill_(own, torch.finfo(query.dtype).min)
+        return held[held.shape[0] - query_len :, held.shape[1] - key_len :]
+
+
+@attrs.frozen(eq=False)
+class Blocks:
+    """How the queries of a layer see its keys, the last of which are their own.
+
+    Args:
+        implementation: The model's attention implementation, one whose masks are tensors.
+        lower_right: The mask where order alone decides, shared with other layers.
+        keys: ``[batch, 1 or kv_heads, key_len]`` int64 positions, -1 on padding; None where order
+            alone decides.
+        queries: ``[batch, query_len]`` int64 positions, -1 on padding.
+        window: Places a query sees, its own among them, or its `Chunk`; None for all before it.
+    """
+
+    implementation: str
+    lower_right: LowerRight
+    keys: Tensor | None
+    queries: Tensor
+    window: int | None = None
+
+    def attend(
+        self,
+        attend: Attend,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attention of all queries.
+
+        Args:
+            attend: The module's attention function.
+            module: The attention module.
+            query: ``[batch, query_heads, query_len, head_dim]``.
+            key: ``[batch, kv_heads, key_len, head_dim]``, all that the layer sees.
+            value: Likewise.
+            kwargs: What the module gives its function besides.
+
+        Returns:
+            ``[batch, query_len, query_heads, head_dim]``.
+        """
+        query_len, key_len = query.shape[2], key.shape[2]
+        if self.keys is None and self.implementation == "sdpa" and query.device.type == "cuda":
+            # Its kernels know the order by themselves; a mask is made only where none of them fits.
+            bias = causal_lower_right(query_len, key_len)
+            output, _ = attend(module, query, key, value, bias, **kwargs)
+            return output
+        seen = key_len if self.window is None else min(self.window + query_len, key_len)
+        heads = 1 if self.keys is None or self.keys.shape[1] == 1 else query.shape[1]
+        if self._may_be_joined(attend, query, key, value, kwargs):
+            return _joined(query, key, value, kwargs.get("scaling"))
+        count = min(block_len(query, seen, heads, self.implementation), query_len)
+        outputs = []
+        # The longest first: what it has freed, all others fit into.
+        for start in reversed(range(0, query_len, count)):
+            block = slice(start, min(start + count, query_len))
+            keys = slice(self._first_key(block), key_len - query_len + block.stop)
+            output, _ = attend(
+                module,
+                query[:, :, block],
+                key[:, :, keys],
+                value[:, :, keys],
+                self._mask(block, keys, query),
+                **kwargs,
+            )
+            outputs.append(output)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs[::-1], dim=1)
+
+    def _may_be_joined(
+        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]
+    ) -> bool:
+        """Whether `_joined` does what the module's attention function would do."""
+        plain = attend is sdpa_attention_forward and not how.get("dropout")
+        beside = any(how.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
+        alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
+        graph = torch.is_grad_enabled() and query.requires_grad
+        here = query.device.type == "cpu" and _KERNEL is not None and self.keys is None
+        return here and plain and alike and not (beside or graph)
+
+    def _first_key(self, block: slice) -> int:
+        """The first key that any query of a block sees through the window."""
+        if self.window is None or self.keys is None:
+            return 0
+        places = self.queries[:, block]
+        if not bool((places >= 0).any()):
+            return 0
+        first = first_seen(places[places >= 0].min(), self.window)
+        near = (self.keys >= first).flatten(0, 1).any(dim=0)
+        return int(near.to(torch.uint8).argmax())
+
+    def _mask(self, block: slice, keys: slice, query: Tensor) -> Mask:
+        if self.keys is None:
+            mask = self.lower_right.of(block.stop - block.start, keys.stop - keys.start, query)
+            return mask[None, None]
+        places = self.keys[:, :, keys]
+        heads = query.shape[1] if places.shape[1] > 1 else 1
+        seen = Visibility(places, self.queries[:, block], heads, self.window)
+        return seen.mask(self.implementation, query.dtype)
+
+
+def _joined(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Attention to what was before without a mask, to the queries' own keys in their order.
+
+    A mask, which the processor's kernel reads for every product, takes half as long again. Both
+    parts are joined by the sums of their exponentials.
+
+    Args:
+        query: ``[batch, query_heads, query_len, head_dim]``.
+        key: ``[batch, kv_heads, key_len, head_dim]``, the last of which are the queries' own.
+        value: Likewise.
+        scaling: Of the products; None for the usual one.
+
+    Returns:
+        ``[batch, query_len, query_heads, head_dim]``.
+    """
+    assert _KERNEL is not None
+    query_len, before = query.shape[2], key.shape[2] - query.shape[2]
+    group = query.shape[1] // key.shape[1]
+    own_key, own_value = (
+        each[:, :, before:].repeat_interleave(group, dim=1) for each in (key, value)
+    )
+    output, sums = _KERNEL(query, own_key, own_value, 0.0, True, scale=scaling)
+    if before:
+        # The heads of a group stand one after the other, as queries of one head.
+        rows = query.reshape(query.shape[0], key.shape[1], group * query_len, -1)
+        past, past_sums = _KERNEL(
+            rows, key[:, :, :before], value[:, :, :before], 0.0, False, scale=scaling
+        )
+        share = torch.sigmoid(past_sums.reshape(sums.shape) - sums)[..., None].to(output.dtype)
+        output = output + share * (past.reshape(output.shape) - output)
+    found: Tensor = output.transpose(1, 2).contiguous()
+    return found

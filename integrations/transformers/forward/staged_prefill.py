@@ -1,0 +1,376 @@
+"""The end of a prompt in chunks of which tokens are dropped: all stages but the first.
+
+Each stage reads the tokens that the one before passes on, in pieces no longer than the chunks were.
+The decoder is given these tokens' ids and positions, so that all it hands to its layers besides
+hidden states is theirs; the hidden states are those that the stage before has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.chunked_prefill import Chunks
+from kvpolicy.integrations.transformers.forward.inputs import OF_TOKENS, Incoming
+from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, Narrowed
+from kvpolicy.integrations.transformers.forward.restart import check_positions
+from kvpolicy.integrations.transformers.forward.stages import (
+    Piece,
+    Stage,
+    StageChunk,
+    StagedPrompt,
+    StageEnd,
+    StageForward,
+    StageRead,
+    stages_of,
+    taken_from,
+)
+from kvpolicy.integrations.transformers.model.call_arguments import signature
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.policy import CachePolicy
+from kvpolicy.selection import gather_positions
+
+_KINDS = (PolicyLayer, RecurrentLayer, EmptyLayer)
+
+
+@attrs.frozen(eq=False)
+class _Reach:
+    """The tokens that reach a stage, each row's padding before them.
+
+    Args:
+        columns: ``[batch, len]`` int64, where they stand in the prompt's chunks; -1 on padding.
+        positions: ``[batch, len]`` int64, likewise.
+        parts: Hidden states ``[batch, len, hidden]`` that go into the stage, one after the other.
+        places: ``[batch, len]`` int64, where the tokens stand in these.
+        resumed: What the stage's first layer attends to, where it is to be resumed, and at which
+            of its slots the tokens stand.
+    """
+
+    columns: Tensor
+    positions: Tensor
+    parts: tuple[Tensor, ...] = ()
+    places: Tensor | None = None
+    resumed: tuple[Narrowed, Tensor] | None = None
+
+
+@attrs.frozen(eq=False)
+class StagedPrefill:
+    """A prompt in chunks of which tokens are dropped.
+
+    Args:
+        policy: Its policy.
+        layers: What each layer of the model holds.
+        decoder: The model's decoder.
+        kind: See `ActingForward`.
+        begin: Told of every forward before it runs.
+        records: Whether hidden states between layers are asked for, or features added there.
+    """
+
+    policy: CachePolicy
+    layers: list[PolicyLayer]
+    decoder: nn.Module
+    kind: dict[str, Any]
+    begin: Callable[[StageForward], None]
+    records: bool
+
+    def chunk(self, incoming: Incoming, chunks: Chunks | None, prompt_len: int) -> StageChunk:
+        """The forward over a chunk that does not end the prompt.
+
+        Args:
+            incoming: The chunk.
+            chunks: Those before it; None for none.
+            prompt_len: Columns of the whole prompt.
+        """
+        if chunks is None:
+            self._check(incoming)
+            staged = StagedPrompt(
+                self._stages(incoming, prompt_len),
+                incoming.tokens,
+                tuple(layer.state() for layer in self.layers),
+            )
+            chunks = Chunks(self.policy.num_queries, staged=staged)
+        assert chunks.staged is not None
+        stage = chunks.staged.stages[0]
+        piece = Piece(stage, stage.looks, nested=False, inputs=self._inputs(incoming))
+        return StageChunk(
+            self.policy, self.layers, incoming, chunks=chunks, piece=piece, **self.kind
+        )
+
+    def end(self, incoming: Incoming, chunks: Chunks) -> tuple[StageEnd, dict[str, Any]]:
+        """Read all stages but for the last one's last piece: its forward, and its arguments."""
+        staged, inputs = chunks.staged, self._inputs(incoming)
+        assert staged is not None
+        first, *others = staged.stages
+        piece = Piece(first, first.looks, is_output=not others, nested=bool(others))
+        forward = StageEnd(
+            self.policy, self.layers, incoming, chunks=chunks, piece=piece, **self.kind
+        )
+        if not others:
+            return forward, incoming.arguments
+        self._run(forward, incoming.arguments)
+        staged = staged.with_chunk(incoming.new_valid, inputs, forward.held)
+        whole, begun = forward.tokens, staged.begun
+        valid = torch.cat(staged.valid, dim=1)
+        order = valid.to(torch.uint8).argsort(dim=1, stable=True)  # padding first
+        valid = valid.gather(1, order)
+        reach = _Reach(
+            order.masked_fill(~valid, -1), begun.positions_of(valid), staged.states, order
+        )
+        reach = _passed_on(reach, forward)
+        propagated: dict[int, Tensor] = {}
+        if valid.shape != reach.columns.shape or not torch.equal(valid, reach.columns >= 0):
+            propagated[first.last] = reach.positions
+        if self.policy.propagation.restarts:
+            for layer, state in zip(self.layers, staged.before, strict=True):
+                layer.restore(state)
+            skipped = valid.sum(dim=1) - (reach.columns >= 0).sum(dim=1)
+            before = 0 if whole.skipped is None else whole.skipped
+            whole = attrs.evolve(whole, skipped=before + skipped)
+            reach = attrs.evolve(reach, parts=(), places=None, resumed=None)
+        del forward, valid, order
+        reader = _Stages(self, staged, whole, incoming)
+        for stage in others[:-1]:
+            reach = reader.read(stage, reach, propagated)
+        last, arguments = reader.end(others[-1], reach)
+        last.propagated.update(propagated)
+        return last, arguments
+
+    def _run(self, forward: StageForward, arguments: dict[str, Any]) -> None:
+        self.begin(forward)
+        try:
+            # Not through the decoder's hooks, one of which has brought us here.
+            self.decoder.forward(**arguments)
+        except StageRead:
+            forward.finish()
+            return
+        raise AssertionError("the stage's last layer was never reached")
+
+    def _stages(self, incoming: Incoming, prompt_len: int) -> tuple[Stage, ...]:
+        num_layers, propagation = len(self.layers), self.policy.propagation
+        seen = int(incoming.tokens.lengths.max()) + prompt_len
+
+        def few_go_on(index: int) -> bool:
+            plain = type(self.layers[index]) is PolicyLayer and self.layers[index].shows_queries
+            if not (plain and self.kind["narrows"]) or self.kind["windows"][index] is not None:
+                return False
+            rate = propagation.layer_rates(num_layers, context_len=seen)[index + 1]
+            return bool(rate * seen <= LARGEST_SHARE * prompt_len)
+
+        return stages_of(self.policy, num_layers, few_go_on)
+
+    def _check(self, incoming: Incoming) -> None:
+        """Check that the prompt may come in chunks.
+
+        Raises:
+            UnsupportedModelError: The model has layers of a kind that cannot be left out and
+                resumed, or makes masks outside of its decoder.
+            UnsupportedGenerationError: Hidden states or attentions are asked for.
+        """
+        remedy = f"and {self.policy} drops tokens; leave prefill_chunk_size at None"
+        unlike = [
+            index
+            for index, layer in enumerate(self.layers)
+            if type(layer) not in _KINDS or (layer.attends and not layer.shows_queries)
+        ]
+        if unlike:
+            raise UnsupportedModelError(
+                "a prompt must come in one forward where layers share keys, have an indexer, "
+                "attend to images, hold a state beside their keys, or show no queries, as layers "
+                f"{unlike} do, {remedy}"
+            )
+        takes = "position_ids" in signature(type(self.decoder).forward).parameters
+        if self.kind["own_masks"] or self.kind["refills"] or not takes:
+            raise UnsupportedModelError(
+                "a prompt must come in one forward where the decoder takes no position_ids, gets "
+                "its masks from the model around it, or holds its output against its input, "
+                f"{remedy}"
+            )
+        if self.kind["attended"] is not None or self.records:
+            raise UnsupportedGenerationError(
+                "output_attentions and output_hidden_states must be False where a prompt comes in "
+                f"chunks {remedy}, since which tokens they are of is known at its end"
+            )
+
+    def _inputs(self, incoming: Incoming) -> dict[str, Tensor]:
+        """What a chunk's tokens are to the decoder; see `StagedPrompt`."""
+        if self.policy.propagation.restarts:
+            check_positions(self.policy, incoming)
+        arguments = incoming.arguments
+        inputs = {
+            name: arguments[name] for name in OF_TOKENS if isinstance(arguments.get(name), Tensor)
+        }
+        positions = arguments.get("position_ids")
+        if positions is None:
+            positions = incoming.tokens.rotary_positions_of(incoming.new_valid)
+        batch = incoming.new_valid.shape[0]
+        positions = positions.expand(*positions.shape[:-2], batch, -1)
+        return {**inputs, "position_ids": positions.movedim((-2, -1), (0, 1))}
+
+
+@attrs.frozen(eq=False)
+class _Stages:
+    """The stages of a prompt that has ended.
+
+    Args:
+        prefill: How forwards are made and run.
+        staged: All of its chunks.
+        whole: The tokens seen, the prompt's among them.
+        incoming: The last chunk.
+    """
+
+    prefill: StagedPrefill
+    staged: StagedPrompt
+    whole: SeenTokens
+    incoming: Incoming
+
+    def read(self, stage: Stage, reach: _Reach, propagated: dict[int, Tensor]) -> _Reach:
+        """Read a stage; returns what reaches the next one."""
+        forward, arguments, held = self._read_but_last(stage, reach, is_output=False)
+        self.prefill._run(forward, arguments)
+        assert forward.held is not None
+        held.append(forward.held)
+        everything = torch.arange(reach.columns.shape[1], device=reach.columns.device)
+        reach = attrs.evolve(
+            reach,
+            parts=tuple(held),
+            places=torch.where(reach.columns >= 0, everything, -1),
+            resumed=None,
+        )
+        passed = _passed_on(reach, forward)
+        if forward.passed is not None:
+            propagated[stage.last] = passed.positions
+        return passed
+
+    def end(self, stage: Stage, reach: _Reach) -> tuple[StageEnd, dict[str, Any]]:
+        """Read the last stage but for its last piece; its forward and arguments."""
+        forward, arguments, _ = self._read_but_last(stage, reach, is_output=True)
+        return forward, arguments
+
+    def _read_but_last(
+        self, stage: Stage, reach: _Reach, *, is_output: bool
+    ) -> tuple[StageEnd, dict[str, Any], list[Tensor]]:
+        prefill, begun = self.prefill, self.staged.begun
+        # What layers held before the prompt, then what they have read of it in this stage.
+        tokens = attrs.evolve(self.whole, appended=begun.appended, appended_ids=begun.appended_ids)
+        for layer in prefill.layers[stage.first + (reach.resumed is not None) : stage.last + 1]:
+            layer.follow(tokens)
+        started = begun.lengths > 0
+        chunks = Chunks(prefill.policy.num_queries)
+        held: list[Tensor] = []
+        pieces = self._pieces(reach)
+        looks = stage.looks or (is_output and self._may_look(stage.last))
+        for columns in pieces[:-1]:
+            incoming = self._incoming(reach, columns)
+            positions = reach.positions[:, columns]
+            tokens = attrs.evolve(tokens, appended=torch.cat([tokens.appended, positions], dim=1))
+            piece = self._piece(stage, reach, columns, looks=looks, tokens=tokens, started=started)
+            forward = StageChunk(
+                prefill.policy, prefill.layers, incoming, chunks=chunks, piece=piece, **prefill.kind
+            )
+            prefill._run(forward, incoming.arguments)
+            chunks = forward.chunks
+            started = started | (positions >= 0).any(dim=1)
+            if forward.held is not None and not is_output:
+                held.append(forward.held)
+        incoming = self._incoming(reach, pieces[-1])
+        piece = self._piece(
+            stage, reach, pieces[-1], looks=stage.looks, tokens=self.whole, started=started
+        )
+        piece = attrs.evolve(piece, is_output=is_output, nested=not is_output)
+        last = StageEnd(
+            prefill.policy, prefill.layers, incoming, chunks=chunks, piece=piece, **prefill.kind
+        )
+        return last, incoming.arguments, held
+
+    def _may_look(self, index: int) -> bool:
+        """Whether of a layer's tokens keys alone may be computed, and queries."""
+        plain = type(self.prefill.layers[index]) is PolicyLayer
+        return plain and self.prefill.kind["narrows"]
+
+    def _piece(
+        self,
+        stage: Stage,
+        reach: _Reach,
+        columns: slice,
+        *,
+        looks: bool,
+        tokens: SeenTokens,
+        started: Tensor,
+    ) -> Piece:
+        states = resumed = None
+        if reach.parts:
+            assert reach.places is not None
+            states = taken_from(reach.parts, reach.places[:, columns])
+        if reach.resumed is not None:
+            narrowed, slots = reach.resumed
+            resumed = attrs.evolve(narrowed, slots=slots[:, columns])
+        return Piece(stage, looks, tokens=tokens, started=started, states=states, resumed=resumed)
+
+    def _pieces(self, reach: _Reach) -> list[slice]:
+        """Columns of pieces no longer than the longest chunk; the last has the last chunk's."""
+        lengths = [each.shape[1] for each in self.staged.valid]
+        count, size = reach.columns.shape[1], max(lengths)
+        own = int((reach.columns >= sum(lengths[:-1])).sum(dim=1).max())
+        earlier = [slice(at, min(at + size, count - own)) for at in range(0, count - own, size)]
+        return [*earlier, slice(count - own, count)]
+
+    def _incoming(self, reach: _Reach, columns: slice) -> Incoming:
+        own, last = reach.columns[:, columns], self.incoming
+        valid = own >= 0
+        arguments = dict(last.arguments)
+        for name in self.staged.inputs[0].keys() - {"position_ids"}:
+            arguments[name] = taken_from([each[name] for each in self.staged.inputs], own)
+        arguments["position_ids"] = self._rotary(reach, columns)
+        arguments["attention_mask"] = None
+        if not bool(valid.all()):
+            seen = valid.new_ones(valid.shape[0], last.tokens.seen)
+            arguments["attention_mask"] = torch.cat([seen, valid], dim=1).long()
+        return attrs.evolve(
+            last,
+            arguments=arguments,
+            moved=None,
+            new_valid=valid,
+            columns=valid,
+            padded=not bool(valid.all()),
+            order=None,
+            positions=reach.positions[:, columns],
+            ids=None,
+            kinds=None,
+        )
+
+    def _rotary(self, reach: _Reach, columns: slice) -> Tensor:
+        """The positions at which tokens are read; after a restart, without gaps."""
+        if self.prefill.policy.propagation.restarts:
+            return self.staged.begun.rotary_positions_of(reach.columns >= 0)[:, columns]
+        given = [each["position_ids"] for each in self.staged.inputs]
+        return taken_from(given, reach.columns[:, columns]).movedim((0, 1), (-2, -1))
+
+
+def _passed_on(reach: _Reach, forward: StageEnd) -> _Reach:
+    """What of a stage's tokens reaches the next one."""
+    length = reach.columns.shape[1]
+    slots = forward.passed
+    if slots is None:
+        everything = torch.arange(length, device=reach.columns.device)
+        slots = torch.where(reach.columns >= 0, everything, -1)
+    resumed = None
+    if forward.attended is not None and reach.places is not None:
+        keys, values, valid = forward.attended
+        own = torch.where(slots < 0, -1, slots + keys.shape[2] - length).to(keys.device)
+        narrowed = Narrowed(keys, values, own, valid, forward.implementation)
+        resumed = narrowed, own
+    places = None if reach.places is None else gather_positions(reach.places, slots)
+    return attrs.evolve(
+        reach,
+        columns=gather_positions(reach.columns, slots),
+        positions=gather_positions(reach.positions, slots),
+        places=places,
+        resumed=resumed,
+    )

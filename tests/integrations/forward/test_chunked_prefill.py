@@ -1,0 +1,327 @@
+"""Prompts in chunks, whatever the policy: what the prompt read at once gives, and the reference."""
+
+import copy
+from functools import cache
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import kvpolicy
+from kvpolicy import CachePolicy, DecodingEviction
+from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
+from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache
+from kvpolicy.policies import (
+    FastKV,
+    GemFilter,
+    GQAGroupSelector,
+    PyramidInfer,
+    SnapKV,
+    StagedPropagation,
+    TokenSelectivePropagation,
+    WindowMaxPoolScorer,
+)
+from tests.families import FAMILIES as BUILDS
+from tests.integrations.hybrids.models import hybrid
+from tests.integrations.support.conversation import (
+    METHODS,
+    TOLERANCE,
+    USUAL,
+    Lengths,
+    assert_same,
+    expected_turns,
+    left_padded,
+    run_conversation,
+)
+from tests.integrations.test_generation import CHUNKS_GO_ON
+from tests.reference import random_tokens, tiny_model
+
+pytestmark = pytest.mark.skipif(
+    not CHUNKS_GO_ON, reason="this Transformers cuts masks of chunks wrongly"
+)
+
+# A second turn long enough that some of it is dropped.
+LONG = Lengths(first=(67, 41, 23), second=(53, 37, 45), num_decode=3)
+ALL_ROWS = (0, 1, 2)
+DROPPING: dict[str, CachePolicy] = {
+    "fastkv": FastKV(tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3),
+    "gem_filter": GemFilter(retention_rate=0.3),
+    "pyramid_infer": PyramidInfer(min_context=8),
+    "two_stages": METHODS["two_stages"][0],
+}
+
+
+@cache
+def model_of(name: str, implementation: str = "sdpa") -> PreTrainedModel:
+    if name in ("llama", "qwen3"):
+        return tiny_model(name, seed=3, attn_implementation=implementation)
+    return BUILDS[name].build(3)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("chunk", [9, 1])
+def test_a_padded_batch_against_the_reference(name: str, chunk: int) -> None:
+    policy, method = METHODS[name]
+    model = model_of("llama")
+    lengths = LONG if chunk > 1 else USUAL
+    _, turns = run_conversation(model, policy, ALL_ROWS, lengths, prefill_chunk_size=chunk)
+    for row in ALL_ROWS:
+        for turn, expected in zip(turns, expected_turns(model, method, row, lengths), strict=True):
+            assert_same(turn, row, expected)
+
+
+def registered_policies() -> dict[str, CachePolicy]:
+    return {name: kvpolicy.build(name) for name in kvpolicy.registered("policy")}
+
+
+@pytest.mark.parametrize("rows", [(0,), ALL_ROWS], ids=["single", "padded"])
+@pytest.mark.parametrize("name", sorted(registered_policies()))
+def test_every_named_method(name: str, rows: tuple[int, ...]) -> None:
+    """With its own defaults, chunks that divide nothing, and one chunk longer than the prompt."""
+    assert_as_whole(model_of("qwen3"), registered_policies()[name], rows, (13, 500))
+
+
+# Windows in between: drops after layers that see all, no restart, and no drop after every layer.
+WINDOWS = {
+    "snapkv": SnapKV(0.3),
+    "fastkv": FastKV(tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3),
+    "two_drops": CachePolicy(
+        WindowMaxPoolScorer(4, 3),
+        GQAGroupSelector(0.25, window_size=4),
+        StagedPropagation(
+            [
+                TokenSelectivePropagation(tsp_depth=0.4, tsp_rate=0.7, window_size=4),
+                TokenSelectivePropagation(tsp_depth=0.7, tsp_rate=0.35, window_size=4),
+            ]
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "mistral_sliding"])
+def test_families_with_windows(family: str, name: str) -> None:
+    policy = WINDOWS["snapkv" if family == "mistral_sliding" else name]
+    assert_as_whole(model_of(family), policy, ALL_ROWS, (11,))
+
+
+@pytest.mark.parametrize("name", DROPPING)
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_families(family: str, name: str) -> None:
+    assert_as_whole(model_of(family), DROPPING[name], ALL_ROWS, (11,))
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_eager_attention(name: str) -> None:
+    assert_as_whole(model_of("llama", "eager"), DROPPING[name], ALL_ROWS, (11,))
+
+
+@pytest.mark.parametrize("name", ["fastkv", "gem_filter"])
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "nemotron_h"])
+def test_hybrids(family: str, name: str) -> None:
+    assert_as_whole(hybrid(family), DROPPING[name], (0,), (11,))
+    assert_as_whole(hybrid(family), DROPPING[name], ALL_ROWS, (11,), turns=1)
+
+
+def assert_as_whole(
+    model: PreTrainedModel,
+    policy: CachePolicy,
+    rows: tuple[int, ...],
+    chunks: tuple[int, ...],
+    turns: int = 2,
+    **how: Any,
+) -> None:
+    """In chunks the conversation is what it is read at once: kept, passed on, logits, tokens."""
+    if turns == 1:
+        said = one_turn(model, policy, rows, None, **how)
+        for chunk in chunks:
+            assert (one_turn(model, policy, rows, chunk, **how) - said).abs().max() < TOLERANCE
+        return
+    _, want = run_conversation(model, policy, rows, LONG, **how)
+    for chunk in chunks:
+        _, found = run_conversation(model, policy, rows, LONG, prefill_chunk_size=chunk, **how)
+        for one, other in zip(found, want, strict=True):
+            assert one.kept == other.kept
+            assert one.propagated == other.propagated
+            assert torch.equal(one.tokens, other.tokens)
+            scale = max(float(other.logits.abs().max()) / 10, 1)
+            assert (one.logits - other.logits).abs().max() < TOLERANCE * scale
+
+
+def one_turn(
+    model: PreTrainedModel,
+    policy: CachePolicy,
+    rows: tuple[int, ...],
+    chunk: int | None,
+    **how: Any,
+) -> Tensor:
+    ids, mask = left_padded([random_tokens(row, LONG.first[row]) for row in rows])
+    output: Any = model.generate(
+        ids,
+        attention_mask=mask,
+        past_key_values=PolicyCache(policy),
+        max_new_tokens=4,
+        do_sample=False,
+        prefill_chunk_size=chunk,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **how,
+    )
+    return torch.stack(output.logits)
+
+
+PROMPT = torch.tensor([random_tokens(0, 50)])
+
+
+def generate(
+    model: PreTrainedModel, cache: PolicyCache, ids: Tensor = PROMPT, **how: Any
+) -> Tensor:
+    options = {"max_new_tokens": 6, "do_sample": False, **how}
+    found: Any = model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options
+    )
+    return found if isinstance(found, Tensor) else found.sequences
+
+
+@pytest.mark.parametrize("name", DROPPING)
+@torch.no_grad()
+def test_by_hand(name: str) -> None:
+    """Chunks before the last have no hidden states to show; the last one's own tokens have."""
+    model, policy = model_of("llama"), DROPPING[name]
+    whole, chunked = PolicyCache(policy), PolicyCache(policy)
+    with whole.attached(model):
+        want = model(PROMPT, past_key_values=whole).logits
+    with chunked.attached(model):
+        chunked.start_turn(prompt_len=50)
+        for start in (0, 20):
+            before = [layer.kept_len for layer in chunked.layers]
+            chunk = model(PROMPT[:, start : start + 20], past_key_values=chunked)
+            assert chunk.logits.shape == (1, 0, model.config.vocab_size)
+            grown = {layer.kept_len - b for layer, b in zip(chunked.layers, before, strict=True)}
+            assert grown <= {20, 0}
+        found = model(PROMPT[:, 40:], past_key_values=chunked).logits
+    assert 1 <= found.shape[1] <= 10
+    assert (found - want[:, -found.shape[1] :]).abs().max() < TOLERANCE
+    assert chunked.get_seq_length() == 50
+    assert str(chunked.report()) == str(whole.report())
+
+
+@pytest.mark.parametrize("name", DROPPING)
+@torch.no_grad()
+def test_a_copy_between_chunks_goes_its_own_way(name: str) -> None:
+    model, policy = model_of("llama"), DROPPING[name]
+    want = generate(model, PolicyCache(policy))
+    cache = PolicyCache(policy)
+    with cache.attached(model):
+        cache.start_turn(prompt_len=50)
+        model(PROMPT[:, :30], past_key_values=cache)
+    twin = copy.deepcopy(cache)
+    for each in (cache, twin):
+        with each.attached(model):
+            logits = model(PROMPT[:, 30:], past_key_values=each).logits
+            assert int(logits[0, -1].argmax()) == int(want[0, 50])
+    again = torch.cat([want[:, :51], PROMPT], dim=1)
+    said = generate(model, cache, again)
+    assert torch.equal(generate(model, twin, again, prefill_chunk_size=17), said)
+
+
+@pytest.mark.parametrize("name", DROPPING)
+@pytest.mark.parametrize("layer", [0, 1, 3])
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_a_failure_takes_the_whole_prompt_back(name: str, layer: int, chunk: int) -> None:
+    model, cache = tiny_model("llama", seed=3), PolicyCache(DROPPING[name])
+    first = generate(model, cache)
+    held = [(each.positions.clone(), each.keys.clone()) for each in cache.layers]
+    again = torch.cat([first, PROMPT], dim=1)
+
+    def fail(*_: Any) -> None:
+        if cache.reader.seen >= 55 + 25 * (chunk - 1) and cache.reader.seen > 55:
+            raise RuntimeError("broken")
+
+    handle = model.model.layers[layer].mlp.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="broken"):
+        generate(model, cache, again, prefill_chunk_size=25)
+    handle.remove()
+    assert cache.get_seq_length() == 55
+    for each, (positions, keys) in zip(cache.layers, held, strict=True):
+        assert torch.equal(each.positions, positions)
+        assert torch.equal(each.keys, keys)
+    other = PolicyCache(DROPPING[name])
+    generate(model, other)
+    want = generate(model, other, again)
+    assert torch.equal(generate(model, cache, again, prefill_chunk_size=25), want)
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_drafts_and_fixed_answers(name: str) -> None:
+    model, policy = model_of("llama"), DROPPING[name]
+    ids = torch.tensor([random_tokens(0, 20) * 3])
+    want = generate(model, PolicyCache(policy), ids, max_new_tokens=12)
+    ways: list[tuple[PolicyCache, dict[str, Any]]] = [
+        (PolicyCache(policy), {"prompt_lookup_num_tokens": 4}),
+        (PolicyCache(policy, max_new_tokens=12), {}),
+    ]
+    for store, how in ways:
+        found = generate(model, store, ids, max_new_tokens=12, prefill_chunk_size=13, **how)
+        assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("name", ["fastkv", "two_stages"])
+def test_bounded_answers(name: str) -> None:
+    ids = torch.tensor([random_tokens(0, 20) * 3])
+    model, propagation = model_of("llama"), DROPPING[name].propagation
+    selector = GQAGroupSelector(retention_tokens=14, window_size=4)
+    bounded = DecodingEviction(WindowMaxPoolScorer(4, 3), selector, every=5)
+    policy = CachePolicy(WindowMaxPoolScorer(4, 3), selector, propagation, decoding=bounded)
+    whole, chunked = PolicyCache(policy), PolicyCache(policy)
+    want = generate(model, whole, ids, max_new_tokens=14)
+    found = generate(model, chunked, ids, max_new_tokens=14, prefill_chunk_size=13)
+    assert torch.equal(found, want)
+    for one, other in zip(whole.layers, chunked.layers, strict=True):
+        assert torch.equal(one.positions, other.positions)
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_offloaded_storage(name: str) -> None:
+    model, policy = model_of("llama"), DROPPING[name]
+    want = generate(model, PolicyCache(policy))
+    cache = PolicyCache(policy, OffloadedStorage())
+    assert torch.equal(generate(model, cache, prefill_chunk_size=13), want)
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [("gemma3n", "layers share keys"), ("falcon_h1", "a state beside their keys")],
+)
+def test_kinds_of_layers_that_are_refused(family: str, words: str) -> None:
+    policy = attrs.evolve(DROPPING["fastkv"], tsp_layer=None)
+    model = hybrid(family) if family == "falcon_h1" else model_of(family)
+    cache = PolicyCache(policy)
+    with pytest.raises(UnsupportedModelError, match=words):
+        generate(model, cache, prefill_chunk_size=13)
+    assert cache.get_seq_length() == 0
+    generate(model, cache)
+
+
+def test_hidden_states_of_a_prompt_in_chunks_are_refused() -> None:
+    cache = PolicyCache(DROPPING["fastkv"])
+    how: dict[str, Any] = {"output_hidden_states": True, "return_dict_in_generate": True}
+    with pytest.raises(UnsupportedGenerationError, match="output_hidden_states"):
+        generate(model_of("llama"), cache, prefill_chunk_size=13, **how)
+    assert cache.get_seq_length() == 0
+    generate(model_of("llama"), cache)
+
+
+@torch.no_grad()
+def test_nothing_is_taken_back_or_reordered_in_between() -> None:
+    model, cache = model_of("llama"), PolicyCache(DROPPING["fastkv"])
+    with cache.attached(model):
+        cache.start_turn(prompt_len=50)
+        model(PROMPT[:, :30], past_key_values=cache)
+        with pytest.raises(ValueError, match="while a prompt is read in chunks"):
+            cache.crop(-1)
+        with pytest.raises(ValueError, match="while a prompt is read in chunks"):
+            cache.reorder_cache(torch.tensor([0]))
