@@ -70,7 +70,6 @@ def take_turn(
     policy: CachePolicy | None,
     new_tokens: int,
     *,
-    chunk: int | None = None,
     deadline: Deadline | None = None,
     masks: MaskWatch | None = None,
     chunk: int | None = None,
@@ -82,7 +81,6 @@ def take_turn(
         prompt: Token ids ``[batch, context]`` on the model's device, without padding.
         policy: None for Transformers' own `DynamicCache`.
         new_tokens: Tokens to generate, at least 1; the prefill gives the first.
-        chunk: Tokens of the prompt that are read at once; None for all.
         deadline: Asked before every layer of the prefill and every token; decoding then ends early.
         masks: Told of the masks, if given.
         chunk: Tokens of a forward that reads a part of the prompt; None to read it in one.
@@ -127,16 +125,6 @@ def _decode(
         token, step = timed(model.device, partial(_next_token, model, token, cache))
         steps.append(step)
     return steps
-
-
-def _read(model: PreTrainedModel, prompt: Tensor, cache: Any, chunk: int | None) -> Tensor:
-    """The first token of the answer."""
-    if chunk is None:
-        return _next_token(model, prompt, cache)
-    if isinstance(cache, PolicyCache):
-        cache.start_turn(prompt.shape[1])
-    *_, token = (_next_token(model, part, cache) for part in prompt.split(chunk, dim=1))
-    return token
 
 
 def _next_token(model: PreTrainedModel, input_ids: Tensor, cache: Any) -> Tensor:
