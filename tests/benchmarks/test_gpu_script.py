@@ -199,7 +199,7 @@ def test_table_has_a_line_for_each_cell_and_fits(
 ) -> None:
     gpu.main([*QUICK, "--show", str(quick / "gpu.json")])
     cells, compiled = capsys.readouterr().out.strip("\n").split("\n\n")
-    lines = cells.splitlines()
+    lines = [line for line in cells.splitlines() if "masks" not in line]
     assert lines[0].split()[:2] == ["policy", "tokens"]
     assert [(line.split()[0], int(line.split()[1])) for line in lines[1:]] == sorted(
         ORDER, key=lambda cell: cell[1]
