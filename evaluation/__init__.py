@@ -25,6 +25,14 @@ from kvpolicy.evaluation.comparison.sweep import (
     sweep_tsp_layers,
 )
 from kvpolicy.evaluation.comparison.variant import Variant, variants
+from kvpolicy.evaluation.compression.compress import compress_prompt
+from kvpolicy.evaluation.compression.compressed import CompressedPrompt
+from kvpolicy.evaluation.compression.scoring import (
+    FilterLayerScorer,
+    LookAheadScorer,
+    PromptSaliency,
+    PromptScorer,
+)
 from kvpolicy.evaluation.cost.estimate import Estimate, estimate
 from kvpolicy.evaluation.cost.model_shape import LayerShape, ModelShape
 from kvpolicy.evaluation.cost.shapes import load_shape, shape_of
@@ -34,17 +42,22 @@ from kvpolicy.evaluation.tasks.prompts import Prompt, needle_prompts, read_promp
 __all__ = [
     "Calibration",
     "Comparison",
+    "CompressedPrompt",
     "Estimate",
+    "FilterLayerScorer",
     "HeldOut",
     "Latencies",
     "LayerDistance",
     "LayerShape",
     "Loaded",
+    "LookAheadScorer",
     "ModelShape",
     "OutputDistances",
     "Overlap",
     "Phase",
     "Prompt",
+    "PromptSaliency",
+    "PromptScorer",
     "RateSweep",
     "Row",
     "Score",
@@ -55,6 +68,7 @@ __all__ = [
     "attention_recall",
     "build_policy",
     "compare",
+    "compress_prompt",
     "estimate",
     "load",
     "load_shape",

@@ -101,6 +101,25 @@ def check_folder(folder: Path, files: Sequence[str] = ()) -> None:
             raise ValueError(f"out must leave {name} to the results, got a folder {folder / name}")
 
 
+def check_file(option: str, file: Path) -> None:
+    """Check, before the work, that a file can be written; its folder need not exist yet.
+
+    Args:
+        option: Whose it is, for messages.
+        file: The file.
+
+    Raises:
+        ValueError: It is a folder, its folder is a file, or that cannot be written to.
+    """
+    if file.is_dir():
+        raise ValueError(f"{option} must be a file, got the folder {file}")
+    existing = next(path for path in file.absolute().parents if path.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{option} must be a file in a folder, got {file}, but {existing} is none")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} must be a file that can be written, got {file}")
+
+
 def write_all(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write files into a folder, made if needed; under temporary names until all are complete.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpolicy.context import LayerContext
-from kvpolicy.errors import ShapeError
+from kvpolicy.errors import ShapeError, UnsupportedModelError
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 
 
@@ -90,6 +90,11 @@ def kept_by(
         TypeError: It returns no tensor.
         ShapeError: The axes are not those of indices into the keys.
     """
+    if context.stored is not None and (selector.needs_rotary or selector.needs_output_weight):
+        raise UnsupportedModelError(
+            f"{selector} must not turn keys or read output weights where all heads share what is "
+            f"stored, as layer {context.layer_idx}'s do; use a selector that does neither"
+        )
     if context.stored is not None and saliency is not None:
         saliency = context.heads.mean(saliency)[:, None]  # [batch, 1, key_len]
     context = shown_to(selector, context).for_selector()

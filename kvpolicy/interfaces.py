@@ -30,7 +30,10 @@ class Part:
 
     @property
     def history_layers(self) -> int:
-        """Layers before whose saliencies it looks at, in `LayerContext.history`; 0 for none."""
+        """Layers before whose saliencies it looks at, in `LayerContext.history`; 0 for none.
+
+        Of those at which the policy chooses, the last so many.
+        """
         return 0
 
     @property

@@ -128,7 +128,7 @@ def answer_attention(
     layers: dict[int, Tensor] = {}
 
     def show(context: LayerContext, _: Tensor) -> None:
-        most = _most_of_heads(context, context_len, kernel_size)
+        most = most_of_heads(context, context_len, kernel_size)
         layers[context.layer_idx] = most.double().mean(dim=0)
         torch.maximum(whole, most, out=whole)
 
@@ -139,8 +139,17 @@ def answer_attention(
     return AnswerAttention(whole.double().mean(dim=0), layers, tuple(answer))
 
 
-def _most_of_heads(context: LayerContext, context_len: int, kernel_size: int) -> Tensor:
-    """float32 ``[steps, context_len]`` on the CPU: the most that a head gives each token."""
+def most_of_heads(context: LayerContext, context_len: int, kernel_size: int) -> Tensor:
+    """The most attention that a head of a layer gives each token of a prompt, pooled.
+
+    Args:
+        context: The layer; its first ``context_len`` keys are the prompt's. Batch of one.
+        context_len: Tokens of the prompt; the softmax runs over these alone.
+        kernel_size: Width of the average-pooling, odd.
+
+    Returns:
+        float32 ``[query_len, context_len]`` on the CPU.
+    """
     group = context.query_heads // context.kv_heads
     most: Tensor | None = None
     for head in range(context.query_heads):

@@ -14,6 +14,7 @@ from kvpolicy.evaluation.commands.analyze import analyze
 from kvpolicy.evaluation.commands.calibrate import calibrate
 from kvpolicy.evaluation.commands.check import check
 from kvpolicy.evaluation.commands.compare import compare
+from kvpolicy.evaluation.commands.compress import compress
 from kvpolicy.evaluation.commands.estimate import estimate
 from kvpolicy.evaluation.commands.eval import eval
 from kvpolicy.evaluation.commands.generate import generate
@@ -25,6 +26,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     calibrate,
     check,
     compare,
+    compress,
     estimate,
     eval,
     generate,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ from kvpolicy.evaluation.cost.model_shape import LayerShape, ModelShape
 from kvpolicy.evaluation.cost.presets import PRESETS
 from kvpolicy.evaluation.cost.shapes import load_shape
 from kvpolicy.evaluation.models import DTYPES
-from kvpolicy.evaluation.results import write_all
+from kvpolicy.evaluation.results import check_file, write_all
 
 # The paper's.
 PAPER_RATES = (0.1, 0.2)
@@ -81,7 +80,7 @@ def estimate(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if json_file is not None:
-        _check_file(json_file)
+        check_file("--json", json_file)
     options = policy_options(
         policy,
         rate,
@@ -275,17 +274,6 @@ def _write(
     }
     text = json.dumps(data, indent=2, allow_nan=False)
     write_all(file.parent, {file.name: text.encode()})
-
-
-def _check_file(file: Path) -> None:
-    """Check, before the work, that a file can be written; its folder need not exist yet."""
-    if file.is_dir():
-        raise ValueError(f"--json must be a file, got the folder {file}")
-    existing = next(path for path in file.absolute().parents if path.exists())
-    if not existing.is_dir():
-        raise ValueError(f"--json must be a file in a folder, got {file}, but {existing} is none")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"--json must be a file that can be written, got {file}")
 
 
 def _flop_unit(flops: float) -> tuple[str, float]:

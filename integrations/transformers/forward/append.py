@@ -8,8 +8,10 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.asked import Asked
 from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.indexers import new_places, with_positions
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
@@ -23,8 +25,10 @@ from kvpolicy.integrations.transformers.model.masks import (
     Visibility,
     causal_mask,
 )
+from kvpolicy.integrations.transformers.model.rotary import Gapless, LayerRotary
 from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
 from kvpolicy.integrations.transformers.model.temperature import Temperature
+from kvpolicy.integrations.transformers.model.trying import Entering
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
@@ -79,6 +83,7 @@ class Forward:
         causal: Whether a layer without a mask sees no later token; else it sees all of a prompt.
         attended: Where to note which keys each layer attends to; None where nobody asks.
         rotary: The decoder's rotary embedding, for index keys that are turned late; None without.
+        asked: Finds what the policy's parts ask for of layers; None where they ask for nothing.
     """
 
     acts = False  # whether the policy does, on this forward
@@ -99,6 +104,7 @@ class Forward:
         causal: bool = True,
         attended: AttendedKeys | None = None,
         rotary: Any = None,
+        asked: Asked | None = None,
     ) -> None:
         self.policy = policy
         self.layers = layers
@@ -147,6 +153,13 @@ class Forward:
         self._sees_all = not causal and self.first
         self._attended = attended
         self._rotary = rotary
+        self._asked = asked
+        self._gapless = (
+            None
+            if incoming.skipped is None
+            else Gapless(self.new_positions, incoming.tokens.lengths)
+        )
+        self._every_position = self.new_positions  # of the forward's tokens
         # By layer whose keys others attend to, what these need to know.
         self._lent: dict[int, Lent | None] = {
             layer.producer: None for layer in layers if layer.producer is not None
@@ -174,6 +187,7 @@ class Forward:
         """
         if index == 0:
             self._check_tokens(module, hidden)
+        self._find_asked(index, module, hidden, kwargs)
         if index == 0 and self._sees_all and self._padded and self._own_block(kwargs) is None:
             raise UnsupportedModelError(
                 "rows must not be padded where the model sees a prompt both ways without padding "
@@ -212,6 +226,47 @@ class Forward:
         here = self._with_mask(index, hidden, here)
         self._lend(index, hidden, kwargs, here.get("attention_mask"))
         return here
+
+    @property
+    def _asks(self) -> bool:
+        """Whether the policy's parts are asked, now or when the prompt has ended."""
+        return self.in_prompt
+
+    def _find_asked(
+        self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> None:
+        """Find what the policy's parts ask for of a layer, before it runs."""
+        layer = self.layers[index]
+        if self._asked is None or not self._asks or not layer.attends:
+            return
+        self._asked.check_places(self._before)
+        axis = self._token_axis(hidden)
+        length = hidden.shape[axis]
+        last = torch.arange(max(length - 2, 0), length, device=self.new_valid.device)
+        slots = last.expand(self.new_valid.shape[0], -1)
+        here = {
+            name: None if "mask" in name or isinstance(value, Cache) else value
+            for name, value in self._reaching(kwargs).items()
+        }
+        attention = self._asked.parts.attentions[index]
+        assert attention is not None
+        entering = Entering(
+            index,
+            module,
+            attention,
+            take_columns(hidden, slots, axis - 1, axis),
+            axis,
+            cut_arguments(here, slots, length),
+            kwargs.get("position_embeddings"),
+        )
+        places = everything = self._every_position
+        if self._gapless is not None:
+            places = self._gapless.places(everything[:, None])[:, 0]
+        self._asked.find(layer, entering, places, everything >= 0)
+
+    def _rotary_of(self, layer: PolicyLayer) -> LayerRotary:
+        assert layer.turns is not None
+        return LayerRotary(layer.turns, self._gapless)
 
     def _note_places(self, kwargs: dict[str, Any]) -> None:
         """Take note of the positions at which the tokens of a layer's arguments are read."""

@@ -92,6 +92,7 @@ class ActingForward(Forward):
             hidden = self._features.added(hidden, index, self._slots)
         if not self._few_go_on(index) or self._own_block(kwargs) is not None:
             return super().enter_layer(index, module, hidden, kwargs)
+        self._find_asked(index, module, hidden, kwargs)
         self._combine(self.layers[index])
         valid = self._valid_slots(self.layers[index])
         here = self._reaching(kwargs)
@@ -309,6 +310,10 @@ class ActingForward(Forward):
             sinks=scores.sinks,
             heads=layer.spread.heads(queries.shape[1]),
             history=self.history.shown(keys.device),
+            rotary=self._rotary_of(layer) if self.policy.needs_rotary else None,
+            output_weight=(
+                layer.weight(inputs.values) if self.policy.needs_output_weight else None
+            ),
         )
 
     def _observed(self, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from kvpolicy.errors import (
 )
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.append import Forward
+from kvpolicy.integrations.transformers.forward.asked import Asked
 from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.chunked_prefill import (
     ChunkForward,
@@ -53,6 +54,7 @@ from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.kinds import LatentAttention
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.model.rotary import changes_with_length
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.recurrent import link
@@ -387,6 +389,7 @@ class Reader:
             "spares_masks": self.care.spares_masks,
             "causal": parts.causal,
             "rotary": getattr(parts.decoder, "rotary_emb", None),
+            "asked": Asked.of(parts, self.placed),
             "attended": (
                 AttendedKeys([i for i, each in enumerate(parts.attentions) if each is not None])
                 if _asked(arguments, parts, "output_attentions")
@@ -576,6 +579,11 @@ class Reader:
         parts = None if self.attachment is None else self.attachment.parts
         counts = parts is not None and any((*parts.temperatures, *parts.answer_windows))
         fixed = plain and own and not counts
+        # No step tells with what frequencies its key was turned.
+        turns = self.policy.decoding is not None and self.policy.decoding.needs_rotary
+        fixed = fixed and not (
+            turns and parts is not None and changes_with_length(parts.decoder.config)
+        )
         fixed = fixed and not (self.policy.decoding is not None and self._expands)
         return self.max_new_tokens is not None and fixed and self._may_be_static
 
@@ -658,7 +666,12 @@ class Reader:
         decoding, tokens = self.placed.decoding, self.tokens
         if decoding is None or tokens is None or self.acts_next:
             return
-        known = all(layer.scores is not None for layer in self.layers if layer.held is not None)
+        holding = [layer for layer in self.layers if layer.held is not None]
+        known = all(layer.scores is not None for layer in holding)
+        if decoding.needs_rotary:
+            known = known and all(layer.turns is not None for layer in holding)
+        if decoding.needs_output_weight:
+            known = known and all(layer.projection is not None for layer in holding)
         if tokens.appended.shape[1] < decoding.every or not known:
             return
         assert self.attachment is not None
@@ -762,7 +775,7 @@ class Reader:
         for layer, own, each in zip(layers, self.layers, held.layers, strict=True):
             layer.restore(each)
             layer.query_heads, layer.spread = own.query_heads, own.spread
-            layer.scores, layer.expands = own.scores, own.expands
+            layer.scores, layer.expands, layer.turns = own.scores, own.expands, own.turns
             if self.static is not None and self.static.choice is not None:
                 layer.own()  # what is bounded is written over
         link(layers)

@@ -10,6 +10,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvpolicy.errors import NotAttachedError
 from kvpolicy.integrations.transformers.model.parallel import Spread
+from kvpolicy.integrations.transformers.model.projection import OutputProjection
+from kvpolicy.integrations.transformers.model.rotary import Turns
 from kvpolicy.integrations.transformers.model.routing import Scores
 from kvpolicy.integrations.transformers.state.observed import Observed
 from kvpolicy.integrations.transformers.state.storage import Held, Plain, PlainStorage, Storage
@@ -40,6 +42,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         scores: How its attention makes scores of products; None before the first forward that a
             policy acts on.
         expands: Whether attention makes keys of more heads of what is held.
+        turns: How its keys are turned to positions, where the policy asks.
+        projection: What its output is made by, where the policy asks.
     """
 
     attends = True
@@ -63,12 +67,19 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.scores: Scores | None = None
         self.expands = False
         self.shows_queries = True
+        self.turns: Turns | None = None
+        self.projection: OutputProjection | None = None
         self._chosen: Tensor | None = None  # positions of what the policy kept, without appended
         self._tokens: SeenTokens | None = None
 
     def fresh(self) -> PolicyLayer:
         """A layer like it that holds nothing yet."""
         return type(self)(self.storage, self.room)
+
+    def weight(self, values: Tensor) -> Tensor:
+        """As `LayerContext.output_weight`, of the precision and device of values."""
+        assert self.projection is not None
+        return self.projection.weight(values.dtype, values.device)
 
     @property
     def keys(self) -> Tensor | None:

@@ -31,7 +31,9 @@ from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.support.asking import (
     CarriedOnScorer,
     LargestOfLayers,
+    OutputScorer,
     RememberingSelector,
+    TurnedBackScorer,
 )
 from tests.integrations.support.content import MassPropagation
 from tests.integrations.support.conversation import METHODS, run_conversation
@@ -61,6 +63,16 @@ POLICIES: dict[str, CachePolicy] = {
         GQAGroupSelector(0.3, window_size=4),
         MassPropagation((0, 2)),
     ),
+    "turning": CachePolicy(
+        TurnedBackScorer(),
+        GQAGroupSelector(0.3, window_size=4),
+        TokenSelectivePropagation(tsp_rate=0.4, window_size=4),
+    ),
+    "weighing": CachePolicy(
+        OutputScorer(),
+        GQAGroupSelector(0.3, window_size=4),
+        TokenSelectivePropagation(tsp_rate=0.4, window_size=4),
+    ),
     "looking_back": CachePolicy(
         CarriedOnScorer(4, 3),
         RememberingSelector(0.3, window_size=4),
@@ -82,6 +94,8 @@ CASES: list[tuple[Family, str]] = [
     ("llama", "random"),
     ("llama", "by_content"),
     ("llama", "looking_back"),
+    ("llama", "turning"),
+    ("llama", "weighing"),
     ("llama", "bounded_h2o"),
     ("llama", "bounded_ada_kv"),
     ("qwen3", "snapkv"),

@@ -92,7 +92,7 @@ class RememberingSelector(GQAGroupSelector):
 
 @attrs.frozen
 class TurnedBackScorer(Scorer):
-    """How large the first channels of a key are before it is turned, and at its row's end."""
+    """How large the first channels of a key are before it is turned, and a row's length on."""
 
     channels: int = 2
 
@@ -104,14 +104,14 @@ class TurnedBackScorer(Scorer):
         assert context.rotary is not None
         back = context.rotary.turned_back(context.keys, context.positions)
         ends = torch.tensor(context.seen_len, device=back.device)[:, None, None]
-        ahead = context.rotary.turned(back, ends.expand(-1, 1, context.key_len))
+        ahead = context.rotary.turned(back, context.positions + ends)
         before, after = (each[..., : self.channels].float().norm(dim=-1) for each in (back, ahead))
         return before + after
 
 
 @attrs.frozen
 class OutputScorer(Scorer):
-    """How far a value moves the layer's output through each query head."""
+    """How far a value moves the layer's output through each query head, times a part of its key."""
 
     @property
     def needs_output_weight(self) -> bool:
@@ -122,4 +122,5 @@ class OutputScorer(Scorer):
         group = context.query_heads // context.kv_heads
         values = context.values.float().repeat_interleave(group, dim=1)
         moved = torch.einsum("bhkv,hvd->bhkd", values, context.output_weight.float())
-        return moved.norm(dim=-1)
+        sizes = context.keys[..., :2].float().norm(dim=-1).repeat_interleave(group, dim=1)
+        return moved.norm(dim=-1) * sizes

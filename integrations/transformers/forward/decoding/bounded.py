@@ -26,6 +26,10 @@ class DecodingForward(Forward):
         self._decoding: DecodingEviction = self.policy.decoding
         self._chooses = self.tokens.appended.shape[1] >= self._decoding.every
 
+    @property
+    def _asks(self) -> bool:
+        return self._chooses
+
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """As `Forward.update`; where queries are needed, an attention function is to show them."""
         given = super().update(index, keys, values)

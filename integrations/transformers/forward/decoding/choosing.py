@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from kvpolicy.context import LayerContext
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.integrations.transformers.model.masks import FLASH, first_seen
+from kvpolicy.integrations.transformers.model.rotary import LayerRotary
 from kvpolicy.integrations.transformers.model.routing import Scores
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.observed import Observed
@@ -168,6 +169,8 @@ class Held:
             sinks=self.scores.sinks,
             heads=layer.spread.heads(layer.query_heads),
             query_positions=places,
+            rotary=self._rotary() if decoding.needs_rotary else None,
+            output_weight=layer.weight(self.values) if decoding.needs_output_weight else None,
         ).showing(decoding.num_queries)
         if not decoding.carries:
             return context
@@ -175,6 +178,10 @@ class Held:
         return attrs.evolve(
             context, carried=carried if order is None else gather_slots(carried, order)
         )
+
+    def _rotary(self) -> LayerRotary:
+        assert self.layer.turns is not None
+        return LayerRotary(self.layer.turns)
 
 
 @attrs.frozen(eq=False)

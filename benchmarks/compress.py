@@ -1,0 +1,237 @@
+"""Measure answers to prompts that another model has made shorter.
+
+Run as ``python -m benchmarks.compress --chooser DIR``. The bundled model of word tasks answers; the
+model that chooses is one of the same language with other weights, such as ``python -m
+benchmarks.ruler_words.train --seed 11 --minutes 18 --out DIR`` leaves in ``DIR/weights``. Answers
+to the whole prompt, to the middle cut out, and to chunks at random stand beside it, all as text.
+``python -m benchmarks.compress --table`` prints the tables of the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from benchmarks.ruler_words.measure import continuations
+from kvpolicy import CachePolicy
+from kvpolicy.evaluation import (
+    FilterLayerScorer,
+    LookAheadScorer,
+    PromptSaliency,
+    PromptScorer,
+    compress_prompt,
+    load,
+)
+from kvpolicy.evaluation.results import environment
+from kvpolicy.evaluation.tasks.ruler_words import WordPrompt, prompts, score
+from kvpolicy.policies import FullContext, SnapKV, WindowMaxPoolScorer
+
+RESULTS = Path(__file__).resolve().parent / "results" / "compress.json"
+RATES = (0.1, 0.2, 0.4)
+CHUNK_SIZE = 16
+# Those that are looked up in a document; the others count words, which every sample does.
+KINDS_ASKED = ("multi-key", "two-hop")
+
+
+@attrs.frozen
+class RandomScorer(PromptScorer):
+    """The control: chunks at random."""
+
+    seed: int = 0
+
+    def score(self, model: PreTrainedModel, input_ids: Sequence[int] | Tensor) -> PromptSaliency:
+        """See `PromptScorer.score`; the same tokens get the same."""
+        rng = random.Random(f"{self.seed}/{list(input_ids)}")
+        return PromptSaliency(torch.tensor([rng.random() for _ in input_ids]), "chance")
+
+
+@attrs.frozen
+class Way:
+    """A way to choose chunks."""
+
+    scorer: PromptScorer
+    align: str = "line"
+    chooses: str = "chooser"  # or the answerer itself, or nobody
+
+
+WAYS = {
+    "look-ahead": Way(LookAheadScorer()),
+    "look-ahead, chunks end at words": Way(LookAheadScorer(), "word"),
+    "last query's products, layer 2": Way(FilterLayerScorer(filter_layer=2)),
+    "last 8 queries' attention, layer 1": Way(FilterLayerScorer(WindowMaxPoolScorer(), 1)),
+    "chunks at random": Way(RandomScorer(), chooses="nobody"),
+    "look-ahead of the answerer itself": Way(LookAheadScorer(), chooses="answerer"),
+}
+
+
+def in_lines(text: str) -> str:
+    """A line for each sentence, which is the same to models of words."""
+    return text.replace(" . ", " .\n")
+
+
+def whole(prompt: WordPrompt) -> str:
+    """All of it."""
+    return prompt.input
+
+
+def middle_cut(prompt: WordPrompt, rate: float) -> str:
+    """The first and the last words of a prompt, half of the rate each, the question among them."""
+    words, asked = prompt.input.split(), len(prompt.question.split())
+    count = max(round(rate * len(words)), asked)
+    tail = max(count // 2, asked)
+    return " ".join([*words[: count - tail], *words[len(words) - tail :]])
+
+
+def answered(answerer: Any, policy: CachePolicy, text: str, prompt: WordPrompt) -> float:
+    """The part of an answer's words that a model finds, given a text that ends in the question."""
+    tokenizer = answerer.tokenizer
+    document, question = (
+        torch.tensor([tokenizer(part).input_ids])
+        for part in (text.removesuffix(prompt.question), prompt.question)
+    )
+    generated = continuations(
+        answerer.model, policy, document, question, prompt.max_new_tokens, later=False
+    )
+    said, _, _ = tokenizer.decode(generated[0]).partition(tokenizer.eos_token)
+    return score(said, prompt.outputs)
+
+
+def measure(
+    answerer: Any,
+    asked: Sequence[WordPrompt],
+    shorten: Callable[[WordPrompt], str],
+    policy: CachePolicy | None = None,
+) -> dict[str, float]:
+    """Mean score, and mean share of the words, of prompts made shorter, under a policy."""
+    texts = [shorten(prompt) for prompt in asked]
+    scores = [
+        answered(answerer, policy or FullContext(), text, prompt)
+        for text, prompt in zip(texts, asked, strict=True)
+    ]
+    share = fmean(
+        len(text.split()) / len(prompt.input.split())
+        for text, prompt in zip(texts, asked, strict=True)
+    )
+    return {"score": round(fmean(scores), 4), "length": round(share, 4)}
+
+
+def shortened(choosing: Any, way: Way, rate: float) -> Callable[[WordPrompt], str]:
+    """What shortens a prompt at a rate, the question left whole."""
+
+    def shorten(prompt: WordPrompt) -> str:
+        return compress_prompt(
+            choosing.model,
+            choosing.tokenizer,
+            in_lines(prompt.input),
+            rate=rate,
+            scorer=way.scorer,
+            chunk_size=CHUNK_SIZE,
+            align=way.align,
+            keep=[prompt.question],
+        ).text
+
+    return shorten
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Every way to shorten, at every rate, on every kind of question; what is there is kept."""
+    chooser, answerer = load(str(options.chooser)), load("ruler_words")
+    data: dict[str, Any] = {
+        "environment": environment(answerer.model.device),
+        "settings": {
+            "length": options.length,
+            "count": options.count,
+            "chunk_size": CHUNK_SIZE,
+            "seed": options.seed,
+            "answerer": "ruler_words",
+        },
+        "rows": [],
+    }
+    if options.out.exists():
+        data = json.loads(options.out.read_text())
+    done = {(row["kind"], row["way"], row["rate"], row["chooser"]) for row in data["rows"]}
+
+    def note(
+        way: str, rate: float | None, measured: Callable[[], dict[str, float]], *, own: bool = True
+    ) -> None:
+        place = (kind, way, rate, options.chooser_is if own else None)
+        if place in done:
+            return
+        named = dict(zip(("kind", "way", "rate", "chooser"), place, strict=True))
+        data["rows"].append({**named, **measured()})
+        options.out.write_text(json.dumps(data, indent=1) + "\n")
+        print(*data["rows"][-1].values(), sep="  ", file=sys.stderr, flush=True)
+
+    for kind in options.kinds:
+        asked = prompts(kind, options.length, options.count, options.seed)
+        note("whole", None, lambda: measure(answerer, asked, whole), own=False)  # noqa: B023
+        note("whole, asked of the chooser", None, lambda: measure(chooser, asked, whole))  # noqa: B023
+        for rate in options.rates:
+            kept, cut = SnapKV(retention_rate=rate), partial(middle_cut, rate=rate)
+            note("SnapKV", rate, partial(measure, answerer, asked, whole, kept), own=False)
+            note("middle cut out", rate, partial(measure, answerer, asked, cut), own=False)
+            for name, way in WAYS.items():
+                choosing = answerer if way.chooses == "answerer" else chooser
+                shorten = shortened(choosing, way, rate)
+                own = way.chooses == "chooser"
+                note(name, rate, partial(measure, answerer, asked, shorten), own=own)
+    return data
+
+
+def table(data: dict[str, Any]) -> str:
+    """A row for each way and chooser; for each rate the mean over the kinds, then the kinds."""
+    rows = data["rows"]
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    rates = list(dict.fromkeys(row["rate"] for row in rows if row["rate"] is not None))
+    lines = [
+        "| way | chooser | " + " | ".join(f"{rate:.0%}" for rate in rates) + " |",
+        "|---|---|" + "---|" * len(rates),
+    ]
+    for way, chooser in dict.fromkeys((row["way"], row["chooser"]) for row in rows):
+        cells = []
+        for rate in rates:
+            found = {
+                row["kind"]: 100 * row["score"]
+                for row in rows
+                if (row["way"], row["chooser"]) == (way, chooser) and row["rate"] in (rate, None)
+            }
+            each = [f"{found[kind]:.0f}" if kind in found else "?" for kind in kinds]
+            cells.append(f"**{fmean(found.values()):.0f}** · {' '.join(each)}")
+        lines.append(f"| {way} | {chooser or '-'} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, or print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chooser", type=Path, help="folder of the model that chooses")
+    parser.add_argument("--chooser-is", default="chooser", help="what to call it in the results")
+    parser.add_argument("--kinds", nargs="+", default=KINDS_ASKED)
+    parser.add_argument("--rates", nargs="+", type=float, default=RATES)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args(arguments)
+    if not options.table:
+        if options.chooser is None:
+            parser.error("--chooser must be given")
+        run(options)
+    print(table(json.loads(options.out.read_text())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""The rotary embedding of a model's layer, both ways, by what the model gives its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.rotary import RotaryEmbedding
+
+# A model computes angles in float32, from the same numbers.
+ROUNDING = 1e-3
+
+
+@attrs.frozen(eq=False)
+class Turns:
+    """How a layer turns its queries and keys.
+
+    Args:
+        frequencies: float32 ``[pairs]``, the angle of each pair of channels a position.
+        scale: What the channels that are turned are multiplied by, as YaRN does.
+        channels: int64 ``[2, pairs]``, the first and the second channel of each pair; of no pair
+            where the layer turns nothing.
+    """
+
+    frequencies: Tensor
+    scale: float
+    channels: Tensor
+
+    def has(self, frequencies: Tensor, scale: float) -> bool:
+        """Whether it turns by these."""
+        own = self.frequencies.to(frequencies.device)
+        return self.scale == scale and torch.equal(own, frequencies)
+
+    def turned(self, states: Tensor, places: Tensor, *, back: bool = False) -> Tensor:
+        """States ``[batch, heads, length, head_dim]`` turned by ``[batch, heads or 1, length]``."""
+        found = states.clone()
+        if not self.channels.shape[1]:
+            return found
+        frequencies, channels = (
+            each.to(states.device) for each in (self.frequencies, self.channels)
+        )
+        angles = places.to(states.device)[..., None].float() * frequencies
+        size = 1 / self.scale if back else self.scale
+        cos, sin = angles.cos() * size, angles.sin() * (-size if back else size)
+        first, second = (states[..., each].float() for each in channels)
+        found[..., channels[0]] = (first * cos - second * sin).to(states.dtype)
+        found[..., channels[1]] = (second * cos + first * sin).to(states.dtype)
+        return found
+
+
+@attrs.frozen(eq=False)
+class Gapless:
+    """Tokens that a restarted prefill reads without gaps.
+
+    Args:
+        positions: ``[batch, count]`` int64, their original positions, ascending; -1 on the left of
+            shorter rows.
+        start: ``[batch]`` int64, the tokens of each row before its prompt.
+    """
+
+    positions: Tensor
+    start: Tensor
+
+    def places(self, positions: Tensor) -> Tensor:
+        """At which positions the tokens of original ``[batch, heads or 1, length]`` are read.
+
+        One that was left out has the place of the last before it.
+        """
+        read, start = (each.to(positions.device) for each in (self.positions, self.start))
+        read, start = read.contiguous(), start[:, None]
+        padding = (read < 0).sum(dim=1)[:, None]
+        flat = positions.flatten(1).contiguous()
+        up_to = torch.searchsorted(read, flat, right=True) - padding  # read, it included
+        behind = (flat - read[:, -1:]).clamp(min=0)
+        places = torch.where(flat < start, flat, start + (up_to - 1).clamp(min=0) + behind)
+        return places.view(positions.shape)
+
+
+@attrs.frozen(eq=False)
+class LayerRotary(RotaryEmbedding):
+    """That of a layer in a forward.
+
+    Args:
+        turns: How the layer turns.
+        gapless: What a restarted prefill reads; None where tokens are read at their own positions.
+    """
+
+    turns: Turns
+    gapless: Gapless | None = None
+
+    def turned(self, states: Tensor, positions: Tensor) -> Tensor:
+        """See `RotaryEmbedding.turned`."""
+        return self.turns.turned(states, self._places(positions))
+
+    def turned_back(self, states: Tensor, positions: Tensor) -> Tensor:
+        """See `RotaryEmbedding.turned_back`."""
+        return self.turns.turned(states, self._places(positions), back=True)
+
+    def _places(self, positions: Tensor) -> Tensor:
+        return positions if self.gapless is None else self.gapless.places(positions)
+
+
+@attrs.frozen
+class Form:
+    """How a model writes cosines and sines of frequencies for its layers.
+
+    Args:
+        name: ``halves``: all of them twice, one after the other; ``pairs``: each of them twice;
+            ``once``; ``complex``.
+    """
+
+    name: str
+
+    def given(self, cos: Tensor, sin: Tensor, like: Any) -> Any:
+        """What a layer is given, of cosines and sines ``[batch, length, pairs]``.
+
+        Args:
+            cos: float32.
+            sin: float32.
+            like: What the layer is given otherwise.
+        """
+        if self.name == "complex":
+            return torch.complex(cos, sin).to(like)
+        return tuple(self._spread(each).to(like[0]) for each in (cos, sin))
+
+    def _spread(self, each: Tensor) -> Tensor:
+        if self.name == "once":
+            return each
+        return each.repeat_interleave(2, dim=-1) if self.name == "pairs" else each.repeat(1, 1, 2)
+
+
+FORMS = tuple(map(Form, ("halves", "pairs", "once", "complex")))
+
+
+def frequencies_of(
+    decoder: nn.Module, given: Any, places: Tensor, valid: Tensor
+) -> tuple[Tensor, float, Form] | None:
+    """The frequencies of which a layer's embeddings are made, by trying those that a model has.
+
+    Args:
+        decoder: Its decoder.
+        given: What the layer is given: cosines and sines, or complex numbers, of each token.
+        places: ``[batch, length]`` int64, the tokens' positions.
+        valid: ``[batch, length]`` bool, False on padding.
+
+    Returns:
+        float32 ``[pairs]``, what both are multiplied by, and how they are written; None where none
+        of them make these.
+    """
+    parts = given if isinstance(given, tuple) else (given,)
+    if not all(isinstance(each, Tensor) and each.ndim == 3 for each in parts):
+        return None
+    complex_ = len(parts) == 1 and parts[0].is_complex()
+    if not complex_ and len(parts) != 2:
+        return None
+    device, dtype = parts[0].device, parts[0].dtype
+    places, valid = places.to(device), valid.to(device)
+    tolerance = max(ROUNDING, 2 * torch.finfo(dtype).eps)
+    for frequencies, scale in _candidates(decoder):
+        angles = places[..., None].float() * frequencies.to(device, torch.float32)
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+        for form in FORMS:
+            if (form.name == "complex") != complex_:
+                continue
+            made = form.given(cos, sin, given)
+            made = made if isinstance(made, tuple) else (made,)
+            if all(_alike(*pair, valid, tolerance) for pair in zip(made, parts, strict=True)):
+                return frequencies.detach().float().clone(), scale, form
+    return None
+
+
+def _alike(made: Tensor, given: Tensor, valid: Tensor, tolerance: float) -> bool:
+    if made.shape[1:] != given.shape[1:] or given.shape[0] not in (1, made.shape[0]):
+        return False
+    off = (made - given).abs().amax(dim=-1).masked_fill(~valid, 0.0)
+    return bool(off.max() <= tolerance * max(float(given.abs().max()), 1.0))
+
+
+def _candidates(decoder: nn.Module) -> Iterator[tuple[Tensor, float]]:
+    """The frequencies that modules of a decoder hold, each with its scale."""
+    for module in decoder.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name.endswith("inv_freq") and buffer.ndim == 1:
+                kind = name.removesuffix("inv_freq").removesuffix("original_")
+                scale = getattr(module, f"{kind}attention_scaling", 1.0)
+                yield buffer, float(scale)
+
+
+def channels_of(pairs: int, head_dim: int, fits: Callable[[Tensor], bool]) -> Tensor | None:
+    """Which channels of a head are turned together, by trying the ways that models have.
+
+    Args:
+        pairs: How many pairs.
+        head_dim: Channels of a head.
+        fits: Whether ``[2, pairs]`` are those.
+
+    Returns:
+        int64 ``[2, pairs]``; None where none fit.
+    """
+    every = torch.arange(2 * pairs)
+    for start in dict.fromkeys((0, head_dim - 2 * pairs)):
+        if start < 0:
+            continue
+        for channels in (every.view(2, pairs), every.view(pairs, 2).T):  # halves; neighbours
+            if fits(channels + start):
+                return channels + start
+    return None
+
+
+def _parameters(config: Any) -> Iterator[dict[str, Any]]:
+    """What a configuration says of rotary embeddings, of all layers or of each kind of them."""
+    for name in ("rope_parameters", "rope_scaling"):
+        found = getattr(config, name, None)
+        if isinstance(found, dict):
+            yield found
+            yield from (each for each in found.values() if isinstance(each, dict))
+
+
+def has_axes(config: Any) -> bool:
+    """Whether rotary positions have several axes."""
+    return any("mrope_section" in each for each in _parameters(config))
+
+
+def changes_with_length(config: Any) -> bool:
+    """Whether rotary frequencies depend on how long the context is."""
+    kinds = [str(each.get("rope_type", each.get("type"))) for each in _parameters(config)]
+    return any("dynamic" in kind or kind == "longrope" for kind in kinds)

@@ -1,0 +1,107 @@
+"""A layer tried on a few tokens: what it does with rotary embeddings and its heads' outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.integrations.transformers.model.projection import OutputProjection, linear_modules
+from kvpolicy.integrations.transformers.model.routing import Attend, replaced
+
+# What a layer may raise that cannot be run as it is here.
+FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+
+
+class Enough(Exception):  # noqa: N818 -- not an error: it ends a run that has served
+    """What was to be seen of a layer has been."""
+
+
+def near(found: Tensor, wanted: Tensor) -> bool:
+    """Whether two tensors are the same but for rounding."""
+    tolerance = max(1e-3, 4 * torch.finfo(wanted.dtype).eps) * float(wanted.abs().max())
+    return bool((found.float() - wanted.float()).abs().max() <= tolerance)
+
+
+@attrs.frozen(eq=False)
+class Entering:
+    """A layer that is about to run.
+
+    Args:
+        index: Its index.
+        module: The decoder layer.
+        attention: Its attention module.
+        hidden: Of a few tokens of every row.
+        token_axis: The axis of these in it.
+        arguments: The layer's other arguments by name, for these tokens; without mask and cache.
+        embeddings: The rotary embedding of all of the forward's tokens; None where it gets none.
+    """
+
+    index: int
+    module: nn.Module
+    attention: nn.Module
+    hidden: Tensor
+    token_axis: int
+    arguments: dict[str, Any]
+    embeddings: Any
+
+    def states(self, embeddings: Callable[[Any], Any]) -> tuple[Tensor, Tensor]:
+        """Its queries and keys under another rotary embedding, made of one like its own."""
+        found: list[Tensor] = []
+
+        def attend(module: nn.Module, query: Tensor, key: Tensor, *_: Any, **__: Any) -> NoReturn:
+            found.extend((query, key))
+            raise Enough
+
+        made = embeddings(self.arguments["position_embeddings"])
+        self._run(attend, {**self.arguments, "position_embeddings": made})
+        return found[0], found[1]
+
+    def projection(self) -> OutputProjection | None:
+        """The module that takes what all heads give, perhaps gated; None if there is none."""
+        drawn: list[Tensor] = []
+        taken: list[tuple[nn.Module, Tensor]] = []
+        generator = torch.Generator().manual_seed(0)
+
+        def attend(
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+        ) -> tuple[Tensor, None]:
+            shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+            output = torch.rand(shape, generator=generator) + 0.5  # none is 0
+            drawn.append(output.to(query.device, query.dtype))
+            return drawn[-1], None
+
+        def look(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if len(drawn) > len(taken) and args[0].numel() == drawn[-1].numel():
+                taken.append((module, args[0]))
+                raise Enough
+
+        with ExitStack() as hooks:
+            for module in linear_modules(self.module):
+                # Before those that spread what it takes over processes.
+                hook = module.register_forward_pre_hook(look, prepend=True)
+                hooks.callback(hook.remove)
+            for _ in range(2):
+                self._run(attend, self.arguments)
+        if len(taken) < 2 or taken[0][0] is not taken[1][0]:
+            return None
+        one, other = (
+            each.reshape(of_module.shape) for each, (_, of_module) in zip(drawn, taken, strict=True)
+        )
+        # A gate is a factor of each channel, the same both times.
+        if not near(taken[0][1] * other, taken[1][1] * one):
+            return None
+        return OutputProjection(taken[0][0], *drawn[0].shape[2:])
+
+    @torch.no_grad()
+    def _run(self, attend: Attend, arguments: dict[str, Any]) -> None:
+        with replaced(self.attention, attend):
+            try:
+                # Not through its hooks, one of which has brought us here.
+                self.module.forward(self.hidden, **arguments)
+            except Enough:
+                return

@@ -1,0 +1,69 @@
+"""Tokenizers made on the spot: bytes in pairs, white space within tokens, with a chat template."""
+
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+# Of the kind of ChatML's; contents are stripped, as Llama's template strips them.
+TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content | trim }}"
+    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+CORPUS = [
+    "the user asked the system for the quick brown fox and the lazy dog\n",
+    "user system assistant river castle horse bridge mountain garden window 12345\n",
+]
+
+
+def byte_tokenizer(template: str | None = TEMPLATE, *, vocab_size: int = 320) -> Any:
+    """A byte-level BPE tokenizer that puts ``<|begin|>`` first and knows ``<|start|>``."""
+    tokenizer: Any = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|begin|>", "<|start|>", "<|end|>"]
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]),
+        ]
+    )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|begin|>",
+        eos_token="<|end|>",
+        additional_special_tokens=["<|start|>"],
+    )
+    made.chat_template = template
+    return made
+
+
+class SlowTokenizer:
+    """A tokenizer that does not tell where its tokens stand: one token a word."""
+
+    is_fast = False
+    chat_template = None
+    all_special_ids = (0,)
+    unk_token_id = None
+
+    def __init__(self, vocab_size: int = 97) -> None:
+        self.vocab_size = vocab_size
+        self.words = ["<s>"]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.words += [word for word in dict.fromkeys(text.split()) if word not in self.words]
+        assert len(self.words) <= self.vocab_size
+        ids = [self.words.index(word) for word in text.split()]
+        return [0, *ids] if add_special_tokens else ids
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(self.words[each] for each in ids if each)
