@@ -96,9 +96,9 @@ class TimedPolicy(CachePolicy):
         object.__setattr__(self, "_on_cuda", device.type == "cuda")
         object.__setattr__(self, "_spans", [])
 
-    def decide(self, context: LayerContext, **how: Any) -> Decision:
+    def decide(self, context: LayerContext, *, remembered: bool = False) -> Decision:
         """The policy's decision; see `CachePolicy.decide`."""
-        return self._timed(lambda: super(TimedPolicy, self).decide(context, **how))
+        return self._timed(lambda: super(TimedPolicy, self).decide(context, remembered=remembered))
 
     def decide_restart(self, context: LayerContext) -> Tensor | None:
         """The policy's choice; see `CachePolicy.decide_restart`."""

@@ -77,16 +77,12 @@ class LeverageScorer(Scorer):
         tail, first = context.is_tail(self.window_size), context.is_first(self.num_sinks)
         scored = context.valid & ~tail & ~first
         keys = context.rotary.turned_back(context.keys.float(), context.positions)
-        keys = keys.masked_fill(~scored[..., None], 0.0)
-        count = scored.sum(dim=-1).clamp(min=1)[..., None, None]
-        centered = (keys - keys.sum(dim=2, keepdim=True) / count) * scored[..., None]
-        # In float64: with fewer channels than columns the products are singular but for the ridge.
-        sketched = centered.double() @ self._sketch(context).double()
-        products = sketched.transpose(2, 3) @ sketched
-        products.diagonal(dim1=2, dim2=3).add_(RIDGE)
-        factor = torch.linalg.cholesky_ex(products).L
-        halves = torch.linalg.solve_triangular(factor, sketched.transpose(2, 3), upper=False)
-        leverage = halves.square().sum(dim=2)
+        sketch = self._sketch(context).double()
+        of_heads = [
+            _leverage(keys[:, head], scored[:, head, :, None], sketch)
+            for head in range(context.kv_heads)  # one at a time: keys are held in float64
+        ]
+        leverage = torch.stack(of_heads, dim=1)
         return standardized(leverage, scored).masked_fill_(~scored, 0.0)
 
     def _sketch(self, context: LayerContext) -> Tensor:
@@ -96,3 +92,19 @@ class LeverageScorer(Scorer):
             context.keys.shape[3], self.sketch_size, generator=torch.Generator().manual_seed(seed)
         )
         return (drawn / math.sqrt(self.sketch_size)).to(context.keys.device)
+
+
+def _leverage(keys: Tensor, scored: Tensor, sketch: Tensor) -> Tensor:
+    """``[batch, key_len]`` of ``[batch, key_len, head_dim]``, in float64.
+
+    Keys that are fewer than channels differ in little but the ridge's part, and what they differ in
+    is what counts.
+    """
+    exact = keys.double().masked_fill(~scored, 0.0)
+    mean = exact.sum(dim=1, keepdim=True) / scored.sum(dim=1, keepdim=True).clamp(min=1)
+    sketched = ((exact - mean) * scored) @ sketch
+    products = sketched.transpose(1, 2) @ sketched
+    products.diagonal(dim1=1, dim2=2).add_(RIDGE)
+    factor = torch.linalg.cholesky_ex(products).L
+    halves = torch.linalg.solve_triangular(factor, sketched.transpose(1, 2), upper=False)
+    return halves.square().sum(dim=1)

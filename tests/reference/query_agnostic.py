@@ -87,9 +87,15 @@ def expected_scores(
 
 @dataclass(frozen=True)
 class Protected(Scored):
-    """Keeps the last entries, the first positions, and the highest scores of the others."""
+    """Keeps the last entries, the first positions, and the highest scores of the others.
+
+    Attributes:
+        num_sinks: positions below this are kept.
+        positive: whether scores of unlike tokens are as near as their ratio says.
+    """
 
     num_sinks: int = 4
+    positive: bool = False
 
     def choose(self, layer: LayerView) -> Choice:
         """As `Scored`, beside the first positions."""
@@ -103,8 +109,9 @@ class Protected(Scored):
             scores = self.scores(layer, head)
             chosen = highest([scores[j] for j in others], count - len(fixed))
             kept.append(sorted(fixed + [others[place] for place in chosen]))
-            scale = max((abs(scores[j]) for j in others), default=1.0)
-            margins.append(margin([scores[j] for j in others], chosen, scale=scale or 1.0))
+            competed = [scores[j] for j in others]
+            scale = None if self.positive else max(map(abs, competed), default=1.0)
+            margins.append(margin(competed, chosen, scale=scale))
         return Choice(kept, margin=min(margins))
 
 
@@ -112,6 +119,7 @@ class Protected(Scored):
 class ExpectedAttention(Protected):
     """By the attention to expect of queries to come."""
 
+    positive: bool = True
     future_len: int = 512
     epsilon: float = 0.0
 

@@ -19,11 +19,14 @@ from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.policies import (
     AccumulatedAttentionScorer,
+    BlockProductScorer,
     FastKV,
     GemFilter,
     GQAGroupSelector,
+    KeepAllSelector,
     PassAllPropagation,
     PyramidInfer,
+    TokenSelectivePropagation,
 )
 from tests.families import FAMILIES, PAD_TOKEN_ID, VOCAB_SIZE
 from tests.reference.dense import Act
@@ -40,6 +43,9 @@ REFUSED = {
 HYBRIDS = ("granitemoehybrid", "jamba", "lfm2", "qwen3_5", "qwen3_next")
 # Their attention shows no queries.
 UNSEEN = ("codegen", "falcon", "falcon_multi_query", "gpt_neo", "gptj")
+# No rotary embedding, or none that is found; no projection of heads' outputs alone.
+UNTURNED: tuple[str, ...] = ()
+UNPROJECTED: tuple[str, ...] = ()
 SUPPORTED = [name for name in FAMILIES if name not in (*REFUSED, *HYBRIDS)]
 LENS = (50, 34)
 DECODED = 4
@@ -84,6 +90,19 @@ def suited(policy_name: str, model: PreTrainedModel) -> CachePolicy:
     if policy_name == "pyramid_infer":
         return PyramidInfer(0.2, 0.5, min_context=4)
     factory: Any = registered("policy")[policy_name]
+    first = full[0] if full else 0
+    dropping: dict[str, dict[str, Any]] = {
+        "claa": {"tsp_layer": first, "retention_rate": 0.3, "tsp_rate": 0.5, "whole_layers": 1},
+        "uni_prefill": {"drop_layers": full[:2] or [0], "mass": 0.6, "block_size": 4}
+        | {"num_sinks": 2, "window_size": 3},
+        "prompt_distill": {"tsp_layer": first, "tsp_rate": 0.4},
+        "lazy_llm": {"drop_layers": full[:2] or [0], "keep_rate": 0.6},
+    }
+    if policy_name in dropping:
+        return factory(**dropping[policy_name])
+    if policy_name == "slim_infer":  # whose own stages are those of larger models
+        stage = TokenSelectivePropagation(first, 0.4, window_size=4)
+        return CachePolicy(BlockProductScorer(4, 2, 2), KeepAllSelector(), stage)
     if policy_name in ("full_context", "fastv"):  # these take no rate; here are no images
         return factory()
     return factory(retention_rate=0.3)
@@ -129,6 +148,13 @@ def test_every_policy_gives_what_dense_attention_gives(family: str) -> None:
             continue
         if any(windows[layer] for layer in acting) or (any(windows) and name == "gem_filter"):
             with pytest.raises(UnsupportedModelError, match=r"sliding window|keys of their own"):
+                generate(model, store)
+            assert store.get_seq_length() == 0
+            continue
+        if (policy.needs_rotary and family in UNTURNED) or (
+            policy.needs_output_weight and family in UNPROJECTED
+        ):
+            with pytest.raises(UnsupportedModelError, match="of which a policy can know"):
                 generate(model, store)
             assert store.get_seq_length() == 0
             continue

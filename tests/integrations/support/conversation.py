@@ -10,22 +10,30 @@ from transformers import PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import (
+    CLAA,
     H2O,
     TOVA,
     AdaKV,
     ChunkKV,
+    Compactor,
+    CriticalKV,
+    ExpectedAttention,
     FastKV,
     FullContext,
     GemFilter,
     GQAGroupSelector,
     KeyDiff,
     LagKV,
+    LazyLLM,
+    PromptDistill,
     PyramidInfer,
     PyramidKV,
+    SlimInfer,
     SnapKV,
     StagedPropagation,
     StreamingLLM,
     TokenSelectivePropagation,
+    UniPrefill,
     WindowMaxPoolScorer,
 )
 from kvpolicy.policy import CachePolicy
@@ -109,6 +117,52 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
             ),
         ),
         reference.Staged(0.25, window_size=4, kernel_size=3, stages=((0, 0.7), (2, 0.35))),
+    ),
+    "claa": (
+        CLAA(1, 0.25, 4, 3, voting_layers=3, whole_layers=1, tsp_rate=0.4),
+        reference.CLAA(0.25, 4, 3, tsp_layer=1, tsp_rate=0.4, voting_layers=3, whole_layers=1),
+    ),
+    "claa_raw": (
+        CLAA(2, 0.3, 4, 5, 2, 0, standardize=False, protect=3),
+        reference.CLAA(
+            0.3,
+            window_size=4,
+            kernel_size=5,
+            protect=3,
+            tsp_layer=2,
+            tsp_rate=0.3,
+            voting_layers=2,
+            whole_layers=0,
+            standardize=False,
+        ),
+    ),
+    "expected_attention": (
+        ExpectedAttention(0.4, 3, num_sinks=2, future_len=20),
+        reference.ExpectedAttention(0.4, 3, num_sinks=2, future_len=20),
+    ),
+    # One chunk: in others, held tokens that come twice have one leverage in the first layer.
+    "compactor": (
+        Compactor(0.4, 3, 2, seed=5),
+        reference.Compactor(0.4, 3, num_sinks=2, blending=0.6, seed=5),
+    ),
+    "critical_kv": (
+        CriticalKV(0.3, 4, 3, first_share=0.6),
+        reference.CriticalKV(0.3, 4, 3, first_share=0.6),
+    ),
+    "uni_prefill": (
+        UniPrefill([0, 2], 0.7, block_size=5, num_sinks=3, window_size=6),
+        reference.UniPrefill((0, 2), 0.7, block_size=5, num_sinks=3, window_size=6),
+    ),
+    "prompt_distill": (PromptDistill(tsp_rate=0.4), reference.PromptDistill(((0, 0.4),))),
+    "lazy_llm": (
+        LazyLLM(0.6),
+        reference.LazyLLM(((0, 0.6), (1, 0.6**2), (2, 0.6**3))),
+    ),
+    "slim_infer": (
+        SlimInfer(0.2, unit_size=2, block_units=2),
+        reference.SlimInfer(
+            ((0, 0.8), (1, 0.4), (2, 0.2)), 4, protect=4, unit_size=2, block_units=2
+        ),
     ),
     "snapkv_protected": (
         SnapKV(0.2, window_size=4, kernel_size=3, protect=5),

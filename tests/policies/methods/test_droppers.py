@@ -1,0 +1,98 @@
+"""Methods that drop tokens at several layers, or one, against slow loops; and their arguments."""
+
+from typing import Any
+
+import attrs
+import pytest
+
+from kvpolicy import CachePolicy
+from kvpolicy.policies import CLAA, LazyLLM, PromptDistill, SlimInfer, UniPrefill
+from tests import reference
+from tests.policies.scorers.support import random_layer
+from tests.policies.views import new_of, view_of
+from tests.reference import Method
+
+LENS = (43, 18, 6)
+
+CASES: list[tuple[CachePolicy, Method, int]] = [
+    (PromptDistill(1, 0.3), reference.PromptDistill(((1, 0.3),)), 8),
+    (
+        PromptDistill(tsp_rate=0.4, kernel_size=3, protect=3),
+        reference.PromptDistill(((2, 0.4),), protect=3, kernel_size=3),
+        8,
+    ),
+    (LazyLLM(), reference.LazyLLM(((1, 0.7), (3, 0.49), (6, 0.343))), 8),
+    (LazyLLM(0.5, [4, 0], protect=2), reference.LazyLLM(((0, 0.5), (4, 0.25)), protect=2), 8),
+    (
+        SlimInfer(0.15, unit_size=2, block_units=3),
+        reference.SlimInfer(
+            ((1, 0.6), (4, 0.3), (6, 0.15)), 4, protect=6, unit_size=2, block_units=3
+        ),
+        8,
+    ),
+    (
+        UniPrefill([2, 5], 0.7, 4, 3, 6),
+        reference.UniPrefill((2, 5), 0.7, 4, num_sinks=3, window_size=6),
+        8,
+    ),
+]
+
+
+@pytest.mark.parametrize(("policy", "method", "num_layers"), CASES, ids=lambda each: str(each))
+def test_what_goes_on_at_each_layer(policy: CachePolicy, method: Method, num_layers: int) -> None:
+    dropped = 0
+    for layer_idx in range(num_layers):
+        context = random_layer(layer_idx, LENS, query_len=max(LENS))
+        context = attrs.evolve(context, layer_idx=layer_idx, num_layers=num_layers)
+        decision = policy.decide(context)
+        for row, length in enumerate(LENS):
+            choice = method.choose(view_of(context, row))
+            assert choice.margin > 1e-6
+            tokens = list(range(length))
+            passed = decision.passed_on
+            found = tokens if passed is None else new_of(passed[row], context, row)
+            assert found == (tokens if choice.passed is None else choice.passed)
+            dropped += length - len(found)
+            assert choice.kept == [tokens] * 3
+        assert (decision.kept >= 0).sum() == 3 * sum(LENS)
+    assert dropped > 30
+
+
+def test_layers_and_rates_by_default() -> None:
+    assert PromptDistill().propagation.acting_layers(32) == {13}
+    assert LazyLLM().propagation.acting_layers(32) == {8, 18, 27}
+    assert SlimInfer().propagation.acting_layers(32) == {10, 20, 30}
+    assert CLAA().propagation.acting_layers(32) == {15}
+    assert CLAA(tsp_rate=0.2).selector.kept_rates(8) == [1.0] * 4 + [0.1] * 4
+    rates = SlimInfer(0.5).propagation.layer_rates(8)
+    assert rates == [1.0] * 7 + [0.5]
+    tokens = SlimInfer(tsp_tokens=2048).propagation.layer_rates(32, context_len=20480)
+    assert [tokens[layer] for layer in (10, 11, 21, 31)] == [1.0, 0.4, 0.2, 0.1]
+    assert UniPrefill().selector.kept_rates(2) == [1.0, 1.0]
+
+
+def test_one_rate_is_kept_and_goes_on() -> None:
+    assert CLAA(0, 0.25).propagation.budget == CLAA(0, tsp_rate=0.25).propagation.budget
+    assert CLAA(retention_tokens=9).propagation.budget.tokens == 9  # type: ignore[union-attr]
+    assert CLAA(retention_tokens=9, tsp_rate=0.3).propagation.budget.rate == 0.3  # type: ignore[union-attr]
+    bounded = CLAA(decoding=32).decoding
+    assert bounded is not None
+    assert bounded.most_tokens == 32
+    assert str(CLAA(decoding=32, whole_layers=2)) == "CLAA(decoding=32, whole_layers=2)"
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: CLAA(tsp_rate=0.05), ValueError, "retention_rate must not exceed tsp_rate"),
+        (lambda: CLAA(tsp_rate=0.2, tsp_tokens=9), ValueError, "exactly one of tsp_rate and"),
+        (lambda: LazyLLM(drop_layers=[2, 2]), ValueError, "drop_layers must be at least one"),
+        (lambda: LazyLLM(1.2), ValueError, r"keep_rate must be in \(0, 1\], got 1.2"),
+        (lambda: LazyLLM().check_model(3), ValueError, "take a model of at least 4 layers"),
+        (lambda: SlimInfer(tsp_rate=0.2, tsp_tokens=9), ValueError, "exactly one of tsp_rate"),
+        (lambda: SlimInfer(block_units=0), ValueError, "block_units must be at least 1"),
+    ],
+)
+def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build()

@@ -1,0 +1,192 @@
+"""Two stages of one budget: on paper, against slow loops, alone and around Ada-KV."""
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy import CachePolicy, LayerContext
+from kvpolicy.policies import (
+    AdaptiveHeadSelector,
+    CriticalKV,
+    CriticalSelector,
+    FirstLayersWholeSelector,
+    GQAGroupSelector,
+    KeepAllSelector,
+    PassAllPropagation,
+    SinkAndRecentSelector,
+    SnapKV,
+    WindowMaxPoolScorer,
+)
+from kvpolicy.policies.selectors.critical import output_norms
+from kvpolicy.testing import check_selector
+from tests import reference
+from tests.policies.scorers.support import layer_of, random_layer
+from tests.policies.views import slots_of, view_of
+from tests.reference.query_agnostic import projected
+
+HIDDEN = 7
+
+
+def weights(seed: int = 0, heads: int = 6, value_dim: int = 5) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(heads, value_dim, HIDDEN, generator=generator)
+
+
+def as_linear(weight: Tensor) -> Tensor:
+    """As the module holds it, ``[hidden, query_heads * value_dim]``."""
+    return weight.flatten(0, 1).T
+
+
+def test_on_paper() -> None:
+    """Of four tokens beside the last, two by attention; the fifth's value outweighs the third's.
+
+    Attention 5, 4, 3, 2, 1, 0 and norms 1, 1, 1, 1, 9, 1, by an output weight of 1 and -1 of which
+    the second halves: 3 halves of each value, so that 3, 2 and 9 are left in the second stage.
+    """
+    values = torch.tensor([1.0, -1.0, 1.0, 1.0, -9.0, 1.0])[:, None]
+    context = attrs.evolve(
+        layer_of(torch.ones(6, 1), values), output_weight=torch.tensor([[[1.0, -0.5]]])
+    )
+    saliency = torch.tensor([[[5.0, 4.0, 3.0, 2.0, 1.0, 0.0]]])
+    torch.testing.assert_close(
+        output_norms(context)[0, 0], torch.tensor([1.5, 1.5, 1.5, 1.5, 13.5, 1.5])
+    )
+    inner = GQAGroupSelector(retention_tokens=4, window_size=1)
+    assert inner.select(saliency, context).tolist() == [[[0, 1, 2, 5]]]
+    assert CriticalSelector(inner).select(saliency, context).tolist() == [[[0, 1, 4, 5]]]
+    # Of four, the last and two by attention; of all, attention alone.
+    assert CriticalSelector(inner, 0.75).select(saliency, context).tolist() == [[[0, 1, 4, 5]]]
+    assert CriticalSelector(inner, 1.0).select(saliency, context).tolist() == [[[0, 1, 2, 5]]]
+    large = CriticalSelector(inner, 0.0, epsilon=1e6).select(saliency, context)
+    assert large.tolist() == [[[0, 1, 4, 5]]]  # by values alone, the earlier of equals
+
+
+def test_norms_against_slow_loops() -> None:
+    weight = weights()
+    context = attrs.evolve(random_layer(0, (11, 4)), queries=torch.zeros(2, 6, 0, 5))
+    found = output_norms(attrs.evolve(context, output_weight=weight))
+    for row in range(2):
+        for head in range(3):
+            for slot in range(11):
+                value = context.values[row, head, slot]
+                norms = [
+                    projected(value, as_linear(weight), each) for each in (2 * head, 2 * head + 1)
+                ]
+                assert float(found[row, head, slot]) == pytest.approx(sum(norms) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("rate", [0.2, 0.5])
+def test_the_method_against_slow_loops_in_padded_rows(share: float, rate: float) -> None:
+    lens, weight = (31, 14, 5), weights(1)
+    context = attrs.evolve(random_layer(5, lens, query_len=3), output_weight=weight)
+    policy = CriticalKV(rate, 3, kernel_size=3, first_share=share)
+    method = reference.CriticalKV(rate, 3, 3, first_share=share)
+    kept = policy.decide(context).kept
+    for row in range(len(lens)):
+        choice = method.choose(view_of(context, row, output_weight=as_linear(weight)))
+        assert choice.margin > 1e-6
+        for head in range(3):
+            assert slots_of(kept[row, head], context, row) == choice.kept[head]
+    attention = SnapKV(rate, 3, 3).decide(context).kept
+    assert torch.equal(kept, attention) == (share == 1.0)
+
+
+def test_around_ada_kv_heads_keep_their_numbers() -> None:
+    context = attrs.evolve(random_layer(6, (40, 21), query_len=4), output_weight=weights(2))
+    scorer, inner = WindowMaxPoolScorer(4, 3), AdaptiveHeadSelector(0.3, 4)
+    policy = CachePolicy(scorer, CriticalSelector(inner), PassAllPropagation())
+    kept, base = policy.decide(context).kept, inner.select(scorer.score(context), context)
+    counts = (base >= 0).sum(dim=-1)
+    assert torch.equal((kept >= 0).sum(dim=-1), counts)
+    assert len(set(counts.flatten().tolist())) > 2
+    assert not torch.equal(kept, base)
+    saliency = scorer.score(context).view(2, 3, 2, -1).mean(dim=2)
+    for row in range(2):
+        for head in range(3):
+            count = int(counts[row, head])
+            best = saliency[row, head].argsort(descending=True)[: max(int(count * 0.5) - 4, 0)]
+            assert set(best.tolist()) <= set(kept[row, head].tolist())
+
+
+def test_a_layer_without_output_weights_says_so() -> None:
+    context = random_layer(0, (9,), query_len=8)
+    with pytest.raises(ValueError, match="output_weight of a layer must be shown"):
+        CriticalKV(0.9).decide(context)
+
+
+def test_a_bound_for_answers_goes_to_the_selector_within() -> None:
+    bounded = CriticalKV(decoding=64)
+    assert bounded.decoding is not None
+    assert bounded.decoding.selector == CriticalSelector(GQAGroupSelector(retention_tokens=64))
+    assert bounded.decoding.most_tokens == 64
+    assert str(bounded) == "CriticalKV(decoding=64)"
+    assert str(CriticalKV(retention_tokens=64, decoding=True)) == (
+        "CriticalKV(decoding=64, retention_tokens=64)"
+    )
+    with pytest.raises(ValueError, match="retention_tokens must be given where decoding is True"):
+        CriticalKV(decoding=True)
+
+
+@pytest.mark.parametrize(
+    ("selector", "larger"),
+    [
+        (
+            CriticalSelector(GQAGroupSelector(0.3, 2), 0.4),
+            CriticalSelector(GQAGroupSelector(0.5, 2), 0.4),
+        ),
+        (CriticalSelector(GQAGroupSelector(retention_tokens=6, window_size=0, protect=3)), None),
+        (CriticalSelector(SinkAndRecentSelector(0.4)), None),
+        (CriticalSelector(AdaptiveHeadSelector(0.3, 2)), None),
+        (FirstLayersWholeSelector(CriticalSelector(GQAGroupSelector(0.3, 2)), 2), None),
+    ],
+    ids=str,
+)
+def test_the_contract(selector: Any, larger: Any) -> None:
+    check_selector(selector, larger)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: CriticalSelector("snapkv"), TypeError, "selector must be a KVSelector"),
+        (lambda: CriticalSelector(first_share=1.1), ValueError, r"first_share must be in \[0, 1\]"),
+        (lambda: CriticalSelector(epsilon=-1), ValueError, "epsilon must be at least 0"),
+        (lambda: FirstLayersWholeSelector(3), TypeError, "selector must be a KVSelector, got 3"),
+        (lambda: FirstLayersWholeSelector(whole_layers=-1), ValueError, "whole_layers must be at"),
+    ],
+)
+def test_bad_arguments(build: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build()
+
+
+def whole_context(layer_idx: int) -> LayerContext:
+    return attrs.evolve(random_layer(1, (7, 4)), layer_idx=layer_idx, num_layers=4)
+
+
+def test_the_first_layers_keep_everything() -> None:
+    inner = GQAGroupSelector(retention_tokens=2, window_size=1)
+    selector, saliency = FirstLayersWholeSelector(inner, 2), torch.rand(2, 3, 7)
+    for layer_idx in range(4):
+        context = whole_context(layer_idx)
+        kept = selector.select(saliency, context)
+        if layer_idx < 2:
+            assert torch.equal(kept, KeepAllSelector().select(None, context))
+            assert torch.equal(selector.protected(context), context.valid)
+        else:
+            assert torch.equal(kept, inner.select(saliency, context))
+    assert selector.kept_rates(4, context_len=20) == [1.0, 1.0, 0.1, 0.1]
+    assert selector.budget is None
+    assert not selector.is_bounded
+
+
+def test_without_whole_layers_it_is_the_selector() -> None:
+    inner = GQAGroupSelector(retention_tokens=2)
+    selector = FirstLayersWholeSelector(inner, 0)
+    assert selector.budget == inner.budget
+    assert selector.is_bounded
+    assert FirstLayersWholeSelector(GQAGroupSelector(0.1), 3).around(inner) == selector
