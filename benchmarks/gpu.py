@@ -1,11 +1,17 @@
 """FastKV's latency experiment: prefill and decoding of long prompts on one GPU, method by method.
 
 A model of Llama-3.1-8B's shape, its weights random, made on the device; batch 1; by default 8K, 32K
-and 128K tokens of prompt and 256 generated. Decoding is a loop by hand; a last stage has `generate`
-compile it. Writes ``gpu.json`` after every cell, and a picture.
+and 128K tokens of prompt and 256 generated; some methods also read in chunks. Decoding is a loop by
+hand; a last stage has `generate` compile it, also where the answer is bounded. Writes ``gpu.json``
+after every cell, and a picture.
+
+torch's first choice on a Hopper GPU, cuDNN's attention, makes a plan for every length that it has
+not seen: tens of milliseconds for each decoded token, and for each layer where layers hold unlike
+numbers. So it is left out unless ``--cudnn`` is given.
 
     python benchmarks/gpu.py [--minutes 9] [--contexts 8192,32768,131072] [--out DIR]
     python benchmarks/gpu.py --no-compiled             # without the last stage
+    python benchmarks/gpu.py --cudnn                   # with cuDNN's attention
     python benchmarks/gpu.py --quick                   # a tiny model on the CPU
     python benchmarks/gpu.py --show FILE               # table and picture of a result
 """
@@ -40,11 +46,20 @@ from benchmarks.common import (
 )
 from benchmarks.compiled import compile_config
 from benchmarks.gpu_bench import Bench
-from benchmarks.gpu_cells import FULL, MEASURED, Cell, Settings, in_order
+from benchmarks.gpu_cells import FULL, MEASURED, Cell, Plan, Settings, in_order
 from benchmarks.gpu_compiled import CompiledBench, CompiledCell
 from benchmarks.pictures import draw, gpu_picture
-from kvpolicy import CachePolicy
-from kvpolicy.policies import H2O, FastKV, GemFilter, PyramidInfer, SnapKV, StreamingLLM
+from kvpolicy import DecodingEviction
+from kvpolicy.policies import (
+    H2O,
+    FastKV,
+    GemFilter,
+    GQAGroupSelector,
+    PyramidInfer,
+    SnapKV,
+    StreamingLLM,
+    WindowMaxPoolScorer,
+)
 
 LLAMA = ModelSpec(
     hidden_size=4096,
@@ -71,22 +86,39 @@ PRESETS = {"llama-3.1-8b": (LLAMA, torch.bfloat16), "tiny": (TINY, torch.float32
 STAGES = (
     (FULL, "fastkv"),
     ("snapkv", "gem_filter", "streaming_llm"),
+    ("full_chunks", "fastkv_chunks", "snapkv_chunks"),
     ("pyramid_infer",),
     ("h2o",),
 )
+# Those whose decoding is compiled, unless others are asked for by name.
+COMPILED = (FULL, "fastkv", "snapkv_fixed", "snapkv_bounded")
 
 
-def policies_for(spec: ModelSpec) -> dict[str, CachePolicy | None]:
-    """The methods with the paper's settings; its filter layer where the model has it."""
-    filter_layer = 13 if spec.num_layers == 32 else None
+def plans_for(spec: ModelSpec) -> dict[str, Plan]:
+    """The methods with the paper's settings; its filter layer where the model has it.
+
+    ``snapkv_bounded`` chooses anew after every 64 decoded tokens, and ``snapkv_fixed`` holds as
+    many entries after the prompt, and lets the answer grow.
+    """
+    large = spec.num_layers == 32
+    chunk, entries = (4096, 1024) if large else (64, 32)
+    fastkv, snapkv = FastKV(tsp_rate=0.2, retention_rate=0.1), SnapKV(retention_rate=0.1)
+    bound = DecodingEviction(
+        WindowMaxPoolScorer(), GQAGroupSelector(retention_tokens=entries), every=64 if large else 2
+    )
     return {
-        FULL: None,
-        "fastkv": FastKV(tsp_rate=0.2, retention_rate=0.1),
-        "snapkv": SnapKV(retention_rate=0.1),
-        "gem_filter": GemFilter(filter_layer=filter_layer, retention_rate=0.1),
-        "streaming_llm": StreamingLLM(retention_rate=0.1),
-        "pyramid_infer": PyramidInfer(),
-        "h2o": H2O(retention_rate=0.1),
+        FULL: Plan(None),
+        "fastkv": Plan(fastkv),
+        "snapkv": Plan(snapkv),
+        "gem_filter": Plan(GemFilter(filter_layer=13 if large else None, retention_rate=0.1)),
+        "streaming_llm": Plan(StreamingLLM(retention_rate=0.1)),
+        "full_chunks": Plan(None, chunk),
+        "fastkv_chunks": Plan(fastkv, chunk),
+        "snapkv_chunks": Plan(snapkv, chunk),
+        "pyramid_infer": Plan(PyramidInfer()),
+        "h2o": Plan(H2O(retention_rate=0.1)),
+        "snapkv_fixed": Plan(SnapKV(retention_tokens=entries)),
+        "snapkv_bounded": Plan(SnapKV(retention_tokens=entries, decoding=bound)),
     }
 
 
@@ -158,6 +190,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--no-compiled", action="store_true", help="without decoding that generate compiles"
     )
+    parser.add_argument(
+        "--cudnn", action="store_true", help="with cuDNN's attention, where torch takes it"
+    )
     options = parser.parse_args(arguments)
     quick = ("tiny", "cpu", [256, 512], 4)
     real = ("llama-3.1-8b", "cuda", [8192, 32768, 131072], 256)
@@ -165,16 +200,18 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, default in zip(names, quick if options.quick else real, strict=True):
         if getattr(options, name) is None:
             setattr(options, name, default)
-    known = [name for stage in STAGES for name in stage]
-    chosen = known if options.policies is None else options.policies.split(",")
+    looped = [name for stage in STAGES for name in stage]
+    known = [*looped, *(name for name in COMPILED if name not in looped)]
+    chosen = looped if options.policies is None else options.policies.split(",")
     if unknown := sorted(set(chosen) - set(known)):
         parser.error(f"--policies must be among {', '.join(known)}, got {', '.join(unknown)}")
     if not options.minutes > 0:
         parser.error(f"--minutes must be above 0, got {options.minutes}")
     if options.show is None and options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("--device cuda needs a GPU that torch can see; try --quick")
-    # Compiled, what the comparison is about, unless others are asked for by name.
-    compiled = STAGES[0] if options.policies is None else [name for name in known if name in chosen]
+    # A prompt is read whole where decoding is compiled.
+    whole = [name for name in known if name in chosen and not name.endswith("_chunks")]
+    compiled = COMPILED if options.policies is None else whole
     options.compiled = [] if options.no_compiled else list(compiled)
     options.policies = chosen
     return options
@@ -186,7 +223,8 @@ def measure(options: argparse.Namespace, folder: Path, clock: Callable[[], float
     spec, dtype = PRESETS[options.preset]
     model = spec.build(options.device, dtype)
     settings = Settings(options.new_tokens, options.repeats)
-    bench = Bench(model, policies_for(spec), settings, deadline, clock)
+    torch.backends.cuda.enable_cudnn_sdp(options.cudnn)
+    bench = Bench(model, plans_for(spec), settings, deadline, clock)
     cells = [each for each in in_order(STAGES, options.contexts) if each[0] in options.policies]
     compiled = in_order([options.compiled], options.contexts)
     record: dict[str, Any] = {
@@ -218,7 +256,7 @@ def measure(options: argparse.Namespace, folder: Path, clock: Callable[[], float
 def settings_of(options: argparse.Namespace, bench: Bench) -> dict[str, Any]:
     """What a result says of how it came to be."""
     spec, dtype = PRESETS[options.preset]
-    model, policies = bench.model, bench.policies
+    model, plans = bench.model, bench.plans
     compiling = compile_config(model.device)
     return {
         **attrs.asdict(bench.settings),
@@ -229,12 +267,15 @@ def settings_of(options: argparse.Namespace, bench: Bench) -> dict[str, Any]:
         "attention": model.config._attn_implementation,
         "sdpa_backend": sdpa_backend(spec, dtype, model.device),
         "policies": {
-            name: repr(policies[name]) if policies[name] else "DynamicCache"
+            name: "DynamicCache" if plans[name].policy is None else repr(plans[name].policy)
             for name in options.policies
+        },
+        "chunks": {
+            name: plans[name].chunk for name in options.policies if plans[name].chunk is not None
         },
         "compiled": {
             "policies": {
-                name: repr(policies[name]) if policies[name] else "StaticCache"
+                name: "StaticCache" if plans[name].policy is None else repr(plans[name].policy)
                 for name in options.compiled
             },
             "config": "by generate itself" if compiling is None else compiling.to_dict(),

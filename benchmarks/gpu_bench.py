@@ -25,10 +25,10 @@ from benchmarks.gpu_cells import (
     OUT_OF_TIME,
     SKIPPED,
     Cell,
+    Plan,
     Settings,
 )
 from benchmarks.turns import MaskWatch, Turn, take_turn
-from kvpolicy import CachePolicy
 from kvpolicy.evaluation import shape_of
 
 C = TypeVar("C")
@@ -42,7 +42,7 @@ class Bench:
 
     Args:
         model: The model.
-        policies: By name; None is Transformers' own `DynamicCache`.
+        plans: By name.
         settings: How.
         deadline: When to end.
         clock: Tells the seconds.
@@ -51,13 +51,13 @@ class Bench:
     def __init__(
         self,
         model: PreTrainedModel,
-        policies: dict[str, CachePolicy | None],
+        plans: dict[str, Plan],
         settings: Settings,
         deadline: Deadline,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
-        self.policies = policies
+        self.plans = plans
         self.settings = settings
         self.deadline = deadline
         self.cells: list[Cell] = []
@@ -136,22 +136,22 @@ class Bench:
         return empty(status, note)
 
     def _measure(self, name: str, context: int) -> Cell:
-        policy, settings = self.policies[name], self.settings
+        plan, settings = self.plans[name], self.settings
         if name not in self._warm:
-            self._turn(policy, min(WARM_UP_LEN, context), REHEARSED_TOKENS)
+            self._turn(plan, min(WARM_UP_LEN, context), REHEARSED_TOKENS)
             self._warm.add(name)
         masks = MaskWatch()
-        rehearsal = self._turn(policy, context, 1 + REHEARSED_TOKENS, masks)
+        rehearsal = self._turn(plan, context, 1 + REHEARSED_TOKENS, masks)
         turns: list[Turn] = []
         try:
             for _ in range(settings.repeats_of(rehearsal.prefill.wall_ms)):
                 # The first decodes: should time run out, that matters more than repeats.
-                turns.append(self._turn(policy, context, 1 if turns else settings.new_tokens))
+                turns.append(self._turn(plan, context, 1 if turns else settings.new_tokens))
         except OutOfTimeError:
             pass  # what has been measured counts
         rehearsed_only = not turns
         turns = turns or [rehearsal]
-        scoring = None if policy is None else self._scoring(policy, context, turns[0])
+        scoring = None if plan.policy is None else self._scoring(plan, context, turns[0])
         cell = self._cell(name, context, turns)
         masked = masks.prefill + masks.decode
         notes = [
@@ -170,23 +170,30 @@ class Bench:
 
     def _turn(
         self,
-        policy: CachePolicy | None,
+        plan: Plan,
         context: int,
         new_tokens: int,
         masks: MaskWatch | None = None,
     ) -> Turn:
         prompt = random_prompt(self.model.config.vocab_size, context).to(self.model.device)
         return take_turn(
-            self.model, prompt, policy, new_tokens, deadline=self.deadline, masks=masks
+            self.model,
+            prompt,
+            plan.policy,
+            new_tokens,
+            chunk=plan.chunk,
+            deadline=self.deadline,
+            masks=masks,
         )
 
-    def _scoring(self, policy: CachePolicy, context: int, turn: Turn) -> dict[str, Any] | None:
+    def _scoring(self, plan: Plan, context: int, turn: Turn) -> dict[str, Any] | None:
         """Times of a prefill of its own, in which the policy's decisions are timed."""
         if self.deadline.left() < 1.2 * turn.prefill.wall_ms / 1e3:
             return None
-        timed = TimedPolicy(policy, self.model.device)
+        assert plan.policy is not None
+        timed = TimedPolicy(plan.policy, self.model.device)
         try:
-            prefill = self._turn(timed, context, 1).prefill.wall_ms
+            prefill = self._turn(attrs.evolve(plan, policy=timed), context, 1).prefill.wall_ms
         except OutOfTimeError:
             return None
         inside = timed.total_ms()
@@ -199,7 +206,7 @@ class Bench:
     def _cell(self, name: str, context: int, turns: list[Turn]) -> Cell:
         prefill, decode = [turn.prefill for turn in turns], turns[0].decode
         missing = self.settings.new_tokens - 1 - len(decode)
-        memory, policy = turns[0].memory, self.policies[name]
+        memory, policy = turns[0].memory, self.plans[name].policy
         prefill_ms = tuple(each.wall_ms for each in prefill)
         decode_ms = tuple(each.wall_ms for each in decode)
         allowed: tuple[float, float] = (1.0, 1.0)

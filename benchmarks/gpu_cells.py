@@ -7,6 +7,8 @@ from statistics import median
 
 import attrs
 
+from kvpolicy import CachePolicy
+
 FULL = "full_context"
 MEASURED, SKIPPED, FAILED = "measured", "skipped", "failed"
 OUT_OF_MEMORY, OUT_OF_TIME = "out of memory", "out of time"
@@ -106,6 +108,19 @@ class Settings:
     def repeats_of(self, rehearsal_ms: float) -> int:
         """How many prefills are counted where one takes so long."""
         return max(1, min(self.repeats, int(self.cell_seconds * 1e3 / rehearsal_ms)))
+
+
+@attrs.frozen
+class Plan:
+    """How the prompt of a cell is read, and by which policy.
+
+    Args:
+        policy: None for Transformers' own caches.
+        chunk: Tokens of the prompt that are read at once; None for all.
+    """
+
+    policy: CachePolicy | None
+    chunk: int | None = None
 
 
 def in_order(stages: Iterable[Sequence[str]], contexts: Sequence[int]) -> list[tuple[str, int]]:

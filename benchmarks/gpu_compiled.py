@@ -137,7 +137,7 @@ class CompiledBench:
 
     def _measure(self, name: str, context: int) -> CompiledCell:
         bench = self.bench
-        policy, new_tokens = bench.policies[name], bench.settings.new_tokens
+        policy, new_tokens = bench.plans[name].policy, bench.settings.new_tokens
         with fresh_compiler():
             before = Compilations.so_far()
             warm_up = self._generate(name, context, min(WARM_UP_TOKENS, new_tokens))
@@ -175,7 +175,7 @@ class CompiledBench:
         prompt = random_prompt(vocab_size, context).to(bench.model.device)
         how: dict[str, Any] = {"room": room, "deadline": bench.deadline}
         try:
-            answer = generate_compiled(bench.model, prompt, bench.policies[name], count, **how)
+            answer = generate_compiled(bench.model, prompt, bench.plans[name].policy, count, **how)
         except OutOfTimeError:
             answer = None
         if answer is None or not answer.decode_ms:

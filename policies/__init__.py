@@ -30,6 +30,7 @@ from kvpolicy.policies.methods.snapkv import SnapKV
 from kvpolicy.policies.methods.streaming_llm import StreamingLLM
 from kvpolicy.policies.methods.tova import TOVA
 from kvpolicy.policies.methods.uni_prefill import UniPrefill
+from kvpolicy.policies.propagation.agreement import AgreementPropagation
 from kvpolicy.policies.propagation.block_mass import BlockMassPropagation
 from kvpolicy.policies.propagation.cross_layer import CrossLayerPropagation
 from kvpolicy.policies.propagation.pass_all import PassAllPropagation
@@ -77,6 +78,7 @@ __all__ = [
     "AccumulatedAttentionScorer",
     "AdaKV",
     "AdaptiveHeadSelector",
+    "AgreementPropagation",
     "BlockMassPropagation",
     "BlockProductScorer",
     "CAOTEScorer",

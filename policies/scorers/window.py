@@ -125,15 +125,17 @@ class WindowAttentionScorer(Scorer):
     """Attention that the last tokens of the context give each token, themselves included.
 
     ``saliency[h, j] = mean over window queries i of softmax(q_i . k_j * scaling)`` per query head
-    ``h``, in float32, causal inside the window; nothing is pooled. Every token is scored, so that
-    the saliency of a head sums to 1 over all tokens, unless its softmax has a sink.
+    ``h``, in float32, causal inside the window, and the maximum of a token's neighbourhood of
+    ``kernel_size``. Every token is scored, those of the window too, so that they need not be kept;
+    without pooling the saliency of a head sums to 1 over all tokens, unless its softmax has a sink.
 
     Args:
         window_size: Tokens of the observation window, at least 1.
+        kernel_size: Width of the max-pooling, odd, at least 1 (1 does not pool).
 
     Raises:
-        TypeError: ``window_size`` is not an int.
-        ValueError: ``window_size`` is below 1.
+        TypeError: An argument is not an int.
+        ValueError: ``window_size`` is below 1 or ``kernel_size`` even or below 1.
 
     Example:
         >>> WindowAttentionScorer(window_size=64).unscored_tail
@@ -145,9 +147,11 @@ class WindowAttentionScorer(Scorer):
     paper: ClassVar[str] = "arXiv 2605.06221"
 
     window_size: int = 128
+    kernel_size: int = 1
 
     def __attrs_post_init__(self) -> None:
         check_count("window_size", self.window_size, minimum=1)
+        check_kernel_size(self.kernel_size)
 
     @property
     def num_queries(self) -> int:
@@ -157,4 +161,10 @@ class WindowAttentionScorer(Scorer):
     def score(self, context: LayerContext) -> Tensor:
         """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
         observing = context.query_valid.sum(dim=1)[:, None, None].clamp(min=1)
-        return causal_attention_sums(context) / observing
+        attention = causal_attention_sums(context) / observing
+        if self.kernel_size == 1:
+            return attention
+        # Padding lies on the left with attention 0; see `WindowMaxPoolScorer`.
+        return functional.max_pool1d(
+            attention, self.kernel_size, stride=1, padding=self.kernel_size // 2
+        )

@@ -100,6 +100,7 @@ def test_keeps_and_says_what_the_cpu_does(name: str, policy: CachePolicy) -> Non
     assert float((said[0] - said[1]).abs().max()) < 1e-3 * float(said[0].abs().max())
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
 @pytest.mark.parametrize(
     "policy",
     [SnapKV(retention_rate=0.2), FastKV(), SnapKV(retention_tokens=24, decoding=True)],

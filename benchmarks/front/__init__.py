@@ -1,0 +1,1 @@
+"""Which composition answers best at which cost: every method and more, on equal terms."""

@@ -1,0 +1,197 @@
+"""What is compared: the named methods, and compositions of dropper, scorer, selector and window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+
+from kvpolicy import CachePolicy, KVSelector, PropagationPolicy, Scorer
+from kvpolicy import build as build_method
+from kvpolicy.policies import (
+    AccumulatedAttentionScorer,
+    AdaptiveHeadSelector,
+    AgreementPropagation,
+    BlockMassPropagation,
+    CAOTEScorer,
+    CriticalSelector,
+    CrossLayerPropagation,
+    ExpectedAttentionScorer,
+    GQAGroupSelector,
+    KeyDiffScorer,
+    PassAllPropagation,
+    PyramidSelector,
+    TokenSelectivePropagation,
+    ValueAwareScorer,
+    WindowAttentionScorer,
+    WindowMaxPoolScorer,
+)
+
+FULL = "full_context"
+FASTKV = "fastkv"
+
+
+@attrs.frozen
+class Looks:
+    """A scorer, and how many of the last tokens are always kept beside what it finds."""
+
+    scorer: Scorer
+    window: int
+
+
+# "open": the last eight are looked through, and compete with the others for their places.
+SCORERS = {
+    "window8": Looks(WindowMaxPoolScorer(8, 7), 8),
+    "window4": Looks(WindowMaxPoolScorer(4, 7), 4),
+    "window2": Looks(WindowMaxPoolScorer(2, 7), 2),
+    "open8": Looks(WindowAttentionScorer(8, 7), 1),
+    "open4": Looks(WindowAttentionScorer(4, 7), 1),
+    "open8-k3": Looks(WindowAttentionScorer(8, 3), 1),
+    "open8-values": Looks(ValueAwareScorer(WindowAttentionScorer(8, 7)), 1),
+    "open8-caote": Looks(CAOTEScorer(WindowAttentionScorer(8, 7)), 1),
+    "h2o": Looks(AccumulatedAttentionScorer(), 1),
+    "key_diff": Looks(KeyDiffScorer(), 1),
+    "expected": Looks(ExpectedAttentionScorer(), 1),
+}
+
+
+def _gqa(rate: float, window: int) -> KVSelector:
+    return GQAGroupSelector(rate, window)
+
+
+def _ada(rate: float, window: int) -> KVSelector:
+    return AdaptiveHeadSelector(rate, window)
+
+
+def _pyramid(rate: float, window: int) -> KVSelector:
+    return PyramidSelector(rate, window)
+
+
+def _critical(rate: float, window: int) -> KVSelector:
+    return CriticalSelector(GQAGroupSelector(rate, window))
+
+
+SELECTORS: dict[str, Callable[[float, int], KVSelector]] = {
+    "gqa": _gqa,
+    "ada": _ada,
+    "pyramid": _pyramid,
+    "critical": _critical,
+}
+
+
+def _nothing(window: int) -> PropagationPolicy:
+    return PassAllPropagation()
+
+
+def _tsp(rate: float) -> Callable[[int], PropagationPolicy]:
+    return lambda window: TokenSelectivePropagation(tsp_rate=rate, window_size=window)
+
+
+def _votes(rate: float) -> Callable[[int], PropagationPolicy]:
+    return lambda window: CrossLayerPropagation(tsp_rate=rate, window_size=window, voting_layers=2)
+
+
+def _agree(rate: float, agreement: float) -> Callable[[int], PropagationPolicy]:
+    return lambda window: AgreementPropagation(rate, window, agreement=agreement)
+
+
+def _mass(mass: float) -> Callable[[int], PropagationPolicy]:
+    return lambda window: BlockMassPropagation(None, mass, 1, 0, window)
+
+
+DROPPERS: dict[str, Callable[[int], PropagationPolicy]] = {
+    "none": _nothing,
+    "tsp.2": _tsp(0.2),
+    "tsp.1": _tsp(0.1),
+    "votes.2": _votes(0.2),
+    "votes.1": _votes(0.1),
+    "agree.2": _agree(0.2, 0.5),
+    "agree.1": _agree(0.1, 0.5),
+    "mass.9": _mass(0.9),
+    "mass.7": _mass(0.7),
+}
+
+
+def _policy(part: object) -> CachePolicy:
+    assert isinstance(part, CachePolicy)
+    return part
+
+
+@attrs.frozen
+class Composition:
+    """A policy at each rate of keys and values to keep.
+
+    Args:
+        name: A method's, or ``dropper/scorer/selector``.
+        at: The policy that keeps a rate; None where it cannot be had at that rate.
+    """
+
+    name: str
+    at: Callable[[float], CachePolicy | None]
+
+
+def composed(dropper: str, scorer: str, selector: str) -> Composition:
+    """One composition of the parts above, by their names."""
+    looks = SCORERS[scorer]
+
+    def at(rate: float) -> CachePolicy | None:
+        try:
+            return CachePolicy(
+                looks.scorer,
+                SELECTORS[selector](rate, looks.window),
+                DROPPERS[dropper](looks.window),
+            )
+        except ValueError:  # more is to be kept than goes on
+            return None
+
+    return Composition(f"{dropper}/{scorer}/{selector}", at)
+
+
+# Its four whole layers would be most of a model of six.
+ARGUMENTS = {"claa": {"whole_layers": 0}}
+
+
+def method(name: str) -> Composition:
+    """A named method, at its defaults but for the rate and `ARGUMENTS`."""
+    others: dict[str, Any] = ARGUMENTS.get(name, {})
+
+    def at(rate: float) -> CachePolicy | None:
+        try:
+            return _policy(build_method(name, retention_rate=rate, **others))
+        except TypeError:  # takes no rate
+            return _policy(build_method(name, **others))
+        except ValueError:
+            return None
+
+    return Composition(name, at)
+
+
+METHODS = (
+    FULL, FASTKV, "snapkv", "pyramid_kv", "ada_kv", "h2o", "tova", "key_diff", "streaming_llm",
+    "gem_filter", "pyramid_infer", "lag_kv", "cur_dkv", "chunk_kv", "claa", "uni_prefill",
+    "prompt_distill", "lazy_llm", "expected_attention", "compactor", "critical_kv", "kv_zip",
+    "random",
+)  # fmt: skip
+# The scorers alone; selectors on the best of them; droppers; and what combines the best of each.
+GRID = (
+    *(("none", scorer, "gqa") for scorer in SCORERS),
+    *(("none", scorer, name) for scorer in ("window4", "open8") for name in SELECTORS),
+    *((dropper, scorer, "gqa") for dropper in DROPPERS for scorer in ("window8", "open8")),
+    *(
+        (dropper, scorer, selector)
+        for dropper in ("tsp.2", "tsp.1", "votes.1", "agree.1")
+        for scorer in ("window4", "open8", "open8-values")
+        for selector in ("gqa", "ada", "pyramid")
+    ),
+)
+
+
+def compositions(known: frozenset[str]) -> Iterator[Composition]:
+    """All that is compared, each once.
+
+    Args:
+        known: Names of the methods that are registered.
+    """
+    yield from (method(name) for name in METHODS if name in known)
+    yield from (composed(*names) for names in dict.fromkeys(GRID))

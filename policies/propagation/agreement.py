@@ -1,0 +1,146 @@
+"""Tokens are dropped once, where two layers agree on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.budgets import Budget, DefaultRate
+from kvpolicy.checks import check_count, check_rate
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import PropagationPolicy, nearest_layer
+from kvpolicy.policies.propagation.layers import as_layers
+from kvpolicy.selection import compress, row_budgets, select_top
+
+# Where layers are left open, the first and the last that may act.
+DEPTHS = (0.25, 0.5)
+
+
+@attrs.frozen
+class AgreementPropagation(PropagationPolicy):
+    """After the first layer that agrees with the one before it, only the most salient tokens go on.
+
+    A row's tokens are ranked by the mean of the saliency over all query heads, at the layer and at
+    the one before. Where at least ``agreement`` of the best that are not protected are the same at
+    both, or at the last layer that may act, the best of the layer go on; before, all do. So rows
+    drop after layers of their own, each once.
+
+    Args:
+        tsp_rate: Fraction of the row's context that goes on, in (0, 1]. 0.2 by default.
+        window_size: Trailing tokens that always go on, at least 1.
+        tsp_tokens: Number of tokens that go on, in place of the rate.
+        agreement: Share of the best that must be the same, in [0, 1].
+        drop_layers: Indices of the layers that may act, from 1, since a layer has to be before
+            them; None for those from a quarter to half of the model that see the whole context.
+
+    Raises:
+        TypeError: An argument is not of its type.
+        ValueError: An argument is out of its range, or both budgets are given.
+
+    Example:
+        >>> sorted(AgreementPropagation().acting_layers(num_layers=16))
+        [3, 4, 5, 6, 7]
+    """
+
+    tsp_rate: float | None = DefaultRate(0.2)
+    window_size: int = 8
+    tsp_tokens: int | None = None
+    agreement: float = attrs.field(default=0.7, kw_only=True)
+    drop_layers: tuple[int, ...] | None = attrs.field(
+        default=None, kw_only=True, converter=as_layers
+    )
+
+    def __attrs_post_init__(self) -> None:
+        # At least the last token: the next one is predicted from it.
+        check_count("window_size", self.window_size, minimum=1)
+        check_rate("agreement", self.agreement, zero=True)
+        if self.drop_layers is not None and min(self.drop_layers) < 1:
+            raise ValueError(
+                "drop_layers must be at least 1, since the layer before has a say, got "
+                f"{list(self.drop_layers)}"
+            )
+        # A default rate that gave way to a number of tokens shall not show in the repr.
+        object.__setattr__(self, "tsp_rate", self._going_on.rate)
+
+    @property
+    def protected_tail(self) -> int:
+        """The window."""
+        return self.window_size
+
+    @property
+    def decides_by_content(self) -> bool:
+        """Yes: after which layer, and so how many reach those behind it."""
+        return True
+
+    @property
+    def history_layers(self) -> int:
+        """The layer before."""
+        return 1
+
+    @property
+    def _going_on(self) -> Budget:
+        return Budget(self.tsp_rate, self.tsp_tokens, name="tsp")
+
+    def acting_layers(self, num_layers: int) -> frozenset[int]:
+        """The layers that may act; raises ValueError if one lies outside the model."""
+        if self.drop_layers is None:
+            first, last = (max(int(num_layers * depth) - 1, 1) for depth in DEPTHS)
+            return frozenset(range(first, last + 1)) & frozenset(range(num_layers))
+        if max(self.drop_layers) >= num_layers:
+            raise ValueError(
+                f"drop_layers must be in [1, {num_layers - 1}] for a model of {num_layers} layers, "
+                f"got {list(self.drop_layers)}"
+            )
+        return frozenset(self.drop_layers)
+
+    def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
+        """Without ``drop_layers``, at the eligible of the default ones, or the nearest to them."""
+        wanted = self.acting_layers(num_layers)
+        if self.drop_layers is not None or wanted <= set(eligible):
+            return self
+        after_first = [layer for layer in eligible if layer]
+        if not after_first or not wanted:
+            return self
+        found = wanted & set(after_first) or {nearest_layer(max(wanted), after_first)}
+        return attrs.evolve(self, drop_layers=tuple(sorted(found)))
+
+    def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
+        """1 up to the last layer that may act, the rate after it: the most."""
+        rate = self._going_on.fraction(context_len, protected=self.window_size)
+        last = max(self.acting_layers(num_layers), default=num_layers)
+        return [1.0 if index <= last else rate for index in range(num_layers)]
+
+    def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
+        """Return int64 ``[batch, passed_len]`` or None; see `PropagationPolicy.propagate`."""
+        assert saliency is not None
+        valid = context.new_valid[:, None]  # [batch, 1, new_len]
+        protected = self.protected(context)[:, None]
+        budgets = row_budgets(self._going_on, context.seen_len, valid=valid, protected=protected)
+        if budgets == valid.sum(dim=-1).flatten().tolist():
+            return None
+        best = self._best(self.ranking(saliency, context), budgets, valid, protected)
+        goes = best | ~self._acts(best, budgets, context)[:, None] & context.new_valid
+        counts = torch.stack([goes.sum(dim=1), context.new_valid.sum(dim=1)]).tolist()
+        return None if counts[0] == counts[1] else compress(goes, max(counts[0]))
+
+    def _acts(self, best: Tensor, budgets: Sequence[int], context: LayerContext) -> Tensor:
+        """``[batch]`` bool: the rows whose best go on after this layer."""
+        last = context.layer_idx == max(self.acting_layers(context.num_layers))
+        if last or not context.history:
+            return torch.full((context.batch,), last, device=best.device)
+        valid, protected = context.new_valid[:, None], self.protected(context)[:, None]
+        earlier = self._best(context.heads.mean(context.history[-1]), budgets, valid, protected)
+        free = ~protected[:, 0]
+        same, chosen = (best & earlier & free).sum(dim=1), (best & free).sum(dim=1)
+        return same >= self.agreement * chosen
+
+    @staticmethod
+    def _best(ranking: Tensor, budgets: Sequence[int], valid: Tensor, protected: Tensor) -> Tensor:
+        """``[batch, new_len]`` bool: the best of each row, the protected among them."""
+        chosen = select_top(ranking[:, None], budgets, valid=valid, protected=protected)[:, 0]
+        slots = torch.zeros(ranking.shape[0], ranking.shape[1] + 1, device=ranking.device)
+        slots.scatter_(1, torch.where(chosen < 0, ranking.shape[1], chosen), 1.0)
+        return slots[:, :-1] > 0
