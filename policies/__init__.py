@@ -62,9 +62,9 @@ from kvpolicy.policies.scorers.window import (
 )
 from kvpolicy.policies.scorers.wrapping import ValueAwareScorer
 from kvpolicy.policies.selectors.adaptive_head import AdaptiveHeadSelector
-from kvpolicy.policies.selectors.global_threshold import GlobalThresholdSelector
 from kvpolicy.policies.selectors.critical import CriticalSelector
 from kvpolicy.policies.selectors.first_layers import FirstLayersWholeSelector
+from kvpolicy.policies.selectors.global_threshold import GlobalThresholdSelector
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 from kvpolicy.policies.selectors.pyramid import PyramidSelector
