@@ -213,12 +213,12 @@ class ChunkForward(ActingForward):
             context = self._context(index, inputs)
             before = self._chunks.carried.get(index)
             context = attrs.evolve(context, carried=_reaching_to(before, context))
-            self._carried[index] = self._asked(context)
+            self._carried[index] = self._carry_on(context)
         elif self.policy.num_queries != 0:
             self._queries[index] = queries
         self._pending = None
 
-    def _asked(self, context: LayerContext) -> Tensor:
+    def _carry_on(self, context: LayerContext) -> Tensor:
         """What the scorer carries on."""
         assert self.policy.scorer is not None
         checks = Checks()
