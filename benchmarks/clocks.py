@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy, Decision, LayerContext
+from kvpolicy.later import Undecided
 
 T = TypeVar("T")
 
@@ -92,13 +93,18 @@ class TimedPolicy(CachePolicy):
     _spans: list[tuple[Any, Any]]
 
     def __init__(self, policy: CachePolicy, device: torch.device) -> None:
-        super().__init__(policy.scorer, policy.selector, policy.propagation)
+        parts = policy.scorer, policy.selector, policy.propagation
+        super().__init__(*parts, reading=policy.reading)
         object.__setattr__(self, "_on_cuda", device.type == "cuda")
         object.__setattr__(self, "_spans", [])
 
-    def decide(self, context: LayerContext) -> Decision:
+    def decide(self, context: LayerContext, *, remembered: bool = False) -> Decision:
         """The policy's decision; see `CachePolicy.decide`."""
-        return self._timed(lambda: super(TimedPolicy, self).decide(context))
+        return self._timed(lambda: super(TimedPolicy, self).decide(context, remembered=remembered))
+
+    def decide_layers(self, layers: Sequence[Undecided]) -> list[Tensor]:
+        """The policy's choice for all layers; see `CachePolicy.decide_layers`."""
+        return self._timed(lambda: super(TimedPolicy, self).decide_layers(layers))
 
     def decide_restart(self, context: LayerContext) -> Tensor | None:
         """The policy's choice; see `CachePolicy.decide_restart`."""

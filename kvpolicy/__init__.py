@@ -13,6 +13,7 @@ from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.kinds import TokenKind
 from kvpolicy.policy import CachePolicy, Decision
 from kvpolicy.registry import build, registered
+from kvpolicy.repetition import Repetition
 from kvpolicy.rotary import RotaryEmbedding
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "KVSelector",
     "LayerContext",
     "PropagationPolicy",
+    "Repetition",
     "RotaryEmbedding",
     "Scorer",
     "TokenKind",

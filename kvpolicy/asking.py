@@ -95,12 +95,17 @@ def kept_by(
             f"{selector} must not turn keys or read output weights where all heads share what is "
             f"stored, as layer {context.layer_idx}'s do; use a selector that does neither"
         )
-    if context.stored is not None and saliency is not None:
-        saliency = context.heads.mean(saliency)[:, None]  # [batch, 1, key_len]
-    context = shown_to(selector, context).for_selector()
+    saliency, context = as_stored(saliency, shown_to(selector, context))
     kept = selector.select(saliency, context)
     check_indices(selector, kept, (context.batch, context.kv_heads), context.key_len, checks)
     return kept
+
+
+def as_stored(saliency: Tensor | None, context: LayerContext) -> tuple[Tensor | None, LayerContext]:
+    """A layer as a selector is shown it: of one head where all heads share what is stored."""
+    if context.stored is not None and saliency is not None:
+        saliency = context.heads.mean(saliency)[:, None]  # [batch, 1, key_len]
+    return saliency, context.for_selector()
 
 
 def passed_on_by(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -54,6 +56,45 @@ def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = 
         float32 ``[batch, query_heads, key_len]``; 0 on padding. Queries that are padding add
         nothing.
     """
+    sums = _nothing(context)
+    for block, shown, weights in _blocks(context):
+        if query_weights is None:
+            summed = weights.sum(dim=2)
+        else:
+            summed = (query_weights[:, None, None, shown] @ weights)[:, :, 0]
+        sums[:, block, : weights.shape[-1]] += summed
+    return sums
+
+
+def causal_attention_peaks(context: LayerContext) -> Tensor:
+    """The most attention that any shown query gives each key; see `causal_attention_sums`.
+
+    Returns:
+        float32 ``[batch, query_heads, key_len]``; 0 on padding.
+    """
+    peaks = _nothing(context)
+    for block, _, weights in _blocks(context):
+        seen = peaks[:, block, : weights.shape[-1]]
+        torch.maximum(seen, weights.amax(dim=2), out=seen)
+    return peaks
+
+
+def _nothing(context: LayerContext) -> Tensor:
+    """float32 ``[batch, query_heads, key_len]`` of zeros."""
+    return torch.zeros(
+        context.batch,
+        context.query_heads,
+        context.key_len,
+        dtype=torch.float32,
+        device=context.keys.device,
+    )
+
+
+def _blocks(context: LayerContext) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Blocks of query heads and queries, with their weights ``[batch, heads, queries, keys]``.
+
+    The keys are those up to the block's last query.
+    """
     group = context.query_heads // context.kv_heads
     heads, count = _block_sizes(context)
     # To ask waits for the device; it spares two passes over the weights, which few queries' are
@@ -61,26 +102,17 @@ def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = 
     padded = context.query_len <= FEW_QUERIES or not bool(
         context.valid.all() & context.query_valid.all()
     )
-    sums = torch.zeros(
-        context.batch,
-        context.query_heads,
-        context.key_len,
-        dtype=torch.float32,
-        device=context.keys.device,
-    )
     for head in range(0, context.kv_heads, heads):
         keys = context.keys[:, head : head + heads].float()
         valid = context.valid[:, head : head + heads].repeat_interleave(group, dim=1)
         block = slice(head * group, (head + heads) * group)
         for start in range(0, context.query_len, count):
             shown = slice(start, start + count)
-            weights = _block_weights(context, block, keys, valid if padded else None, shown)
-            if query_weights is None:
-                summed = weights.sum(dim=2)
-            else:
-                summed = (query_weights[:, None, None, shown] @ weights)[:, :, 0]
-            sums[:, block, : weights.shape[-1]] += summed
-    return sums
+            yield (
+                block,
+                shown,
+                _block_weights(context, block, keys, valid if padded else None, shown),
+            )
 
 
 def _block_sizes(context: LayerContext) -> tuple[int, int]:

@@ -166,6 +166,29 @@ class LayerContext:
                 f"seen_len must have one entry per row (batch={batch}), got {self.seen_len}"
             )
 
+    def outlined(self) -> LayerContext:
+        """The context without what attention is computed of: keys and values have no width.
+
+        What holds all layers until they were scored holds no more of each than its tokens.
+        """
+
+        def outline(tensor: Tensor) -> Tensor:
+            return tensor.new_empty(*tensor.shape[:3], 0)
+
+        stored = None if self.stored is None else (outline(self.stored[0]), outline(self.stored[1]))
+        return attrs.evolve(
+            self,
+            queries=outline(self.queries[:, :, :0]),
+            keys=outline(self.keys),
+            values=outline(self.values),
+            stored=stored,
+            query_positions=None,
+            carried=None,
+            history=(),
+            rotary=None,
+            output_weight=None,
+        )
+
     def for_selector(self) -> LayerContext:
         """The context in which a selector chooses: itself, or one of a single KV head.
 

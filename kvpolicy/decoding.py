@@ -64,6 +64,12 @@ class DecodingEviction:
                 "retention_tokens=512, since an answer grows and a rate of it is no bound, got "
                 f"{self.selector}"
             )
+        if self.selector.decides_together:
+            raise ValueError(
+                "selector of a DecodingEviction must choose layer by layer, as every layer does "
+                f"once it has attended, got {self.selector}, which decides for all of them "
+                "together; use another one, such as GQAGroupSelector"
+            )
         if self.selector.needs_saliency:
             if self.scorer is None:
                 raise ValueError(

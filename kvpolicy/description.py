@@ -11,6 +11,7 @@ from kvpolicy.decoding import DecodingEviction
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.policy import CachePolicy
 from kvpolicy.registry import Part, registered
+from kvpolicy.repetition import Repetition
 
 Description = dict[str, Any]
 
@@ -83,7 +84,7 @@ def _own_class(kind: str) -> object:
         found: object = getattr(import_module(module), name, None)
     except ImportError:
         return None
-    parts = (CachePolicy, DecodingEviction, Scorer, KVSelector, PropagationPolicy)
+    parts = (CachePolicy, DecodingEviction, Repetition, Scorer, KVSelector, PropagationPolicy)
     return found if isinstance(found, type) and issubclass(found, parts) else None
 
 

@@ -120,6 +120,14 @@ class KVSelector(Part, abc.ABC):
         return None
 
     @property
+    def decides_together(self) -> bool:
+        """Whether it chooses once all layers were scored, in `select_together`.
+
+        Every layer then holds all tokens until the last one has been scored.
+        """
+        return False
+
+    @property
     def is_bounded(self) -> bool:
         """Whether what is kept does not grow with the context: a budget is a number of tokens."""
         return self.budget is not None and self.budget.tokens is not None
@@ -160,6 +168,30 @@ class KVSelector(Part, abc.ABC):
             int64 ``[batch, kv_heads, kept_len]``, indices into the keys: ascending, unique, never
             padding. Rows that keep fewer than ``kept_len`` are filled with -1 on the left.
         """
+
+    def select_together(
+        self, saliencies: Sequence[Tensor], contexts: Sequence[LayerContext]
+    ) -> list[Tensor]:
+        """Choose the keys that all layers keep, where it `decides_together`.
+
+        Of one layer it is what `select` chooses.
+
+        Args:
+            saliencies: Of each layer that has something to choose, as in `select`.
+            contexts: Those layers, outlined: see `LayerContext.outlined`. Layers may show
+                unlike numbers of heads and tokens; of a row that has nothing to choose at a layer,
+                none is valid.
+
+        Returns:
+            For each layer, what `select` would return.
+
+        Raises:
+            TypeError: The selector chooses layer by layer.
+        """
+        raise TypeError(
+            f"select_together must be asked of a selector that decides_together, got {self}, which "
+            "chooses layer by layer; use select"
+        )
 
 
 class PropagationPolicy(Part, abc.ABC):

@@ -17,6 +17,8 @@ from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.decoding import DecodingEviction, check_tail
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
+from kvpolicy.later import Undecided, check_later, kept_of_all
+from kvpolicy.repetition import Repetition
 
 
 @attrs.frozen(eq=False)
@@ -25,17 +27,20 @@ class Decision:
 
     Args:
         kept: ``[batch, kv_heads, kept_len]``; of one head where all heads share what is stored.
+            None where the policy `decides_later`.
         passed_on: ``[batch, passed_len]``; None for all.
         carried: What the scorer of the policy's decoding carries for each key, kept or not; None
             where it carries nothing. See `Scorer.advance`.
+        undecided: The layer for `CachePolicy.decide_layers`, where there is no ``kept`` yet.
         saliency: What the policy's scorer said of the keys, for later layers that look at it;
             None where it was not asked.
     """
 
-    kept: Tensor
+    kept: Tensor | None
     passed_on: Tensor | None
     carried: Tensor | None = None
     saliency: Tensor | None = None
+    undecided: Undecided | None = None
 
 
 @attrs.frozen
@@ -50,12 +55,15 @@ class CachePolicy:
         selector: Which keys and values a layer keeps for decoding.
         propagation: Which tokens go on to the next layer during prefill.
         decoding: How a layer is kept bounded while an answer is decoded; None lets it grow.
+        reading: A second reading of every prompt, by which the selector's saliency is made; None
+            for that of the prompt itself.
 
     Raises:
         TypeError: A part is not of its kind.
         ValueError: The parts do not fit: a saliency, of the layer or of those before, is needed
             and there is no scorer; the scorer leaves a tail unscored that is not protected; the
-            layers after a drop receive fewer tokens than they are to keep.
+            layers after a drop receive fewer tokens than they are to keep; a second reading finds
+            nothing to be scored by it.
 
     Example:
         >>> from kvpolicy.policies import GQAGroupSelector, PassAllPropagation, WindowMaxPoolScorer
@@ -70,6 +78,7 @@ class CachePolicy:
     selector: KVSelector
     propagation: PropagationPolicy
     decoding: DecodingEviction | None = None
+    reading: Repetition | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.scorer is not None:
@@ -78,6 +87,8 @@ class CachePolicy:
         check_kind("propagation", self.propagation, PropagationPolicy)
         if self.decoding is not None:
             check_kind("decoding", self.decoding, DecodingEviction)
+        if self.reading is not None:
+            check_kind("reading", self.reading, Repetition)
         consumers = [part for part in (self.selector, self.propagation) if part.needs_saliency]
         for part in consumers:
             if self.scorer is None:
@@ -90,6 +101,7 @@ class CachePolicy:
                     "before, got None"
                 )
         self._check_budgets()
+        check_later(self.scorer, self.selector, self.reading)
 
     def __str__(self) -> str:
         kind = type(self)
@@ -98,6 +110,8 @@ class CachePolicy:
         parts = [*map(brief, (self.scorer, self.selector, self.propagation))]
         if self.decoding is not None:
             parts.append(f"decoding={brief(self.decoding)}")
+        if self.reading is not None:
+            parts.append(f"reading={brief(self.reading)}")
         return f"{kind.__name__}({', '.join(parts)})"
 
     def _check_budgets(self) -> None:
@@ -118,9 +132,18 @@ class CachePolicy:
         )
 
     @property
+    def decides_later(self) -> bool:
+        """Whether layers keep all tokens until all of them were scored; see `decide_layers`."""
+        return self.selector.decides_together or self.reading is not None
+
+    @property
     def num_queries(self) -> int | None:
-        """Trailing queries of a prompt that are looked at: 0 none, None all."""
-        wanted = [] if self.scorer is None else [self.scorer.num_queries]
+        """Trailing queries of a prompt that are looked at: 0 none, None all.
+
+        Not those of a second reading, of which the scorer is shown as many as it asks for.
+        """
+        scores = self.scorer is not None and self.reading is None
+        wanted = [self.scorer.num_queries] if scores and self.scorer is not None else []
         if self.decoding is not None and self.decoding.scorer is not None and self.decoding.carries:
             wanted.append(self.decoding.scorer.num_queries)
         counts = [count for count in wanted if count is not None]
@@ -173,7 +196,8 @@ class CachePolicy:
         Raises:
             TypeError: ``num_layers`` is not an int, or ``acting_layers`` no frozenset.
             ValueError: It is below 1, a layer lies outside the model, or the prefill restarts at
-                none of its layers or at several.
+                none of its layers or at several; or tokens are dropped of a prompt that is to be
+                read again.
         """
         check_count("num_layers", num_layers, minimum=1)
         named = self.propagation.acting_layers(num_layers)
@@ -187,6 +211,11 @@ class CachePolicy:
             raise ValueError(
                 f"acting_layers of {self.propagation} must be in [0, {num_layers - 1}] for a model "
                 f"of {num_layers} layers, got {acting}"
+            )
+        if self.reading is not None and acting:
+            raise ValueError(
+                f"reading must be None where tokens are dropped, as {self.propagation} does, since "
+                f"a second reading needs the keys of all, got {self.reading}"
             )
         if self.propagation.restarts and len(acting) != 1:
             raise ValueError(
@@ -211,6 +240,8 @@ class CachePolicy:
     def decide(self, context: LayerContext, *, remembered: bool = False) -> Decision:
         """Choose what one layer keeps and passes on; the saliency is computed once, if at all.
 
+        Where the policy `decides_later`, what the layer keeps is left to `decide_layers`.
+
         Args:
             context: The layer.
             remembered: Whether later layers look at its saliency; see `remembered_layers`.
@@ -233,8 +264,8 @@ class CachePolicy:
 
     def _decide(self, context: LayerContext, checks: Checks, remembered: bool) -> Decision:
         propagates = not self.propagation.restarts and self._acts_at(context)
-        needed = self.selector.needs_saliency or (propagates and self.propagation.needs_saliency)
-        needed = needed or remembered
+        selects = self.selector.needs_saliency and self.reading is None
+        needed = selects or (propagates and self.propagation.needs_saliency) or remembered
         saliency = carried = None
         later = None if self.decoding is None else self.decoding.scorer
         if later is not None and later.carries:
@@ -243,11 +274,15 @@ class CachePolicy:
         if needed and saliency is None:
             assert self.scorer is not None
             saliency = saliency_of(self.scorer, context, checks)
-        kept = kept_by(self.selector, saliency, context, checks)
+        kept = undecided = None
+        if self.decides_later:
+            undecided = Undecided.of(context, saliency if selects else None)
+        else:
+            kept = kept_by(self.selector, saliency, context, checks)
         passed = None
         if propagates:
             passed = passed_on_by(self.propagation, saliency, context, checks)
-        return Decision(kept, passed, carried, saliency)
+        return Decision(kept, passed, carried, saliency, undecided)
 
     def score(self, context: LayerContext) -> Tensor:
         """The scorer's saliency of a layer at which nothing is chosen, for later ones to look at.
@@ -263,6 +298,28 @@ class CachePolicy:
             saliency = saliency_of(self.scorer, context, checks)
         checks.look()
         return saliency
+
+    def decide_layers(self, layers: Sequence[Undecided]) -> list[Tensor]:
+        """Choose what all layers keep, where the policy `decides_later`.
+
+        Args:
+            layers: Those that have something to choose, in order; each with its saliency.
+
+        Returns:
+            For each layer ``[batch, kv_heads, kept_len]``; see `Decision`.
+
+        Raises:
+            TypeError: As `decide`.
+            ShapeError: As `decide`.
+            ValueError: As `decide`.
+        """
+        if not layers:
+            return []
+        checks = Checks()
+        with torch.autocast(layers[0].context.keys.device.type, enabled=False):
+            kept = kept_of_all(self.selector, layers, checks)
+        checks.look()
+        return kept
 
     def decide_restart(self, context: LayerContext) -> Tensor | None:
         """Choose the tokens to restart the prefill on; see `PropagationPolicy.propagate`.
@@ -296,7 +353,7 @@ class CachePolicy:
 
         Returns:
             A fraction, FastKV's 0.60 at 32 layers, TSP layer 15 and TSP rate 0.2; in (0, 1] but for
-            a policy that restarts, which computes some layers twice.
+            a policy that restarts, which computes some layers twice, or reads a prompt again.
 
         Raises:
             TypeError: ``num_layers`` or ``context_len`` is not an int.
@@ -313,4 +370,5 @@ class CachePolicy:
                 "of its cache"
             )
         passes = self.propagation.prefill_passes(num_layers, context_len)
-        return math.fsum(rate for layer_rates in passes for rate in layer_rates) / num_layers
+        first = math.fsum(rate for layer_rates in passes for rate in layer_rates) / num_layers
+        return first + (0.0 if self.reading is None else self.reading.compute_rate(context_len))

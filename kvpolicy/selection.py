@@ -111,6 +111,37 @@ def select_top(
     return compress(chosen, int(budget.max()))
 
 
+def highest(saliency: Tensor, candidates: Tensor, counts: Sequence[int]) -> Tensor:
+    """The most salient candidates of every row, the earlier of equals; NaN counts as lowest.
+
+    As `ranks` below ``counts``, without a place for each: for rows of all layers at once.
+
+    Args:
+        saliency: float ``[batch, length]``.
+        candidates: bool ``[batch, length]``.
+        counts: For each row, how many to take, at most its candidates.
+
+    Returns:
+        bool ``[batch, length]``.
+
+    Example:
+        >>> highest(torch.tensor([[0.1, 0.9, 0.9]]), torch.tensor([[True, True, True]]), [1])
+        tensor([[False,  True, False]])
+    """
+    lowest = torch.finfo(saliency.dtype).min
+    scores = saliency.nan_to_num(nan=lowest, neginf=lowest).masked_fill(~candidates, -torch.inf)
+    taken = torch.zeros_like(candidates)
+    for row, count in enumerate(counts):
+        if not count:
+            continue
+        own = scores[row]
+        threshold = own.kthvalue(len(own) - count + 1).values
+        above, equal = own > threshold, own == threshold
+        places = count - above.sum()
+        taken[row] = above | (equal & (equal.cumsum(dim=0, dtype=torch.int32) <= places))
+    return taken
+
+
 def compress(chosen: Tensor, length: int) -> Tensor:
     """Indices where ``chosen`` is True, ascending, as the last of ``length`` slots.
 

@@ -12,6 +12,7 @@ from kvpolicy.policies.methods.gem_filter import GemFilter
 from kvpolicy.policies.methods.h2o import H2O
 from kvpolicy.policies.methods.key_diff import KeyDiff
 from kvpolicy.policies.methods.key_norm import KeyNorm
+from kvpolicy.policies.methods.kvzip import KVzip
 from kvpolicy.policies.methods.lag_kv import LagKV
 from kvpolicy.policies.methods.method import Method
 from kvpolicy.policies.methods.pyramid_infer import PyramidInfer
@@ -35,12 +36,14 @@ from kvpolicy.policies.scorers.lag import LagKVScorer
 from kvpolicy.policies.scorers.last_query import LastQueryProductScorer, LastQueryScorer
 from kvpolicy.policies.scorers.leverage import CURScorer
 from kvpolicy.policies.scorers.output_change import CAOTEScorer
+from kvpolicy.policies.scorers.peak import PeakAttentionScorer
 from kvpolicy.policies.scorers.random import RandomScorer
 from kvpolicy.policies.scorers.redundancy import RedundancyScorer
 from kvpolicy.policies.scorers.weighted_tail import WeightedTailScorer
 from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
 from kvpolicy.policies.scorers.wrapping import ValueAwareScorer
 from kvpolicy.policies.selectors.adaptive_head import AdaptiveHeadSelector
+from kvpolicy.policies.selectors.global_threshold import GlobalThresholdSelector
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 from kvpolicy.policies.selectors.pyramid import PyramidSelector
@@ -64,6 +67,8 @@ __all__ = [
     "FullContext",
     "GQAGroupSelector",
     "GemFilter",
+    "GlobalThresholdSelector",
+    "KVzip",
     "KeepAllSelector",
     "KeyDiff",
     "KeyDiffScorer",
@@ -76,6 +81,7 @@ __all__ = [
     "MaxScorer",
     "Method",
     "PassAllPropagation",
+    "PeakAttentionScorer",
     "PyramidInfer",
     "PyramidKV",
     "PyramidPropagation",

@@ -38,6 +38,7 @@ MODES = ("with", "later")
 # Of the methods that keep tokens of text; the rest is a method for images.
 METHODS = (
     "full_context", "snapkv", "fastkv", "ada_kv", "pyramid_kv", "h2o", "tova", "key_diff",
+    "kvzip",
     "key_norm", "streaming_llm", "gem_filter", "pyramid_infer", "random",
 )  # fmt: skip
 BATCH_TOKENS = 8192

@@ -12,6 +12,7 @@ from kvpolicy.checks import check_count, check_kind
 from kvpolicy.evaluation.cost.model_shape import LayerShape, ModelShape
 from kvpolicy.interfaces import KVSelector, PropagationPolicy
 from kvpolicy.policy import CachePolicy
+from kvpolicy.repetition import Repetition
 
 
 @attrs.frozen
@@ -175,7 +176,9 @@ def estimate(
     return Estimate(
         context_len=context_len,
         compute_rate=rate,
-        prefill=_prefill(policy.propagation, shape, context_len) + head,
+        prefill=_prefill(policy.propagation, shape, context_len)
+        + _again(policy.reading, shape, context_len)
+        + head,
         full=_pass(shape, [context_len] * shape.num_layers, context_len) + head,
         kept_tokens=tuple(
             _kept(
@@ -253,6 +256,23 @@ def _prefill(propagation: PropagationPolicy, shape: ModelShape, context_len: int
         acting = propagation.acting_layers(shape.num_layers)
         weights = sum(shape.layers[index].projection_weights for index in acting)
         found += Flops(2.0 * context_len * weights, 0.0)
+    return found
+
+
+def _again(reading: Repetition | None, shape: ModelShape, context_len: int) -> Flops:
+    """Operations of a second reading: its tokens see all of the prompt, and their own chunk."""
+    if reading is None:
+        return Flops(0.0, 0.0)
+    tokens = reading.compute_rate(context_len) * context_len
+    seen = context_len + tokens / len(reading.spans(context_len)) / 2
+    found = Flops(0.0, 0.0)
+    for layer in shape.layers:
+        keys = seen if layer.window is None else min(layer.window, seen)
+        found += Flops(
+            linear=2 * tokens * layer.weights,
+            attention=2 * tokens * keys * layer.pair_width,
+            states=4.0 * tokens * layer.state_elements,
+        )
     return found
 
 

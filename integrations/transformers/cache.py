@@ -20,6 +20,7 @@ from kvpolicy.errors import CacheInUseError, UnsupportedModelError
 from kvpolicy.integrations.transformers.adapters import check_adapters
 from kvpolicy.integrations.transformers.forward.decoding.static_rolling import RollingDecoding
 from kvpolicy.integrations.transformers.forward.reader import Reader
+from kvpolicy.integrations.transformers.forward.second_reading import check_layers
 from kvpolicy.integrations.transformers.forward.static_decoding import StaticDecoding
 from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.model.check import verdict_of
@@ -151,6 +152,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
         self._check_filled_by(parts)
         self._find_heads(parts)
         self._check_bounded()
+        if placed.decides_later:
+            check_layers(placed, self.layers, reference=any(parts.answer_windows))
         self._reader.placed, self._reader.care = placed, verdict.care
         self._reader.attachment = Attachment(self, self._reader, parts)
         self._thread = threading.current_thread()

@@ -13,7 +13,8 @@ hypothesis profile's ``max_examples``. What the contract holds: the shapes, dtyp
 `kvpolicy.interfaces` states; nothing given is modified; a row that is padded gets what it gets
 alone, also where its heads hold unlike numbers of tokens; exactly the budget is kept, the protected
 tokens always among it and no dropped token more salient than a kept one that is not protected; a
-larger budget only adds tokens; a KV head in a process of its own, as under tensor parallelism, is
+larger budget only adds tokens; what a selector decides for all layers together is all of that over
+layers of unlike tokens; a KV head in a process of its own, as under tensor parallelism, is
 scored and keeps and passes on what it does in the whole layer.
 """
 

@@ -34,6 +34,7 @@ from kvpolicy.testing.shares import (
     check_scores_in_shares,
 )
 from kvpolicy.testing.strategies import layer_contexts, row_alone, saliencies
+from kvpolicy.testing.together import check_alone, check_together
 
 # A difference of summation order over up to 40 keys of magnitude 1 stays far below this.
 TOLERANCE = 1e-5
@@ -162,6 +163,10 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
                 f"instead of {own.tolist()}",
             )
         check_kept_in_shares(component, context, saliency, kept)
+        if component.decides_together:
+            check_together(component, larger, context, data)
+        else:
+            check_alone(component, context, saliency)
         if component.is_bounded:
             _check_bounded(component, context, saliency)
 

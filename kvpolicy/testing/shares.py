@@ -7,7 +7,7 @@ would hold.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -142,6 +142,40 @@ def check_kept_in_shares(
                 f"a KV head in a process of its own must keep what it keeps in the whole layer, "
                 f"head {index} keeps {here} instead of {whole}; see context.heads",
             )
+
+
+def kept_in_shares(
+    selector: KVSelector, contexts: Sequence[LayerContext], saliencies: Sequence[Tensor]
+) -> list[list[list[list[int]]]]:
+    """What every KV head keeps by itself of several layers, by head, layer and row.
+
+    Args:
+        selector: A selector that decides together.
+        contexts: The whole layers, of as many heads each.
+        saliencies: ``[batch, kv_heads, key_len]`` of each whole layer.
+    """
+    shares = [_shares_of(context) for context in contexts]
+    own = [
+        [_own(saliency, share) for share in of_layer]
+        for saliency, of_layer in zip(saliencies, shares, strict=True)
+    ]
+    of_heads = list(zip(*shares, strict=True))
+
+    def choose(first: LayerContext) -> list[Tensor]:
+        head = first.heads.share
+        return selector.select_together([each[head] for each in own], list(of_heads[head]))
+
+    found = _run(shares[0], choose)
+    return [
+        [
+            [
+                [index + context.key_len - share.key_len for index in row.tolist() if index >= 0]
+                for row in kept[:, 0]
+            ]
+            for context, share, kept in zip(contexts, of_heads[head], of_layers, strict=True)
+        ]
+        for head, of_layers in enumerate(found)
+    ]
 
 
 def check_passed_in_shares(

@@ -13,6 +13,7 @@ from kvpolicy.checks import check_count
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.policy import CachePolicy
+from kvpolicy.repetition import Repetition
 
 Parts = tuple[Scorer | None, KVSelector, PropagationPolicy]
 
@@ -51,6 +52,7 @@ kernel_size=7)
     selector: KVSelector = attrs.field(init=False, eq=False, repr=False)
     propagation: PropagationPolicy = attrs.field(init=False, eq=False, repr=False)
     decoding: DecodingEviction | None = attrs.field(default=None, kw_only=True, converter=_as_given)
+    reading: Repetition | None = attrs.field(default=None, init=False, eq=False, repr=False)
 
     def __str__(self) -> str:
         tokens: int | None = getattr(
@@ -65,10 +67,15 @@ kernel_size=7)
     def _parts(self) -> Parts:
         """The scorer, the selector and the propagation policy for these arguments."""
 
+    def _reading(self) -> Repetition | None:
+        """How the prompt is read again; None where it is not."""
+        return None
+
     def __attrs_post_init__(self) -> None:
         names = ("scorer", "selector", "propagation")
         for name, part in zip(names, self._parts(), strict=True):
             object.__setattr__(self, name, part)  # the class is frozen to everyone else
+        object.__setattr__(self, "reading", self._reading())
         object.__setattr__(self, "decoding", self._own_decoding(self.decoding))
         super().__attrs_post_init__()
         self._drop_rates_that_gave_way()

@@ -3,7 +3,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvpolicy.selection import compress, gather_positions, gather_slots, select_top
+from kvpolicy.selection import (
+    compress,
+    gather_positions,
+    gather_slots,
+    highest,
+    ranks,
+    select_top,
+)
 
 
 def flags(*values: int) -> Tensor:
@@ -74,3 +81,20 @@ def test_gathering_copies_and_fills() -> None:
     assert taken.untyped_storage().nbytes() == taken.numel() * 4
     positions = torch.tensor([[10, 20, 30]])
     assert gather_positions(positions, torch.tensor([[-1, 2]])).tolist() == [[-1, 30]]
+
+
+@given(
+    scores=st.lists(
+        st.sampled_from([float("-inf"), float("nan"), -1.0, 0.0, 0.5, 2.0]), min_size=1, max_size=12
+    ),
+    data=st.data(),
+)
+def test_the_highest_are_those_of_the_first_ranks(scores: list[float], data: st.DataObject) -> None:
+    size = len(scores)
+    free = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    count = data.draw(st.integers(0, sum(free)))
+    saliency, candidates = torch.tensor([scores] * 2), torch.tensor([free, [True] * size])
+    taken = highest(saliency, candidates, [count, size])
+    places = ranks(saliency, candidates)
+    assert torch.equal(taken[0], candidates[0] & (places[0] < count))
+    assert bool(taken[1].all())

@@ -1,5 +1,7 @@
 """The contract tests find what they are there to find."""
 
+from collections.abc import Sequence
+
 import attrs
 import pytest
 import torch
@@ -9,6 +11,7 @@ from kvpolicy import KVSelector, LayerContext
 from kvpolicy.heads import Heads
 from kvpolicy.policies import (
     AdaptiveHeadSelector,
+    GlobalThresholdSelector,
     GQAGroupSelector,
     RandomScorer,
     SinkAndRecentSelector,
@@ -210,6 +213,61 @@ class OnePerHead(KVSelector):
     @property
     def needs_saliency(self) -> bool:
         return False
+
+
+class ThresholdOfEachLayer(GlobalThresholdSelector):
+    """Lets layers choose together, and each by itself all the same."""
+
+    def select_together(
+        self, saliencies: Sequence[Tensor], contexts: Sequence[LayerContext]
+    ) -> list[Tensor]:
+        both = zip(saliencies, contexts, strict=True)
+        return [super(ThresholdOfEachLayer, self).select_together([s], [c])[0] for s, c in both]
+
+
+class BudgetOfTheLongestRow(GlobalThresholdSelector):
+    """Counts of all rows what it should of each."""
+
+    def select_together(
+        self, saliencies: Sequence[Tensor], contexts: Sequence[LayerContext]
+    ) -> list[Tensor]:
+        most = (max(contexts[0].seen_len),) * contexts[0].batch
+        longest = [attrs.evolve(each, seen_len=most) for each in contexts]
+        return super().select_together(saliencies, longest)
+
+
+class HeadsOfThisProcess(GlobalThresholdSelector):
+    def select_together(
+        self, saliencies: Sequence[Tensor], contexts: Sequence[LayerContext]
+    ) -> list[Tensor]:
+        alone = [attrs.evolve(each, heads=Heads()) for each in contexts]
+        return super().select_together(saliencies, alone)
+
+
+@pytest.mark.parametrize(
+    ("selector", "message"),
+    [
+        (ThresholdOfEachLayer, "no dropped token of any layer may outscore"),
+        (BudgetOfTheLongestRow, "a padded row must keep what it keeps alone"),
+        (HeadsOfThisProcess, "in a process of its own"),
+    ],
+)
+def test_broken_choices_of_all_layers(
+    selector: type[GlobalThresholdSelector], message: str
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_selector(selector(0.3, window_size=1))
+
+
+class SilentlyTogether(GlobalThresholdSelector):
+    @property
+    def decides_together(self) -> bool:
+        return False
+
+
+def test_a_selector_that_does_not_say_that_it_decides_together() -> None:
+    with pytest.raises(AssertionError, match="select_together must raise TypeError"):
+        check_selector(SilentlyTogether(0.3))
 
 
 def test_a_selector_without_one_budget_passes() -> None:

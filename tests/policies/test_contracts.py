@@ -8,6 +8,7 @@ import kvpolicy
 from kvpolicy.policies import (
     AccumulatedAttentionScorer,
     AdaptiveHeadSelector,
+    GlobalThresholdSelector,
     GQAGroupSelector,
     KeyDiffScorer,
     KeyNormScorer,
@@ -68,6 +69,8 @@ def test_registered_parts(kind: str, factory: Any) -> None:
         ("selector", PyramidSelector(retention_tokens=9, window_size=3, beta=7, protect=4)),
         ("selector", AdaptiveHeadSelector(0.3, window_size=0, floor=0.0)),
         ("selector", AdaptiveHeadSelector(retention_tokens=9, window_size=3, protect=4)),
+        ("selector", GlobalThresholdSelector(0.3, window_size=0)),
+        ("selector", GlobalThresholdSelector(retention_tokens=9, window_size=3, protect=4)),
         ("scorer", WeightedTailScorer(0.5, distance_weight=3.0)),
         ("propagation", PyramidPropagation(0.1, 0.2, num_sinks=2, min_context=0)),
         ("propagation", TokenSelectivePropagation(tsp_rate=0.3, window_size=2)),
@@ -104,6 +107,11 @@ def test_other_parameters(kind: str, part: Any) -> None:
         (
             AdaptiveHeadSelector(retention_tokens=9, window_size=1, floor=0.0, protect=3),
             AdaptiveHeadSelector(retention_tokens=10, window_size=1, floor=0.0, protect=3),
+        ),
+        (GlobalThresholdSelector(0.1, 2), GlobalThresholdSelector(0.25, 2)),
+        (
+            GlobalThresholdSelector(retention_tokens=9, window_size=1, protect=3),
+            GlobalThresholdSelector(retention_tokens=10, window_size=1, protect=3),
         ),
     ],
     ids=str,

@@ -63,6 +63,8 @@ def outside_and_inside(text: str) -> tuple[list[Any], list[Any]]:
         r"\babove 0\b": ([0.0], [0.1]),
         r"\bfrom 0\b": ([-1], [0]),
         r"^A `DecodingEviction`": ([1], [None, ROLLING]),
+        r"^Ids\b": ([[-1]], [[], [0, 3]]),
+        r"^Whether\b": ([], [True, False]),
     }.items():
         if re.search(pattern, text):
             return values

@@ -15,6 +15,7 @@ from .pyramid import PyramidInfer
 from .runs import ChunkKV, LagKV
 from .scored_methods import H2O, TOVA, KeyDiff, Scored
 from .staged import Staged
+from .together import Repeat, Together, TogetherState
 
 __all__ = [
     "FAMILIES",
@@ -35,10 +36,13 @@ __all__ = [
     "PyramidInfer",
     "PyramidKV",
     "ReferenceState",
+    "Repeat",
     "Scored",
     "SnapKV",
     "Staged",
     "StreamingLLM",
+    "Together",
+    "TogetherState",
     "TurnResult",
     "causal_visible",
     "dense_masked_logits",

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.append import Forward, cut_arguments
+from kvpolicy.integrations.transformers.forward.deciding_later import Waiting
 from kvpolicy.integrations.transformers.forward.decoding.choosing import Near, carried_for
 from kvpolicy.integrations.transformers.forward.history import History
 from kvpolicy.integrations.transformers.forward.indexers import new_places
@@ -72,6 +73,7 @@ class ActingForward(Forward):
         self.history = History.of(self.policy, len(self.layers), choosing)
         self._passed: Tensor | None = None  # of the tokens that reach the layer, those that go on
         self._kept: Tensor | None = None  # the slots that the last layer keeps
+        self.waiting: dict[int, Waiting] = {}  # by layer, where all are to choose at the end
         # Of a layer that runs twice: whether this is the first run; then what it has seen, and, if
         # the second is for some tokens only, for which.
         self._looking = False
@@ -215,9 +217,17 @@ class ActingForward(Forward):
         self._pending = None
         # Of one head where one choice is for all.
         positions = context.positions if context.stored is None else context.positions[:, :1]
+        if self.policy.reading is not None and self._windows[index] is not None:
+            window = self._windows[index]  # what is read again lies beyond what it sees
         if window is not None:
             near = Near.of(positions, self.tokens.lengths, window, self.implementation)
-            chosen = self.policy.decide(context) if near.leaves_short_rows else None
+            asked = near.leaves_short_rows and self.policy.reading is None
+            chosen = self.policy.decide(context) if asked else None
+            if chosen is not None and chosen.undecided is not None:
+                undecided, carried = chosen.undecided.among(near.short), chosen.carried
+                waiting = Waiting(keys, values, positions, undecided, carried, near)
+                self.waiting[index] = waiting
+                return
             kept = near.kept(None if chosen is None else chosen.kept)
             layer.store(keys, values, positions, kept, None if chosen is None else chosen.carried)
             return
@@ -226,11 +236,21 @@ class ActingForward(Forward):
         if remembered:
             assert decision.saliency is not None
             self.history = self.history.noted(decision.saliency, context)
+        if decision.undecided is not None:
+            undecided, carried = decision.undecided, decision.carried
+            self.waiting[index] = Waiting(keys, values, positions, undecided, carried)
+            self._take_passed(decision.passed_on)
+            return
         # Whoever attends to slots that another layer's indexer has picked has the same in them.
         borrows = isinstance(layer, IndexedLayer) and layer.borrows
         self._kept = self._kept if borrows and self._kept is not None else decision.kept
+        assert self._kept is not None
         layer.store(keys, values, positions, self._kept, decision.carried)
-        passed = self._here(decision.passed_on)
+        self._take_passed(decision.passed_on)
+
+    def _take_passed(self, passed_on: Tensor | None) -> None:
+        """Take note of which tokens a layer passes on; None for all."""
+        passed = self._here(passed_on)
         if passed is not None and passed.shape == self.new_valid.shape:
             passed = None if torch.equal(passed >= 0, self.new_valid) else passed
         self._passed = passed

@@ -29,6 +29,7 @@ from kvpolicy.integrations.transformers.forward.chunked_prefill import (
     LastChunkForward,
     joined_outputs,
 )
+from kvpolicy.integrations.transformers.forward.deciding_later import choose
 from kvpolicy.integrations.transformers.forward.decoding.bounded import DecodingForward
 from kvpolicy.integrations.transformers.forward.decoding.static_choosing import StaticChoice
 from kvpolicy.integrations.transformers.forward.decoding.static_rolling import RollingDecoding
@@ -42,6 +43,7 @@ from kvpolicy.integrations.transformers.forward.inputs import (
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.integrations.transformers.forward.relative_positions import Columns
 from kvpolicy.integrations.transformers.forward.restart import FilterPass
+from kvpolicy.integrations.transformers.forward.second_reading import SecondReading, check_tokens
 from kvpolicy.integrations.transformers.forward.states import check_states_go_on
 from kvpolicy.integrations.transformers.forward.static_decoding import (
     BeforeLayer,
@@ -367,6 +369,8 @@ class Reader:
         kinds, self._new_kinds = self._new_kinds, None
         if kinds is not None and kinds.shape == incoming.columns.shape:
             incoming = attrs.evolve(incoming, kinds=kinds)
+        if starts and self.placed.reading is not None:
+            check_tokens(self.placed, incoming)
         if features is not None and incoming.order is not None:
             features = features.taken(incoming.order)
         if starts:
@@ -517,7 +521,9 @@ class Reader:
         forward = self.forward
         try:
             self.tokens = forward.finish()
-        except UnsupportedModelError:
+            if isinstance(forward, ActingForward) and forward.waiting:
+                self._choose_after_all(forward)
+        except BaseException:
             self.abandon_forward()
             raise
         assert self.attachment is not None
@@ -531,6 +537,33 @@ class Reader:
         self._forward, self._undo = None, None
         output = forward.in_order(output)
         return output if first is None else joined_outputs(first, output)
+
+    def _choose_after_all(self, forward: ActingForward) -> None:
+        """Let layers choose that have waited for the others, or for the prompt's second reading."""
+        assert self.attachment is not None
+        waiting, parts = forward.waiting, self.attachment.parts
+        if self.placed.reading is not None:
+            arguments: dict[str, Any] = {
+                "past_key_values": self.attachment.cache,
+                "use_cache": not parts.own_caches_only,
+            }
+            kind: dict[str, Any] = {
+                "implementation": parts.implementation,
+                "windows": parts.windows,
+                "temperatures": parts.temperatures,
+                "spares_masks": self.care.spares_masks,
+                "causal": parts.causal,
+                "rotary": getattr(parts.decoder, "rotary_emb", None),
+            }
+            again = SecondReading(
+                self.placed, self.layers, waiting, forward.tokens, parts.decoder, arguments, kind
+            )
+            found: dict[int, Tensor] = {}
+            for each, given in again.passes(found):
+                self._forward = each
+                each.run(parts.decoder, given)
+            self._forward, waiting = forward, again.scored(found)
+        choose(self.placed, self.layers, waiting)
 
     # Decoding into buffers of a fixed size.
 

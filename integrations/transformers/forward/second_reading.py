@@ -1,0 +1,330 @@
+"""A prompt that is read a second time: what the repeated tokens attend to scores its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from kvpolicy.asking import Checks, saliency_of
+from kvpolicy.context import LayerContext
+from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.append import Forward
+from kvpolicy.integrations.transformers.forward.deciding_later import Waiting
+from kvpolicy.integrations.transformers.forward.inputs import Incoming
+from kvpolicy.integrations.transformers.model.routing import AttentionInputs
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.kinds import TokenKind
+from kvpolicy.policy import CachePolicy
+from kvpolicy.repetition import Repetition
+from kvpolicy.selection import compress, gather_positions, gather_slots
+
+
+class _Scored(Exception):  # noqa: N818 -- not an error: it ends a pass that has served
+    """The last layer that is to be scored has been."""
+
+
+class RepetitionPass(Forward):
+    """The forward over one repeated chunk: it scores the chunk's keys, and keeps nothing.
+
+    Args:
+        args: See `Forward`; of the layers, those that wait hold all of the prompt.
+        span: The chunk's first position, and the one after its last.
+        found: What is scored goes there: by layer, float32 ``[batch, heads, key_len + 1]``.
+        waiting: The layers that wait, by index.
+        kwargs: See `Forward`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        span: tuple[int, int],
+        found: dict[int, Tensor],
+        waiting: Mapping[int, Waiting],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._span = span
+        self._found = found
+        self._scored = frozenset(waiting)
+        self._seen_len = tuple(self._before.lengths.tolist())
+
+    def run(self, decoder: nn.Module, arguments: dict[str, Any]) -> None:
+        """Run the pass.
+
+        Args:
+            decoder: The model's.
+            arguments: By name.
+        """
+        states = [layer.state() for layer in self.layers]
+        try:
+            # Not through the decoder's hooks, one of which has brought us here. What is chosen
+            # has no gradient.
+            with torch.no_grad():
+                decoder.forward(**arguments)
+        except _Scored:
+            return
+        finally:
+            for layer, state in zip(self.layers, states, strict=True):
+                layer.restore(state)  # recurrent layers have read the chunk
+        raise AssertionError("a layer that was to be scored was never reached")
+
+    def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values that the layer's attention is to see, the repeated tokens' behind."""
+        layer = self.layers[index]
+        self._updated.add(index)
+        assert layer.held is not None
+        held_keys, held_values = layer.held.read()
+        self._pending = torch.cat([held_keys, keys], dim=2), torch.cat([held_values, values], dim=2)
+        return self._pending
+
+    def before_attention(self, index: int, inputs: AttentionInputs) -> None:
+        """Score the chunk's keys; at the last layer, end the pass."""
+        if index not in self._scored:
+            return
+        self._score(index, inputs)
+        if index == max(self._scored):
+            self._pending = None
+            raise _Scored
+
+    def _score(self, index: int, inputs: AttentionInputs) -> None:
+        assert self.policy.scorer is not None
+        slots, of_chunk = self._shown(index, inputs)
+        checks = Checks()
+        # Autocast would round the scores to half precision, where many tokens tie.
+        with torch.autocast(inputs.keys.device.type, enabled=False):
+            context = self._context(index, inputs, slots)
+            saliency = saliency_of(self.policy.scorer, context, checks)
+        checks.look()
+        length, heads = self.layers[index].kept_len, saliency.shape[1]
+        if index not in self._found:
+            shape = (saliency.shape[0], heads, length + 1)  # the last for what is not the chunk's
+            self._found[index] = saliency.new_zeros(shape)
+        target = torch.where(of_chunk, slots, length)
+        target = target.repeat_interleave(heads // target.shape[1], dim=1)
+        self._found[index].scatter_(2, target, saliency)
+
+    def _shown(self, index: int, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        """The slots of the keys that the scorer is shown.
+
+        Returns:
+            int64 ``[batch, kv_heads, count]``, filled with -1 on the left; and which of them are
+            the chunk's, bool.
+        """
+        layer, reading = self.layers[index], self.policy.reading
+        assert reading is not None
+        positions = self._positions(layer, inputs.keys.shape[1], inputs.keys.device)
+        held, new = positions.tensor_split([layer.kept_len], dim=2)
+        start, stop = self._span
+        of_chunk = (held >= start) & (held < stop)
+        sinks = (held >= 0) & (held < reading.num_sinks)
+        shown = torch.cat([of_chunk | sinks, new >= 0], dim=2)
+        slots = compress(shown, int(shown.sum(dim=-1).max()))
+        found = pad(of_chunk, (0, new.shape[2])).gather(2, slots.clamp(min=0))
+        return slots, found & (slots >= 0)
+
+    def _context(self, index: int, inputs: AttentionInputs, slots: Tensor) -> LayerContext:
+        layer, scores, device = self.layers[index], inputs.scores, inputs.keys.device
+        positions = self._positions(layer, inputs.keys.shape[1], device)
+        return LayerContext(
+            layer_idx=index,
+            num_layers=len(self.layers),
+            queries=inputs.queries,
+            keys=gather_slots(inputs.keys, slots),
+            values=gather_slots(inputs.values, slots),
+            positions=gather_positions(positions, slots),
+            new_valid=self.new_valid.to(device),
+            seen_len=self._seen_len,
+            scaling=scores.scaling,
+            softcap=scores.softcap,
+            sinks=scores.sinks,
+            heads=layer.spread.heads(inputs.queries.shape[1]),
+        )
+
+
+@attrs.frozen(eq=False)
+class SecondReading:
+    """The second reading of a prompt that has been read whole.
+
+    Args:
+        policy: A policy with a `Repetition`.
+        layers: What each layer of the model holds; it stays as it is.
+        waiting: The layers that wait for what they are scored by, by index.
+        tokens: Those seen, the prompt included.
+        decoder: The model's.
+        arguments: Of the decoder beside those that hold something for each token.
+        kind: How the model attends; see `Forward`.
+    """
+
+    policy: CachePolicy
+    layers: list[PolicyLayer]
+    waiting: Mapping[int, Waiting]
+    tokens: SeenTokens
+    decoder: nn.Module
+    arguments: dict[str, Any]
+    kind: dict[str, Any]
+
+    @property
+    def reading(self) -> Repetition:
+        """How it is read."""
+        assert self.policy.reading is not None
+        return self.policy.reading
+
+    def passes(self, found: dict[int, Tensor]) -> Iterator[tuple[RepetitionPass, dict[str, Any]]]:
+        """The forwards, one for each chunk, with the decoder's arguments; each is to be run.
+
+        Args:
+            found: What layers are scored, see `RepetitionPass`.
+
+        Raises:
+            UnsupportedModelError: The model has no positions for the repeated tokens.
+        """
+        layers = list(self.layers)
+        for index, each in self.waiting.items():
+            layers[index] = _holding(each, self.layers[index], self.tokens)
+        for start, stop in self.reading.spans(int(self.tokens.lengths.max())):
+            arguments, valid = self._inputs(start, stop)
+            incoming = Incoming(
+                arguments,
+                self.tokens,
+                None,
+                valid,
+                valid,
+                padded=not bool(valid.all()),
+            )
+            yield (
+                RepetitionPass(
+                    self.policy,
+                    layers,
+                    incoming,
+                    span=(start, stop),
+                    found=found,
+                    waiting=self.waiting,
+                    **self.kind,
+                ),
+                arguments,
+            )
+
+    def scored(self, found: Mapping[int, Tensor]) -> dict[int, Waiting]:
+        """The layers with what was found."""
+        return {
+            index: attrs.evolve(
+                each, undecided=each.undecided.with_saliency(found[index][..., :-1])
+            )
+            for index, each in self.waiting.items()
+        }
+
+    def _inputs(self, start: int, stop: int) -> tuple[dict[str, Any], Tensor]:
+        """The decoder's arguments for a chunk; and which of its columns are tokens."""
+        asked, overlap = self.reading.before(start)
+        device = self.tokens.valid.device
+        instruction, answer = (
+            torch.tensor(ids, dtype=torch.int64, device=device)
+            for ids in (asked, self.reading.answer_ids)
+        )
+        rows = []
+        for own, is_token in zip(self.tokens.ids, self.tokens.valid, strict=True):
+            ids = own[is_token]
+            parts = [instruction, ids[start - overlap : start], answer, ids[start:stop]]
+            rows.append(torch.cat(parts) if len(ids) > start else ids[:0])
+        longest = max(len(row) for row in rows)
+        repeated = torch.stack([pad(row, (longest - len(row), 0)) for row in rows])
+        lens = torch.tensor([len(row) for row in rows], device=device)
+        valid = torch.arange(longest, device=device) >= (longest - lens)[:, None]
+        places = self.tokens.rotary_positions_of(valid)
+        self._check_places(places)
+        mask = None
+        if self.tokens.padded or not bool(valid.all()):
+            mask = torch.cat([self.tokens.valid, valid], dim=1).long()
+        given = {"input_ids": repeated, "position_ids": places, "attention_mask": mask}
+        return {**self.arguments, **given}, valid
+
+    def _check_places(self, places: Tensor) -> None:
+        config: Any = self.decoder.config
+        most = getattr(config, "max_position_embeddings", None)
+        if getattr(self.decoder, "rotary_emb", None) is not None or not isinstance(most, int):
+            return
+        needed = int(places.max()) + 1
+        if needed > most:
+            raise UnsupportedModelError(
+                f"prompt must leave positions for its second reading in a model that has an "
+                f"embedding of each, {most} in all, but {needed} are needed; give a shorter "
+                f"prompt, or a smaller chunk_size than that of {self.reading}"
+            )
+
+
+def _holding(waiting: Waiting, layer: PolicyLayer, tokens: SeenTokens) -> PolicyLayer:
+    """A layer that holds all of what another is to choose among."""
+    whole = PolicyLayer()
+    slots = torch.arange(waiting.positions.shape[2], device=waiting.positions.device)
+    everything = torch.where(waiting.positions >= 0, slots, -1)
+    whole.store(waiting.keys, waiting.values, waiting.positions, everything)
+    whole.follow(tokens)
+    whole.query_heads, whole.spread = layer.query_heads, layer.spread
+    return whole
+
+
+def check_layers(policy: CachePolicy, layers: list[PolicyLayer], *, reference: bool) -> None:
+    """Check that all layers of a model can wait for each other.
+
+    Args:
+        policy: A policy that `decides_later`.
+        layers: What a cache holds for each.
+        reference: Whether the layers see a first prompt whole and a window of what follows.
+
+    Raises:
+        UnsupportedModelError: One cannot.
+    """
+    again = policy.reading is not None
+    plain = (PolicyLayer, RecurrentLayer, EmptyLayer)
+    unlike = [
+        index
+        for index, layer in enumerate(layers)
+        if layer.one_choice
+        or (again and (reference or type(layer) not in plain or not layer.shows_queries))
+    ]
+    if not unlike:
+        return
+    if again:
+        raise UnsupportedModelError(
+            f"reading of {policy} must be None with a model whose layers share keys, have an "
+            "indexer, attend to images, hold a state beside their keys, see a prompt and a window "
+            f"of what follows, or show no queries, as layers {unlike} do: a prompt is not read "
+            "twice there yet"
+        )
+    raise UnsupportedModelError(
+        f"selector of {policy} must choose layer by layer with a model whose layers have an "
+        f"indexer, as layers {unlike} do, of which some follow the choice of an earlier one; use "
+        "another than one that decides together"
+    )
+
+
+def check_tokens(policy: CachePolicy, incoming: Incoming) -> None:
+    """Check that a prompt can be fed again.
+
+    Raises:
+        UnsupportedGenerationError: Its ids are not known, or it has images.
+    """
+    seen, remedy = incoming.tokens, f"use a policy without the second reading of {policy}"
+    known = incoming.ids is not None and not bool(((seen.ids < 0) & seen.valid).any())
+    if not known:
+        raise UnsupportedGenerationError(
+            "input_ids of the whole context must be known where a policy reads it again, got "
+            f"embeddings; give ids, or {remedy}"
+        )
+    others = (
+        bool((kinds != TokenKind.TEXT).logical_and(valid).any())
+        for kinds, valid in ((incoming.kinds, incoming.columns), (seen.kinds, seen.valid))
+        if kinds is not None
+    )
+    if any(others):
+        raise UnsupportedGenerationError(
+            "prompt must be text where a policy reads it again, got images among it, which ids do "
+            f"not give; {remedy}"
+        )

@@ -1,0 +1,106 @@
+"""Layers that were scored and are yet to choose, for what decides when all of them were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+from torch import Tensor
+
+from kvpolicy.asking import Checks, as_stored, check_indices, kept_by
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import KVSelector, Part, Scorer
+from kvpolicy.repetition import Repetition
+
+
+@attrs.frozen(eq=False)
+class Undecided:
+    """A layer whose tokens are chosen once all layers were scored.
+
+    Args:
+        context: The layer, outlined; where it has a saliency, as a selector is shown it.
+        saliency: float32 ``[batch, heads, key_len]``; None where there is none, or none yet.
+    """
+
+    context: LayerContext
+    saliency: Tensor | None = None
+
+    @staticmethod
+    def of(context: LayerContext, saliency: Tensor | None) -> Undecided:
+        """A layer as it was scored; see `LayerContext.outlined`."""
+        if saliency is None:
+            return Undecided(context.outlined())
+        saliency, context = as_stored(saliency, context.outlined())
+        return Undecided(context, saliency)
+
+    def with_saliency(self, saliency: Tensor) -> Undecided:
+        """The layer with a saliency that was found later, ``[batch, heads, key_len]``."""
+        return Undecided.of(self.context, saliency)
+
+    def among(self, rows: Tensor) -> Undecided:
+        """With nothing to choose but in the rows ``[batch, 1, 1]`` bool."""
+        positions = self.context.positions.masked_fill(~rows, -1)
+        return attrs.evolve(self, context=attrs.evolve(self.context, positions=positions))
+
+
+def kept_of_all(selector: KVSelector, layers: Sequence[Undecided], checks: Checks) -> list[Tensor]:
+    """What a selector keeps of every layer.
+
+    Args:
+        selector: One that decides together or, layer by layer, later than it was scored.
+        layers: The layers.
+        checks: What is looked at later.
+
+    Returns:
+        For each layer ``[batch, kv_heads, kept_len]``, of one head where one choice is for all.
+
+    Raises:
+        TypeError: The selector returns no list of a tensor for each layer.
+        ShapeError: The axes of one are not those of indices into the layer's keys.
+    """
+    if not selector.decides_together:
+        return [kept_by(selector, each.saliency, each.context, checks) for each in layers]
+    contexts = [each.context.for_selector() for each in layers]
+    saliencies = [each.saliency for each in layers]
+    found = selector.select_together(saliencies, contexts)  # type: ignore[arg-type]
+    if not isinstance(found, list) or len(found) != len(layers):
+        raise TypeError(
+            f"select_together of {selector} must return a list of {len(layers)} tensors, one for "
+            f"each layer, got {found!r}"
+        )
+    for kept, context in zip(found, contexts, strict=True):
+        rows = (context.batch, context.kv_heads)
+        check_indices(selector, kept, rows, context.key_len, checks)
+    return found
+
+
+def check_later(scorer: Scorer | None, selector: KVSelector, reading: Repetition | None) -> None:
+    """Check the parts of a policy that may choose later than layers are read.
+
+    Args:
+        scorer: Its scorer.
+        selector: Its selector.
+        reading: Its second reading.
+
+    Raises:
+        ValueError: They do not fit: a selector asks for what no layer shows any more; a second
+            reading finds nothing to be scored by it, or its scorer asks for what that does not
+            show.
+    """
+    if selector.decides_together or reading is not None:
+        _check_asks(selector, f"which chooses when all layers were read: {selector}")
+    if reading is None:
+        return
+    if scorer is None or not selector.needs_saliency or scorer.num_queries == 0:
+        raise ValueError(
+            "reading must be None where no queries are scored, since a second reading is for its "
+            f"queries, got {reading} with the scorer {scorer} and {selector}"
+        )
+    _check_asks(scorer, f"which is shown a second reading, {reading}: {scorer}")
+
+
+def _check_asks(part: Part, what: str) -> None:
+    asks = ("history_layers", "needs_rotary", "needs_output_weight")
+    named = [name for name in asks if getattr(part, name)]
+    if named:
+        raise ValueError(f"{', '.join(named)} must not be declared by a part {what}")

@@ -1,0 +1,124 @@
+"""A second reading of a prompt: it is fed again, and what it attends to is what matters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+
+from kvpolicy.brief import brief
+from kvpolicy.checks import check_count
+
+# What KVzip asks for, behind the context; in later chunks the overlap follows.
+FIRST_INSTRUCTION = "\n\nRepeat the previous context exactly."
+LATER_INSTRUCTION = "\n\nRepeat the part of the previous context exactly, starting with"
+
+
+def _ids(given: Iterable[int]) -> tuple[int, ...]:
+    return tuple(given)
+
+
+@attrs.frozen
+class Repetition:
+    """Lets every prompt be read a second time, in chunks, and scored by what that attends to.
+
+    When the prompt has been read whole, every layer still holding all of it, it is fed again chunk
+    by chunk: an instruction to repeat it, the last tokens of the chunk before, the chunk. The
+    tokens stand at positions behind the prompt and attend to all of it; their own keys are not
+    kept. The policy's scorer is shown, for each layer and chunk, the queries of all repeated tokens
+    and the keys of the first tokens, of the chunk as the layer holds it, and of the repeated tokens
+    themselves: its softmax runs over these. What it says of the chunk's keys is their saliency.
+
+    In a later turn everything seen so far is repeated, the earlier turns too: of these a layer
+    scores what it still holds.
+
+    Args:
+        chunk_size: Tokens of a chunk, at least 1.
+        num_sinks: First tokens of the context whose keys are shown with every chunk, at least 0.
+        overlap: Last tokens of the chunk before that a chunk is repeated behind, at least 0.
+        instruction_ids: Ids of the instruction that stands before the first chunk; none by
+            default, since a policy knows no tokenizer: see `asking`.
+        later_ids: Those before every later chunk; as before the first if None.
+        answer_ids: Ids between the overlap and the chunk, as where a chat's answer begins.
+
+    Raises:
+        TypeError: A number or an id is not an int.
+        ValueError: ``chunk_size`` is below 1, or another number or an id negative.
+
+    Example:
+        >>> Repetition(chunk_size=1000).spans(2500)
+        [(0, 1000), (1000, 2000), (2000, 2500)]
+
+    Source: KVzip (arXiv 2505.23416), section 3.
+    """
+
+    chunk_size: int = 2048
+    num_sinks: int = 4
+    overlap: int = 8
+    instruction_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
+    later_ids: tuple[int, ...] | None = attrs.field(
+        default=None, converter=attrs.converters.optional(_ids)
+    )
+    answer_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
+
+    def __attrs_post_init__(self) -> None:
+        check_count("chunk_size", self.chunk_size, minimum=1)
+        check_count("num_sinks", self.num_sinks)
+        check_count("overlap", self.overlap)
+        for name in ("instruction_ids", "later_ids", "answer_ids"):
+            for each in getattr(self, name) or ():
+                check_count(f"every id of {name}", each)
+
+    def __str__(self) -> str:
+        return brief(self)
+
+    @classmethod
+    def asking(
+        cls,
+        tokenizer: Any,
+        first: str = FIRST_INSTRUCTION,
+        later: str = LATER_INSTRUCTION,
+        **parameters: Any,
+    ) -> Repetition:
+        """One that asks in words.
+
+        Args:
+            tokenizer: Whose ``encode(text, add_special_tokens=False)`` gives ids.
+            first: The instruction before the first chunk.
+            later: That before every later one, whose overlap follows.
+            parameters: Others of the class.
+        """
+        asked = (tokenizer.encode(text, add_special_tokens=False) for text in (first, later))
+        return cls(**parameters, **dict(zip(("instruction_ids", "later_ids"), asked, strict=True)))
+
+    def spans(self, length: int) -> list[tuple[int, int]]:
+        """First and last position, the second excluded, of every chunk of a context."""
+        starts = range(0, length, self.chunk_size)
+        return [(start, min(start + self.chunk_size, length)) for start in starts]
+
+    def before(self, start: int) -> tuple[tuple[int, ...], int]:
+        """What the chunk at a position is repeated behind.
+
+        Args:
+            start: Its first position.
+
+        Returns:
+            The instruction's ids, and how many of the tokens before the chunk follow them.
+        """
+        later = self.instruction_ids if self.later_ids is None else self.later_ids
+        return (later if start else self.instruction_ids), min(start, self.overlap)
+
+    def compute_rate(self, context_len: int | None = None) -> float:
+        """Tokens that the second reading computes over those of the context.
+
+        Args:
+            context_len: Tokens of the context; None for one so long that its last chunk is full.
+        """
+        length = self.chunk_size if context_len is None else context_len
+        chunks = self.spans(length)
+        ahead = [self.before(start) for start, _ in chunks]
+        if context_len is None:
+            ahead = [self.before(self.chunk_size)]
+        more = sum(len(ids) + overlap + len(self.answer_ids) for ids, overlap in ahead)
+        return 1 + more / length

@@ -1,0 +1,185 @@
+"""What a selector chooses for several layers together; see `kvpolicy.testing`.
+
+Part of `kvpolicy.testing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import KVSelector
+from kvpolicy.testing.contract import check_choice, snapshot
+from kvpolicy.testing.declared import check_tensor, require
+from kvpolicy.testing.shares import kept_in_shares
+from kvpolicy.testing.strategies import row_alone, saliencies
+
+
+def check_alone(component: KVSelector, context: LayerContext, saliency: Tensor) -> None:
+    """Check that a selector that chooses layer by layer says so when it is asked for all.
+
+    Raises:
+        AssertionError: It does not.
+    """
+    try:
+        component.select_together([saliency], [context])
+    except TypeError:
+        return
+    raise AssertionError("select_together must raise TypeError where decides_together is False")
+
+
+@st.composite
+def _layers(draw: st.DrawFn, context: LayerContext) -> list[tuple[Tensor, LayerContext]]:
+    """One to three layers of the same rows with their saliencies, heads and tokens unlike.
+
+    After a drop fewer tokens reach a layer; where a window is bound enough for a row, nothing of it
+    is to be chosen.
+    """
+    found = []
+    for index in range(draw(st.integers(1, 3))):
+        most = context.key_len - 1
+        first = draw(st.integers(0, most)) if index and draw(st.booleans()) else 0
+        keys = slice(first, None)
+        positions = context.positions[:, :, keys].flip(1) if index == 1 else context.positions
+        positions = positions[:, :, -(context.key_len - first) :].clone()
+        if index and draw(st.booleans()):
+            positions[draw(st.integers(0, context.batch - 1))] = -1
+        layer = attrs.evolve(
+            context,
+            keys=context.keys[:, :, keys],
+            values=context.values[:, :, keys],
+            positions=positions,
+            kinds=None,
+            new_valid=context.new_valid[:, -(context.key_len - first) :],
+            layer_idx=index,
+            num_layers=3,
+        ).outlined()
+        found.append((draw(saliencies(layer)), layer))
+    return found
+
+
+def check_together(
+    component: KVSelector, larger: KVSelector | None, context: LayerContext, data: st.DataObject
+) -> None:
+    """Check what a selector that decides together chooses of several layers.
+
+    Args:
+        component: The selector.
+        larger: The same under a larger budget; None where there is none to be checked against.
+        context: A layer; others are made of it.
+        data: Draws them.
+
+    Raises:
+        AssertionError: It breaks the contract; says how.
+    """
+    drawn = data.draw(_layers(context))
+    scores, contexts = [each for each, _ in drawn], [each for _, each in drawn]
+    before = [snapshot(layer, saliency) for saliency, layer in drawn]
+    kept = component.select_together(scores, contexts)
+    after = [snapshot(layer, saliency) for saliency, layer in drawn]
+    require(after == before, "select_together must not modify its arguments")
+    require(
+        isinstance(kept, list) and len(kept) == len(drawn),
+        f"select_together must return a list of {len(drawn)} tensors, got {kept!r}",
+    )
+    one = component.select(scores[0], contexts[0])
+    require(
+        torch.equal(one, component.select_together(scores[:1], contexts[:1])[0]),
+        "select must choose what select_together does of one layer",
+    )
+    for layer, indices in zip(contexts, kept, strict=True):
+        name = "kept [batch, kv_heads, kept_len]"
+        check_tensor(name, indices, torch.int64, [layer.batch, layer.kv_heads, None])
+    for row in range(context.batch):
+        _check_row(component, drawn, kept, row)
+        _check_row_alone(component, drawn, kept, row)
+    for index, found in enumerate(kept_in_shares(component, contexts, scores)):
+        whole = [_tokens(each, head=index) for each in kept]
+        require(
+            found == whole,
+            f"a KV head in a process of its own must keep what it keeps in the whole model, head "
+            f"{index} keeps {found} instead of {whole}; see context.heads",
+        )
+    if larger is not None:
+        more = larger.select_together(scores, contexts)
+        for small, large in zip(kept, more, strict=True):
+            for few, many in zip(small.flatten(0, 1), large.flatten(0, 1), strict=True):
+                lost = set(few.tolist()) - {-1} - set(many.tolist())
+                require(not lost, f"a larger budget must only add tokens, but drops {lost}")
+
+
+def _tokens(kept: Tensor, head: int) -> list[list[int]]:
+    """For each row, the indices that a head keeps."""
+    return [[index for index in row.tolist() if index >= 0] for row in kept[:, head]]
+
+
+def _check_row(
+    component: KVSelector,
+    drawn: Sequence[tuple[Tensor, LayerContext]],
+    kept: Sequence[Tensor],
+    row: int,
+) -> None:
+    """Indices are right in every layer, and nothing dropped outscores what is kept in any."""
+    worst, best = float("inf"), float("-inf")
+    for (saliency, context), indices in zip(drawn, kept, strict=True):
+        protected = component.protected(context)
+        for head in range(context.kv_heads):
+            fixed = protected[row, head]
+            check_choice(
+                indices[row, head],
+                valid=context.valid[row, head],
+                protected=fixed,
+                saliency=None,
+                budget=None,
+                seen_len=context.seen_len[row],
+            )
+            chosen = torch.zeros_like(fixed)
+            own = indices[row, head]
+            chosen[own[own >= 0]] = True
+            free = context.valid[row, head] & ~fixed
+            scores = saliency[row, head]
+            worst = min([worst, *scores[chosen & free].tolist()])
+            best = max([best, *scores[free & ~chosen].tolist()])
+    require(
+        best <= worst,
+        "no dropped token of any layer may outscore a kept unprotected one of any other, but "
+        f"{best} > {worst}",
+    )
+
+
+def _check_row_alone(
+    component: KVSelector,
+    drawn: Sequence[tuple[Tensor, LayerContext]],
+    kept: Sequence[Tensor],
+    row: int,
+) -> None:
+    """A row keeps what it keeps alone; where it has nothing to choose, nothing."""
+    there = [bool(context.valid[row].any()) for _, context in drawn]
+    layers = [each for each, any_there in zip(drawn, there, strict=True) if any_there]
+    alone = [row_alone(context, row) for _, context in layers]
+    own = [
+        saliency[row : row + 1, :, context.key_len - each.key_len :].clone()
+        for (saliency, context), each in zip(layers, alone, strict=True)
+    ]
+    found = iter(component.select_together(own, alone) if alone else [])
+    expected = iter(zip(alone, found, strict=True))
+    for (_, context), indices, any_there in zip(drawn, kept, there, strict=True):
+        here = [_tokens(indices, head)[row] for head in range(context.kv_heads)]
+        wanted: list[list[int]] = [[] for _ in here]
+        if any_there:
+            single, of_layer = next(expected)
+            first = context.key_len - single.key_len
+            wanted = [
+                [index + first for index in _tokens(of_layer, head)[0]]
+                for head in range(context.kv_heads)
+            ]
+        require(
+            here == wanted,
+            f"a padded row must keep what it keeps alone, row {row} keeps {here} instead of "
+            f"{wanted}",
+        )

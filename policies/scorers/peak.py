@@ -1,0 +1,45 @@
+"""The most that any query attends to a token."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+from torch import Tensor
+
+from kvpolicy.attention import causal_attention_peaks
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import Scorer
+
+
+@attrs.frozen
+class PeakAttentionScorer(Scorer):
+    """The most attention that any token of the prompt gives each token.
+
+    ``saliency[g, j] = max over queries i >= j and the query heads h of KV head g of
+    softmax(q_i . k_j * scaling)``, in float32, every query attending causally. Computed in blocks,
+    as by `AccumulatedAttentionScorer`. Unlike a sum over queries it does not favour early tokens,
+    which more queries see, and one query is enough to keep what it needs.
+
+    By itself a token is kept for what the prompt's own tokens took from it; with a second reading
+    (`Repetition`) for what it takes to say the prompt again.
+
+    Example:
+        >>> PeakAttentionScorer().num_queries is None
+        True
+
+    Source: KVzip (arXiv 2505.23416), section 3.
+    """
+
+    paper: ClassVar[str] = "arXiv 2505.23416"
+
+    @property
+    def num_queries(self) -> None:
+        """All of them."""
+        return
+
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        peaks = causal_attention_peaks(context)
+        grouped = peaks.view(context.batch, context.kv_heads, -1, context.key_len)
+        return grouped.amax(dim=2)

@@ -1,0 +1,116 @@
+"""One budget for all layers and heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.attention import group_mean
+from kvpolicy.checks import check_count
+from kvpolicy.context import LayerContext
+from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.selectors.shared_budget import SharedBudgetSelector
+from kvpolicy.selection import compress, head_budgets, highest
+
+
+@documented
+@attrs.frozen
+class GlobalThresholdSelector(SharedBudgetSelector):
+    """All layers and KV heads share one budget: one threshold for the whole model.
+
+    Chosen once every layer was scored. The budget of a row is the sum of what every KV head of
+    every layer would keep by itself under the rate or number of tokens, of the tokens that it has;
+    beside the protected tokens the most salient of all layers and heads together fill it. Of
+    equals, that of the lower layer comes first, then of the lower head, then the earlier token.
+    Saliencies of unlike layers are compared as they are: they have to be of one scale, as
+    attention is. The saliency of a KV head is the mean over the query heads of its group.
+
+    Args:
+        retention_rate: Fraction of the context that layers and heads keep on average, in (0, 1].
+        retention_tokens: Number of tokens that they keep on average, at least 1, in place of the
+            rate.
+
+    Example:
+        >>> GlobalThresholdSelector(0.3).decides_together
+        True
+
+    Source: KVzip (arXiv 2505.23416), section 3, whose code keeps what is above the threshold, so
+    that of equals at it none stays; here the number is exact.
+    """
+
+    paper: ClassVar[str] = "arXiv 2505.23416"
+
+    @property
+    def decides_together(self) -> bool:
+        """True."""
+        return True
+
+    def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
+        """The mean budget's; see `KVSelector.kept_rates`."""
+        check_count("num_layers", num_layers, minimum=1)
+        fixed = self.window_size + self.protect
+        return [self.mean_budget.fraction(context_len, protected=fixed)] * num_layers
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        """Return int64 ``[batch, kv_heads, kept_len]``, as if the model had this one layer."""
+        assert saliency is not None
+        return self.select_together([saliency], [context])[0]
+
+    def select_together(
+        self, saliencies: Sequence[Tensor], contexts: Sequence[LayerContext]
+    ) -> list[Tensor]:
+        """Return what every layer keeps; see `KVSelector.select_together`.
+
+        Heads that keep fewer than others of their layer are filled with -1 on the left.
+        """
+        layers = [
+            _Layer.of(saliency, context, self.protected(context), contexts[0].keys.device)
+            for saliency, context in zip(saliencies, contexts, strict=True)
+        ]
+        counts = [0] * contexts[0].batch
+        for layer in layers:
+            budgets = head_budgets(
+                self.mean_budget,
+                contexts[0].seen_len,
+                valid=layer.valid,
+                protected=layer.protected,
+            )
+            fixed = layer.protected.sum(dim=(1, 2)).tolist()
+            for row, heads in enumerate(budgets):
+                counts[row] += sum(heads) - fixed[row]
+        scores = torch.cat([layer.scores.flatten(1) for layer in layers], dim=1)
+        free = torch.cat([(layer.valid & ~layer.protected).flatten(1) for layer in layers], dim=1)
+        sizes = [layer.scores[0].numel() for layer in layers]
+        taken = torch.split(highest(scores, free, counts), sizes, dim=1)
+        return [
+            layer.kept(of_layer, context)
+            for layer, of_layer, context in zip(layers, taken, contexts, strict=True)
+        ]
+
+
+@attrs.frozen(eq=False)
+class _Layer:
+    """All heads of a layer, those of other processes too, ``[batch, all heads, key_len]``."""
+
+    scores: Tensor
+    valid: Tensor
+    protected: Tensor
+
+    @staticmethod
+    def of(
+        saliency: Tensor, context: LayerContext, protected: Tensor, device: torch.device
+    ) -> _Layer:
+        """On a device of all layers, which may lie on several."""
+        parts = (group_mean(saliency, context.kv_heads), context.valid, protected)
+        return _Layer(*(context.heads.gather(part).to(device) for part in parts))
+
+    def kept(self, taken: Tensor, context: LayerContext) -> Tensor:
+        """The indices that the heads of a context keep, ``taken`` ``[batch, all]`` with them."""
+        chosen = self.protected | taken.view_as(self.protected)
+        first = context.heads.share * context.kv_heads
+        here = chosen[:, first : first + context.kv_heads, chosen.shape[2] - context.key_len :]
+        return compress(here, int(here.sum(dim=-1).max())).to(context.keys.device)

@@ -1,0 +1,146 @@
+"""A second reading as it is declared, and what goes with it in a policy."""
+
+from typing import Any
+
+import pytest
+
+from kvpolicy import CachePolicy, DecodingEviction, Repetition
+from kvpolicy.description import describe, from_description
+from kvpolicy.policies import (
+    GlobalThresholdSelector,
+    GQAGroupSelector,
+    KeepAllSelector,
+    KeyNormScorer,
+    KVzip,
+    PassAllPropagation,
+    PeakAttentionScorer,
+    SnapKV,
+    TokenSelectivePropagation,
+)
+
+PARTS = (PeakAttentionScorer(), GlobalThresholdSelector(0.3), PassAllPropagation())
+
+
+def test_chunks_and_what_stands_before_them() -> None:
+    reading = Repetition(10, overlap=12, instruction_ids=[1, 2], later_ids=[3])
+    assert reading.spans(25) == [(0, 10), (10, 20), (20, 25)]
+    assert reading.spans(10) == [(0, 10)]
+    assert [reading.before(start) for start in (0, 10, 20)] == [
+        ((1, 2), 0),
+        ((3,), 10),
+        ((3,), 12),
+    ]
+    assert Repetition(instruction_ids=[4]).before(4096) == ((4,), 8)
+
+
+def test_what_it_costs() -> None:
+    reading = Repetition(10, overlap=2, instruction_ids=[1], later_ids=[2, 3], answer_ids=[4])
+    # 25 tokens, an instruction of one and two of two, two overlaps, three beginnings of answers.
+    assert reading.compute_rate(25) == 1 + (1 + 4 + 4 + 3) / 25
+    assert reading.compute_rate() == 1 + 5 / 10
+    policy = CachePolicy(*PARTS, reading=reading)
+    assert policy.prefill_compute_rate(4, 25) == 2 + 12 / 25
+
+
+class Tokenizer:
+    """As one of Transformers."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(each) for each in text]
+
+
+def test_asking_in_words() -> None:
+    reading = Repetition.asking(Tokenizer(), "ab", "c", chunk_size=7)
+    assert reading == Repetition(7, instruction_ids=(97, 98), later_ids=(99,))
+    assert len(Repetition.asking(Tokenizer()).instruction_ids) > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        ({"overlap": -1}, "overlap must be at least 0, got -1"),
+        ({"num_sinks": -1}, "num_sinks must be at least 0"),
+        ({"instruction_ids": [-4]}, "every id of instruction_ids must be at least 0, got -4"),
+    ],
+)
+def test_out_of_range(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Repetition(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"chunk_size": 1.5}, {"later_ids": ["a"]}, {"answer_ids": [True]}]
+)
+def test_of_another_type(arguments: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="must be an int"):
+        Repetition(**arguments)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (None, KeepAllSelector(), PassAllPropagation()),
+        (PeakAttentionScorer(), KeepAllSelector(), PassAllPropagation()),
+        (KeyNormScorer(), GQAGroupSelector(), PassAllPropagation()),
+    ],
+)
+def test_a_reading_that_nothing_is_scored_by(parts: Any) -> None:
+    with pytest.raises(ValueError, match="reading must be None where no queries are scored"):
+        CachePolicy(*parts, reading=Repetition())
+
+
+def test_a_reading_of_a_prompt_of_which_tokens_are_dropped() -> None:
+    policy = CachePolicy(*PARTS[:2], TokenSelectivePropagation(1), reading=Repetition())
+    with pytest.raises(ValueError, match="reading must be None where tokens are dropped"):
+        policy.check_model(4)
+
+
+def test_no_choice_for_all_layers_while_decoding() -> None:
+    with pytest.raises(ValueError, match="must choose layer by layer"):
+        DecodingEviction(PeakAttentionScorer(), GlobalThresholdSelector(retention_tokens=9))
+    with pytest.raises(ValueError, match="decoding of KVzip must be a DecodingEviction or None"):
+        KVzip(decoding=9)
+    rule = SnapKV().decoding_rule(9)
+    assert KVzip(decoding=rule).decoding == rule
+    assert "decoding=" in str(KVzip(decoding=rule))
+
+
+def test_what_a_policy_looks_at() -> None:
+    """The prompt's own queries serve nothing then."""
+    assert CachePolicy(*PARTS).num_queries is None
+    assert CachePolicy(*PARTS, reading=Repetition()).num_queries == 0
+    assert CachePolicy(*PARTS).decides_later
+    assert not SnapKV().decides_later
+    assert KVzip(head_uniform=True).decides_later
+
+
+def test_as_it_is_written_and_described() -> None:
+    policy = CachePolicy(*PARTS, reading=Repetition(7, instruction_ids=[3]))
+    assert str(policy).endswith("reading=Repetition(chunk_size=7, instruction_ids=[3]))")
+    assert from_description(describe(policy)) == policy
+    assert str(KVzip(0.2, instruction_ids=[1])) == "KVzip(retention_rate=0.2, instruction_ids=[1])"
+    assert from_description(describe(KVzip(0.2))) == KVzip(0.2)
+    assert KVzip(retention_tokens=64).retention_rate is None
+
+
+def test_no_reading_of_another_kind() -> None:
+    with pytest.raises(TypeError, match="reading must be a Repetition"):
+        CachePolicy(*PARTS, reading=2048)  # type: ignore[arg-type]
+
+
+class Asks(PeakAttentionScorer):
+    needs_rotary = True  # type: ignore[assignment]
+
+
+class AsksOfAll(GlobalThresholdSelector):
+    history_layers = 2  # type: ignore[assignment]
+
+
+def test_what_no_second_reading_shows() -> None:
+    with pytest.raises(ValueError, match="needs_rotary must not be declared"):
+        CachePolicy(Asks(), *PARTS[1:], reading=Repetition())
+    CachePolicy(Asks(), *PARTS[1:])
+    with pytest.raises(ValueError, match="history_layers must not be declared"):
+        CachePolicy(PARTS[0], AsksOfAll(0.3), PARTS[2])

@@ -1,0 +1,192 @@
+"""One threshold over all layers and heads, and a second reading of the prompt to score it by."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from torch import Tensor
+
+from .attention import Entry, attention_probabilities
+from .decoder import decoder_layers, embed
+from .generation import ReferenceState
+from .methods import FastKV, LayerView, SnapKV
+from .selection import below, budget, highest, margin
+
+# By layer and KV head, one number for each entry.
+Scores = list[list[list[float]]]
+
+
+@dataclass(frozen=True)
+class Together:
+    """All layers are scored; then those of all layers and heads together fill one budget.
+
+    Attributes:
+        retention_rate: of all tokens seen; mean over layers and heads.
+        retention_tokens: likewise, as a number of tokens; decides where it is given.
+        window_size: last entries, always kept.
+        protect: positions always kept.
+        base: gives the saliency, and passes tokens on if it is a FastKV; None for a `Repeat`.
+        repeat: how the prompt is read again; None where `base` scores.
+        uniform: whether each head fills a budget of its own.
+    """
+
+    retention_rate: float | None = 0.3
+    retention_tokens: int | None = None
+    window_size: int = 0
+    protect: int = 0
+    base: SnapKV | None = None
+    repeat: "Repeat | None" = None
+    uniform: bool = False
+
+    def choose_all(
+        self, layers: Sequence[Sequence[Sequence[Entry]]], scores: Scores, seen: int
+    ) -> tuple[list[list[list[int]]], float]:
+        """By layer and head the entries to keep; and the smallest gap of any choice."""
+        fixed: list[list[list[int]]] = []
+        places: list[tuple[int, int, int]] = []
+        counts: list[list[int]] = []
+        for layer, heads in enumerate(layers):
+            fixed.append([])
+            counts.append([])
+            for head, held in enumerate(heads):
+                first = below([entry.position for entry in held], self.protect)
+                tail = range(max(len(held) - self.window_size, 0), len(held))
+                always = sorted({*first, *tail})
+                fixed[-1].append(always)
+                count = budget(
+                    self.retention_rate,
+                    self.retention_tokens,
+                    seen=seen,
+                    available=len(held),
+                    protected=len(always),
+                )
+                counts[-1].append(count - len(always))
+                places += [
+                    (layer, head, index) for index in range(len(held)) if index not in always
+                ]
+        groups = [places]
+        if self.uniform:
+            owners = sorted({place[:2] for place in places})
+            groups = [[place for place in places if place[:2] == owner] for owner in owners]
+        gap = inf
+        for group in groups:
+            own = {place[:2] for place in group}
+            free = sum(counts[layer][head] for layer, head in own)
+            found = [scores[layer][head][index] for layer, head, index in group]
+            taken = highest(found, free)
+            gap = min(gap, margin(found, taken))
+            for place in taken:
+                layer, head, index = group[place]
+                fixed[layer][head].append(index)
+        return [[sorted(head) for head in heads] for heads in fixed], gap
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """How a prompt is fed again.
+
+    Attributes:
+        chunk_size: tokens of the context at a time.
+        num_sinks: first positions whose keys every softmax runs over.
+        overlap: last tokens of the chunk before.
+        first: ids before the first chunk.
+        later: ids before every other.
+        answer: ids between the overlap and the chunk.
+    """
+
+    chunk_size: int
+    num_sinks: int
+    overlap: int
+    first: tuple[int, ...] = ()
+    later: tuple[int, ...] = ()
+    answer: tuple[int, ...] = ()
+
+
+class TogetherState(ReferenceState):
+    """A row's context under `Together`: its layers choose when all have been scored."""
+
+    method: Together
+
+    def __init__(self, model: object, method: object) -> None:
+        """See `ReferenceState`."""
+        super().__init__(model, method)  # type: ignore[arg-type]
+        self.ids: list[int] = []
+
+    def _decode(self, token_id: int) -> Tensor:
+        self.ids.append(token_id)
+        return super()._decode(token_id)
+
+    def _act(
+        self, new_token_ids: Sequence[int]
+    ) -> tuple[Tensor, dict[int, list[int]], list[list[int]], float]:
+        positions = list(range(self.seen, self.seen + len(new_token_ids)))
+        self.seen += len(new_token_ids)
+        self.rotary += len(new_token_ids)
+        self.ids += new_token_ids
+        hidden = embed(self.model, new_token_ids)
+        reached, dropped, views, gap = [], {}, [], inf
+        for layer_idx in range(len(self.cache)):
+            reached.append(positions)
+            hidden, queries, grown = self._layer(layer_idx, hidden, positions, positions)
+            self.cache[layer_idx] = grown
+            views.append(self._view(layer_idx, queries, positions, grown))
+            if isinstance(self.method.base, FastKV):
+                choice = self.method.base.choose(views[-1])
+                if choice.passed is not None:
+                    hidden, before = hidden[choice.passed], positions
+                    positions = [positions[index] for index in choice.passed]
+                    gap = choice.margin
+                    if positions != before:
+                        dropped[layer_idx] = positions
+        logits = self._logits(hidden[-1])
+        scores = self._repeated() if self.method.base is None else self._scored(views)
+        kept, choice_gap = self.method.choose_all(self.cache, scores, self.seen)
+        self.cache = [
+            [[held[index] for index in own] for held, own in zip(heads, of_layer, strict=True)]
+            for heads, of_layer in zip(self.cache, kept, strict=True)
+        ]
+        return logits, dropped, reached, min(gap, choice_gap)
+
+    def _scored(self, views: Sequence[LayerView]) -> Scores:
+        """What the base says of all entries; 0 of those in the window, which are kept."""
+        assert self.method.base is not None
+        found = []
+        for view in views:
+            rows = self.method.base.head_scores(view)
+            pairs = zip(rows, view.entries, strict=True)
+            found.append([row + [0.0] * (len(held) - len(row)) for row, held in pairs])
+        return found
+
+    def _repeated(self) -> Scores:
+        """The most that a repeated token attends to each entry, chunk by chunk."""
+        how = self.method.repeat
+        assert how is not None
+        found = [[[-1.0] * len(held) for held in heads] for heads in self.cache]
+        for start in range(0, len(self.ids), how.chunk_size):
+            stop = min(start + how.chunk_size, len(self.ids))
+            ahead = self.ids[max(start - how.overlap, 0) : start]
+            instruction = how.later if start else how.first
+            ids = [*instruction, *ahead, *how.answer, *self.ids[start:stop]]
+            places = list(range(self.seen, self.seen + len(ids)))
+            hidden = embed(self.model, ids)
+            for layer_idx in range(len(self.cache)):
+                hidden, queries, grown = self._layer(layer_idx, hidden, places, places)
+                scaling = float(decoder_layers(self.model)[layer_idx].self_attn.scaling)
+                group = len(queries) // len(grown)
+                for head, held in enumerate(grown):
+                    shown = [
+                        index
+                        for index, entry in enumerate(held)
+                        if entry.position < how.num_sinks
+                        or start <= entry.position < stop
+                        or entry.position >= self.seen
+                    ]
+                    entries = [held[index] for index in shown]
+                    for own in queries[head * group : (head + 1) * group]:
+                        given = attention_probabilities(own, places, entries, scaling)
+                        for column, index in enumerate(shown):
+                            if start <= held[index].position < stop:
+                                most = float(given[:, column].max())
+                                own_scores = found[layer_idx][head]
+                                own_scores[index] = max(own_scores[index], most)
+        return found
