@@ -315,7 +315,7 @@ def check_gpu(command: list[str]) -> None:
     assert record["complete"] is True
     assert sorted(cell["policy"] for cell in record["cells"]) == sorted(asked)
     assert {cell["status"] for cell in record["cells"]} == {"measured"}
-    compiled = [] if "--no-compiled" in command else list(gpu.STAGES[0])
+    compiled = [] if "--no-compiled" in command else list(gpu.COMPILED)
     assert [cell["policy"] for cell in record["compiled"]] == compiled
     for cell in record["cells"]:
         assert cell["prefill_ms"]

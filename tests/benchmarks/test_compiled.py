@@ -15,7 +15,7 @@ from kvpolicy.integrations.transformers import PolicyCache
 from tests.benchmarks.test_turns import layer_hooks, prompt
 from tests.reference import tiny_model
 
-POLICIES = gpu.policies_for(gpu.TINY)
+POLICIES = {name: plan.policy for name, plan in gpu.plans_for(gpu.TINY).items()}
 CPU = torch.device("cpu")
 
 

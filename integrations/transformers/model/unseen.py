@@ -85,8 +85,8 @@ def check_policy(model: nn.Module, policy: CachePolicy) -> None:
         UnsupportedModelError: It does, or what it asks for comes with them.
     """
     name = type(model).__name__
-    if policy.num_queries != 0 or policy.propagation.restarts:
-        asks = "restarts the prefill" if policy.num_queries == 0 else "looks at queries"
+    if policy.num_queries != 0 or policy.propagation.restarts or policy.reading is not None:
+        asks = "restarts the prefill" if policy.propagation.restarts else "looks at queries"
         raise UnsupportedModelError(
             f"{policy} cannot be applied to {name}, whose attention does not go through "
             f"Transformers' AttentionInterface and shows no queries: it {asks}; use a policy "
