@@ -5,7 +5,9 @@ weights from disk and the same prompts, and take turns. ``make bench-kvpress`` b
 environment and runs this. Writes ``kvpress.json`` and prints tables.
 
     python benchmarks/kvpress/compare.py --kvpress-python .venv-kvpress/bin/python
-        [--lengths 4096 8192] [--rounds 5] [--threads 1] [--out benchmarks/results]
+        [--lengths 4096 8192] [--rounds 5] [--threads 1] [--only kept] [--out benchmarks/results]
+
+With ``--only``, the other experiments' rows, settings and machine stay as the file has them.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from kvpolicy.evaluation.results import check_folder, environment, write_all
 from kvpolicy.evaluation.tasks.needle.task import MODEL_DIR
 
 SCRIPTS = {"kvpolicy": "run_ours.py", "kvpress": "run_kvpress.py"}
+EXPERIMENTS = ("counts", "kept", "batch", "turns", "answers", "times")
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
@@ -44,6 +47,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--questions", type=int, default=25)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.05, 0.1])
+    parser.add_argument("--only", choices=EXPERIMENTS, nargs="+", default=EXPERIMENTS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     if not os.access(options.kvpress_python, os.X_OK):
@@ -57,6 +61,10 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     if min(options.lengths) < 128:
         parser.error(f"--lengths must be at least 128 tokens, got {min(options.lengths)}")
     check_folder(options.out)
+    if set(options.only) < set(EXPERIMENTS) and not (options.out / "kvpress.json").exists():
+        parser.error(
+            f"--only needs the other experiments in a kvpress.json in --out, got {options.out}"
+        )
     return options
 
 
@@ -80,14 +88,17 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         load = [os.getloadavg()[0]]
         bench = experiments.open_bench(stack, start, (random_model, MODEL_DIR))
         found = dict(bench.ask_both("versions"))
-        rows = {
-            "counts": experiments.counts(bench),
-            "kept": experiments.kept(bench, options.lengths),
-            "batch": experiments.batch(bench),
-            "turns": experiments.turns(bench),
-            "answers": experiments.answers(bench, options.rates, options.questions),
-            "times": experiments.times(bench, options.lengths, options.rounds, options.new_tokens),
+        doing = {
+            "counts": lambda: experiments.counts(bench),
+            "kept": lambda: experiments.kept(bench, options.lengths),
+            "batch": lambda: experiments.batch(bench),
+            "turns": lambda: experiments.turns(bench),
+            "answers": lambda: experiments.answers(bench, options.rates, options.questions),
+            "times": lambda: experiments.times(
+                bench, options.lengths, options.rounds, options.new_tokens
+            ),
         }
+        rows = {name: doing[name]() for name in EXPERIMENTS if name in options.only}
         load.append(os.getloadavg()[0])
     return {
         "settings": {
@@ -110,12 +121,22 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+def whole(record: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The record; where experiments were left out, its rows in the place of those of a file."""
+    measured = {name: record[name] for name in EXPERIMENTS if name in record}
+    if len(measured) == len(EXPERIMENTS):
+        return record
+    before: dict[str, Any] = json.loads(path.read_text())
+    return before | measured
+
+
 def main() -> None:
     """Measure, write and print."""
     options = options_of()
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         record = measure(options, Path(folder))
+    record = whole(record, options.out / "kvpress.json")
     write_all(options.out, {"kvpress.json": json.dumps(record, indent=1).encode()})
     print(json.dumps(record["versions"]))
     print(show(record))

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import kvpress
+import torch
+from kvpress.presses import kvzip_press
 from kvpress.utils import compute_n_kept
-from sidebyside.reading import Kept, Library, Reading, Settings, match_rows
+from sidebyside.reading import REPETITION, Kept, Library, Reading, Settings, match_rows
 from sidebyside.serving import serve
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -27,12 +29,47 @@ def build_press(method: str, settings: Settings) -> Any:
         return kvpress.PyramidKVPress(ratio, **window)
     if method == "streaming_llm":
         return kvpress.StreamingLLMPress(ratio, n_sink=settings["num_sinks"])
+    around = {
+        "ada_kv": kvpress.AdaKVPress,
+        "chunk_kv": kvpress.ChunkKVPress,
+        "critical_kv": kvpress.CriticalKVPress,
+        "critical_ada_kv": kvpress.CriticalAdaKVPress,
+    }
+    if method in around:
+        return around[method](kvpress.SnapKVPress(ratio, **window))
+    torch.manual_seed(0)  # of LeverageScorePress
     others = {
         "h2o": kvpress.ObservedAttentionPress,
         "tova": kvpress.TOVAPress,
         "key_diff": kvpress.KeyDiffPress,
+        "key_norm": kvpress.KnormPress,
+        "lag_kv": kvpress.LagKVPress,
+        "cur_dkv": kvpress.CURPress,
+        "expected_attention": kvpress.ExpectedAttentionPress,
+        "leverage": kvpress.LeverageScorePress,
+        "chunk_attention": kvpress.NonCausalAttnPress,
+        "compactor": kvpress.CompactorPress,
+        "kvzip": kvpress.KVzipPress,
     }
     return others[method](ratio)
+
+
+class InstructionIds:
+    """Stands in for the tokenizer that KVzipPress loads: the models here have none."""
+
+    chat_template = None
+
+    @classmethod
+    def from_pretrained(cls, name: str) -> InstructionIds:
+        """One for any model."""
+        return cls()
+
+    def encode(self, text: str, **options: Any) -> Tensor:
+        """The ids of what KVzipPress says, ``[1, length]``."""
+        kinds = {"": (), "\n": REPETITION["answer_ids"]}
+        later = "starting with" in text
+        asked = REPETITION["later_ids" if later else "instruction_ids"]
+        return torch.tensor([list(kinds.get(text, asked))], dtype=torch.long)
 
 
 class PressReading(Reading):
@@ -72,15 +109,28 @@ class PressReading(Reading):
         return [
             [
                 [
-                    [column - pad for column in match_rows(kept, full)]
-                    for kept, full in zip(
-                        self._kept[layer][row], self._full[layer][row], strict=True
+                    [
+                        column - pad
+                        for column in match_rows(kept, full)
+                        if (row, head, column) not in masked
+                    ]
+                    for head, (kept, full) in enumerate(
+                        zip(self._kept[layer][row], self._full[layer][row], strict=True)
                     )
                 ]
                 for row, pad in enumerate(padding)
             ]
             for layer in sorted(self._full)
+            for masked in [self._masked(layer)]
         ]
+
+    def _masked(self, layer: int) -> set[tuple[int, ...]]:
+        """Row, head and column of keys that are held, but hidden from whatever comes."""
+        attention = self.model.model.layers[layer].self_attn
+        masked = getattr(attention, "masked_key_indices", None)
+        return (
+            set() if masked is None else set(zip(*(each.tolist() for each in masked), strict=True))
+        )
 
 
 class Kvpress(Library):
@@ -104,4 +154,5 @@ class Kvpress(Library):
 
 
 if __name__ == "__main__":
+    kvzip_press.AutoTokenizer = InstructionIds
     serve(Kvpress())

@@ -6,15 +6,39 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
-from sidebyside.reading import Kept, Library, Reading, Settings
+from sidebyside.reading import REPETITION, Kept, Library, Reading, Settings
 from sidebyside.rules import as_kvpress
 from sidebyside.serving import serve
 from transformers import PreTrainedModel
 
-from kvpolicy import CachePolicy
+from kvpolicy import CachePolicy, Repetition
 from kvpolicy.budgets import Budget
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import H2O, TOVA, KeyDiff, PyramidKV, SnapKV, StreamingLLM
+from kvpolicy.policies import (
+    H2O,
+    TOVA,
+    AdaKV,
+    AdaptiveHeadSelector,
+    ChunkAttentionScorer,
+    ChunkKV,
+    Compactor,
+    CriticalKV,
+    CriticalSelector,
+    CurDKV,
+    ExpectedAttention,
+    GlobalThresholdSelector,
+    GQAGroupSelector,
+    KeyDiff,
+    KeyNorm,
+    LagKV,
+    LeverageScorer,
+    PassAllPropagation,
+    PeakAttentionScorer,
+    PyramidKV,
+    SnapKV,
+    StreamingLLM,
+    WindowMaxPoolScorer,
+)
 
 AS_KVPRESS = ":as_kvpress"
 """Ends the name of a method that is to follow kvpress's rule."""
@@ -33,8 +57,32 @@ def build_policy(method: str, settings: Settings) -> CachePolicy:
         "h2o": H2O(rate),
         "tova": TOVA(rate),
         "key_diff": KeyDiff(rate),
+        "key_norm": KeyNorm(rate),
+        "ada_kv": AdaKV(rate, **window),
+        "lag_kv": LagKV(rate),
+        "cur_dkv": CurDKV(rate),
+        "chunk_kv": ChunkKV(rate, **window, chunk_length=20),
+        "expected_attention": ExpectedAttention(rate),
+        "compactor": Compactor(rate),
+        "critical_kv": CriticalKV(rate, **window),
     }
-    return policies[method]
+    return policies.get(method) or composed(method, settings)
+
+
+def composed(method: str, settings: Settings) -> CachePolicy:
+    """The policy of a press that has no named method of kvpolicy beside it."""
+    rate, size = settings["rate"], settings["window_size"]
+    everything = PassAllPropagation()
+    if method == "kvzip":
+        threshold = GlobalThresholdSelector(rate, 0, protect=settings["num_sinks"])
+        reading = Repetition(**REPETITION)
+        return CachePolicy(PeakAttentionScorer(), threshold, everything, reading=reading)
+    if method == "critical_ada_kv":
+        scorer = WindowMaxPoolScorer(size, settings["kernel_size"])
+        selector = CriticalSelector(AdaptiveHeadSelector(rate, size))
+        return CachePolicy(scorer, selector, everything)
+    scorers = {"leverage": LeverageScorer(0, 0), "chunk_attention": ChunkAttentionScorer(0, 0)}
+    return CachePolicy(scorers[method], GQAGroupSelector(rate, 0), everything)
 
 
 class PolicyReading(Reading):

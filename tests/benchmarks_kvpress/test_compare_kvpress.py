@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from compare import options_of
+from compare import EXPERIMENTS, options_of, whole
 from sidebyside import processes, prompts, summary, tables
 from sidebyside.behaviours import kept_of, padded_batch, second_turn
 from sidebyside.dense import dense_logits, difference, visible_after
+from sidebyside.press_selectors import PressPyramidSelector
 from sidebyside.reading import PAD, Reading, left_padded, match_rows
-from sidebyside.rules import PressPyramidSelector, as_kvpress
+from sidebyside.rules import as_kvpress
 from sidebyside.summary import (
     agreements,
     kept_counts,
@@ -70,9 +71,7 @@ def test_agreement_of_choices() -> None:
 
 
 def test_counts_per_layer() -> None:
-    assert kept_counts([[[1, 2], [3, 4]], [[1], [2]]]) == [2, 1]
-    with pytest.raises(ValueError, match="as many each"):
-        kept_counts([[[1, 2], [3]]])
+    assert kept_counts([[[1, 2], [3, 4]], [[1], [2, 3, 4, 5]]]) == [2, 2]
 
 
 def test_only_whole_answers_count() -> None:
@@ -317,6 +316,7 @@ def test_a_worker_that_ends_leaves_its_last_words(
     [
         (["--kvpress-python", "/nowhere/python"], "make bench-kvpress"),
         (["--kvpress-python", sys.executable, "--rounds", "0"], "--rounds must be at least 1"),
+        (["--kvpress-python", sys.executable, "--only", "kept", "--out", "."], "--only needs the"),
         (["--kvpress-python", sys.executable, "--lengths", "64"], "at least 128 tokens, got 64"),
     ],
 )
@@ -326,3 +326,11 @@ def test_the_command_line_is_checked(
     with pytest.raises(SystemExit):
         options_of(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_experiments_left_out_stay_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "kvpress.json"
+    path.write_text('{"settings": 1, "kept": [1], "times": [2]}')
+    assert whole({"settings": 9, "kept": [3]}, path) == {"settings": 1, "kept": [3], "times": [2]}
+    every = dict.fromkeys(EXPERIMENTS, 0)
+    assert whole(every, path) == every

@@ -16,6 +16,22 @@ from sidebyside.prompts import random_prompt
 from sidebyside.summary import LIBRARIES, agreements, kept_counts, share_right, turns_of
 
 METHODS = ("snapkv", "streaming_llm", "h2o", "tova", "key_diff", "pyramid_kv")
+COMPARED = (
+    *METHODS,
+    "key_norm",
+    "ada_kv",
+    "lag_kv",
+    "cur_dkv",
+    "chunk_kv",
+    "expected_attention",
+    "leverage",
+    "chunk_attention",
+    "compactor",
+    "critical_kv",
+    "critical_ada_kv",
+    "kvzip",
+)
+"""Methods whose kept positions are compared; only the first six are timed and asked questions."""
 TIMED = ("full", "full_eager", *METHODS)
 SETTINGS = {"rate": 0.1, "window_size": 8, "kernel_size": 7, "num_sinks": 4}
 NEEDLE_LEN = 1024
@@ -120,7 +136,7 @@ def kept(bench: Bench, lengths: Sequence[int], needles: int = 4) -> Rows:
     prompts = [("random", bench.random_model, [random_prompt(1, length)]) for length in lengths]
     rows = []
     for name, model, texts in [*prompts, ("needle", bench.needle_model, needle)]:
-        for method in METHODS:
+        for method in COMPARED:
             tell(f"kept positions, {name} model: {method}")
             command = {"model": str(model), "settings": SETTINGS, "prompts": texts}
             found = dict(bench.ask_both("kept", method=method, **command))

@@ -26,6 +26,14 @@ PLAIN = ("full", "full_eager")
 PAD = 0
 """Token of padding; no prompt has it."""
 
+REPETITION = {
+    "chunk_size": 2048,
+    "instruction_ids": (5, 6, 7),
+    "later_ids": (8, 9),
+    "answer_ids": (10,),
+}
+"""How both libraries ask for the prompt again: ids in the place of words."""
+
 
 class Reading:
     """A model with a cache and, in subclasses, a method: this one evicts nothing."""

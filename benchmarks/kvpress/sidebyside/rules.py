@@ -1,96 +1,76 @@
 """kvpress's rules as kvpolicy's parts: if nothing else differs, they keep the same positions.
 
-Each follows the press of its name in kvpress 0.5.5.
+Each follows the press of its name in kvpress 0.5.5; see `press_scorers` and `press_selectors`.
 """
 
 from __future__ import annotations
 
-import attrs
-from torch import Tensor
-from torch.nn import functional
+from typing import Any
 
-from kvpolicy import CachePolicy, LayerContext, Scorer
-from kvpolicy.attention import causal_attention_sums
+from kvpolicy import CachePolicy, Repetition
 from kvpolicy.policies import (
+    CriticalSelector,
+    CurDKV,
+    ExpectedAttention,
     GQAGroupSelector,
     KeyDiff,
-    LastQueryScorer,
+    KeyNorm,
     PassAllPropagation,
-    PyramidSelector,
+    PeakAttentionScorer,
     StreamingLLM,
-    WindowMaxPoolScorer,
+    SumScorer,
+    WindowMeanPoolScorer,
 )
 
-from .reading import Settings
-
-
-class WindowAveragePoolScorer(WindowMaxPoolScorer):
-    """SnapKVPress: mean over the window, average-pooled, zeros beyond the ends counted."""
-
-    def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads, key_len]``."""
-        before = context.key_len - self.window_size
-        sums = causal_attention_sums(context)[..., :before] / self.window_size
-        size = self.kernel_size
-        pooled = functional.avg_pool1d(sums, size, stride=1, padding=size // 2)
-        return functional.pad(pooled, (0, self.window_size))
-
-
-@attrs.frozen
-class MeanAttentionScorer(Scorer):
-    """ObservedAttentionPress: a key's attention sum over the number of queries that see it."""
-
-    @property
-    def num_queries(self) -> None:
-        """All of them."""
-        return
-
-    def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads, key_len]``."""
-        seen_by = context.key_len - context.positions[:, :1]
-        return causal_attention_sums(context) / seen_by
-
-
-class AllHeadsLastQueryScorer(LastQueryScorer):
-    """TOVAPress: the last query's attention, averaged over all heads of the layer."""
-
-    def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``."""
-        mean = causal_attention_sums(context).mean(dim=1, keepdim=True)
-        return mean.expand(-1, context.kv_heads, -1)
-
-
-@attrs.frozen
-class PressPyramidSelector(PyramidSelector):
-    """PyramidKVPress: the window lies inside the falling budget, not beside it."""
-
-    def count(self, seen_len: int, protected: int, layer_idx: int, num_layers: int) -> int:
-        """``get_layer_budget``; see `PyramidSelector.count`."""
-        assert self.retention_rate is not None
-        budget = seen_len * self.retention_rate
-        least = budget / self.beta
-        most = budget * 2 - least
-        if most >= seen_len - self.window_size:
-            most = seen_len - self.window_size
-            least = budget * 2 - most
-        if not seen_len >= most >= least >= self.window_size:
-            return max(1, round(budget))
-        return round(most - layer_idx * (most - least) / (num_layers - 1))
+from . import press_scorers as scorers
+from . import press_selectors as selectors
+from .reading import REPETITION, Settings
 
 
 def as_kvpress(method: str, settings: Settings) -> CachePolicy:
     """The policy that keeps what a press keeps."""
     rate = settings["rate"]
-    window = (settings["window_size"], settings["kernel_size"])
-    if method == "streaming_llm":
-        return StreamingLLM(rate, num_sinks=settings["num_sinks"])
-    if method == "key_diff":
-        return KeyDiff(rate, window_size=0)
-    parts = {
-        "snapkv": (WindowAveragePoolScorer(*window), GQAGroupSelector(rate, window[0])),
-        "pyramid_kv": (WindowAveragePoolScorer(*window), PressPyramidSelector(rate, window[0])),
-        "h2o": (MeanAttentionScorer(), GQAGroupSelector(rate, window_size=0)),
-        "tova": (AllHeadsLastQueryScorer(), GQAGroupSelector(rate, window_size=1)),
+    named: dict[str, CachePolicy] = {
+        "streaming_llm": StreamingLLM(rate, num_sinks=settings["num_sinks"]),
+        "key_diff": KeyDiff(rate, window_size=0),
+        "key_norm": KeyNorm(rate, window_size=0),
+        "cur_dkv": CurDKV(rate, window_size=0),
+        "expected_attention": ExpectedAttention(rate, window_size=0),
     }
-    scorer, selector = parts[method]
+    if method in named:
+        return named[method]
+    if method == "kvzip":
+        return CachePolicy(
+            PeakAttentionScorer(),
+            selectors.PressThresholdSelector(rate, 0, protect=settings["num_sinks"]),
+            PassAllPropagation(),
+            reading=Repetition(**REPETITION),
+        )
+    scorer, selector = _parts(method, settings)
     return CachePolicy(scorer, selector, PassAllPropagation())
+
+
+def _parts(method: str, settings: Settings) -> tuple[Any, Any]:
+    rate, size = settings["rate"], settings["window_size"]
+    window = WindowMeanPoolScorer(size, settings["kernel_size"])
+    epsilon = size * 1e-4  # the mean over the window there, the sum here
+    every_key, but_window = GQAGroupSelector(rate, 0), GQAGroupSelector(rate, size)
+    heads = selectors.PressAdaptiveSelector(rate, size)
+    compactor = SumScorer(
+        [scorers.DrawnLeverageScorer(), scorers.ZeroPaddedChunkScorer()], [1 - rate, 1.0]
+    )
+    parts: dict[str, tuple[Any, Any]] = {
+        "snapkv": (window, but_window),
+        "pyramid_kv": (window, selectors.PressPyramidSelector(rate, size)),
+        "ada_kv": (window, heads),
+        "chunk_kv": (window, selectors.PressChunkSelector(rate, size)),
+        "critical_kv": (window, CriticalSelector(but_window, epsilon=epsilon)),
+        "critical_ada_kv": (window, selectors.PressCriticalAdaSelector(heads, epsilon=epsilon)),
+        "h2o": (scorers.MeanAttentionScorer(), every_key),
+        "tova": (scorers.AllHeadsLastQueryScorer(), GQAGroupSelector(rate, window_size=1)),
+        "lag_kv": (scorers.TiedLagScorer(), selectors.TopKSelector(rate, 0)),
+        "leverage": (scorers.DrawnLeverageScorer(0, 0), every_key),
+        "chunk_attention": (scorers.ZeroPaddedChunkScorer(0, 0), every_key),
+        "compactor": (compactor, GQAGroupSelector(rate, 4, protect=8)),
+    }
+    return parts[method]

@@ -53,15 +53,13 @@ def agreements(ours: HeadPositions, theirs: HeadPositions) -> list[float]:
 
 
 def kept_counts(kept: HeadPositions) -> list[int]:
-    """Positions each layer keeps per head.
+    """Positions each layer keeps per head, rounded where heads keep unlike numbers.
 
-    Raises:
-        ValueError: Heads of a layer keep different numbers.
+    Example:
+        >>> kept_counts([[[1, 2], [3, 4]], [[0, 1, 2], [3]]])
+        [2, 2]
     """
-    counts = [{len(head) for head in layer} for layer in kept]
-    if any(len(numbers) != 1 for numbers in counts):
-        raise ValueError(f"heads of a layer must keep as many each, got {counts}")
-    return [numbers.pop() for numbers in counts]
+    return [round(sum(map(len, layer)) / len(layer)) for layer in kept]
 
 
 def share_right(generated: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> float:

@@ -48,14 +48,14 @@ def kept_table(rows: Sequence[Row]) -> Iterator[str]:
     """How far the kept positions agree, and under kvpress's rule."""
     yield "Kept positions: tokens per layer and head, agreement (lowest head)"
     yield (
-        f"{'method':<14}{'model':<8}{'tokens':>6}{'kvpolicy':>10}{'kvpress':>9}"
-        f"{'agree':>15}{'by its rule':>16}"
+        f"{'method':<19}{'model':<7}{'tokens':>6}{'kvpolicy':>10}{'kvpress':>9}"
+        f"{'agree':>14}{'by its rule':>14}"
     )
     for row in rows:
         yield (
-            f"{row['method']:<14}{row['model']:<8}{row['context']:>6}"
+            f"{row['method']:<19}{row['model']:<7}{row['context']:>6}"
             f"{_counts(row['kvpolicy']):>10}{_counts(row['kvpress']):>9}"
-            f"{_agreement(row['agreements']):>15}{_agreement(row['agreements_by_rule']):>16}"
+            f"{_agreement(row['agreements']):>14}{_agreement(row['agreements_by_rule']):>14}"
         )
 
 

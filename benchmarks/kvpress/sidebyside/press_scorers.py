@@ -1,0 +1,108 @@
+"""Scores of kvpress 0.5.5 as kvpolicy's scorers, each of the press that its docstring names.
+
+One prompt, no padding and one turn, as kvpress reads.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvpolicy import LayerContext, Scorer
+from kvpolicy.attention import causal_attention_sums, group_mean
+from kvpolicy.policies import (
+    ChunkAttentionScorer,
+    LagKVScorer,
+    LastQueryScorer,
+    LeverageScorer,
+)
+
+
+@attrs.frozen
+class MeanAttentionScorer(Scorer):
+    """ObservedAttentionPress: a key's attention sum over the number of queries that see it."""
+
+    @property
+    def num_queries(self) -> None:
+        """All of them."""
+        return
+
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32 ``[batch, query_heads, key_len]``."""
+        seen_by = context.key_len - context.positions[:, :1]
+        return causal_attention_sums(context) / seen_by
+
+
+class AllHeadsLastQueryScorer(LastQueryScorer):
+    """TOVAPress: the last query's attention, averaged over all heads of the layer."""
+
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32 ``[batch, kv_heads, key_len]``."""
+        mean = causal_attention_sums(context).mean(dim=1, keepdim=True)
+        return mean.expand(-1, context.kv_heads, -1)
+
+
+class TiedLagScorer(LagKVScorer):
+    """LagKVPress: sinks, the last run and what follows it all score 1."""
+
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32 ``[batch, kv_heads, key_len]``."""
+        return super().score(context).clamp(max=1.0)
+
+
+class DrawnLeverageScorer(LeverageScorer):
+    """LeverageScorePress: a projection for every head, drawn one layer after the other."""
+
+    draws_from: ClassVar[int] = 0
+    """The seed that kvpress's worker sets before it reads."""
+
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32 ``[batch, kv_heads, key_len]``: deviations over all heads together."""
+        assert context.rotary is not None
+        inner = slice(self.num_sinks, context.key_len - self.window_size)
+        keys = context.rotary.turned_back(context.keys, context.positions)[:, :, inner]
+        shape = (context.batch, context.kv_heads, keys.shape[3], self.sketch_size)
+        generator = torch.Generator().manual_seed(self.draws_from)
+        for _ in range(context.layer_idx + 1):
+            drawn = torch.randn(shape, generator=generator)
+        sketched = (keys - keys.mean(dim=2, keepdim=True)) @ (drawn / self.sketch_size**0.5)
+        products = sketched.transpose(2, 3) @ sketched + 0.01 * torch.eye(self.sketch_size)
+        solved = torch.linalg.solve(products, sketched.transpose(2, 3))
+        leverage = (sketched * solved.transpose(2, 3)).sum(dim=-1).clamp(min=0)
+        return functional.pad(over_all(leverage), (self.num_sinks, self.window_size))
+
+
+class ZeroPaddedChunkScorer(ChunkAttentionScorer):
+    """NonCausalAttnPress: the last chunk is filled with zeros, which attend and are attended to.
+
+    The press means to hide them, but adds -1e-9 where it fills in a mask.
+    """
+
+    def score(self, context: LayerContext) -> Tensor:
+        """Return float32 ``[batch, kv_heads, key_len]``: deviations over all heads together."""
+        inner = slice(self.num_sinks, context.key_len - self.window_size)
+        group = context.query_heads // context.kv_heads
+        keys = context.keys[:, :, inner].repeat_interleave(group, dim=1)
+        length = keys.shape[2]
+        queries, keys = (
+            functional.pad(states, (0, 0, 0, -length % self.chunk_size)).unflatten(
+                2, (-1, self.chunk_size)
+            )
+            for states in (context.queries[:, :, inner], keys)
+        )
+        attention = (queries @ keys.transpose(-1, -2)).softmax(dim=-1).sum(dim=-2)
+        received = group_mean(attention.flatten(2)[..., :length], context.kv_heads)
+        weighed = received * context.values[:, :, inner].norm(dim=-1)
+        pooled = functional.avg_pool1d(
+            weighed, self.kernel_size, stride=1, padding=self.kernel_size // 2
+        )
+        return functional.pad(over_all(pooled), (self.num_sinks, self.window_size))
+
+
+def over_all(scores: Tensor) -> Tensor:
+    """Scores at mean 0 and deviation 1 over all heads together."""
+    return (scores - scores.mean()) / scores.std()

@@ -1,0 +1,52 @@
+"""What docs/kvpress.md says of every press composes a policy that reads a prompt."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import kvpolicy
+from kvpolicy import policies
+from kvpolicy.integrations.transformers import PolicyCache
+from tests.reference import random_tokens, tiny_model
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/kvpress.md").read_text()
+ROWS = re.findall(r"^\| `(\w+Press)` \| (?:`(.+)` )?\| (.+) \|$", PAGE, re.MULTILINE)
+COMPOSED = {press: code for press, code, _ in ROWS if code}
+EXPORTS = list(ROOT.glob(".venv-kvpress/lib/*/site-packages/kvpress/__init__.py"))
+KEEPS_ALL = {"DecodingPress"}
+
+
+def built(code: str, rate: float) -> Any:
+    names = {name: getattr(policies, name) for name in policies.__all__}
+    tokenizer = SimpleNamespace(encode=lambda text, **options: [len(text) % 7 + 1])
+    parts = {name: getattr(kvpolicy, name) for name in ("CachePolicy", "Repetition")}
+    return eval(code, {**names, **parts, "rate": rate, "tokenizer": tokenizer})
+
+
+def test_every_press_stands_in_the_table_once() -> None:
+    presses = [press for press, _, _ in ROWS]
+    assert presses == sorted(set(presses), key=str.lower)
+    assert all(why for _, _, why in ROWS)
+
+
+@pytest.mark.skipif(not EXPORTS, reason="kvpress is not installed; `make bench-kvpress` does so")
+def test_the_presses_are_those_that_kvpress_exports() -> None:
+    exported = re.search(r"__all__ = \[(.*?)\]", EXPORTS[0].read_text(), re.DOTALL)
+    assert exported is not None
+    assert {press for press, _, _ in ROWS} == set(re.findall(r'"(\w+Press)"', exported[1]))
+
+
+@pytest.mark.parametrize("press", COMPOSED)
+def test_a_composition_keeps_its_rate(press: str) -> None:
+    policy = built(COMPOSED[press], rate=0.5)
+    model, prompt = tiny_model("llama", seed=0), torch.tensor([random_tokens(0, 200)])
+    cache = PolicyCache(policy)
+    with cache.attached(model), torch.no_grad():
+        model(prompt, past_key_values=cache)
+    held = [int((layer.positions >= 0).sum()) for layer in cache.layers]
+    assert sum(held) == len(held) * 2 * (200 if press in KEEPS_ALL else 100)
