@@ -68,6 +68,10 @@ class ChunkedReading(Reading):
         inputs = (len(stages) > 1) * INPUT_BYTES * self.context_len
         return peak + inputs
 
+    def when_read(self) -> int:
+        """See `Reading.when_read`; the chunks' own memory is held till then."""
+        return (self.context_len + self.room) * sum(self.token_bytes)
+
     @property
     def _restarts(self) -> bool:
         return self.policy.propagation.restarts
@@ -171,7 +175,7 @@ class ChunkedReading(Reading):
                 + self._shown_len(pieces.total)
             )
             here = forward.layers[index]
-            kept = self._stored(index) if keeps else 0
+            kept = self.stored(index) if keeps and index not in self.waiting else 0
             in_place = held > 0 and self.kept[index] >= pieces.total
             kept *= not in_place
             acts = keeps or index == stage.last

@@ -51,6 +51,7 @@ def deciding_bytes(
     """
     if not layer.query_heads or not layer.token_elements:
         return 0
+
     def shown(length: int, on: str) -> LayerContext:
         return _context(policy, layer, place, length, dtype, on, query_len)
 

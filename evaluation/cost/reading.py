@@ -16,6 +16,7 @@ POSITION_BYTES = 8
 
 
 def most_of(layer: LayerActivations) -> int:
+    """The most bytes that are live in a layer."""
     return max(layer.attending, layer.observing, layer.after)
 
 
@@ -45,7 +46,7 @@ class Reading:
 
     # What layers hold.
 
-    def _stored(self, index: int) -> int:
+    def stored(self, index: int) -> int:
         """Bytes of a layer that the policy has chosen in."""
         size, layer = self.token_bytes[index], self.shape.layers[index]
         if not size:
@@ -55,9 +56,29 @@ class Reading:
         places = heads * POSITION_BYTES * self.kept[index] * evicts
         return (self.kept[index] + self.room) * size + places
 
+    @property
+    def waiting(self) -> list[int]:
+        """The layers that hold all of the prompt until every one was scored."""
+        return [
+            index
+            for index, layer in enumerate(self.shape.layers)
+            if self.token_bytes[index]
+            and self.policy.decides_later
+            and (layer.window is None or layer.window >= self.context_len)
+        ]
+
+    def when_read(self) -> int:
+        """Bytes that all layers hold when the prompt has been read, but for what they wait for."""
+        return sum(map(self._held_back, range(self.shape.num_layers)))
+
+    def _held_back(self, index: int) -> int:
+        if index in self.waiting:
+            return self.context_len * self.token_bytes[index]
+        return self.stored(index)
+
     def while_answering(self, answer_len: int) -> tuple[int, int]:
         """Bytes that all layers hold while an answer is decoded, and the most; without states."""
-        stored = sum(map(self._stored, range(self.shape.num_layers)))
+        stored = sum(map(self.stored, range(self.shape.num_layers)))
         rule = self.policy.decoding
         if rule is None or answer_len < rule.every:
             return stored, stored
@@ -94,8 +115,8 @@ class Reading:
 
     # In one forward.
 
-    def whole(self) -> int:
-        """The most bytes while the prompt is read in one forward."""
+    def most(self) -> int:
+        """The most bytes while the prompt is read."""
         propagation, num_layers = self.policy.propagation, self.shape.num_layers
         passes = list(propagation.prefill_passes(num_layers, self.context_len))
         peak = 0
@@ -111,7 +132,7 @@ class Reading:
             if not tokens and not (index and arriving[index - 1]):
                 continue  # a layer that is not run
             here = self._reached(index, round(tokens or arriving[index - 1]))
-            stored = self._stored(index) if keeps else 0
+            stored = self._held_back(index) if keeps else 0
             deciding = self._deciding(index, round(tokens or arriving[index - 1]))
             moments = [here.observing + max(deciding, stored)]
             # Before a restart the layer that chooses ends with its queries; others are whole.
@@ -157,4 +178,5 @@ class Reading:
 
 
 def is_latent(layer: LayerShape) -> bool:
+    """Whether a token is held as one latent for all heads."""
     return layer.token_elements < layer.kv_heads * (layer.key_dim + layer.value_dim)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+
 import attrs
 
 from kvpolicy.checks import check_count, check_kind
@@ -17,6 +18,7 @@ from kvpolicy.evaluation.cost.chunked_reading import ChunkedReading
 from kvpolicy.evaluation.cost.estimate import estimate
 from kvpolicy.evaluation.cost.model_shape import ModelShape
 from kvpolicy.evaluation.cost.reading import Reading, most_of
+from kvpolicy.evaluation.cost.second_reading import choosing_bytes
 from kvpolicy.policy import CachePolicy
 
 # For each token of the context, whatever layers hold of it: its id, position and whether it is
@@ -114,8 +116,11 @@ def session_of(
         "device": device,
     }
     reading = Reading(**given)
-    whole = chunk is None or chunk >= context_len
-    peak = reading.whole() if whole else ChunkedReading(**given, chunk=chunk).most()
+    if chunk is not None and chunk < context_len:
+        reading = ChunkedReading(**given, chunk=chunk)
+    peak = reading.most()
+    if policy.decides_later:
+        peak = max(peak, reading.when_read() + choosing_bytes(reading))
     tokens = (context_len + answer_len) * TOKEN_BYTES
     end, most = reading.while_answering(answer_len)
     step = model.forward(1, max(kept) + 1)

@@ -42,7 +42,7 @@ def test_the_command_says_how_many_sessions_fit(run: Run, tmp_path: Path) -> Non
         taken = found["weights"] + session["peak_bytes"]
         taken += (each["sessions"] - 1) * session["held_bytes"]
         assert taken <= found["memory"] < taken + session["held_bytes"]
-    assert "Not read in chunks, since tokens are dropped: fastkv." in shown
+    assert "layers behind a drop read what goes on, and hold no more: fastkv." in shown
     cells = next(line for line in shown.splitlines() if line.startswith("snapkv        0.1 whole"))
     peak = f"{snap['session']['peak_bytes'] / 1e9:.2f}"
     assert cells.split()[3:] == [
