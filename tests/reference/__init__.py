@@ -9,7 +9,7 @@ from .droppers import CLAA, LazyLLM, PromptDistill, SlimInfer, UniPrefill
 from .gem_filter import GemFilter
 from .generation import ReferenceState, TurnResult
 from .head_budgets import AdaKV
-from .layer_budgets import PyramidKV
+from .layer_budgets import PyramidKV, SpireKV
 from .methods import FastKV, FullContext, Method, SnapKV, StreamingLLM
 from .models import FAMILIES, PAD_TOKEN_ID, VOCAB_SIZE, Family, random_tokens, tiny_model
 from .pyramid import PyramidInfer
@@ -48,6 +48,7 @@ __all__ = [
     "Scored",
     "SlimInfer",
     "SnapKV",
+    "SpireKV",
     "Staged",
     "StreamingLLM",
     "Together",
