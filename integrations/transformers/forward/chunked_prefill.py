@@ -63,10 +63,14 @@ class Chunks:
         """
         lens, own = valid.sum(dim=1), self.first_needed(valid)
         if own:  # the chunk alone has all queries
-            columns = self.columns + valid.shape[1]
-            row_lens = lens if self.row_lens is None else self.row_lens + lens
             return Chunks(
-                self.num_queries, columns, row_lens, valid[:, own:], queries, carried, self.staged
+                self.num_queries,
+                self.columns + valid.shape[1],
+                lens if self.row_lens is None else self.row_lens + lens,
+                valid[:, own:],
+                queries,
+                carried,
+                self.staged,
             )
         columns = valid if self.valid is None else torch.cat([self.valid, valid], dim=1)
         first = self.first_needed(columns)
