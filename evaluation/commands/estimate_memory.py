@@ -19,6 +19,7 @@ from kvpolicy.evaluation.cost.estimate import Estimate
 from kvpolicy.evaluation.cost.model_shape import ModelShape
 from kvpolicy.evaluation.cost.session import Session, session_of
 from kvpolicy.evaluation.cost.shapes import load_config
+from kvpolicy.policies import PassAllPropagation
 
 DEFAULT_ANSWER = 1024
 DEFAULT_CHUNK = 4096
@@ -89,13 +90,13 @@ class MemoryRow:
         variant: The policy, its bound while an answer is decoded among its parameters.
         chunk: Tokens of a forward of the prompt; None where it is read whole.
         bound: Tokens that layers keep while the answer is decoded; None for all.
-        session: What a session holds; None where the policy does not read in chunks.
+        session: What a session holds.
     """
 
     variant: Variant
     chunk: int | None
     bound: int | None
-    session: Session | None
+    session: Session
 
 
 @attrs.frozen
@@ -132,8 +133,6 @@ class MemoryFound:
             "prefill_chunk_size": row.chunk,
             "decoding_tokens": row.bound,
         }
-        if session is None:
-            return {**found, "session": None, "sessions": None}
         numbers = {f"{name}_bytes": size for name, size in attrs.asdict(session).items()}
         peak = {"peak_bytes": session.peak, "peak_when": session.peak_when}
         fit = session.count_in(self.asked.memory, self.weights)
@@ -182,7 +181,7 @@ def _answering(
 
 def memory_table(found: MemoryFound) -> Table:
     """A row for each policy and way, for an 80-column terminal."""
-    sizes = [each.session.peak for each in found.rows if each.session is not None]
+    sizes = [each.session.peak for each in found.rows]
     unit, unit_bytes = byte_unit(max(sizes))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("policy", overflow="fold")
@@ -211,12 +210,9 @@ def memory_table(found: MemoryFound) -> Table:
         cells += ["whole" if row.chunk is None else "chunks"]
         cells += ["all" if row.bound is None else f"{row.bound:,}"]
         session = row.session
-        if session is None:
-            cells += ["-"] * 5
-        else:
-            fit = session.count_in(found.asked.memory, found.weights)
-            sizes_of = map(size, (session.kept, session.held, session.peak))
-            cells += [*sizes_of, session.peak_when, f"{fit:,}"]
+        fit = session.count_in(found.asked.memory, found.weights)
+        sizes_of = map(size, (session.kept, session.held, session.peak))
+        cells += [*sizes_of, session.peak_when, f"{fit:,}"]
         table.add_row(*cells)
     return table
 
@@ -242,12 +238,19 @@ def memory_notes(found: MemoryFound) -> list[str]:
         "fit: sessions beside the weights, if one works at a time and the others hold",
         "what they hold: weights + (n - 1) x held + peak <= memory. What a driver takes",
         "for itself and what an allocator cannot use is not counted.",
-        "In chunks all layers hold the whole prompt until its end, whatever the policy,",
-        "and hold it twice while their buffers grow: activations shrink, keys do not.",
+        "In chunks all layers that the whole prompt reaches hold it until its end,",
+        "whatever the policy keeps: activations shrink, keys do not.",
     ]
-    refused = dict.fromkeys(each.variant.name for each in found.rows if each.session is None)
-    if refused:
-        notes.append(f"Not read in chunks, since tokens are dropped: {', '.join(refused)}.")
+    staged = dict.fromkeys(
+        each.variant.name
+        for each in found.rows
+        if each.variant.policy.propagation != PassAllPropagation()
+    )
+    if staged:
+        notes.append(
+            "Of a prompt in chunks, layers behind a drop read what goes on, and hold no more: "
+            f"{', '.join(staged)}."
+        )
     return notes
 
 

@@ -34,6 +34,7 @@ from transformers.masking_utils import (
 )
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.evaluation.cost.chunk_attention import ChunkAttention
 from kvpolicy.evaluation.cost.deciding import deciding_bytes
 from kvpolicy.evaluation.cost.live_bytes import LiveBytes
 from kvpolicy.evaluation.cost.model_shape import LayerShape
@@ -109,7 +110,7 @@ class ModelMemory:
             self._layers = layers_within(find_decoder(self._model))
         tensors = [*self._model.parameters(), *self._model.buffers()]
         self._tensors = list({id(each): each for each in tensors}.values())
-        self._read: dict[tuple[int, int], Activations] = {}
+        self._read: dict[tuple[int, int, ChunkAttention | None], Activations] = {}
         self._decided: dict[tuple[Any, ...], int] = {}
 
     @property
@@ -117,24 +118,34 @@ class ModelMemory:
         """Bytes of parameters and buffers, those that several modules share counted once."""
         return sum(each.numel() * each.element_size() for each in self._tensors)
 
-    def forward(self, new_len: int, held_len: int = 0, *, loops: bool = False) -> Activations:
+    def forward(
+        self,
+        new_len: int,
+        held_len: int = 0,
+        *,
+        loops: bool = False,
+        chunk: ChunkAttention | None = None,
+    ) -> Activations:
         """What a forward holds beside the cache.
 
         Args:
             new_len: Tokens that it reads, at least 1.
             held_len: Tokens that the cache holds before.
             loops: Whether layers may loop over tokens; many are then not read one by one.
+            chunk: How it attends where it reads a chunk of a prompt; None where the model's own
+                mask is one of all that the cache holds.
 
         Raises:
             UnsupportedModelError: The model does not run so.
         """
         if loops and new_len > LONGER:
-            first, second = self.forward(SHORT, held_len), self.forward(LONGER, held_len)
+            first, second = (self.forward(n, held_len, chunk=chunk) for n in (SHORT, LONGER))
             return _extended(first, second, (new_len - SHORT) / (LONGER - SHORT))
-        if (new_len, held_len) not in self._read:
+        key = new_len, held_len, chunk
+        if key not in self._read:
             with self._refusing():
-                self._read[new_len, held_len] = self._run(new_len, held_len)
-        return self._read[new_len, held_len]
+                self._read[key] = self._run(*key)
+        return self._read[key]
 
     def deciding(
         self,
@@ -143,20 +154,22 @@ class ModelMemory:
         place: tuple[int, int],
         key_len: int,
         device: str,
+        *,
+        query_len: int | None = None,
     ) -> int:
         """What a policy holds while it decides; see `deciding_bytes`."""
         acts = place[0] in policy.propagation.acting_layers(place[1])
-        key = str(policy), layer, acts, key_len, device
+        key = str(policy), layer, acts, key_len, device, query_len
         if key not in self._decided:
             self._decided[key] = deciding_bytes(
-                policy, layer, place, key_len, dtype=self.dtype, device=device
+                policy, layer, place, key_len, dtype=self.dtype, device=device, query_len=query_len
             )
         return self._decided[key]
 
-    def _run(self, new_len: int, held_len: int) -> Activations:
-        cache = _Passing(self._text, held_len)
+    def _run(self, new_len: int, held_len: int, chunk: ChunkAttention | None) -> Activations:
+        cache = _Passing(self._text, held_len, in_chunks=chunk is not None)
         live = LiveBytes(self._tensors)
-        watch = _Watch(live, len(self._layers))
+        watch = _Watch(live, len(self._layers), chunk)
         handles = []
         for index, layer in enumerate(self._layers):
             handles.append(layer.register_forward_pre_hook(watch.enter(index)))
@@ -208,9 +221,8 @@ def _built(config: Any, dtype: torch.dtype, attention: str | None) -> tuple[nn.M
             chosen = attention or ("sdpa" if kind._supports_sdpa else "eager")
             # Transformers goes by the name of an implementation, which must not say flash or sdpa.
             name = f"{NAME}_{list(ATTENTIONS).index(chosen)}"
-            mask, kernel = ATTENTIONS[chosen]
-            AttentionInterface.register(name, _watched(kernel))
-            AttentionMaskInterface.register(name, mask)
+            AttentionInterface.register(name, _watched(chosen))
+            AttentionMaskInterface.register(name, ATTENTIONS[chosen])
             with torch.device("meta"), quiet():
                 made: Any = maker.from_config(made_of, dtype=dtype, attn_implementation=name)
                 model: nn.Module = made.eval()
@@ -225,9 +237,10 @@ class _Passing(DynamicCache):  # type: ignore[misc]
     the forward's.
     """
 
-    def __init__(self, config: Any, held_len: int) -> None:
+    def __init__(self, config: Any, held_len: int, *, in_chunks: bool) -> None:
         super().__init__(config=config)
         self._held_len = held_len
+        self._in_chunks = in_chunks
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -246,10 +259,12 @@ class _Passing(DynamicCache):  # type: ignore[misc]
         return self._held_len
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if self._in_chunks:  # as `PolicyCache` tells a decoder
+            return query_length, self._held_len
         return self._held_len + query_length, 0
 
 
-@attrs.define
+@attrs.define(eq=False)
 class _Seen:
     """What was live in a layer."""
 
@@ -264,8 +279,9 @@ class _Seen:
 class _Watch:
     """Notes what is live in each layer of a forward."""
 
-    def __init__(self, live: LiveBytes, count: int) -> None:
+    def __init__(self, live: LiveBytes, count: int, chunk: ChunkAttention | None) -> None:
         self.live = live
+        self.chunk = chunk
         self.layers = [_Seen() for _ in range(count)]
         self.current: _Seen | None = None
 
@@ -290,15 +306,21 @@ class _Watch:
 _watching: ContextVar[_Watch] = ContextVar("watching")
 
 
-def _watched(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
+def _watched(attention: str) -> Callable[..., tuple[Tensor, None]]:
     """An attention function that computes nothing, and notes what is live behind it."""
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        output = kernel(module, query, key, value, *others, **kwargs)
+        watch = _watching.get()
+        if watch.chunk is not None and watch.current is not None and key.shape[2] > query.shape[2]:
+            tensors, index = (query, key, value), watch.layers.index(watch.current)
+            output = watch.chunk.attend(attention, KERNELS, index, module, tensors, **kwargs)
+            del tensors
+        else:
+            output = KERNELS[attention](module, query, key, value, *others, **kwargs)
         del query, key, value
-        _watching.get().attended()
+        watch.attended()
         return output, None
 
     return attend
@@ -346,11 +368,12 @@ def _kernel_output(query: Tensor, value: Tensor) -> Tensor:
 
 
 # By what they are called here: how masks are made, and what attends.
-ATTENTIONS: dict[str, tuple[Any, Callable[..., Tensor]]] = {
-    "sdpa": (sdpa_mask, _sdpa),
-    "flash": (flash_attention_mask, _flash),
-    "eager": (eager_mask, _eager),
+ATTENTIONS: dict[str, Any] = {
+    "sdpa": sdpa_mask,
+    "flash": flash_attention_mask,
+    "eager": eager_mask,
 }
+KERNELS: dict[str, Callable[..., Tensor]] = {"sdpa": _sdpa, "flash": _flash, "eager": _eager}
 
 
 def _extended(first: Activations, second: Activations, times: float) -> Activations:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ def deciding_bytes(
     *,
     dtype: torch.dtype,
     device: str = "cuda",
+    query_len: int | None = None,
 ) -> int:
     """The most bytes that a policy holds beside a layer's queries, keys and values.
 
@@ -44,19 +46,23 @@ def deciding_bytes(
         key_len: Tokens to choose from.
         dtype: Of queries, keys and values.
         device: ``"cuda"`` or ``"cpu"``: where the model is meant to run.
+        query_len: The most queries that it is shown, as of a prompt's last chunk; None for as many
+            as it asks for.
     """
     if not layer.query_heads or not layer.token_elements:
         return 0
-    if device == "cpu":
-        return _measured(policy, _context(policy, layer, place, key_len, dtype, "cpu"))
-    if key_len <= LONGER:
-        return _measured(policy, _context(policy, layer, place, key_len, dtype, "cpu"))
-    contexts = [_context(policy, layer, place, n, dtype, "cpu") for n in (SHORT, LONGER)]
+
+    def shown(length: int, on: str) -> LayerContext:
+        return _context(policy, layer, place, length, dtype, on, query_len)
+
+    if device == "cpu" or key_len <= LONGER:
+        return _measured(policy, shown(key_len, "cpu"))
+    contexts = [shown(n, "cpu") for n in (SHORT, LONGER)]
     times = (key_len - SHORT) / (LONGER - SHORT)
     scoring = 0
     if policy.scorer is not None and _needs_saliency(policy, place):
         try:
-            scoring = _scored(policy, layer, place, key_len, dtype)
+            scoring = _scored(policy, key_len, lambda length: shown(length, "meta"))
         except (NotImplementedError, RuntimeError):  # it looks at numbers
             low, high = (_measured(policy, each) for each in contexts)
             return _on_line(low, high, times)
@@ -64,22 +70,13 @@ def deciding_bytes(
     return max(scoring, _on_line(low, high, times))
 
 
-def _scored(
-    policy: CachePolicy,
-    layer: LayerShape,
-    place: tuple[int, int],
-    key_len: int,
-    dtype: torch.dtype,
-) -> int:
+def _scored(policy: CachePolicy, key_len: int, shown: Callable[[int], LayerContext]) -> int:
     """The most bytes of scoring on a GPU."""
-
-    def at(length: int) -> int:
-        return _scoring(policy, _context(policy, layer, place, length, dtype, "meta"))
-
     if key_len <= SCORED_LONGER:
-        return at(key_len)
+        return _scoring(policy, shown(key_len))
     times = (key_len - SCORED_SHORT) / (SCORED_LONGER - SCORED_SHORT)
-    return _on_line(at(SCORED_SHORT), at(SCORED_LONGER), times)
+    low, high = (_scoring(policy, shown(length)) for length in (SCORED_SHORT, SCORED_LONGER))
+    return _on_line(low, high, times)
 
 
 def _on_line(low: int, high: int, times: float) -> int:
@@ -99,9 +96,10 @@ def _context(
     key_len: int,
     dtype: torch.dtype,
     device: str,
+    most: int | None,
 ) -> LayerContext:
-    shown = policy.num_queries
-    query_len = key_len if shown is None else min(shown, key_len)
+    asked = (policy.num_queries, key_len, most)
+    query_len = min(each for each in asked if each is not None)
     if device == "meta":
         query_len = min(query_len, MOST_PAIRS // key_len)
 

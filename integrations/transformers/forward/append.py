@@ -95,6 +95,7 @@ class Forward:
 
     acts = False  # whether the policy does, on this forward
     in_prompt = False  # whether its tokens are a prompt's
+    missing = 0  # of a prompt in chunks, the columns from the forward's first on; 0: not known
 
     def __init__(
         self,
@@ -594,7 +595,7 @@ class Forward:
         if self._packed:
             self._pending = Unpacked.pair(layer.append_packed(keys, values))
             return self._pending
-        keys, values = layer.append(keys, values, self._before)
+        keys, values = layer.append(keys, values, self._before, self.missing)
         if isinstance(layer, IndexedLayer):
             layer.attend_to(keys)
         if self._temperatures[index] is not None or self._told is not None:

@@ -118,7 +118,7 @@ class Blocks:
         seen = key_len if self.window is None else min(self.window + query_len, key_len)
         heads = 1 if self.keys is None or self.keys.shape[1] == 1 else query.shape[1]
         if self._may_be_joined(attend, query, key, value, kwargs):
-            return _joined(query, key, value, kwargs.get("scaling"))
+            return joined(query, key, value, kwargs.get("scaling"))
         count = min(block_len(query, seen, heads, self.implementation), query_len)
         outputs = []
         # The longest first: what it has freed, all others fit into.
@@ -139,13 +139,11 @@ class Blocks:
     def _may_be_joined(
         self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]
     ) -> bool:
-        """Whether `_joined` does what the module's attention function would do."""
-        plain = attend is sdpa_attention_forward and not how.get("dropout")
-        beside = any(how.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
+        """Whether `joined` does what the module's attention function would do."""
         alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
         graph = torch.is_grad_enabled() and query.requires_grad
-        here = query.device.type == "cpu" and _KERNEL is not None and self.keys is None
-        return here and plain and alike and not (beside or graph)
+        here = query.device.type == "cpu" and self.keys is None
+        return here and joins(attend, how) and alike and not graph
 
     def _first_key(self, block: slice) -> int:
         """The first key that any query of a block sees through the window."""
@@ -168,7 +166,19 @@ class Blocks:
         return seen.mask(self.implementation, query.dtype)
 
 
-def _joined(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+def joins(attend: Attend, how: dict[str, Any]) -> bool:
+    """Whether `joined` may stand for an attention function on a processor.
+
+    Args:
+        attend: The function.
+        how: What a module gives it besides queries, keys and values.
+    """
+    plain = attend is sdpa_attention_forward and not how.get("dropout")
+    beside = any(how.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
+    return _KERNEL is not None and plain and not beside
+
+
+def joined(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Attention to what was before without a mask, to the queries' own keys in their order.
 
     A mask, which the processor's kernel reads for every product, takes half as long again. Both

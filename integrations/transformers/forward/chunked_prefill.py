@@ -58,12 +58,22 @@ class Chunks:
 
         Args:
             valid: ``[batch, new_len]`` bool, the chunk's columns.
-            queries: By layer, ``[batch, query_heads, new_len, head_dim]``.
+            queries: By layer, those of the chunk from `first_needed` on.
             carried: By layer, what is carried with it.
         """
-        lens = valid.sum(dim=1)
+        lens, own = valid.sum(dim=1), self.first_needed(valid)
+        if own:  # the chunk alone has all queries
+            return Chunks(
+                self.num_queries,
+                self.columns + valid.shape[1],
+                lens if self.row_lens is None else self.row_lens + lens,
+                valid[:, own:],
+                queries,
+                carried,
+                self.staged,
+            )
         columns = valid if self.valid is None else torch.cat([self.valid, valid], dim=1)
-        first = self._first_needed(columns)
+        first = self.first_needed(columns)
         return Chunks(
             self.num_queries,
             self.columns + valid.shape[1],
@@ -81,8 +91,11 @@ class Chunks:
         held = self.queries.get(index)
         return queries if held is None else torch.cat([held, queries], dim=2)
 
-    def _first_needed(self, valid: Tensor) -> int:
-        """The last column from which on every row has all the queries the policy looks at."""
+    def first_needed(self, valid: Tensor) -> int:
+        """The last column from which on every row has all the queries the policy looks at.
+
+        0 where there are not as many.
+        """
         if self.num_queries is None:
             return 0
         enough = valid.flip(1).cumsum(dim=1).flip(1) >= self.num_queries
@@ -171,13 +184,21 @@ class ChunkForward(ActingForward):
     """A forward over a chunk that does not end its prompt: appended, its queries remembered.
 
     The last layer is run for the tokens whose outputs are asked for.
+
+    Args:
+        args: See `ActingForward`.
+        chunks: Those before it.
+        missing: Columns of the prompt that are still to be read, the chunk's among them.
+        kwargs: See `ActingForward`.
     """
 
     acts = False
 
-    def __init__(self, *args: Any, chunks: Chunks, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, chunks: Chunks, missing: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.missing = missing
         self._chunks = chunks
+        self._first_needed = chunks.first_needed(self.new_valid)
         self._queries: dict[int, Tensor] = {}
         self._carried: dict[int, Tensor] = {}
 
@@ -215,7 +236,8 @@ class ChunkForward(ActingForward):
             context = attrs.evolve(context, carried=_reaching_to(before, context))
             self._carried[index] = self._carry_on(context)
         elif self.policy.num_queries != 0:
-            self._queries[index] = queries
+            first = self._first_needed
+            self._queries[index] = queries[:, :, first:].clone() if first else queries
         self._pending = None
 
     def _carry_on(self, context: LayerContext) -> Tensor:

@@ -190,10 +190,7 @@ class ActingForward(Forward):
             return self._pending
         layer = self.layers[index]
         self._updated.add(index)
-        if layer.held is not None:
-            held_keys, held_values = layer.held.read()
-            keys = torch.cat([held_keys, keys], dim=2)
-            values = torch.cat([held_values, values], dim=2)
+        keys, values = layer.join(keys, values)
         if self._order is not None:
             keys, values = gather_slots(keys, self._order), gather_slots(values, self._order)
         self._pending = keys, values

@@ -412,7 +412,11 @@ class Reader:
             return self._take_up_stage(arguments, incoming, kind, ends=ends)
         if not ends:
             chunks = self.chunks or Chunks(self.placed.num_queries)
-            chunk = ChunkForward(self.placed, self.layers, incoming, chunks=chunks, **kind)
+            assert self.prompt_end is not None
+            missing = self.prompt_end - self.seen
+            chunk = ChunkForward(
+                self.placed, self.layers, incoming, chunks=chunks, missing=missing, **kind
+            )
             return chunk, incoming.arguments
         if self.chunks is not None:
             chunks = self.chunks
@@ -448,8 +452,8 @@ class Reader:
         if ends:
             assert self.chunks is not None
             return prefill.end(incoming, self.chunks)
-        prompt_len = self.prompt_end - self.seen
-        return prefill.chunk(incoming, self.chunks, prompt_len), incoming.arguments
+        missing = self.prompt_end - self.seen
+        return prefill.chunk(incoming, self.chunks, missing), incoming.arguments
 
     def _begin(self, forward: Forward) -> None:
         self._forward = forward

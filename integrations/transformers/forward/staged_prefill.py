@@ -83,18 +83,18 @@ class StagedPrefill:
     begin: Callable[[StageForward], None]
     records: bool
 
-    def chunk(self, incoming: Incoming, chunks: Chunks | None, prompt_len: int) -> StageChunk:
+    def chunk(self, incoming: Incoming, chunks: Chunks | None, missing: int) -> StageChunk:
         """The forward over a chunk that does not end the prompt.
 
         Args:
             incoming: The chunk.
             chunks: Those before it; None for none.
-            prompt_len: Columns of the whole prompt.
+            missing: Columns of the prompt that are still to be read, the chunk's among them.
         """
         if chunks is None:
             self._check(incoming)
             staged = StagedPrompt(
-                self._stages(incoming, prompt_len),
+                self._stages(incoming, missing),
                 incoming.tokens,
                 tuple(layer.state() for layer in self.layers),
             )
@@ -103,7 +103,13 @@ class StagedPrefill:
         stage = chunks.staged.stages[0]
         piece = Piece(stage, stage.looks, nested=False, inputs=self._inputs(incoming))
         return StageChunk(
-            self.policy, self.layers, incoming, chunks=chunks, piece=piece, **self.kind
+            self.policy,
+            self.layers,
+            incoming,
+            chunks=chunks,
+            missing=missing,
+            piece=piece,
+            **self.kind,
         )
 
     def end(self, incoming: Incoming, chunks: Chunks) -> tuple[StageEnd, dict[str, Any]]:
@@ -277,7 +283,13 @@ class _Stages:
             tokens = attrs.evolve(tokens, appended=torch.cat([tokens.appended, positions], dim=1))
             piece = self._piece(stage, reach, columns, looks=looks, tokens=tokens, started=started)
             forward = StageChunk(
-                prefill.policy, prefill.layers, incoming, chunks=chunks, piece=piece, **prefill.kind
+                prefill.policy,
+                prefill.layers,
+                incoming,
+                chunks=chunks,
+                missing=reach.columns.shape[1] - columns.start,
+                piece=piece,
+                **prefill.kind,
             )
             prefill._run(forward, incoming.arguments)
             chunks = forward.chunks

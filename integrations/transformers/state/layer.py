@@ -63,6 +63,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.room = room
         self._held: Held | None = None
         self._loose: Loose | None = None
+        # What `join` has shown, and how it is held already.
+        self._joined: tuple[Tensor, Held] | None = None
         self.is_initialized = False
         self.padded = False
         self.ragged = False
@@ -194,11 +196,14 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
                 slots = torch.arange(chosen.shape[2], device=chosen.device)
                 kept = torch.where(valid, slots, -1)
             held: Held = Packed.of(self.storage, keys, values, kept, appended)
+        elif kept is None and self._joined is not None and self._joined[0] is keys:
+            held = self._joined[1]
         elif kept is None:
             held = self.storage.hold(keys, values)
         else:
             held = self.storage.hold(gather_slots(keys, kept), gather_slots(values, kept))
         self.held = held.with_room(room)
+        self._joined = None
         self._chosen = chosen
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
@@ -221,20 +226,48 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             self.load(keys.to(device), values.to(device), self._chosen.to(device), tokens)
             self.observed = self.observed.to(device)
 
-    def append(self, keys: Tensor, values: Tensor, tokens: SeenTokens) -> tuple[Tensor, Tensor]:
+    def append(
+        self, keys: Tensor, values: Tensor, tokens: SeenTokens, missing: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """Add the tokens of one forward behind what is held, and return all of it.
 
         Args:
             keys: ``[batch, kv_heads, new_len, head_dim]``.
             values: Likewise.
             tokens: Those seen before.
+            missing: How many are to come, these among them, so that there is memory for them at
+                once: buffers that grow are held twice, since what a failure goes back to stays. 0
+                where that is not known.
         """
+        room = self.room + (0 if keys.requires_grad else missing)
         if self.held is None:  # the first chunk of a first prompt
             empty = tokens.appended[:, None, :0].expand(-1, keys.shape[1], -1).to(keys.device)
-            self.store(keys[:, :, :0], values[:, :, :0], empty, empty)
+            self.store(keys[:, :, :0], values[:, :, :0], empty, empty, room=room)
+        elif missing and not keys.requires_grad:
+            self.held = self.held.with_room(room)
         assert self.held is not None
         self.held = self.held.appended(keys, values)
         return self.held.read()
+
+    def join(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """All that is held with the tokens of one forward behind; `store` is to keep some of it.
+
+        Where there is memory for them, they are written behind what is held.
+
+        Args:
+            keys: ``[batch, kv_heads, new_len, head_dim]``.
+            values: Likewise.
+        """
+        held = self.held
+        if held is None:
+            return keys, values
+        if isinstance(held, Plain) and held.has_room_for(keys, values):
+            whole = held.appended(keys, values)
+            keys, values = whole.read()
+            self._joined = keys, whole
+            return keys, values
+        held_keys, held_values = held.read()
+        return torch.cat([held_keys, keys], dim=2), torch.cat([held_values, values], dim=2)
 
     def append_packed(self, keys: Tensor, values: Tensor) -> Packed:
         """As `append`, where rows and heads are held without padding; nothing is unpacked."""
@@ -321,6 +354,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def restore(self, state: State) -> None:
         """Bring the layer back to the moment of `state`."""
         self.held, self._chosen, self.padded, self.ragged, self._tokens, self.observed = state
+        self._joined = None
         self.is_initialized = self.held is not None
 
     def nbytes(self) -> int:

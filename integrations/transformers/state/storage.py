@@ -280,6 +280,10 @@ class Plain(Held):
         after = self.length + count
         return self if self._has_room(after) else self._in_buffers(after)
 
+    def has_room_for(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether more tokens can be written behind what is held, and nothing is copied."""
+        return self._may_write(keys, values) and self._has_room(self.length + keys.shape[2])
+
     def moved(self, capacity: int) -> Plain:
         """The same in buffers of its own, of a capacity."""
         return self._in_buffers(capacity)
