@@ -298,7 +298,8 @@ class ModelParts:
                 )
                 raise UnsupportedModelError(
                     f"every layer must have full attention where {policy} turns keys to positions "
-                    f"without gaps, but layer {index} has {kind.name}{scaled}; use gapless=False"
+                    f"without gaps, but layer {index} is of the kind {kind.name}{scaled}; use "
+                    "gapless=False"
                 )
 
     def check_logits(self, policy: CachePolicy, keep_last: int | None) -> None:

@@ -378,10 +378,13 @@ def test_declarations_that_do_not_fit() -> None:
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("mistral_sliding", "full attention where StreamingLLM.* layer 0 has sliding window"),
-        ("qwen3_next", "layer 0 has recurrent"),
-        ("deepseek_v3", "layer 0 has latent attention"),
-        ("llama4_text_mixed", "layer 0 has chunked attention"),
+        (
+            "mistral_sliding",
+            "full attention where StreamingLLM.* layer 0 is of the kind sliding window",
+        ),
+        ("qwen3_next", "layer 0 is of the kind recurrent"),
+        ("deepseek_v3", "layer 0 is of the kind latent attention"),
+        ("llama4_text_mixed", "layer 0 is of the kind chunked attention"),
         ("gpt2", "layer 0 is given no rotary embedding.*gapless=False"),
         ("qwen2_vl", "its rotary positions have several axes"),
     ],
