@@ -27,6 +27,7 @@ from kvpolicy.policies.methods.r_kv import RKV
 from kvpolicy.policies.methods.random import Random
 from kvpolicy.policies.methods.slim_infer import SlimInfer
 from kvpolicy.policies.methods.snapkv import SnapKV
+from kvpolicy.policies.methods.spire_kv import SpireKV
 from kvpolicy.policies.methods.streaming_llm import StreamingLLM
 from kvpolicy.policies.methods.tova import TOVA
 from kvpolicy.policies.methods.uni_prefill import UniPrefill
@@ -129,6 +130,7 @@ __all__ = [
     "SinkAndRecentSelector",
     "SlimInfer",
     "SnapKV",
+    "SpireKV",
     "StagedPropagation",
     "StreamingLLM",
     "SumScorer",

@@ -170,8 +170,8 @@ def method(name: str) -> Composition:
 METHODS = (
     FULL, FASTKV, "snapkv", "pyramid_kv", "ada_kv", "h2o", "tova", "key_diff", "streaming_llm",
     "gem_filter", "pyramid_infer", "lag_kv", "cur_dkv", "chunk_kv", "claa", "uni_prefill",
-    "prompt_distill", "lazy_llm", "expected_attention", "compactor", "critical_kv", "kv_zip",
-    "random",
+    "prompt_distill", "lazy_llm", "expected_attention", "compactor", "critical_kv", "kvzip",
+    "spire_kv", "random",
 )  # fmt: skip
 # The scorers alone; selectors on the best of them; droppers; and what combines the best of each.
 GRID = (

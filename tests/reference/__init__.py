@@ -10,7 +10,7 @@ from .gapless import GaplessState
 from .gem_filter import GemFilter
 from .generation import ReferenceState, TurnResult
 from .head_budgets import AdaKV
-from .layer_budgets import PyramidKV
+from .layer_budgets import PyramidKV, SpireKV
 from .methods import FastKV, FullContext, Method, SnapKV, StreamingLLM
 from .models import FAMILIES, PAD_TOKEN_ID, VOCAB_SIZE, Family, random_tokens, tiny_model
 from .pyramid import PyramidInfer
@@ -50,6 +50,7 @@ __all__ = [
     "Scored",
     "SlimInfer",
     "SnapKV",
+    "SpireKV",
     "Staged",
     "StreamingLLM",
     "Together",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .methods import LayerView, SnapKV
+from .methods import Choice, LayerView, SnapKV, pass_on
 from .selection import budget
 
 
@@ -29,6 +29,27 @@ class PyramidKV(SnapKV):
         most = layer.seen - protected
         shares = free_places(mean - protected, most, layer.num_layers, self.beta)
         return min(available, protected + shares[layer.layer_idx])
+
+
+@dataclass(frozen=True)
+class SpireKV(PyramidKV):
+    """PyramidKV; after one layer only the most salient of the new tokens go on.
+
+    Attributes:
+        tsp_layer: the layer after which tokens are dropped.
+        tsp_rate: fraction of all tokens seen that goes on.
+    """
+
+    tsp_layer: int = 1
+    tsp_rate: float = 0.1
+
+    def choose(self, layer: LayerView) -> Choice:
+        """As PyramidKV; at `tsp_layer` also the tokens to pass on."""
+        choice = super().choose(layer)
+        if layer.layer_idx != self.tsp_layer:
+            return choice
+        passed, gap = pass_on(self, layer, self.tsp_rate)
+        return Choice(choice.kept, passed, min(choice.margin, gap))
 
 
 def free_places(mean: int, most: int, num_layers: int, beta: int) -> list[int]:

@@ -30,6 +30,7 @@ from kvpolicy.policies import (
     PyramidKV,
     SlimInfer,
     SnapKV,
+    SpireKV,
     StagedPropagation,
     StreamingLLM,
     TokenSelectivePropagation,
@@ -104,6 +105,10 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
     "ada_kv": (
         AdaKV(0.33, window_size=4, kernel_size=3),
         reference.AdaKV(0.33, window_size=4, kernel_size=3),
+    ),
+    "spire_kv": (
+        SpireKV(1, 0.3, 4, 3, tsp_rate=0.4),
+        reference.SpireKV(0.3, window_size=4, kernel_size=3, tsp_layer=1, tsp_rate=0.4),
     ),
     "two_stages": (
         CachePolicy(

@@ -1,0 +1,84 @@
+"""SpireKV: FastKV with the parts that answered most in this project's own study."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvpolicy.budgets import DefaultRate
+from kvpolicy.policies.documentation import documented
+from kvpolicy.policies.methods.method import Method, Parts
+from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
+from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
+from kvpolicy.policies.selectors.pyramid import PyramidSelector
+
+# What goes on at least, as a fraction of the context, where it is not said.
+LEAST_PASSED = 0.1
+
+
+@documented
+@attrs.frozen
+class SpireKV(Method):
+    """FastKV with half the window, half of what goes on, and budgets that fall with depth.
+
+    After layer ``tsp_layer`` only the observation window goes on and the tokens with the highest
+    window saliency, averaged over all query heads, as under `FastKV`; every layer keeps keys and
+    values by the same saliency, the lower layers more and the upper fewer, as under `PyramidKV`.
+
+    Args:
+        tsp_layer: Index of the layer after which tokens are dropped, from 0; None for
+            ``num_layers // 2 - 1``.
+        retention_rate: Fraction of the context that layers keep on average, in (0, 1].
+        window_size: Tokens of the observation window, at least 1.
+        kernel_size: Width of the max-pooling, odd.
+        beta: How steep the budgets fall, at least 1; see `PyramidSelector`.
+        tsp_rate: Fraction of the context that goes on, in (0, 1], at least the retention; None for
+            0.1, or as much as is kept where that is more.
+        tsp_tokens: Number of tokens that go on, at least 1, in place of the rate.
+        retention_tokens: Number of tokens that layers keep on average, at least 1, in place of the
+            rate; as many go on where nothing else is said.
+        protect: First tokens of the context that are always kept and always go on, at least 0.
+
+    Raises:
+        TypeError: An argument is not of its type.
+        ValueError: An argument is out of its range, both forms of a budget are given, or the
+            retention exceeds what goes on.
+
+    Example:
+        >>> SpireKV(tsp_layer=15).prefill_compute_rate(num_layers=32)
+        0.55
+
+    Source: the front study of this project, docs/front.md: of the compositions of published parts
+    that were tried, the one that answered most questions at a given size and cost.
+    """
+
+    tsp_layer: int | None = None
+    retention_rate: float | None = DefaultRate(0.1)
+    window_size: int = 4
+    kernel_size: int = 7
+    beta: int = 20
+    tsp_rate: float | None = attrs.field(default=None, kw_only=True)
+    tsp_tokens: int | None = attrs.field(default=None, kw_only=True)
+    retention_tokens: int | None = attrs.field(default=None, kw_only=True)
+    protect: int = attrs.field(default=0, kw_only=True)
+
+    def _parts(self) -> Parts:
+        selector = PyramidSelector(
+            self.retention_rate,
+            self.window_size,
+            self.retention_tokens,
+            self.beta,
+            protect=self.protect,
+        )
+        kept, rate, tokens = selector.mean_budget, self.tsp_rate, self.tsp_tokens
+        if rate is None and tokens is None:
+            rate = None if kept.rate is None else max(LEAST_PASSED, kept.rate)
+            tokens = kept.tokens
+        propagation = TokenSelectivePropagation(
+            self.tsp_layer, rate, self.window_size, tokens, protect=self.protect
+        )
+        if kept.exceeds(propagation.budget):  # budgets differ by layer: the policy compares none
+            raise ValueError(
+                "retention_rate must not exceed tsp_rate, since layers after the drop cannot keep "
+                f"more tokens than reach them, got {kept.amount} and {propagation.budget.amount}"
+            )
+        return WindowMaxPoolScorer(self.window_size, self.kernel_size), selector, propagation
