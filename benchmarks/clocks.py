@@ -94,7 +94,7 @@ class TimedPolicy(CachePolicy):
 
     def __init__(self, policy: CachePolicy, device: torch.device) -> None:
         parts = policy.scorer, policy.selector, policy.propagation
-        super().__init__(*parts, reading=policy.reading)
+        super().__init__(*parts, reading=policy.reading, gapless=policy.gapless)
         object.__setattr__(self, "_on_cuda", device.type == "cuda")
         object.__setattr__(self, "_spans", [])
 

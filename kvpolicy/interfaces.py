@@ -128,6 +128,14 @@ class KVSelector(Part, abc.ABC):
         return False
 
     @property
+    def equal_counts(self) -> bool:
+        """Whether it keeps as many tokens of a row in all heads of all layers.
+
+        If all tokens reach them. A policy without gaps needs it, see `CachePolicy`.
+        """
+        return False
+
+    @property
     def is_bounded(self) -> bool:
         """Whether what is kept does not grow with the context: a budget is a number of tokens."""
         return self.budget is not None and self.budget.tokens is not None

@@ -16,6 +16,7 @@ from kvpolicy.brief import brief
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.decoding import DecodingEviction, check_tail
+from kvpolicy.gapless import check_acting, check_gapless
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 from kvpolicy.later import Undecided, check_later, kept_of_all
 from kvpolicy.repetition import Repetition
@@ -57,13 +58,17 @@ class CachePolicy:
         decoding: How a layer is kept bounded while an answer is decoded; None lets it grow.
         reading: A second reading of every prompt, by which the selector's saliency is made; None
             for that of the prompt itself.
+        gapless: Whether the keys that a layer keeps are turned to positions 0, 1, ..., in their
+            order, and what follows stands behind them: rotary positions then count what is held,
+            not what was read. Every head of every layer must keep as many.
 
     Raises:
-        TypeError: A part is not of its kind.
+        TypeError: A part is not of its kind, or ``gapless`` not a bool.
         ValueError: The parts do not fit: a saliency, of the layer or of those before, is needed
             and there is no scorer; the scorer leaves a tail unscored that is not protected; the
             layers after a drop receive fewer tokens than they are to keep; a second reading finds
-            nothing to be scored by it.
+            nothing to be scored by it; gaps are to be closed, and heads or layers may hold unlike
+            numbers of tokens, or the answer is bounded, or the prompt read again.
 
     Example:
         >>> from kvpolicy.policies import GQAGroupSelector, PassAllPropagation, WindowMaxPoolScorer
@@ -79,6 +84,7 @@ class CachePolicy:
     propagation: PropagationPolicy
     decoding: DecodingEviction | None = None
     reading: Repetition | None = None
+    gapless: bool = attrs.field(default=False, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         if self.scorer is not None:
@@ -102,6 +108,9 @@ class CachePolicy:
                 )
         self._check_budgets()
         check_later(self.scorer, self.selector, self.reading)
+        check_kind("gapless", self.gapless, bool)
+        if self.gapless:
+            check_gapless(self.selector, self.propagation, self.decoding, self.reading)
 
     def __str__(self) -> str:
         kind = type(self)
@@ -112,6 +121,8 @@ class CachePolicy:
             parts.append(f"decoding={brief(self.decoding)}")
         if self.reading is not None:
             parts.append(f"reading={brief(self.reading)}")
+        if self.gapless:
+            parts.append("gapless=True")
         return f"{kind.__name__}({', '.join(parts)})"
 
     def _check_budgets(self) -> None:
@@ -197,7 +208,7 @@ class CachePolicy:
             TypeError: ``num_layers`` is not an int, or ``acting_layers`` no frozenset.
             ValueError: It is below 1, a layer lies outside the model, or the prefill restarts at
                 none of its layers or at several; or tokens are dropped of a prompt that is to be
-                read again.
+                read again, or where gaps are to be closed.
         """
         check_count("num_layers", num_layers, minimum=1)
         named = self.propagation.acting_layers(num_layers)
@@ -217,6 +228,8 @@ class CachePolicy:
                 f"reading must be None where tokens are dropped, as {self.propagation} does, since "
                 f"a second reading needs the keys of all, got {self.reading}"
             )
+        if self.gapless:
+            check_acting(self.propagation, acting)
         if self.propagation.restarts and len(acting) != 1:
             raise ValueError(
                 f"acting_layers of {self.propagation} must be exactly one, since it restarts the "

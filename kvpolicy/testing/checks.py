@@ -170,8 +170,22 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
             check_alone(component, context, saliency)
         if component.is_bounded:
             _check_bounded(component, context, saliency)
+        if component.equal_counts:
+            _check_equal_counts(context, protected, kept)
 
     run()
+
+
+def _check_equal_counts(context: LayerContext, protected: Tensor, kept: Tensor) -> None:
+    """Heads keep as many tokens of a row, where as many reach them and are protected."""
+    shown = torch.stack([context.valid.sum(dim=-1), protected.sum(dim=-1)])
+    alike = (shown == shown[:, :, :1]).all(dim=0)  # as the first head
+    counts = (kept >= 0).sum(dim=-1)
+    require(
+        bool(((counts == counts[:, :1]) | ~alike).all()),
+        "a selector that declares equal_counts must keep as many tokens in all heads of a row, "
+        f"got {counts.tolist()}",
+    )
 
 
 def _check_bounded(component: KVSelector, context: LayerContext, saliency: Tensor) -> None:

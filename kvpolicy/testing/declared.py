@@ -54,6 +54,7 @@ def check_selector_declares(selector: KVSelector) -> None:
     _check_shared(selector)
     _require_flag("is_bounded", selector.is_bounded)
     _require_flag("decides_together", selector.decides_together)
+    _require_flag("equal_counts", selector.equal_counts)
 
 
 def check_propagation_declares(propagation: PropagationPolicy) -> None:

@@ -54,6 +54,7 @@ kernel_size=7)
     propagation: PropagationPolicy = attrs.field(init=False, eq=False, repr=False)
     decoding: DecodingEviction | None = attrs.field(default=None, kw_only=True, converter=_as_given)
     reading: Repetition | None = attrs.field(default=None, init=False, eq=False, repr=False)
+    gapless: bool = attrs.field(default=False, init=False, eq=False, repr=False)
 
     def __str__(self) -> str:
         tokens = None if self.decoding is None else _tokens_of(self.decoding.selector)

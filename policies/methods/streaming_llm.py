@@ -20,15 +20,19 @@ class StreamingLLM(Method):
 
     Args:
         num_sinks: First tokens that are always kept, at least 0.
+        gapless: Whether positions are renumbered within the cache when the prompt has ended, as in
+            the paper; see `CachePolicy`. Not together with ``decoding``.
 
     Example:
         >>> StreamingLLM(retention_tokens=2048).selector.num_sinks
         4
+        >>> print(StreamingLLM(retention_tokens=2048, gapless=True))
+        StreamingLLM(retention_tokens=2048, gapless=True)
 
     Source: Efficient Streaming Language Models with Attention Sinks (arXiv 2309.17453). The paper
     evicts at every step and renumbers positions within the cache; here, as in FastKV's comparison,
-    the prompt is cut once and tokens keep their positions. With ``decoding`` the window rolls: the
-    oldest but the sinks go whenever another 128 tokens have come.
+    the prompt is cut once and tokens keep their positions, unless ``gapless``. With ``decoding``
+    the window rolls: the oldest but the sinks go whenever another 128 tokens have come.
     """
 
     paper: ClassVar[str] = "arXiv 2309.17453"
@@ -37,6 +41,7 @@ class StreamingLLM(Method):
     num_sinks: int = 4
     retention_tokens: int | None = attrs.field(default=None, kw_only=True)
     protect: int = attrs.field(default=0, kw_only=True)
+    gapless: bool = attrs.field(default=False, kw_only=True)
 
     def _parts(self) -> Parts:
         selector = SinkAndRecentSelector(

@@ -56,6 +56,11 @@ class CriticalSelector(WrappingSelector):
         check_amount("epsilon", self.epsilon)
 
     @property
+    def equal_counts(self) -> bool:
+        """As the selector."""
+        return self.selector.equal_counts
+
+    @property
     def needs_saliency(self) -> bool:
         """Yes."""
         return True

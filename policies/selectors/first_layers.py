@@ -50,6 +50,11 @@ class FirstLayersWholeSelector(WrappingSelector):
         return None if self.whole_layers else self.selector.budget
 
     @property
+    def equal_counts(self) -> bool:
+        """Only where no layer is whole, and the selector does."""
+        return self.whole_layers == 0 and self.selector.equal_counts
+
+    @property
     def is_bounded(self) -> bool:
         """Only where no layer is whole, and the selector is."""
         return self.whole_layers == 0 and self.selector.is_bounded

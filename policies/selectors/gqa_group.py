@@ -60,6 +60,11 @@ class GQAGroupSelector(KVSelector):
         """How many tokens each row keeps."""
         return Budget(self.retention_rate, self.retention_tokens)
 
+    @property
+    def equal_counts(self) -> bool:
+        """Yes."""
+        return True
+
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         assert saliency is not None

@@ -24,6 +24,11 @@ class KeepAllSelector(KVSelector):
         """No."""
         return False
 
+    @property
+    def equal_counts(self) -> bool:
+        """Yes."""
+        return True
+
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Return the indices of all that is no padding; see `KVSelector.select`."""
         valid = context.valid

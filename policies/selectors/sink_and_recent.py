@@ -31,7 +31,8 @@ class SinkAndRecentSelector(KVSelector):
         False
 
     Source: StreamingLLM (arXiv 2309.17453), section 3. Tokens keep their original rotary
-    positions here, where the paper renumbers them within the cache.
+    positions here, where the paper renumbers them within the cache: see ``gapless`` of
+    `CachePolicy`.
     """
 
     paper: ClassVar[str] = "arXiv 2309.17453"
@@ -65,6 +66,11 @@ class SinkAndRecentSelector(KVSelector):
         """The sinks and those of ``protect``; see `KVSelector.protected`."""
         sinks = context.valid & (context.valid.cumsum(dim=-1) <= self.num_sinks)
         return sinks | super().protected(context)
+
+    @property
+    def equal_counts(self) -> bool:
+        """Yes."""
+        return True
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""

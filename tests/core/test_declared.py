@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext
 from kvpolicy.policies import (
+    AdaptiveHeadSelector,
     GQAGroupSelector,
     KeepAllSelector,
     PassAllPropagation,
@@ -58,7 +59,9 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "wanted"), SHARED)
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"), [*SHARED, ("equal_counts", 1, "True or False")]
+)
 def test_properties_of_a_selector(name: str, value: object, wanted: str) -> None:
     with pytest.raises(AssertionError, match=f"{name} must be {wanted}.*, got {value}"):
         check_selector(with_property(GQAGroupSelector, name, value))
@@ -75,6 +78,12 @@ def test_properties_of_a_selector(name: str, value: object, wanted: str) -> None
 def test_properties_of_a_propagation_policy(name: str, value: object, wanted: str) -> None:
     with pytest.raises(AssertionError, match=f"{name} must be {wanted}.*, got {value}"):
         check_propagation(with_property(TokenSelectivePropagation, name, value))
+
+
+def test_equal_counts_are_equal() -> None:
+    shares = with_property(AdaptiveHeadSelector, "equal_counts", True)
+    with pytest.raises(AssertionError, match="must keep as many tokens in all heads of a row"):
+        check_selector(shares)
 
 
 def test_a_budget_is_one() -> None:

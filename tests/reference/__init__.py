@@ -6,6 +6,7 @@ they agree only where both follow the description.
 
 from .dense import Act, causal_visible, dense_masked_logits, visible_after
 from .droppers import CLAA, LazyLLM, PromptDistill, SlimInfer, UniPrefill
+from .gapless import GaplessState
 from .gem_filter import GemFilter
 from .generation import ReferenceState, TurnResult
 from .head_budgets import AdaKV
@@ -35,6 +36,7 @@ __all__ = [
     "Family",
     "FastKV",
     "FullContext",
+    "GaplessState",
     "GemFilter",
     "KeyDiff",
     "LagKV",

@@ -288,6 +288,8 @@ class Forward:
         places = everything = self._every_position
         if self._gapless is not None:
             places = self._gapless.places(everything[:, None])[:, 0]
+        elif self._before.skipped is not None:
+            places = (everything - self._before.skipped[:, None]).clamp(min=0)
         self._asked.find(layer, entering, places, everything >= 0)
 
     def _rotary_of(self, layer: PolicyLayer) -> LayerRotary:

@@ -19,6 +19,7 @@ from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.rotary import (
     Form,
     Turns,
+    changes_with_length,
     channels_of,
     frequencies_of,
     has_axes,
@@ -41,7 +42,7 @@ class Asked:
     Args:
         parts: The model.
         policy: The policy.
-        rotary: Whether a part turns keys or queries.
+        rotary: Whether a part turns keys or queries, or the cache those that are kept.
         output_weight: Whether a part reads the weights of output projections.
         known: Rotary embeddings that layers were given, and the frequencies found of each.
     """
@@ -61,6 +62,7 @@ class Asked:
         """
         later = policy.decoding
         rotary = policy.needs_rotary or (later is not None and later.needs_rotary)
+        rotary = rotary or policy.gapless
         weight = policy.needs_output_weight or (later is not None and later.needs_output_weight)
         if not (rotary or weight):
             return None
@@ -69,6 +71,8 @@ class Asked:
             asked._refuse("some layers call attention functions of their own")
         if rotary and has_axes(parts.config):
             asked._refuse("its rotary positions have several axes, as those of an image's tokens")
+        if policy.gapless and changes_with_length(parts.config):
+            asked._refuse("its rotary frequencies change with the length of what is read")
         if later is not None and later.needs_rotary and policy.propagation.restarts:
             asked._refuse("behind a restart, keys that are held were turned at other positions")
         return asked
@@ -80,8 +84,12 @@ class Asked:
             UnsupportedModelError: It is not.
         """
         skipped = tokens.skipped
-        if self.rotary and skipped is not None and bool(skipped.any()):
+        if not self.rotary or skipped is None or not bool(skipped.any()):
+            return
+        if not self.policy.gapless:
             self._refuse("a restart in an earlier turn has read tokens at other positions")
+        if self.policy.needs_rotary:  # whom positions are shown, which are original ones
+            self._refuse("keys that are held were turned to positions without gaps")
 
     def find(self, layer: PolicyLayer, entering: Entering, places: Tensor, valid: Tensor) -> None:
         """Let a layer know what is asked for of it.
@@ -144,10 +152,12 @@ class Asked:
 
     def _refuse(self, reason: str) -> NoReturn:
         wanted = {"a rotary embedding": self.rotary, "an output projection": self.output_weight}
+        remedy = "use parts that do not ask for it"
+        remedy += ", and gapless=False" if self.policy.gapless else ""
         raise UnsupportedModelError(
             f"model must have {' and '.join(name for name, asked in wanted.items() if asked)} of "
             f"which a policy can know, since parts of {self.policy} ask for it, but not so "
-            f"{type(self.parts.model).__name__}: {reason}; use parts that do not ask for it"
+            f"{type(self.parts.model).__name__}: {reason}; {remedy}"
         )
 
 

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kvpolicy.context import LayerContext
+from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.append import Forward, cut_arguments
 from kvpolicy.integrations.transformers.forward.blocks import Blocks, LowerRight
+from kvpolicy.integrations.transformers.forward.closing_gaps import closed_up, without_gaps
 from kvpolicy.integrations.transformers.forward.deciding_later import Waiting
 from kvpolicy.integrations.transformers.forward.decoding.choosing import Near, carried_for
 from kvpolicy.integrations.transformers.forward.history import History
@@ -29,6 +31,7 @@ from kvpolicy.integrations.transformers.model.routing import (
 )
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_positions, gather_slots
 
 
@@ -273,8 +276,31 @@ class ActingForward(Forward):
         borrows = isinstance(layer, IndexedLayer) and layer.borrows
         self._kept = self._kept if borrows and self._kept is not None else decision.kept
         assert self._kept is not None
-        layer.store(keys, values, positions, self._kept, decision.carried)
+        if self.policy.gapless:
+            self._store_closed_up(index, keys, values, positions, self._kept)
+        else:
+            layer.store(keys, values, positions, self._kept, decision.carried)
         self._take_passed(decision.passed_on, context)
+
+    def _store_closed_up(
+        self, index: int, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor
+    ) -> None:
+        """As `PolicyLayer.store`, of keys that stand without gaps."""
+        layer = self.layers[index]
+        if layer.expands:
+            raise UnsupportedModelError(
+                f"layer {index} must hold the keys that it attends to where {self.policy} turns "
+                "them to positions without gaps, but makes them of what it holds; use "
+                "gapless=False"
+            )
+        assert layer.turns is not None
+        slots = torch.arange(kept.shape[2], device=kept.device)
+        layer.store(
+            closed_up(keys, positions, kept, layer.turns),
+            gather_slots(values, kept),
+            gather_positions(positions, kept),
+            torch.where(kept >= 0, slots, -1),
+        )
 
     def _take_passed(self, passed_on: Tensor | None, context: LayerContext) -> None:
         """Take note of which tokens a layer passes on; None for all."""
@@ -356,6 +382,20 @@ class ActingForward(Forward):
             self._filled = self._new_len - hidden.shape[1]
             hidden = pad(hidden, (0, 0, self._filled, 0))
         return (hidden, *others) if isinstance(output, tuple) else hidden
+
+    def finish(self) -> SeenTokens:
+        """See `Forward.finish`; where gaps are closed, what follows is read behind what is held.
+
+        Raises:
+            UnsupportedModelError: As there.
+            ValueError: See `without_gaps`.
+        """
+        tokens = super().finish()
+        if self.acts and self.policy.gapless:
+            self.tokens = tokens = without_gaps(self.policy, tokens, self.layers)
+            for layer in self.layers:
+                layer.follow(tokens)
+        return tokens
 
     def in_order(self, output: Any) -> Any:
         """See `Forward.in_order`; the hidden states are those of the tokens that went on."""

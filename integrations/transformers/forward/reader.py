@@ -42,7 +42,7 @@ from kvpolicy.integrations.transformers.forward.inputs import (
 )
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.integrations.transformers.forward.relative_positions import Columns
-from kvpolicy.integrations.transformers.forward.restart import FilterPass
+from kvpolicy.integrations.transformers.forward.restart import FilterPass, check_positions
 from kvpolicy.integrations.transformers.forward.second_reading import SecondReading, check_tokens
 from kvpolicy.integrations.transformers.forward.staged_prefill import StagedPrefill
 from kvpolicy.integrations.transformers.forward.states import check_states_go_on
@@ -374,6 +374,8 @@ class Reader:
         kinds, self._new_kinds = self._new_kinds, None
         if kinds is not None and kinds.shape == incoming.columns.shape:
             incoming = attrs.evolve(incoming, kinds=kinds)
+        if self.placed.gapless and arguments.get("position_ids") is not None:
+            check_positions(self.placed, incoming)
         if starts and self.placed.reading is not None:
             check_tokens(self.placed, incoming)
         if features is not None and incoming.order is not None:

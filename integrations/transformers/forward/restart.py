@@ -151,7 +151,9 @@ class FilterPass(ActingForward):
 
 
 def check_positions(policy: CachePolicy, incoming: Incoming) -> None:
-    """Check that the positions which the caller gives are those that a second pass can follow.
+    """Check that the positions which the caller gives are those that can be followed.
+
+    By a second pass, or by a policy that closes gaps.
 
     Raises:
         ValueError: They are not each row's own, counted from 0.
@@ -159,22 +161,24 @@ def check_positions(policy: CachePolicy, incoming: Incoming) -> None:
     given = incoming.arguments.get("position_ids")
     if given is None:
         return
+    why = f"{policy.propagation} restarts the prefill"
+    if policy.gapless:
+        why = f"{policy} turns keys to positions without gaps"
     own = incoming.tokens.rotary_positions_of(incoming.new_valid)
     given = given.to(own.device)
     given = given.expand(*given.shape[:-2], *own.shape)  # there may be axes before that of rows
     unlike = ((given != own) & incoming.new_valid).nonzero()
     if len(unlike) and given.ndim > 2:
         raise ValueError(
-            f"position_ids must be the same on every axis where {policy.propagation} restarts the "
-            "prefill at positions without gaps, but an image's tokens have several; use a policy "
-            "that does not restart"
+            f"position_ids must be the same on every axis where {why}, but an image's tokens have "
+            "several; use another policy"
         )
     if len(unlike):
         row, column = unlike[0].tolist()
         skipped = incoming.tokens.skipped
         left_out = 0 if skipped is None else int(skipped[row])
         raise ValueError(
-            f"position_ids must count each row's own tokens from 0 where {policy.propagation} "
-            f"restarts the prefill: {int(own[row, column]) + left_out} for a token of row {row}, "
+            f"position_ids must count each row's own tokens from 0 where {why}: "
+            f"{int(own[row, column]) + left_out} for a token of row {row}, "
             f"got {int(given[row, column]) + left_out}; leave position_ids out"
         )

@@ -23,7 +23,12 @@ from kvpolicy.integrations.transformers.model.finding import (
     placeholders_of,
     takes_own_caches_only,
 )
-from kvpolicy.integrations.transformers.model.kinds import Indexed, ReferenceWindow, kinds_of
+from kvpolicy.integrations.transformers.model.kinds import (
+    FullAttention,
+    Indexed,
+    ReferenceWindow,
+    kinds_of,
+)
 from kvpolicy.integrations.transformers.model.masks import DENSE, FLASH, IMPLEMENTATIONS
 from kvpolicy.integrations.transformers.model.temperature import Temperature
 from kvpolicy.interfaces import nearest_layer
@@ -253,8 +258,11 @@ class ModelParts:
         """Check that a policy can act on a context of a length.
 
         Raises:
-            UnsupportedModelError: It drops tokens after a layer that cannot see them all.
+            UnsupportedModelError: It drops tokens after a layer that cannot see them all, or closes
+                gaps of layers of another kind than full attention.
         """
+        if policy.gapless:
+            self._check_gapless(policy)
         acting = policy.propagation.acting_layers(self.num_layers)
         self._check_acting(policy, acting)
         short = [
@@ -280,6 +288,19 @@ class ModelParts:
                 f"but the sliding window of layers {blind} sees {self.windows[blind[0]]} of "
                 f"{context_len} tokens; layers that see all: {others or 'none'}{nearest}"
             )
+
+    def _check_gapless(self, policy: CachePolicy) -> None:
+        """Check that all layers hold keys that can be turned, and as many of them."""
+        for index, kind in enumerate(self.kinds):
+            if not isinstance(kind, FullAttention) or self.temperatures[index] is not None:
+                scaled = (
+                    " with queries scaled by position" if isinstance(kind, FullAttention) else ""
+                )
+                raise UnsupportedModelError(
+                    f"every layer must have full attention where {policy} turns keys to positions "
+                    f"without gaps, but layer {index} is of the kind {kind.name}{scaled}; use "
+                    "gapless=False"
+                )
 
     def check_logits(self, policy: CachePolicy, keep_last: int | None) -> None:
         """Check that a policy that drops tokens can act where some of the logits are asked for.

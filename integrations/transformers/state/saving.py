@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from kvpolicy.checks import check_kind
 from kvpolicy.description import Description, describe, from_description
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
+from kvpolicy.integrations.transformers.state.held_counts import held_counts
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.model_print import ModelPrint
@@ -165,7 +167,7 @@ class SavedCache:
         Raises:
             TypeError: ``policy`` is no `CachePolicy`.
             ValueError: ``policy`` is another, or must be given; or the layers carry what its
-                scorer does not.
+                scorer does not, or hold other numbers of tokens than it needs.
         """
         try:
             policy = self._built_policy(path) if policy is None else self._same(path, policy)
@@ -180,7 +182,22 @@ class SavedCache:
                     f"layers.{index}.carried must hold the {carries} numbers a key that the "
                     f"policy's scorer carries, got {carried.shape[3]}",
                 )
+        if policy.gapless:
+            self._check_gapless(path)
         return policy
+
+    def _check_gapless(self, path: str | os.PathLike[str]) -> None:
+        """Check that what follows is read behind as many tokens as layers hold."""
+        lengths, skipped = self.tokens.lengths, self.tokens.skipped
+        skipped = torch.zeros_like(lengths) if skipped is None else skipped
+        holding = [layer for layer in self.layers if layer.held is not None]
+        for counts in held_counts(holding, lengths) if holding else ():
+            if not torch.equal(lengths - counts, skipped):
+                raise _broken(
+                    path,
+                    "tokens.skipped must be how many tokens of each row no head holds, where gaps "
+                    f"are closed, {(lengths - counts).tolist()}, got {skipped.tolist()}",
+                )
 
     def _built_policy(self, path: str | os.PathLike[str]) -> CachePolicy:
         try:

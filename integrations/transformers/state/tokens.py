@@ -24,7 +24,8 @@ class SeenTokens:
         appended_ids: ``[batch, appended_len]``, likewise, of those read since.
         padded: Whether any column is padding in any row.
         skipped: ``[batch]`` int64, how far each row's rotary positions lie behind its positions:
-            the tokens that restarted prefills left out. None where there are none.
+            the tokens that restarted prefills left out, or that a policy without gaps evicted. None
+            where there are none.
         kinds: ``[batch, seen]`` int8, the `TokenKind` of each column; None where all are text.
     """
 

@@ -1,0 +1,26 @@
+"""How many tokens layers hold, where all are to hold as many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+
+
+def held_counts(layers: Iterable[PolicyLayer], like: Tensor) -> tuple[Tensor, Tensor]:
+    """The fewest and the most tokens of each row that a head of any layer holds.
+
+    Args:
+        layers: All of which hold keys and values.
+        like: ``[batch]`` int64, of which the results are to be.
+    """
+    fewest, most = [], []
+    for layer in layers:
+        assert layer.positions is not None
+        counts = (layer.positions >= 0).sum(dim=2)
+        fewest.append(counts.amin(dim=1).to(like))
+        most.append(counts.amax(dim=1).to(like))
+    return torch.stack(fewest).amin(dim=0), torch.stack(most).amax(dim=0)

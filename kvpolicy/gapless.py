@@ -1,0 +1,69 @@
+"""Which parts fit a policy whose tokens stand without gaps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpolicy.decoding import DecodingEviction
+from kvpolicy.interfaces import KVSelector, PropagationPolicy
+from kvpolicy.repetition import Repetition
+
+
+def check_gapless(
+    selector: KVSelector,
+    propagation: PropagationPolicy,
+    decoding: DecodingEviction | None,
+    reading: Repetition | None,
+) -> None:
+    """Check the parts of a policy that turns what it keeps to positions without gaps.
+
+    What follows has one rotary position in all layers: the number of tokens held.
+
+    Args:
+        selector: The policy's.
+        propagation: Likewise.
+        decoding: Likewise.
+        reading: Likewise.
+
+    Raises:
+        ValueError: Heads or layers may hold unlike numbers of tokens, or the parts act while
+            tokens stand elsewhere.
+    """
+    if not selector.equal_counts:
+        raise ValueError(
+            "gapless must be False where heads or layers may keep unlike numbers of tokens, since "
+            "the next token then has no one position behind them, got gapless=True with "
+            f"{selector}; use a selector that declares equal_counts, such as GQAGroupSelector"
+        )
+    if propagation.restarts:
+        raise ValueError(
+            f"gapless must be False where {propagation} restarts the prefill, which reads the "
+            "chosen tokens at positions without gaps itself, got True"
+        )
+    if decoding is not None:
+        raise ValueError(
+            "decoding must be None where gapless is True, since keys are turned at the end of a "
+            f"prompt only, not while an answer is decoded, got {decoding}"
+        )
+    if reading is not None:
+        raise ValueError(
+            "reading must be None where gapless is True, since a prompt is read again at the "
+            f"positions of the first time, got {reading}"
+        )
+
+
+def check_acting(propagation: PropagationPolicy, acting: Sequence[int]) -> None:
+    """Check that no tokens are dropped.
+
+    Args:
+        propagation: The policy's.
+        acting: Layers of the model at which it acts.
+
+    Raises:
+        ValueError: Some are: layers after a drop hold fewer tokens than those before.
+    """
+    if acting:
+        raise ValueError(
+            f"gapless must be False where tokens are dropped, as {propagation} does at layers "
+            f"{list(acting)}, since layers then may hold unlike numbers of tokens, got True"
+        )

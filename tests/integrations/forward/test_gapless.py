@@ -1,0 +1,456 @@
+"""What is kept stands without gaps: against keys that are held unturned and turned by place."""
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvpolicy import CachePolicy, LayerContext
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.policies import (
+    AdaptiveHeadSelector,
+    CriticalSelector,
+    FirstLayersWholeSelector,
+    GQAGroupSelector,
+    KeepAllSelector,
+    KVzip,
+    PassAllPropagation,
+    PyramidSelector,
+    RestartPropagation,
+    SnapKV,
+    StreamingLLM,
+    TokenSelectivePropagation,
+    WindowMaxPoolScorer,
+)
+from tests import reference
+from tests.families import Family
+from tests.integrations.model.builds.catalogue import builds
+from tests.integrations.support.asking import TurnedBackScorer
+from tests.integrations.support.conversation import (
+    FIRST_LENS,
+    TOLERANCE,
+    assert_same,
+    expected_turns,
+    left_padded,
+    run_conversation,
+)
+from tests.reference import GaplessState, ReferenceState, random_tokens, tiny_model
+
+SNAPKV = CachePolicy(
+    WindowMaxPoolScorer(4, 3),
+    GQAGroupSelector(0.3, window_size=4),
+    PassAllPropagation(),
+    gapless=True,
+)
+STREAMING = StreamingLLM(retention_tokens=14, num_sinks=2, gapless=True)
+METHODS: dict[str, tuple[CachePolicy, reference.Method]] = {
+    "streaming_llm": (StreamingLLM(0.3, gapless=True), reference.StreamingLLM(0.3)),
+    "streaming_llm_tokens": (STREAMING, reference.StreamingLLM(retention_tokens=14, num_sinks=2)),
+    "snapkv": (SNAPKV, reference.SnapKV(0.3, window_size=4, kernel_size=3)),
+    "keep_all": (
+        CachePolicy(None, KeepAllSelector(), PassAllPropagation(), gapless=True),
+        reference.FullContext(),
+    ),
+}
+ALL_ROWS = tuple(range(len(FIRST_LENS)))
+
+
+@cache
+def model_of(family: str, implementation: str = "sdpa") -> PreTrainedModel:
+    return tiny_model(family, seed=3, attn_implementation=implementation)
+
+
+def same_as_reference(model: PreTrainedModel, name: str, rows: tuple[int, ...], **how: Any) -> None:
+    policy, method = METHODS[name]
+    _, turns = run_conversation(model, policy, rows, **how)
+    for index, row in enumerate(rows):
+        expected = expected_turns(model, method, row, state_class=GaplessState)
+        for turn, each in zip(turns, expected, strict=True):
+            assert_same(turn, index, each)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("rows", [(0,), ALL_ROWS], ids=["single", "padded"])
+def test_two_turns(rows: tuple[int, ...], family: str, name: str) -> None:
+    same_as_reference(model_of(family), name, rows)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+def test_other_families(family: str) -> None:
+    same_as_reference(model_of(family), "snapkv", ALL_ROWS)
+
+
+def test_eager_attention() -> None:
+    same_as_reference(model_of("llama", "eager"), "streaming_llm", ALL_ROWS)
+
+
+@pytest.mark.parametrize("name", ["streaming_llm", "snapkv"])
+def test_a_prompt_in_chunks(name: str) -> None:
+    same_as_reference(model_of("llama"), name, ALL_ROWS, prefill_chunk_size=9)
+
+
+@pytest.mark.parametrize("name", ["streaming_llm", "snapkv"])
+def test_positions_matter(name: str) -> None:
+    """The tests above could not pass where keys keep their positions."""
+    policy, method = METHODS[name]
+    _, turns = run_conversation(model_of("llama"), policy, (0,))
+    kept = expected_turns(model_of("llama"), method, 0, state_class=ReferenceState)
+    assert turns[0].kept[0] == kept[0].kept  # what is kept of a first prompt is the same
+    decoded = turns[0].logits[0, 1:] - kept[0].decode_logits
+    assert decoded.abs().max() > 100 * TOLERANCE
+
+
+# A loop by hand, and what is done with caches.
+
+
+@torch.no_grad()
+def decode(model: PreTrainedModel, store: PolicyCache, ids: Tensor, steps: int) -> Tensor:
+    """Logits ``[batch, 1 + steps, vocab]`` of a loop by hand that gives no position_ids."""
+    found = []
+    with store.attached(model):
+        for _ in range(1 + steps):
+            output = model(ids, past_key_values=store)
+            found.append(output.logits[:, -1])
+            ids = found[-1].argmax(-1, keepdim=True)
+    return torch.stack(found, dim=1)
+
+
+def prompt(length: int, seed: int = 0) -> Tensor:
+    return torch.tensor([random_tokens(seed, length)])
+
+
+@torch.no_grad()
+def test_short_turns_never_leave_what_was_trained() -> None:
+    """200 tokens in turns of 30: rotary positions stay below what is kept, a turn and an answer."""
+    model, kept, turn, answer = model_of("llama"), 24, 30, 10
+    read: list[int] = []
+    hook = model.model.rotary_emb.register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(
+            int((args[1] if len(args) > 1 else kwargs["position_ids"]).max())
+        ),
+        with_kwargs=True,
+    )
+    store = PolicyCache(StreamingLLM(retention_tokens=kept, gapless=True))
+    state = GaplessState(model, reference.StreamingLLM(retention_tokens=kept))
+    try:
+        for index in range(5):
+            ids = prompt(turn, seed=index)
+            store.start_turn()
+            found = decode(model, store, ids, answer)[0]
+            expected = state.turn(ids[0].tolist(), answer)
+            want = torch.cat([expected.prefill_logits[None], expected.decode_logits])
+            torch.testing.assert_close(found, want, atol=TOLERANCE, rtol=0)
+    finally:
+        hook.remove()
+    assert store.get_seq_length() == 200
+    assert state.farthest == max(read) == kept + answer + turn - 1 < 64
+    positions = store.layers[0].positions[0, 0].tolist()
+    assert positions == [*range(4), *range(170, 200)]  # original ones
+
+
+def test_copies_and_files_go_on_alike(tmp_path: Path) -> None:
+    model, store = model_of("qwen3"), PolicyCache(SNAPKV)
+    decode(model, store, prompt(60), 3)
+    fork = copy.deepcopy(store)
+    with store.attached(model):
+        store.save(tmp_path / "cache")
+    loaded = PolicyCache.load(tmp_path / "cache")
+    assert loaded.policy.gapless
+    question = prompt(20, seed=7)
+    for acts in (False, True):  # appended, then a turn of its own
+        stores = [copy.deepcopy(each) for each in (store, fork, loaded)]
+        if acts:
+            for each in stores:
+                each.start_turn()
+        found = [decode(model, each, question, 4) for each in stores]
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])
+        state = GaplessState(model, METHODS["snapkv"][1])
+        first = state.turn(prompt(60)[0].tolist(), 3)
+        assert first.tokens[:3] == state_tokens(store)[-3:]
+        if acts:
+            turn = state.turn(question[0].tolist(), 4)
+            want = torch.cat([turn.prefill_logits[None], turn.decode_logits])
+            torch.testing.assert_close(found[0][0], want, atol=TOLERANCE, rtol=0)
+
+
+def state_tokens(store: PolicyCache) -> list[int]:
+    assert store.reader.tokens is not None
+    return store.reader.tokens.ids[0].tolist()
+
+
+def test_a_file_says_where_the_next_token_stands(tmp_path: Path) -> None:
+    model, store, path = model_of("llama"), PolicyCache(STREAMING), tmp_path / "cache"
+    decode(model, store, prompt(40), 2)
+    with store.attached(model):
+        store.save(path)
+    with safe_open(path, "pt") as file:
+        metadata, names = file.metadata(), file.keys()
+        tensors = {name: file.get_tensor(name) for name in names}
+    assert tensors["tokens.skipped"].tolist() == [26]
+    for change in ({"tokens.skipped": torch.tensor([25])}, None):
+        if change is None:
+            del tensors["tokens.skipped"]
+        save_file(tensors | (change or {}), path, metadata)
+        with pytest.raises(ValueError, match=r"tokens.skipped must be how many .* \[26\], got \["):
+            PolicyCache.load(path)
+
+
+def test_appended_questions_are_those_of_the_reference() -> None:
+    model, store = model_of("llama"), PolicyCache(STREAMING)
+    state = GaplessState(model, METHODS["streaming_llm_tokens"][1])
+    decode(model, store, prompt(60), 0)
+    question = prompt(9, seed=5)
+    want = state.turn(prompt(60)[0].tolist(), 9, forced=question[0].tolist()).decode_logits
+    fork = copy.deepcopy(store)
+    found = decode(model, store, question, 0)[0, 0]
+    torch.testing.assert_close(found, want[-1], atol=TOLERANCE, rtol=0)
+    # Taken back, and read again at the same positions.
+    store.crop(-9)
+    again = decode(model, store, question[:, :4], 0)[0, 0]
+    torch.testing.assert_close(again, want[3], atol=TOLERANCE, rtol=0)
+    both = copy.deepcopy(fork)
+    both.batch_repeat_interleave(2)
+    rows = decode(model, both, question.repeat(2, 1), 0)
+    for row in rows[:, 0]:
+        torch.testing.assert_close(row, want[-1], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("max_new_tokens", [None, 17])
+def test_fixed_buffers_and_ragged_ends(max_new_tokens: int | None) -> None:
+    """Rows whose answers end early: their padding stands behind what is held."""
+    model, policy = model_of("llama"), SNAPKV
+    store = PolicyCache(policy, max_new_tokens=max_new_tokens)
+    rows = [random_tokens(row, count) for row, count in enumerate((40, 25))]
+    ids, mask = left_padded(rows)
+    first = model.generate(
+        ids, attention_mask=mask, past_key_values=store, max_new_tokens=6, do_sample=False
+    )
+    answers = first[:, ids.shape[1] :]
+    added, added_mask = left_padded([random_tokens(8, 7), random_tokens(9, 3)])
+    ended = torch.ones_like(answers)
+    ended[1, 3:] = 0  # the second row's answer has ended after three tokens
+    whole = torch.cat([first, added], dim=1)
+    seen = torch.cat([mask, ended, added_mask], dim=1)
+    output = model.generate(
+        whole,
+        attention_mask=seen,
+        past_key_values=store,
+        max_new_tokens=6,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    logits = torch.stack(output.logits, dim=1)
+    for row, (own, answered, new) in enumerate(((rows[0], 6, 7), (rows[1], 3, 3))):
+        state = GaplessState(model, METHODS["snapkv"][1])
+        said = answers[row, :answered].tolist()
+        fed = min(answered, 5)  # the last one of six was not read
+        state.turn(own, fed, forced=said[:fed])
+        turn = state.turn([*said[fed:], *added[row, -new:].tolist()], 5)
+        want = torch.cat([turn.prefill_logits[None], turn.decode_logits])
+        torch.testing.assert_close(logits[row], want, atol=TOLERANCE, rtol=0)
+
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+OTHERS: dict[str, Any] = {
+    "yarn": lambda: Family("llama", {"rope_parameters": YARN}).build(seed=1),
+    "part of the channels": lambda: builds()["stablelm_partial"].model(),
+    "neighbours": lambda: builds()["glm"].model(),
+    "layers without": lambda: builds()["smollm3"].model(),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_keys_are_those_of_what_is_kept_read_alone(name: str) -> None:
+    """In the first layer, where a key knows of no other token; values and positions stay."""
+    model, ids = OTHERS[name](), prompt(30) % 60
+    keeping = CachePolicy(None, KeepAllSelector(), PassAllPropagation())
+    gapless, alone, apart = (
+        PolicyCache(each)
+        for each in (
+            StreamingLLM(retention_tokens=10, num_sinks=3, gapless=True),
+            keeping,
+            StreamingLLM(retention_tokens=10, num_sinks=3),
+        )
+    )
+    decode(model, gapless, ids, 0)
+    decode(model, alone, torch.cat([ids[:, :3], ids[:, 23:]], dim=1), 0)
+    decode(model, apart, ids, 0)
+    torch.testing.assert_close(gapless.layers[0].keys, alone.layers[0].keys, atol=1e-4, rtol=1e-4)
+    turned = [
+        not torch.allclose(one.keys, other.keys)
+        for one, other in zip(gapless.layers, apart.layers, strict=True)
+    ]
+    rotary = [bool(each) for each in getattr(model.config, "no_rope_layers", None) or [True] * 4]
+    assert turned == rotary
+    assert all(rotary) == (name != "layers without")
+    for one, other in zip(gapless.layers, apart.layers, strict=True):
+        assert torch.equal(one.values, other.values)
+        assert torch.equal(one.positions, other.positions)
+
+
+@torch.no_grad()
+def test_in_half_precision_turning_again_and_again_stays_near() -> None:
+    """Sinks stay where they are; what moves is turned from where it is held."""
+    model = model_of("llama")
+    exact, rounded = PolicyCache(STREAMING), PolicyCache(STREAMING)
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    for index in range(6):
+        for store, each in ((exact, model), (rounded, half)):
+            store.start_turn()
+            with store.attached(each):
+                each(prompt(5, seed=index), past_key_values=store)
+    want, found = exact.layers[0].keys, rounded.layers[0].keys
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - want).abs().max() < 0.03 * want.abs().max()
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("match", "parts"),
+    [
+        ("unlike numbers of tokens.*AdaptiveHeadSelector", {"selector": AdaptiveHeadSelector()}),
+        ("unlike numbers of tokens.*PyramidSelector", {"selector": PyramidSelector()}),
+        (
+            "unlike numbers of tokens.*FirstLayersWholeSelector",
+            {"selector": FirstLayersWholeSelector()},
+        ),
+        (
+            "unlike numbers of tokens.*CriticalSelector",
+            {"selector": CriticalSelector(AdaptiveHeadSelector())},
+        ),
+        ("restarts the prefill", {"propagation": RestartPropagation(window_size=8)}),
+        (
+            "decoding must be None where gapless",
+            {"decoding": SnapKV(decoding=64).decoding},
+        ),
+        ("reading must be None where gapless", {"reading": KVzip().reading}),
+    ],
+)
+def test_parts_that_do_not_fit(match: str, parts: dict[str, Any]) -> None:
+    own = {
+        "scorer": WindowMaxPoolScorer(),
+        "selector": GQAGroupSelector(),
+        "propagation": PassAllPropagation(),
+    }
+    CachePolicy(**(own | parts))
+    with pytest.raises(ValueError, match=match):
+        CachePolicy(**(own | parts), gapless=True)
+
+
+def test_declarations_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="decoding must be None where gapless"):
+        StreamingLLM(decoding=64, gapless=True)
+    with pytest.raises(TypeError, match="gapless must be a bool, got 1"):
+        StreamingLLM(gapless=1)
+    FirstLayersWholeSelector(whole_layers=0)
+    for fits in (FirstLayersWholeSelector(whole_layers=0), CriticalSelector()):
+        CachePolicy(WindowMaxPoolScorer(), fits, PassAllPropagation(), gapless=True)
+    dropping = CachePolicy(
+        WindowMaxPoolScorer(),
+        GQAGroupSelector(),
+        TokenSelectivePropagation(1, 0.5),
+        gapless=True,
+    )
+    with pytest.raises(ValueError, match=r"gapless must be False where tokens are dropped.*\[1\]"):
+        dropping.check_model(4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        (
+            "mistral_sliding",
+            "full attention where StreamingLLM.* layer 0 is of the kind sliding window",
+        ),
+        ("qwen3_next", "layer 0 is of the kind recurrent"),
+        ("deepseek_v3", "layer 0 is of the kind latent attention"),
+        ("llama4_text_mixed", "layer 0 is of the kind chunked attention"),
+        ("gpt2", "layer 0 is given no rotary embedding.*gapless=False"),
+        ("qwen2_vl", "its rotary positions have several axes"),
+    ],
+)
+def test_other_models(name: str, match: str) -> None:
+    model = builds()[name].model()
+    store = PolicyCache(STREAMING)
+    ids = prompt(40) % 60
+    with pytest.raises(UnsupportedModelError, match=match), store.attached(model):
+        model(ids, past_key_values=store)
+    assert store.get_seq_length() == 0
+
+
+def test_frequencies_that_change_with_the_length() -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    model = Family("llama", {"rope_parameters": dynamic}).build(seed=1)
+    with pytest.raises(UnsupportedModelError, match="change with the length of what is read"):
+        decode(model, PolicyCache(STREAMING), prompt(40), 0)
+
+
+@attrs.frozen
+class Unlike(GQAGroupSelector):
+    """Declares what it does not do, in the later layers."""
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        return super().select(saliency, context)[:, :, int(context.layer_idx > 1) :]
+
+
+def test_counts_that_differ_are_found() -> None:
+    model = model_of("llama")
+    policy = CachePolicy(WindowMaxPoolScorer(), Unlike(0.5), PassAllPropagation(), gapless=True)
+    store = PolicyCache(policy)
+    message = "select of Unlike.* must keep as many tokens .* got 19 to 20 of row 0"
+    with pytest.raises(ValueError, match=message):
+        decode(model, store, prompt(40), 0)
+    assert store.get_seq_length() == 0
+    assert store.layers[0].kept_len == 0
+
+
+@torch.no_grad()
+def test_positions_of_others() -> None:
+    """Positions that a caller gives must be each row's own, in a prompt and behind it."""
+    model, store = model_of("llama"), PolicyCache(STREAMING)
+    at = torch.arange(60)[None]
+    message = "position_ids must count each row's own tokens from 0 where StreamingLLM.*gapless.*"
+    with store.attached(model):
+        with pytest.raises(ValueError, match=message + "0 for a token of row 0, got 7"):
+            model(prompt(40), past_key_values=store, position_ids=at[:, 7:47])
+        model(prompt(40), past_key_values=store, position_ids=at[:, :40])
+        for wrong in (39, 41):
+            with pytest.raises(ValueError, match=f"{message}40 for a token of row 0, got {wrong}"):
+                model(prompt(1), past_key_values=store, position_ids=at[:, wrong : wrong + 1])
+        fork = copy.deepcopy(store)
+        given = model(prompt(1), past_key_values=store, position_ids=at[:, 40:41]).logits
+    assert torch.equal(given[:, -1], decode(model, fork, prompt(1), 0)[:, 0])
+
+
+def test_parts_that_turn_keys_themselves() -> None:
+    """They are shown original positions, at which nothing stands any more in a second turn."""
+    policy = CachePolicy(
+        TurnedBackScorer(), GQAGroupSelector(0.5), PassAllPropagation(), gapless=True
+    )
+    model, store = model_of("llama"), PolicyCache(policy)
+    decode(model, store, prompt(40), 2)
+    before = store.layers[0].keys
+    store.start_turn()
+    with pytest.raises(UnsupportedModelError, match="turned to positions without gaps; use parts"):
+        decode(model, store, prompt(10), 0)
+    assert torch.equal(store.layers[0].keys, before)

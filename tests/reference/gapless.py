@@ -1,0 +1,74 @@
+"""A context whose tokens stand without gaps: keys are held unturned, and turned by where they lie.
+
+As StreamingLLM's own code does it at every step. Here the policy acts at the end of a prompt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .attention import Entry, attention_probabilities
+from .decoder import decoder_layers, finish_layer, geometry, project, rotate
+from .generation import ReferenceState
+
+
+@dataclass(frozen=True)
+class PlainEntry(Entry):
+    """An entry that knows its key before rotary embedding as well.
+
+    Attributes:
+        plain: `[head_dim]`.
+    """
+
+    plain: Tensor
+
+
+class GaplessState(ReferenceState):
+    """As `ReferenceState`; keys and queries stand at their places among what a head holds.
+
+    Attributes:
+        farthest: the largest rotary position that was ever used.
+    """
+
+    farthest = 0
+
+    def _layer(
+        self,
+        layer_idx: int,
+        hidden: Tensor,
+        positions: Sequence[int],
+        rotary: Sequence[int],
+    ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
+        """See `ReferenceState._layer`; `rotary` is not used."""
+        theta = geometry(self.model).rope_theta
+        held = self.cache[layer_idx]
+        (before,) = {len(entries) for entries in held}
+        places = list(range(before, before + len(positions)))
+        self.farthest = max(self.farthest, places[-1])
+        _, unturned = project(self.model, layer_idx, hidden, positions, [0] * len(positions))
+        queries, _ = project(self.model, layer_idx, hidden, positions, places)
+        grown: list[list[Entry]] = []
+        for old, new in zip(held, unturned, strict=True):
+            every = [(e.position, _plain(e), e.value) for e in old]
+            every += [(e.position, e.key, e.value) for e in new]
+            grown.append(
+                [
+                    PlainEntry(position, rotate(key, place, theta), value, key)
+                    for place, (position, key, value) in enumerate(every)
+                ]
+            )
+        scaling = float(decoder_layers(self.model)[layer_idx].self_attn.scaling)
+        group = len(queries) // len(grown)
+        outputs = []
+        for head, head_queries in enumerate(queries):
+            entries = grown[head // group]
+            weights = attention_probabilities(head_queries, positions, entries, scaling)
+            outputs.append(weights @ torch.stack([entry.value for entry in entries]))
+        return finish_layer(self.model, layer_idx, hidden, outputs), queries, grown
+
+
+def _plain(entry: Entry) -> Tensor:
+    assert isinstance(entry, PlainEntry)
+    return entry.plain
