@@ -26,6 +26,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peak: The most bytes since the block began, or since `restart`.
 
     Example:
+        >>> import torch
         >>> with LiveBytes() as bytes_of:
         ...     doubled = torch.ones(10) * 2
         >>> bytes_of.live, bytes_of.peak
