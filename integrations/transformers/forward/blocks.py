@@ -162,9 +162,11 @@ class Blocks:
         if self.keys is None:
             mask = self.lower_right.of(block.stop - block.start, keys.stop - keys.start, query)
             return mask[None, None]
-        places = self.keys[:, :, keys]
+        # A layer's own arguments may only be moved to its device after these were made.
+        places = self.keys[:, :, keys].to(query.device)
+        queries = self.queries[:, block].to(query.device)
         heads = query.shape[1] if places.shape[1] > 1 else 1
-        seen = Visibility(places, self.queries[:, block], heads, self.window)
+        seen = Visibility(places, queries, heads, self.window)
         return seen.mask(self.implementation, query.dtype)
 
 
