@@ -110,7 +110,8 @@ class Blocks:
             ``[batch, query_len, query_heads, head_dim]``.
         """
         query_len, key_len = query.shape[2], key.shape[2]
-        if self.keys is None and self.implementation == "sdpa" and query.device.type == "cuda":
+        on_gpu, casts = query.device.type == "cuda", _casts(query)
+        if self.keys is None and self.implementation == "sdpa" and on_gpu and not casts:
             # Its kernels know the order by themselves; a mask is made only where none of them fits.
             bias = causal_lower_right(query_len, key_len)
             output, _ = attend(module, query, key, value, bias, **kwargs)
@@ -143,7 +144,7 @@ class Blocks:
         alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
         graph = torch.is_grad_enabled() and query.requires_grad
         here = query.device.type == "cpu" and self.keys is None
-        return here and joins(attend, how) and alike and not graph
+        return here and joins(attend, how) and alike and not (graph or _casts(query))
 
     def _first_key(self, block: slice) -> int:
         """The first key that any query of a block sees through the window."""
@@ -160,10 +161,17 @@ class Blocks:
         if self.keys is None:
             mask = self.lower_right.of(block.stop - block.start, keys.stop - keys.start, query)
             return mask[None, None]
-        places = self.keys[:, :, keys]
+        # A layer's own arguments may only be moved to its device after these were made.
+        places = self.keys[:, :, keys].to(query.device)
+        queries = self.queries[:, block].to(query.device)
         heads = query.shape[1] if places.shape[1] > 1 else 1
-        seen = Visibility(places, self.queries[:, block], heads, self.window)
+        seen = Visibility(places, queries, heads, self.window)
         return seen.mask(self.implementation, query.dtype)
+
+
+def _casts(query: Tensor) -> bool:
+    """Whether autocast is on, which converts what the public functions get and no other's."""
+    return torch.is_autocast_enabled(query.device.type)
 
 
 def joins(attend: Attend, how: dict[str, Any]) -> bool:

@@ -140,10 +140,12 @@ class ContinuedScorer(Scorer):
     Args:
         scorer: One that sums over all queries.
         carried: ``[batch, kv_heads, key_len, carries]``, of the queries before.
+        new_valid: ``[batch, new_len]`` bool, which of the queries shown are tokens'.
     """
 
     scorer: Scorer
     carried: Tensor
+    new_valid: Tensor
 
     @property
     def num_queries(self) -> None:
@@ -157,7 +159,10 @@ class ContinuedScorer(Scorer):
 
     def score(self, context: LayerContext) -> Tensor:
         """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
-        return self.scorer.advance(attrs.evolve(context, carried=self.carried))[0]
+        # The prompt's slots have all padding before the tokens; the queries are a chunk's own.
+        valid = self.new_valid.to(context.keys.device)
+        context = attrs.evolve(context, carried=self.carried, new_valid=valid)
+        return self.scorer.advance(context)[0]
 
 
 def sums_over_all(policy: CachePolicy) -> bool:
@@ -265,7 +270,8 @@ class LastChunkForward(ActingForward):
         policy, carried = self.policy, self._in_slots(before, inputs)
         assert policy.scorer is not None
         self.policy = copy.copy(policy)
-        object.__setattr__(self.policy, "scorer", ContinuedScorer(policy.scorer, carried))
+        scorer = ContinuedScorer(policy.scorer, carried, self.new_valid)
+        object.__setattr__(self.policy, "scorer", scorer)
         try:
             super()._decide(index, inputs)
         finally:

@@ -64,11 +64,13 @@ class Unpacked(Tensor):
 
 def may_attend(held: object) -> bool:
     """Whether a token's attention to what a layer holds may be that of `packed_attention`."""
-    # Elsewhere its many small calls take longer than unpacking; autograd is not thought of.
+    # Elsewhere its many small calls take longer than unpacking; autograd is not thought of, and
+    # autocast would have to convert all that is held.
     return (
         isinstance(held, Packed)
         and held.lengths.device.type == "cpu"
         and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
     )
 
 
