@@ -104,7 +104,7 @@ def test_positions_that_a_model_counts_from_elsewhere() -> None:
     torch.testing.assert_close(output.logits[1, -23:], alone.logits[0], atol=1e-4, rtol=1e-4)
     restarting = PolicyCache(GemFilter(retention_rate=0.5))
     with restarting.attached(model):
-        with pytest.raises(UnsupportedModelError, match="or a policy restarts the prefill"):
+        with pytest.raises(UnsupportedModelError, match="a policy restarts the prefill"):
             model(ids[:1], past_key_values=restarting)
         model(ids[:1], position_ids=places[:1], past_key_values=restarting)
     assert restarting.get_seq_length() == 40
