@@ -44,8 +44,8 @@ ALIKE = Lengths(first=(31, 31), second=(29, 29), num_decode=8)
 # Rows of unlike length of which rates pass on unlike numbers in the second turn too.
 UNLIKE = Lengths(first=(37, 23), second=(29, 29), num_decode=4)
 # PyramidInfer drops after every layer, and behind a recurrent one nothing says what goes on.
-# SpireKV drops after layer 1, which is recurrent in ATTENDING_FIRST, and LazyLLM in three stages, for
-# which two layers that attend are too few.
+# SpireKV drops after layer 1, which is recurrent in ATTENDING_FIRST, and LazyLLM in three stages,
+# for which two layers that attend are too few.
 ALLOWED = [
     name
     for name in METHODS
