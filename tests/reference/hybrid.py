@@ -64,6 +64,23 @@ class HybridState(ReferenceState):
         self.states = before
         return view
 
+    def _view(
+        self,
+        layer_idx: int,
+        queries: Sequence[Tensor],
+        positions: Sequence[int],
+        entries: Sequence[Sequence[Entry]],
+    ) -> LayerView:
+        """As in `ReferenceState`; the first channels alone are turned, see `turn_part`.
+
+        The base is that of whole pairs: a share of the channels may be an odd number.
+        """
+        view = super()._view(layer_idx, queries, positions, entries)
+        frequencies = cast(Any, self.model).model.rotary_emb.inv_freq
+        pairs = len(frequencies)
+        theta = float(frequencies[1]) ** -pairs
+        return replace(view, rope_theta=theta, rope_channels=slice(2 * pairs))
+
     def _logits(self, hidden: Tensor) -> Tensor:
         untyped = cast(Any, self.model)
         return linear(centred_norm(hidden, untyped.model.norm), untyped.lm_head.weight)

@@ -7,7 +7,7 @@ one KV head whose group is all query heads, and every method makes one choice fo
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .attention import Entry, attention_probabilities
 from .decoder import decoder_layers, finish_layer, rms_norm, rotate
 from .generation import ReferenceState
 from .methods import LayerView, Method
+from .query_agnostic import ExpectedAttention
 from .runs import LagKV
 from .scored_methods import KeyDiff, two_minus_cosines
 from .selection import head_mean
@@ -56,6 +57,20 @@ class LatentLagKV(LagKV):
         return head_mean([self.of_entries(held) for held in per_head(layer.entries[head])])
 
 
+@dataclass(frozen=True)
+class LatentExpectedAttention(ExpectedAttention):
+    """Expected attention by the norms of the expanded values, the mean over all heads."""
+
+    def scores(self, layer: LayerView, head: int) -> list[float]:
+        """The mean over the heads of what each expects."""
+        found = []
+        for queries, held in zip(layer.queries, per_head(layer.entries[head]), strict=True):
+            pairs = zip(layer.entries[head], held, strict=True)
+            entries = [replace(one, value=expanded.value) for one, expanded in pairs]
+            found.append(super().scores(replace(layer, queries=[queries], entries=[entries]), 0))
+        return head_mean(found)
+
+
 def per_head(held: Sequence[Entry]) -> list[tuple[Entry, ...]]:
     """For each head, what the entries of a layer expand to."""
     expanded = [entry.heads for entry in held if isinstance(entry, LatentEntry)]
@@ -69,12 +84,26 @@ class LatentState(ReferenceState):
         """Starts an empty context; see `ReferenceState`."""
         if isinstance(method, KeyDiff):
             method = LatentKeyDiff(**asdict(method))
+        if isinstance(method, ExpectedAttention):
+            method = LatentExpectedAttention(**asdict(method))
         if isinstance(method, LagKV):
             method = LatentLagKV(**asdict(method))
         super().__init__(model, method)
 
     def _heads_held(self) -> list[int]:
         return [1] * len(decoder_layers(self.model))
+
+    def _view(
+        self,
+        layer_idx: int,
+        queries: Sequence[Tensor],
+        positions: Sequence[int],
+        entries: Sequence[Sequence[Entry]],
+    ) -> LayerView:
+        """As in `ReferenceState`; the rotary key alone is turned, behind the latent."""
+        view = super()._view(layer_idx, queries, positions, entries)
+        config: Any = self.model.config
+        return replace(view, rope_channels=slice(config.kv_lora_rank, None))
 
     def _layer(
         self,

@@ -32,6 +32,7 @@ class LayerView:
         seen: tokens of the row so far, the new ones included, those that were dropped as well.
         scaling: factor on the products of queries and keys.
         rope_theta: base of the frequencies by which queries and keys were turned.
+        rope_channels: which of a head's channels were turned.
         output_weight: `[hidden, query_heads * value_dim]`, of the layer's output projection.
     """
 
@@ -44,6 +45,7 @@ class LayerView:
     scaling: float
     rope_theta: float | None = None
     output_weight: Tensor | None = None
+    rope_channels: slice = field(default_factory=lambda: slice(None))
 
 
 @dataclass(frozen=True)

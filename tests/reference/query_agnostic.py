@@ -15,15 +15,19 @@ from .scored_methods import Scored
 from .selection import average_pool, highest, margin
 
 
-def turned(state: Tensor, position: float, theta: float) -> Tensor:
-    """A state at a position, pair by pair of channels half a head apart; back if it is negative."""
-    half = len(state) // 2
+def turned(state: Tensor, position: float, theta: float, channels: slice = slice(None)) -> Tensor:
+    """A state at a position, turned in some of its channels; back if the position is negative.
+
+    Pairs are half of these channels apart.
+    """
+    places = range(len(state))[channels]
+    half = len(places) // 2
     found = state.double().clone()
-    for pair in range(half):
-        angle = position * theta ** (-2 * pair / len(state))
-        x, y = float(state[pair]), float(state[pair + half])
-        found[pair] = x * math.cos(angle) - y * math.sin(angle)
-        found[pair + half] = y * math.cos(angle) + x * math.sin(angle)
+    for pair, (one, other) in enumerate(zip(places[:half], places[half:], strict=True)):
+        angle = position * theta ** (-pair / half)
+        x, y = float(state[one]), float(state[other])
+        found[one] = x * math.cos(angle) - y * math.sin(angle)
+        found[other] = y * math.cos(angle) + x * math.sin(angle)
     return found
 
 
@@ -38,6 +42,7 @@ def expected_scores(
     num_sinks: int,
     future_len: int,
     epsilon: float,
+    channels: slice = slice(None),
 ) -> list[float]:
     """One number for each entry of a KV head; 0 of sinks.
 
@@ -51,17 +56,20 @@ def expected_scores(
         num_sinks: positions below this are left out.
         future_len: positions to come.
         epsilon: added to the shares.
+        channels: which of a head's are turned.
     """
     width = len(held[0].key)
     ahead = range(next_position, next_position + future_len)
     units = torch.eye(width, dtype=torch.float64)
-    columns = [torch.stack([turned(unit, p, theta) for p in ahead]).mean(dim=0) for unit in units]
+    columns = [
+        torch.stack([turned(unit, p, theta, channels) for p in ahead]).mean(dim=0) for unit in units
+    ]
     rotation = torch.stack(columns, dim=1)
     behind = [j for j, entry in enumerate(held) if entry.position >= num_sinks]
     total = dict.fromkeys(behind, 0.0)
     for of_head in queries:
         before = [
-            turned(query, -position, theta)
+            turned(query, -position, theta, channels)
             for query, position in zip(of_head, query_positions, strict=True)
             if position >= num_sinks
         ]
@@ -137,6 +145,7 @@ class ExpectedAttention(Protected):
             num_sinks=self.num_sinks,
             future_len=self.future_len,
             epsilon=self.epsilon,
+            channels=layer.rope_channels,
         )
 
 
@@ -221,7 +230,7 @@ class Compactor(Protected):
             return [0.0] * len(held)
         theta = layer.rope_theta
         assert theta is not None
-        keys = [turned(held[j].key, -held[j].position, theta) for j in inside]
+        keys = [turned(held[j].key, -held[j].position, theta, layer.rope_channels) for j in inside]
         sketch = gaussian(self.seed, layer.layer_idx, len(keys[0]), self.sketch_size)
         group = len(layer.queries) // len(layer.entries)
         last = max(len(layer.new_positions) - self.window_size, 0)

@@ -17,6 +17,8 @@ from tests.reference.latent import LatentState
 from tests.reference.mixed_models import latent_model
 
 LENGTHS = Lengths(first=(45, 31, 19), second=(9, 17, 3), num_decode=8)
+# The reference has no leverages of the keys that a latent expands to, which Compactor goes by.
+ALLOWED = [name for name in METHODS if name != "compactor"]
 ALL_ROWS = tuple(range(len(LENGTHS.first)))
 
 
@@ -25,7 +27,7 @@ def model_of(implementation: str = "sdpa") -> PreTrainedModel:
     return latent_model(3, attn_implementation=implementation)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ALLOWED)
 def test_padded_batch_over_two_turns(name: str) -> None:
     policy, method = METHODS[name]
     _, turns = run_conversation(model_of(), policy, ALL_ROWS, LENGTHS)
