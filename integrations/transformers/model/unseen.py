@@ -86,7 +86,8 @@ def check_policy(model: nn.Module, policy: CachePolicy) -> None:
     """
     name = type(model).__name__
     if policy.num_queries != 0 or policy.propagation.restarts or policy.reading is not None:
-        asks = "restarts the prefill" if policy.propagation.restarts else "looks at queries"
+        looks = policy.num_queries != 0 or policy.reading is not None
+        asks = "looks at queries" if looks else "restarts the prefill"
         raise UnsupportedModelError(
             f"{policy} cannot be applied to {name}, whose attention does not go through "
             f"Transformers' AttentionInterface and shows no queries: it {asks}; use a policy "

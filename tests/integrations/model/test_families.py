@@ -46,6 +46,8 @@ UNSEEN = ("codegen", "falcon", "falcon_multi_query", "gpt_neo", "gptj")
 # No rotary embedding, or keys that are more than turned; heads that share what is stored.
 UNTURNED = ("gpt2", "gpt_bigcode", "hunyuan_v1_dense", "opt")
 UNPROJECTED = ("deepseek_v2", "deepseek_v3")
+# Layers that attend to an earlier one's keys, which no second reading knows.
+SHARING = ("gemma3n", "gemma4")
 SUPPORTED = [name for name in FAMILIES if name not in (*REFUSED, *HYBRIDS)]
 LENS = (50, 34)
 DECODED = 4
@@ -96,6 +98,7 @@ def suited(policy_name: str, model: PreTrainedModel) -> CachePolicy:
         "uni_prefill": {"drop_layers": full[:2] or [0], "mass": 0.6, "block_size": 4}
         | {"num_sinks": 2, "window_size": 3},
         "prompt_distill": {"tsp_layer": first, "tsp_rate": 0.4},
+        "spire_kv": {"tsp_layer": first, "retention_rate": 0.3, "tsp_rate": 0.5},
         "lazy_llm": {"drop_layers": full[:2] or [0], "keep_rate": 0.6},
     }
     if policy_name in dropping:
@@ -142,7 +145,11 @@ def test_every_policy_gives_what_dense_attention_gives(family: str) -> None:
         policy = suited(name, model)
         store = PolicyCache(policy)
         acting = policy.propagation.acting_layers(len(windows))
-        if policy.num_queries != 0 and family in UNSEEN:
+        if policy.reading is not None and family in SHARING:
+            with pytest.raises(UnsupportedModelError, match="reading of"):
+                generate(model, store)
+            continue
+        if (policy.num_queries != 0 or policy.reading is not None) and family in UNSEEN:
             with pytest.raises(UnsupportedModelError, match="shows no queries: it looks at"):
                 generate(model, store)
             continue
