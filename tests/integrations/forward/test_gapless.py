@@ -43,6 +43,7 @@ from tests.integrations.support.conversation import (
     left_padded,
     run_conversation,
 )
+from tests.integrations.support.versions import OLD
 from tests.reference import GaplessState, ReferenceState, random_tokens, tiny_model
 
 SNAPKV = CachePolicy(
@@ -94,6 +95,7 @@ def test_eager_attention() -> None:
     same_as_reference(model_of("llama", "eager"), "streaming_llm", ALL_ROWS)
 
 
+@pytest.mark.skipif(OLD, reason="this Transformers cuts the masks of later chunks wrongly")
 @pytest.mark.parametrize("name", ["streaming_llm", "snapkv"])
 def test_a_prompt_in_chunks(name: str) -> None:
     same_as_reference(model_of("llama"), name, ALL_ROWS, prefill_chunk_size=9)
