@@ -12,7 +12,7 @@ from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy, nearest_layer
-from kvpolicy.policies.propagation.layers import as_layers
+from kvpolicy.policies.propagation.layers import as_layers, within
 from kvpolicy.selection import compress, row_budgets, select_top
 
 # Where layers are left open, the first and the last that may act.
@@ -89,12 +89,7 @@ class AgreementPropagation(PropagationPolicy):
         if self.drop_layers is None:
             first, last = (max(int(num_layers * depth) - 1, 1) for depth in DEPTHS)
             return frozenset(range(first, last + 1)) & frozenset(range(num_layers))
-        if max(self.drop_layers) >= num_layers:
-            raise ValueError(
-                f"drop_layers must be in [1, {num_layers - 1}] for a model of {num_layers} layers, "
-                f"got {list(self.drop_layers)}"
-            )
-        return frozenset(self.drop_layers)
+        return within(self.drop_layers, num_layers, first=1)
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
         """Without ``drop_layers``, at the eligible of the default ones, or the nearest to them."""

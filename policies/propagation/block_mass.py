@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy, nearest_layer
-from kvpolicy.policies.propagation.layers import as_layers
+from kvpolicy.policies.propagation.layers import as_layers, within
 from kvpolicy.selection import compress
 
 # Where layers are left open, they act at these shares of the model's depth.
@@ -89,12 +89,7 @@ class BlockMassPropagation(PropagationPolicy):
         """The layers; raises ValueError if one lies outside the model."""
         if self.drop_layers is None:
             return frozenset(max(int(num_layers * depth) - 1, 0) for depth in DEPTHS)
-        if max(self.drop_layers) >= num_layers:
-            raise ValueError(
-                f"drop_layers must be in [0, {num_layers - 1}] for a model of {num_layers} layers, "
-                f"got {list(self.drop_layers)}"
-            )
-        return frozenset(self.drop_layers)
+        return within(self.drop_layers, num_layers)
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
         """Without ``drop_layers``, at the eligible layers nearest to the default ones."""

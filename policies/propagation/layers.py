@@ -29,3 +29,22 @@ def as_layers(layers: object) -> tuple[int, ...] | None:
     if not found or len(set(found)) < len(found):
         raise ValueError(f"drop_layers must be at least one layer, each once, got {found}")
     return tuple(found)
+
+
+def within(layers: tuple[int, ...], num_layers: int, *, first: int = 0) -> frozenset[int]:
+    """Layers that are named, in a model.
+
+    Args:
+        layers: Their indices.
+        num_layers: Layers of the model.
+        first: The first that may be named.
+
+    Raises:
+        ValueError: One lies outside the model.
+    """
+    if max(layers) >= num_layers:
+        raise ValueError(
+            f"drop_layers must be in [{first}, {num_layers - 1}] for a model of {num_layers} "
+            f"layers, got {list(layers)}"
+        )
+    return frozenset(layers)

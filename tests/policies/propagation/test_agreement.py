@@ -108,6 +108,8 @@ def test_layers_and_rates() -> None:
     assert sorted(part.placed(12, [0, 8, 11]).acting_layers(12)) == [8]
     named = attrs.evolve(part, drop_layers=(2, 5))
     assert named.placed(12, [1, 4]) is named
+    with pytest.raises(ValueError, match=r"drop_layers must be in \[1, 4\]"):
+        named.acting_layers(5)
 
 
 @pytest.mark.parametrize(
