@@ -23,6 +23,8 @@ class SpireKV(Method):
     After layer ``tsp_layer`` only the observation window goes on and the tokens with the highest
     window saliency, averaged over all query heads, as under `FastKV`; every layer keeps keys and
     values by the same saliency, the lower layers more and the upper fewer, as under `PyramidKV`.
+    Not a published method: of the compositions that this project's own study tried
+    (docs/front.md), the one that answered most questions on its small models at its cost.
 
     Args:
         tsp_layer: Index of the layer after which tokens are dropped, from 0; None for
@@ -46,9 +48,6 @@ class SpireKV(Method):
     Example:
         >>> SpireKV(tsp_layer=15).prefill_compute_rate(num_layers=32)
         0.55
-
-    Source: the front study of this project, docs/front.md: of the compositions of published parts
-    that were tried, the one that answered most questions at a given size and cost.
     """
 
     tsp_layer: int | None = None
