@@ -17,7 +17,7 @@ import ctypes
 import gc
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +115,11 @@ def measure(model: PreTrainedModel, plan: Plan, context: int, new_tokens: int) -
     }
 
 
-def rows_of(model: PreTrainedModel, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each plan and context, from rounds in which all take their turn."""
-    shape, found = shape_of(model.config), []
+def rows_of(model: PreTrainedModel, options: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """For each context a row of each plan, from rounds in which all take their turn."""
+    shape = shape_of(model.config)
     for context in options.contexts:
+        found = []
         chosen = plans(options.chunk)
         for plan in chosen.values():  # what a first call brings along is not the prompt's
             take_turn(model, random_prompt(model.config.vocab_size, 64), plan.policy, 2)
@@ -145,7 +146,7 @@ def rows_of(model: PreTrainedModel, options: argparse.Namespace) -> list[dict[st
                 1.0 if policy is None else allowed_decode(policy, shape, context, model)
             )
             found.append(row)
-    return found
+        yield found
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -197,13 +198,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "new_tokens": options.new_tokens,
             "model": spec.config().to_dict(),
         }
+        rows: list[dict[str, Any]] = []
         record = {
             "benchmark": "real_shape",
             "settings": settings,
             **facts(model.device),
-            "rows": rows_of(model, options),
+            "rows": rows,
         }
-        write_json(folder, "real_shape.json", record)
+        for of_context in rows_of(model, options):  # written at once: hours may lie between
+            rows += of_context
+            write_json(folder, "real_shape.json", record)
     else:
         record = read_json(options.show)
     print(HEADER)

@@ -17,7 +17,6 @@ from kvpolicy.integrations.transformers.forward.indexers import new_places, with
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
 from kvpolicy.integrations.transformers.forward.packed_attention import (
     Unpacked,
-    is_plain,
     may_attend,
     packed_attention,
 )
@@ -32,7 +31,11 @@ from kvpolicy.integrations.transformers.model.masks import (
     causal_mask,
 )
 from kvpolicy.integrations.transformers.model.rotary import Gapless, LayerRotary
-from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs
+from kvpolicy.integrations.transformers.model.routing import (
+    Attend,
+    AttentionInputs,
+    is_plain,
+)
 from kvpolicy.integrations.transformers.model.temperature import Temperature
 from kvpolicy.integrations.transformers.model.trying import Entering
 from kvpolicy.integrations.transformers.state.cross import CrossLayer

@@ -9,13 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kvpolicy.integrations.transformers.model.routing import Attend
 from kvpolicy.integrations.transformers.state.packed import Packed
-
-# Arguments of `sdpa_attention_forward` that change what it computes, but for its scaling.
-_CHANGING = ("dropout", "position_bias", "cache", "softcap")
 
 
 class Unpacked(Tensor):
@@ -72,11 +67,6 @@ def may_attend(held: object) -> bool:
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
     )
-
-
-def is_plain(attend: Attend, kwargs: dict[str, Any]) -> bool:
-    """Whether an attention function is known to compute what `packed_attention` does."""
-    return attend is sdpa_attention_forward and not any(kwargs.get(name) for name in _CHANGING)
 
 
 def packed_attention(query: Tensor, held: Packed, scaling: float | None) -> Tensor:

@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 from kvpolicy.integrations.transformers.model.routing import (
     Attend,
     RoutedConfig,
+    is_plain,
     lock,
     own_function,
 )
@@ -53,8 +54,17 @@ class ObservedConfig:
 class QueryRing(Protocol):
     """Who is shown the queries of a step of which any part may be compiled."""
 
-    def write(self, queries: Tensor) -> None:
-        """Take those of one token, ``[batch, query_heads, 1, head_dim]``."""
+    def write(self, queries: Tensor, values: Tensor | None = None) -> Tensor | None:
+        """Take those of one token, ``[batch, query_heads, 1, head_dim]``.
+
+        Args:
+            queries: Of the token.
+            values: The layer's, where attention is a plain softmax of scaled products.
+
+        Returns:
+            What the token's attention gives, ``[batch, 1, query_heads, value_dim]``, where that
+            comes out on the way; None where it is left to the module's own function.
+        """
 
 
 def observed_by(mask: Tensor, ring: QueryRing) -> Tensor:
@@ -108,10 +118,13 @@ def observed_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Show the queries to whom the mask names; call the module's own attention function."""
+    attend = module.config.attend
     ring = getattr(attention_mask, "_kvpolicy_ring", None)
     if ring is not None:
-        ring.write(query)
-    found: tuple[Tensor, Tensor | None] = module.config.attend(
+        output = ring.write(query, value if is_plain(attend, kwargs) else None)
+        if output is not None:
+            return output, None
+    found: tuple[Tensor, Tensor | None] = attend(
         module, query, key, value, attention_mask, **kwargs
     )
     return found

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import attrs
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.model.masks import (
@@ -30,6 +31,8 @@ from kvpolicy.integrations.transformers.model.masks import (
 )
 
 ROUTED = "kvpolicy_routed"
+# Arguments of `sdpa_attention_forward` that change what it computes, but for its scaling.
+_CHANGING = ("dropout", "position_bias", "cache", "softcap")
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -265,6 +268,11 @@ def _as_picked(module: Any, query: Tensor, key: Tensor, mask: Any, kwargs: dict[
     if blocks is not None:
         mask = of_picked_blocks(mask, blocks, module.indexer.block_size, query.shape[1])
     return mask
+
+
+def is_plain(attend: Attend, kwargs: dict[str, Any]) -> bool:
+    """Whether an attention function is known to weigh values by a softmax of scaled products."""
+    return attend is sdpa_attention_forward and not any(kwargs.get(name) for name in _CHANGING)
 
 
 def own_function(attention: Any) -> Attend:

@@ -39,7 +39,7 @@ class StaticQueries:
         """Queries that it can hold."""
         return self.queries.shape[2]
 
-    def write(self, queries: Tensor) -> None:
+    def write(self, queries: Tensor, values: Tensor | None = None) -> None:
         """Write those of one token, ``[batch, query_heads, 1, head_dim]``."""
         self.queries.index_copy_(2, self.slot, queries)
 

@@ -19,6 +19,7 @@ from kvpolicy.decoding import DecodingEviction
 from kvpolicy.integrations.transformers.forward.decoding.static_choosing import not_shown
 from kvpolicy.integrations.transformers.model.masks import Visibility
 from kvpolicy.integrations.transformers.model.observing import observed_by
+from kvpolicy.integrations.transformers.model.routing import Scores
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.observed import Observed
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -43,20 +44,18 @@ class Places:
     Args:
         held: ``[layers, batch, kv_heads, capacity]`` int64 positions, -1 on free slots.
         slots: ``[layers, batch, kv_heads]`` int64: where the token at hand goes.
-        products: float32 ``[layers, batch, query_heads, capacity]``, of the last query with every
-            key, scaled; NaN until they are written.
+        weights: float32 ``[layers, batch, query_heads, capacity]``, of the last query's attention;
+            NaN until they are written.
         masks: ``[layers, 1 or batch, 1 or query_heads, 1, capacity]``, as of `Visibility`; of 1
             where all hold equally many.
-        softcap: Of the scores, the same in all layers.
         protected: First tokens of the context that stay.
         free: The most free slots of a head.
     """
 
     held: Tensor
     slots: Tensor
-    products: Tensor
+    weights: Tensor
     masks: Tensor
-    softcap: float | None
     protected: int
     free: int
 
@@ -70,8 +69,7 @@ class Places:
     ) -> Places:
         """Those of layers that hold fewer tokens than there are slots."""
         places, masks = [], []
-        heads, scores = layers[0].query_heads, layers[0].scores
-        assert scores is not None
+        heads = layers[0].query_heads
         for layer in layers:
             positions = layer.positions
             assert positions is not None
@@ -87,9 +85,8 @@ class Places:
         return Places(
             held=held,
             slots=(held < 0).to(torch.uint8).argmax(dim=-1),
-            products=torch.full(shape, torch.nan, device=held.device),
+            weights=torch.full(shape, torch.nan, device=held.device),
             masks=shown,
-            softcap=scores.softcap,
             protected=protected,
             free=int((held < 0).sum(dim=-1).max()),
         )
@@ -99,7 +96,8 @@ class Places:
 
         What stood there is forgotten; asked again, the slot is free.
         """
-        seen = self._attention()
+        layers, batch, kv_heads, capacity = self.held.shape
+        seen = self.weights.view(layers, batch, kv_heads, -1, capacity).mean(dim=3)
         if self.protected:
             seen.masked_fill_((self.held >= 0) & (self.held < self.protected), torch.inf)
         seen.scatter_(3, self.slots[..., None], torch.inf)  # the last token stays
@@ -109,19 +107,6 @@ class Places:
         # Among equals the earlier stays.
         self.slots.copy_(self.held.masked_fill(seen > least, -2).argmax(dim=-1))
         self.held.scatter_(3, self.slots[..., None], -1)
-
-    def _attention(self) -> Tensor:
-        """``[layers, batch, kv_heads, capacity]``, the mean over the query heads of a group."""
-        logits, softcap = self.products, self.softcap
-        if softcap is not None:
-            logits = (logits / softcap).tanh() * softcap
-        group = logits.shape[2] // self.held.shape[2]
-        if self.free:
-            unused = (self.held < 0).repeat_interleave(group, dim=2)
-            logits = logits.masked_fill(unused, torch.finfo(torch.float32).min)
-        layers, batch, kv_heads, capacity = self.held.shape
-        weights = logits.softmax(dim=-1).view(layers, batch, kv_heads, group, capacity)
-        return weights.mean(dim=3)
 
     def advance(self, positions: Tensor) -> None:
         """Let the token at ``positions`` ``[batch, 1]`` stand where there is room."""
@@ -143,27 +128,43 @@ class Places:
 
 @attrs.define(eq=False)
 class RollingQueries:
-    """Takes a layer's last query, and what it says of the keys while these are at hand.
+    """Takes a layer's last query, and attends with it where it is known how.
+
+    So the weights that a layer chooses by are those that it attends with, computed once.
 
     Args:
         keys: ``[batch, kv_heads, capacity, head_dim]``.
+        mask: What the token at hand sees of them, as of `Visibility`.
         query: ``[batch, query_heads, 1, head_dim]``.
-        products: float32 ``[batch, query_heads, capacity]``, scaled.
-        scaling: Of products.
+        weights: float32 ``[batch, query_heads, capacity]``.
+        scores: How products become weights.
     """
 
     keys: Tensor
+    mask: Tensor
     query: Tensor
-    products: Tensor
-    scaling: float
+    weights: Tensor
+    scores: Scores
 
-    def write(self, queries: Tensor) -> None:
-        """Take that of one token, ``[batch, query_heads, 1, head_dim]``, whose key is written."""
+    def write(self, queries: Tensor, values: Tensor | None = None) -> Tensor | None:
+        """Take that of one token whose key is written; see `QueryRing.write`."""
         self.query.copy_(queries)
-        # As `query_key_products`, but into the memory there is.
+        batch, heads, _, head_dim = queries.shape
         keys = self.keys.float().flatten(0, 1)
-        scaled = (queries.float() * self.scaling).view(len(keys), -1, keys.shape[2])
-        torch.bmm(scaled, keys.transpose(1, 2), out=self.products.view(*scaled.shape[:2], -1))
+        scaled = (queries.float() * self.scores.scaling).view(len(keys), -1, head_dim)
+        logits = torch.bmm(scaled, keys.transpose(1, 2)).view(batch, heads, 1, -1)
+        if self.scores.softcap is not None:
+            logits = (logits / self.scores.softcap).tanh() * self.scores.softcap
+        if self.mask.dtype == torch.bool:
+            logits = logits.masked_fill(~self.mask, -torch.inf)
+        else:
+            logits = logits + self.mask
+        weights = logits.softmax(dim=-1)
+        self.weights.copy_(weights[:, :, 0])
+        if values is None:
+            return None
+        weights = weights.to(values.dtype).view(len(keys), -1, keys.shape[1])
+        return (weights @ values.flatten(0, 1)).view(batch, 1, heads, -1)
 
 
 @attrs.define(eq=False)
@@ -250,12 +251,13 @@ class RollingDecoding:
         buffers = []
         for index, layer in enumerate(layers):
             keys, values = layer.claim(most + 1)
-            products, slot = places.products[index], places.slots[index]
+            weights, slot = places.weights[index], places.slots[index]
             query = keys.new_zeros(keys.shape[0], layer.query_heads, 1, keys.shape[3])
             assert layer.scores is not None
-            queries = RollingQueries(keys, query, products, layer.scores.scaling)
-            mask = observed_by(places.masks[index], queries)
-            for tensor in (keys, values, products, slot, query, mask, filled[index]):
+            mask = places.masks[index]
+            queries = RollingQueries(keys, mask, query, weights, layer.scores)
+            mask = observed_by(mask, queries)
+            for tensor in (keys, values, weights, slot, query, mask, filled[index]):
                 # One address for as long as it lives, which CUDA graphs have to be told.
                 torch._dynamo.mark_static_address(tensor)
             buffers.append(RollingKeys(keys, values, slot, filled[index], mask, queries))
@@ -282,7 +284,7 @@ class RollingDecoding:
             UnsupportedModelError: Attention did not show its queries.
         """
         if not self.checked:
-            if bool(self.places.products.isnan().any()):
+            if bool(self.places.weights.isnan().any()):
                 raise not_shown()
             self.checked = True
         self.places.choose()
@@ -311,12 +313,11 @@ class RollingDecoding:
 
 
 def _are_alike(layers: Sequence[PolicyLayer]) -> bool:
-    """Whether layers are of one shape, on one device, and cap scores alike, without sinks."""
+    """Whether layers are of one shape, on one device, and their scores have no sinks."""
     found = set()
     for layer in layers:
         if layer.held is None or layer.scores is None or layer.scores.sinks is not None:
             return False
         batch, kv_heads, _, head_dim = layer.held.shape
-        softcap = layer.scores.softcap
-        found.add((batch, kv_heads, head_dim, layer.query_heads, layer.device, softcap))
+        found.add((batch, kv_heads, head_dim, layer.query_heads, layer.device))
     return len(found) == 1
