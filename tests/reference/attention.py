@@ -56,6 +56,7 @@ def attention_probabilities(
     """
     keys = torch.stack([entry.key for entry in entries])
     visible = torch.tensor(
-        [[entry.position <= position for entry in entries] for position in query_positions]
-    )
+        [[entry.position <= position for entry in entries] for position in query_positions],
+        dtype=torch.bool,
+    ).view(len(query_positions), len(entries))
     return masked_softmax(queries @ keys.T * scaling, visible)

@@ -6,8 +6,8 @@ sums; whenever `every` tokens have been fed since the last choice, a rule says w
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,15 @@ from .dense import Act
 from .generation import ReferenceState
 from .methods import Method
 from .scored_methods import two_minus_cosines
-from .selection import head_mean, margin, max_pool, sinks_and_recent, window_and_highest
+from .selection import (
+    below,
+    budget,
+    head_mean,
+    margin,
+    max_pool,
+    sinks_and_recent,
+    window_and_highest,
+)
 
 
 @dataclass
@@ -65,10 +73,17 @@ class Rolling:
 
 @dataclass(frozen=True)
 class ByScore:
-    """The last `window` entries and the highest scores before them, `tokens` in all."""
+    """The last `window` entries and the highest scores before them, `tokens` in all.
+
+    Attributes:
+        tokens: the budget.
+        window: last entries, always kept.
+        protect: positions always kept.
+    """
 
     tokens: int
     window: int = 8
+    protect: int = field(default=0, kw_only=True)
 
     def scores(self, head: HeadView) -> list[float]:
         """One for each entry before the window."""
@@ -78,13 +93,21 @@ class ByScore:
         """What gaps between scores are relative to, where these may be of any sign."""
         return None
 
+    def doubt(self, head: HeadView) -> float:
+        """How near the scores themselves are to being others, where they have steps."""
+        return math.inf
+
     def keep(self, head: HeadView) -> tuple[list[int], float]:
-        """The window and the highest."""
+        """The window, the protected and the highest."""
         length = len(head.entries)
         before = max(length - self.window, 0)
+        exempt = below([entry.position for entry in head.entries[:before]], self.protect)
+        always = length - before + len(exempt)
+        count = budget(None, self.tokens, seen=length, available=length, protected=always)
         scores = self.scores(head)[:before]
-        kept = window_and_highest(scores, length, min(self.tokens, length))
-        return kept, margin(scores, kept, scale=self.scale(head))
+        kept = window_and_highest(scores, length, count, exempt)
+        gap = margin(scores, kept, exempt, scale=self.scale(head))
+        return kept, gap if math.isinf(gap) else min(gap, self.doubt(head))
 
     def attention(self, head: HeadView, last: int) -> list[list[float]]:
         """Per query head, what the last queries give each entry, summed."""
@@ -150,6 +173,8 @@ class Redundancy(ByScore):
     def scores(self, head: HeadView) -> list[float]:
         """Written out, key by key."""
         before = max(len(head.entries) - self.window, 0)
+        if not before:
+            return []
         weights = [0.0] * before
         count = min(self.window, len(head.queries[0]))
         for row in range(-count, 0):
@@ -168,10 +193,8 @@ class Redundancy(ByScore):
 
     def redundancy(self, entries: Sequence[Entry]) -> list[float]:
         """Softmax over keys of their mean cosine with the others, the newest copy left out."""
-        unit = torch.stack([entry.key.double() / entry.key.double().norm() for entry in entries])
-        cosines = (unit @ unit.T).tolist()
         sums = [0.0] * len(entries)
-        for row, likeness in enumerate(cosines):
+        for row, likeness in enumerate(cosines(entries)):
             alike = [
                 key for key, each in enumerate(likeness) if each > self.threshold and key != row
             ]
@@ -183,6 +206,24 @@ class Redundancy(ByScore):
     def scale(self, head: HeadView) -> float | None:
         """The size of a number of the softmax over all keys."""
         return 1 / len(head.entries)
+
+    def doubt(self, head: HeadView) -> float:
+        """Ten times how near a cosine is to the threshold that says which copy is the newest."""
+        nearest = math.inf
+        for row, likeness in enumerate(cosines(head.entries)):
+            others = [key for key in range(len(likeness)) if key != row]
+            newest = max((key for key in others if likeness[key] > self.threshold), default=-1)
+            deciding = [key for key in others if key >= newest]
+            gaps = [abs(likeness[key] - self.threshold) for key in deciding]
+            nearest = min([nearest, *gaps])
+        return 10 * nearest  # a cosine is rounded less than a saliency
+
+
+def cosines(entries: Sequence[Entry]) -> list[list[float]]:
+    """Of all keys with all."""
+    unit = torch.stack([entry.key.double() / entry.key.double().norm() for entry in entries])
+    found: list[list[float]] = (unit @ unit.T).tolist()
+    return found
 
 
 def softmax(values: Sequence[float]) -> list[float]:
@@ -228,7 +269,7 @@ class BoundedState:
     @torch.no_grad()
     def answer(self, prompt: Sequence[int], forced: Sequence[int]) -> Answer:
         """Reads a prompt and feeds `forced` tokens."""
-        state = _Watched(self.model, self.method)
+        state = Watched(self.model, self.method)
         turn = state.turn(prompt, 0)
         acts, nearest, logits, since = [turn.act], turn.margin, [], 0
         for token in forced:
@@ -240,7 +281,7 @@ class BoundedState:
                 acts.append(Act(state.seen, state.seen, state.positions()))
         return Answer(torch.stack(logits), acts, nearest)
 
-    def _choose(self, state: "_Watched") -> float:
+    def _choose(self, state: "Watched") -> float:
         nearest = math.inf
         for layer, heads in enumerate(state.cache):
             group = len(state.queries[layer]) // len(heads)
@@ -260,11 +301,18 @@ class BoundedState:
         return nearest
 
 
-class _Watched(ReferenceState):
-    """A context whose every query is remembered, and its attention added up."""
+class Watched(ReferenceState):
+    """A context whose every query is remembered, and its attention added up.
 
-    def __init__(self, model: PreTrainedModel, method: Method) -> None:
-        super().__init__(model, method)
+    Attributes:
+        sums: per layer and KV head, by position, the attention of all queries since the first of
+            the prompt, averaged over the group.
+        queries: per layer and query head those of the tokens that were decoded.
+        decodes: whether tokens are decoded now, not read.
+    """
+
+    def __init__(self, model: PreTrainedModel, *arguments: Any) -> None:
+        super().__init__(model, *arguments)
         sizes = geometry(model)
         layers, heads = sizes.num_layers, sizes.kv_heads
         self.sums: list[list[dict[int, float]]] = [

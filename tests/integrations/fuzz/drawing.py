@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy
 from tests.families import Family
+from tests.integrations.fuzz.drawn_bounds import bounded
 from tests.integrations.fuzz.drawn_policies import KINDS
+from tests.integrations.support.bounded_row import Bound
 from tests.reference import FAMILIES, Method, random_tokens, tiny_model
 
 
@@ -59,12 +61,14 @@ class Situation:
     Attributes:
         shape: arguments of `built`.
         windows: sliding windows of the layers; None where a layer sees all.
+        bound: how the policy bounds answers, for the reference; None where it does not.
     """
 
     shape: tuple[Any, ...]
     windows: tuple[int | None, ...]
     policy: CachePolicy
     method: Method
+    bound: Bound | None = None
 
     @property
     def weights(self) -> PreTrainedModel:
@@ -80,8 +84,8 @@ HEADS = st.sampled_from([(4, 2), (2, 2), (6, 2), (3, 1), (6, 3), (1, 1), (4, 4)]
 
 
 @st.composite
-def situations(draw: st.DrawFn, kind: str) -> Situation:
-    """Models of all shapes, and policies of one of the `KINDS`."""
+def situations(draw: st.DrawFn, kind: str, *, bounds: bool = False) -> Situation:
+    """Models of all shapes, and policies of one of the `KINDS`, which may bound answers."""
     num_layers = draw(st.integers(1, 5))
     shape = (
         draw(st.sampled_from([*FAMILIES, "seed_oss"])),
@@ -91,7 +95,10 @@ def situations(draw: st.DrawFn, kind: str) -> Situation:
         draw(st.integers(0, 2)),
     )
     policy, method = draw(KINDS[kind](num_layers))
-    return Situation(shape, draw(sliding_windows(shape, policy)), policy, method)
+    bound = None
+    if bounds:
+        policy, method, bound = draw(bounded(policy, method))
+    return Situation(shape, draw(sliding_windows(shape, policy)), policy, method, bound)
 
 
 @st.composite

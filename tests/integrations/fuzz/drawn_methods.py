@@ -83,7 +83,9 @@ class Ranked:
         competed = [index for index in range(len(scores)) if index not in exempt]
         kept = [scores[index] for index in competed if index in chosen]
         dropped = [scores[index] for index in competed if index not in chosen]
-        return 1 - max(dropped) / min(kept) if kept and dropped else math.inf
+        if not (kept and dropped and max(kept)):  # without a query all are 0: the earlier stay
+            return math.inf
+        return 1 - max(dropped) / min(kept) if min(kept) else 0.0
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """A state machine that draws conversations and holds a cache against the reference throughout."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ CALLS = st.builds(
 # So many that a row ends now and then.
 ENDS = tuple(range(1, 97, 5))
 LONGEST_ANSWER = 6
+LONGEST_BOUNDED = 14  # in which layers choose several times
 PLACES = st.sampled_from(["", ".self_attn", ".self_attn.o_proj", ".mlp"])
 
 
@@ -44,22 +47,25 @@ class Conversation(RuleBasedStateMachine):
 
     Args:
         kind: of the policy, one of `drawing.KINDS`.
+        bounded: whether it evicts while it decodes.
     """
 
     side: SideBySide
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *, bounded: bool = False) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.bounded = kind, bounded
+        self.longest_answer = LONGEST_BOUNDED if bounded else LONGEST_ANSWER
         self.failures = 0
 
     @initialize(
         data=st.data(),
         storage=st.sampled_from([PlainStorage(), OffloadedStorage()]),
-        room=st.sampled_from([None, LONGEST_ANSWER]),
+        fixed=st.booleans(),
     )
-    def begin(self, data: st.DataObject, storage: Any, room: int | None) -> None:
-        situation = data.draw(situations(self.kind))
+    def begin(self, data: st.DataObject, storage: Any, fixed: bool) -> None:
+        situation = data.draw(situations(self.kind, bounds=self.bounded))
+        room = self.longest_answer if fixed else None
         cache = PolicyCache(situation.policy, storage, max_new_tokens=room)
         self.side = SideBySide(
             situation.model,
@@ -68,7 +74,16 @@ class Conversation(RuleBasedStateMachine):
             situation.policy,
             situation.method,
             cache,
+            bound=situation.bound,
         )
+
+    @contextmanager
+    def unless_near(self) -> Iterator[None]:
+        """Begins anew where a choice may rightly fall otherwise."""
+        try:
+            yield
+        except NearTieError:
+            self.side.reset()
 
     def prompt_of(self, data: st.DataObject) -> tuple[list[list[int | None]], list[int]]:
         """A prompt, and by row how many of the last columns the next mask calls padding."""
@@ -88,24 +103,28 @@ class Conversation(RuleBasedStateMachine):
             ends = st.integers(1, max(len(new[0]) - 1, 1))
             chunks = sorted(data.draw(st.sets(ends, min_size=1, max_size=3)) - {len(new[0])})
         fork = bool(chunks) and data.draw(st.booleans())
-        try:
+        with self.unless_near():
             self.side.prompt(new, ended, call, chunks, fork)
-        except NearTieError:
-            self.side.reset()
 
-    @rule(data=st.data(), count=st.integers(1, LONGEST_ANSWER), alone=st.booleans())
-    def generate(self, data: st.DataObject, count: int, alone: bool) -> None:
+    @rule(data=st.data(), alone=st.booleans())
+    def generate(self, data: st.DataObject, alone: bool) -> None:
+        count = data.draw(st.integers(1, self.longest_answer))
         new, ended = self.prompt_of(data)
         ends = ENDS if data.draw(st.booleans()) else ()
         how: dict[str, Any] = {}
         if not self.side.drops and data.draw(st.booleans()):
             how["chunk"] = data.draw(st.integers(1, 30))
-        elif len(new) == 1 and not alone and data.draw(st.booleans()):
+        elif len(new) == 1 and not (alone or self.bounded) and data.draw(st.booleans()):
             how["drafts"] = data.draw(st.integers(1, 4))
-        try:
+        with self.unless_near():
             self.side.generate(new, ended, count=count, ends=ends, alone=alone, **how)
-        except NearTieError:
-            self.side.reset()
+
+    @rule(data=st.data(), beams=st.integers(2, 3))
+    def search(self, data: st.DataObject, beams: int) -> None:
+        new, _ = self.prompt_of(data)
+        count = data.draw(st.integers(1, self.longest_answer))
+        with self.unless_near():
+            self.side.search(new, count=count, beams=beams)
 
     @precondition(may_append)
     @rule(data=st.data(), steps=st.integers(1, 3), call=CALLS)
@@ -117,12 +136,17 @@ class Conversation(RuleBasedStateMachine):
             absent = data.draw(st.sampled_from([None, None, None, 0]))
             if absent is not None and len(tokens) > 1:
                 tokens[absent] = None
-            self.side.append([[token] for token in tokens], call)
+            with self.unless_near():
+                self.side.append([[token] for token in tokens], call)
+            if not self.side.batch:
+                return
 
     @precondition(may_append)
     @rule(data=st.data(), call=CALLS)
     def append(self, data: st.DataObject, call: Call) -> None:
-        self.side.append(data.draw(drawn_rows(self.side.batch, 5)).columns, call)
+        new = data.draw(drawn_rows(self.side.batch, 5)).columns
+        with self.unless_near():
+            self.side.append(new, call)
 
     @precondition(has_appended)
     @rule(data=st.data())
@@ -144,7 +168,8 @@ class Conversation(RuleBasedStateMachine):
     @precondition(has_read)
     @rule(how=st.sampled_from(["copy", "deepcopy", "pickle"]), take_copy=st.booleans())
     def fork(self, how: str, take_copy: bool) -> None:
-        self.side.fork(how, take_copy=take_copy)
+        with self.unless_near():
+            self.side.fork(how, take_copy=take_copy)
 
     @precondition(has_read)
     @rule()
@@ -191,6 +216,17 @@ class Conversation(RuleBasedStateMachine):
             if layer < last or (layer == last and place in ("", ".self_attn")):
                 second = data.draw(st.integers(0, 1))
         side.fail(new, place, layer, second, error, how)
+
+    @precondition(lambda machine: machine.failures < 4)
+    @rule(data=st.data(), place=PLACES, error=st.sampled_from([RuntimeError, Interrupted]))
+    def interrupt(self, data: st.DataObject, place: str, error: Any) -> None:
+        self.failures += 1
+        new, ended = self.prompt_of(data)
+        count = data.draw(st.integers(2, self.longest_answer))
+        step = data.draw(st.integers(1, count - 1))
+        layer = data.draw(st.integers(0, self.side.num_layers - 1))
+        with self.unless_near():
+            self.side.interrupt(new, ended, place, layer, step, count, error)
 
     def teardown(self) -> None:
         if hasattr(self, "side"):

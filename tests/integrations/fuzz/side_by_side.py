@@ -10,14 +10,37 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from torch import Tensor
 
+from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers import PolicyCache
-from tests.integrations.support.comparison import Columns, tensors
+from tests.integrations.support.comparison import TOLERANCE, Columns, tensors
 from tests.integrations.support.reading_both import Call, ReadingBoth
+from tests.reference import PAD_TOKEN_ID
 
 
 class Interrupted(BaseException):
     """Like KeyboardInterrupt, which hooks that run on failure do not see."""
+
+
+@attrs.define
+class Said:
+    """A streamer that remembers an answer.
+
+    Attributes:
+        tokens: by step those of all rows.
+    """
+
+    tokens: list[list[int]] = attrs.field(factory=list)
+    _prompted: bool = False
+
+    def put(self, value: Tensor) -> None:
+        if self._prompted:  # the prompt comes first
+            self.tokens.append(value.tolist())
+        self._prompted = True
+
+    def end(self) -> None:
+        """Nothing to do."""
 
 
 @attrs.define
@@ -132,6 +155,90 @@ class SideBySide(ReadingBoth):
             self.start_turn()
         self._forward(new, Call())
 
+    def interrupt(
+        self,
+        new: Columns,
+        ended: Sequence[int],
+        place: str,
+        layer: int,
+        step: int,
+        count: int,
+        error: Any,
+    ) -> None:
+        """A turn by `generate` that fails while it answers: what was read before is there.
+
+        Args:
+            new: the prompt.
+            ended: see `prompt`.
+            place: a module of the layer.
+            layer: index of the layer.
+            step: which token of the answer is not read, from 1.
+            count: tokens to generate at most.
+            error: what is raised.
+        """
+        self._act(new, ended)
+        whole, mask = tensors(self.columns)
+        said = Said()
+
+        def fail(*args: Any) -> None:
+            if len(said.tokens) == step:
+                raise error
+
+        module = self.model.get_submodule(f"model.layers.{layer}{place}")
+        handle = module.register_forward_pre_hook(fail)
+        try:
+            with pytest.raises(error):
+                self.model.generate(
+                    whole,
+                    attention_mask=mask,
+                    past_key_values=self.cache,
+                    max_new_tokens=count,
+                    do_sample=False,
+                    streamer=said,
+                )
+        finally:
+            handle.remove()
+        self._acted()
+        unread = torch.empty(self.batch, 0, 0)
+        columns: Columns = [list(row) for row in zip(*said.tokens[: step - 1], strict=True)]
+        self._fed_one_by_one(columns or [[] for _ in self.rows], unread)
+
+    def search(self, new: Columns, *, count: int, beams: int) -> None:
+        """Beam search by a copy, whose answers are as likely as the reference says.
+
+        Args:
+            new: the prompt.
+            count: tokens of an answer.
+            beams: hypotheses that are followed.
+        """
+        before = self.columns or [[] for _ in new]
+        ids, mask = tensors([[*a, *b] for a, b in zip(before, new, strict=True)])
+        output: Any = self.model.generate(
+            ids,
+            attention_mask=mask,
+            past_key_values=copy.deepcopy(self.cache),
+            max_new_tokens=count,
+            num_beams=beams,
+            length_penalty=0.0,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+            pad_token_id=PAD_TOKEN_ID,
+        )
+        answers = output.sequences[:, ids.shape[1] :].tolist()
+        rows = self.rows or [self.new_row() for _ in new]
+        for row, tokens, answer, found in zip(
+            rows, new, answers, output.sequences_scores.tolist(), strict=True
+        ):
+            own = row.fork()
+            logits = own.act([token for token in tokens if token is not None])
+            total = 0.0
+            for token in answer:
+                total += float(logits.log_softmax(dim=-1)[token])
+                logits = own.feed(token)
+                own.settle()
+            assert abs(total - found) <= 2 * TOLERANCE * count
+
     def refuses(self, new: Columns) -> None:
         """What a cache that has read something refuses leaves it as it was."""
         ids, valid = tensors(new)
@@ -145,6 +252,13 @@ class SideBySide(ReadingBoth):
             ):
                 with pytest.raises(ValueError, match="must"):
                     self.model(**arguments, past_key_values=self.cache)
+            if self.bound is not None and self.batch == 1:
+                with pytest.raises(UnsupportedGenerationError, match="evicts while it decodes"):
+                    self.model.generate(
+                        torch.cat([tensors(self.columns)[0], ids], dim=1),
+                        past_key_values=self.cache,
+                        prompt_lookup_num_tokens=3,
+                    )
         with pytest.raises(ValueError, match=f"only {self.appended} tokens were appended"):
             self.cache.crop(-self.appended - 1)
         with pytest.raises(ValueError, match="must be 0 or negative"):

@@ -11,21 +11,27 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from torch import Tensor
 
-from kvpolicy import CachePolicy
+from kvpolicy import CachePolicy, LayerContext, policies
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.forward import prefill
+from kvpolicy.integrations.transformers.forward.decoding import choosing
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
+from kvpolicy.integrations.transformers.state.observed import Observed
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policies import GemFilter
 from tests import reference
 from tests.integrations.fuzz import kinds_machine
 from tests.integrations.fuzz.drawing import Drawn, built
+from tests.integrations.fuzz.drawn_methods import Ranked
 from tests.integrations.fuzz.drawn_policies import KINDS
 from tests.integrations.fuzz.machine import Conversation
 from tests.integrations.fuzz.side_by_side import SideBySide
+from tests.integrations.support.bounded_row import Bound, Summed
 from tests.integrations.support.reading_both import Call
 from tests.integrations.test_generation import CHUNKS_GO_ON
 from tests.reference import Method
@@ -55,6 +61,11 @@ def test_conversations(kind: str) -> None:
     go_on(lambda: Conversation(kind), 16)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversations_that_evict_while_they_decode(kind: str) -> None:
+    go_on(lambda: Conversation(kind, bounded=True), 12)
+
+
 @pytest.mark.parametrize("name", kinds_machine.KINDS)
 def test_conversations_with_every_kind_of_layer(name: str) -> None:
     go_on(lambda: kinds_machine.KindConversation(name), 6)
@@ -71,7 +82,7 @@ def go_on(machine: Callable[[], RuleBasedStateMachine], examples: int) -> None:
     """Quickly, or for the machine's share of FUZZ_MINUTES."""
     if not MINUTES:
         quickly(machine, examples)
-    end = time.monotonic() + 60 * MINUTES / (len(KINDS) + 2 * len(kinds_machine.KINDS))
+    end = time.monotonic() + 60 * MINUTES / (2 * len(KINDS) + 2 * len(kinds_machine.KINDS))
     while time.monotonic() < end:
         run(machine, max_examples=50, stateful_step_count=20)
 
@@ -127,3 +138,73 @@ def test_a_planted_fault_is_found(
     monkeypatch.setattr(place, name, fault)
     with pytest.raises(AssertionError):
         test_a_conversation_is_followed()
+
+
+# Likewise, of answers that are bounded.
+
+
+def queries_stay(observed: Observed, *args: Any) -> Observed:
+    return observed
+
+
+def queries_are_forgotten(observed: Observed, count: int) -> Observed:
+    return attrs.evolve(observed, queries=None)
+
+
+def sums_begin_anew(observed: Observed, context: LayerContext, carries: int) -> Tensor:
+    return torch.zeros(*context.keys.shape[:3], carries)
+
+
+BOUNDS = {
+    "window": (
+        policies.SnapKV(window_size=4, kernel_size=3).decoding_rule(9, every=3),
+        Bound(reference.SnapKV(None, 4, 3, 9), every=3, observers=4),
+    ),
+    "sums": (
+        policies.H2O(window_size=2).decoding_rule(9, every=3),
+        Bound(Ranked(Summed(), (None, 9), 2, 0), every=3, observers=0),
+    ),
+}
+
+
+def answer_bounded(name: str) -> None:
+    """A conversation in which every one of the faults below shows, under one of the rules."""
+    rule, bound = BOUNDS[name]
+    policy = policies.StreamingLLM(0.5, decoding=rule)
+    cache, model = PolicyCache(policy), built("llama", 3, (4, 2), "sdpa", 0)
+    method = reference.StreamingLLM(0.5)
+    side = SideBySide(model, model, (None,) * 3, policy, method, cache, bound=bound)
+    side.prompt(Drawn(((40, 1, 40, 0), (23, 2, 23, 0))).columns, [0, 0], Call())
+    for token in range(5):
+        side.append([[3 + token], [20 + token]], Call())
+    side.crop(1)
+    side.take_rows([1, 0], reorder=True)
+    for token in range(7):
+        side.append([[40 + token], [60 + token]], Call())
+        side.check()
+    side.generate(Drawn(((12, 3, 12, 0), (9, 4, 9, 5))).columns, [1, 0], count=8)
+    side.check()
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_bounded_answer_is_followed(name: str) -> None:
+    answer_bounded(name)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fault", "shows"),
+    [
+        (Observed, "without_last", queries_stay, "window"),
+        (Observed, "rows", queries_stay, "window"),
+        (Observed, "last", queries_are_forgotten, "window"),
+        (Observed, "rows", queries_stay, "sums"),
+        (choosing, "carried_for", sums_begin_anew, "sums"),
+        (prefill, "carried_for", sums_begin_anew, "sums"),
+    ],
+)
+def test_a_fault_planted_in_bounded_answers_is_found(
+    monkeypatch: pytest.MonkeyPatch, place: Any, name: str, fault: Any, shows: str
+) -> None:
+    monkeypatch.setattr(place, name, fault)
+    with pytest.raises(AssertionError):
+        answer_bounded(shows)

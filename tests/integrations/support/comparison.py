@@ -93,6 +93,10 @@ class Row(ReferenceState):
                 for held in (held for layer in self.cache for held in layer):
                     held.pop()
 
+    def settle(self) -> bool:
+        """Lets layers choose anew after a forward, if it is time; whether they did."""
+        return False
+
     def _layer(
         self,
         layer_idx: int,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.integrations.transformers import PolicyCache
+from tests.integrations.support.bounded_row import Bound, BoundedRow
 from tests.integrations.support.comparison import Columns, Comparison, Row, assert_close, tensors
 from tests.reference import PAD_TOKEN_ID
 
@@ -35,7 +36,18 @@ class Call:
 
 @attrs.define
 class ReadingBoth(Comparison):
-    """Prompts and tokens behind them, read by the cache and by the reference."""
+    """Prompts and tokens behind them, read by the cache and by the reference.
+
+    Attributes:
+        bound: how the policy bounds answers, for the reference; None where it does not.
+    """
+
+    bound: Bound | None = None
+
+    def new_row(self) -> Row:
+        """A row that has read nothing."""
+        how = self.weights, self.method, self.windows
+        return Row(*how) if self.bound is None else BoundedRow(*how, bound=self.bound)
 
     def prompt(
         self,
@@ -113,7 +125,7 @@ class ReadingBoth(Comparison):
         assert len(said[0]) == count or ends
         assert_close(output.logits[0], torch.stack(expected))
         # The last token has not been read.
-        self._fed([row[:-1] for row in said], torch.stack(output.logits, dim=1)[:, 1:])
+        self._fed_one_by_one([row[:-1] for row in said], torch.stack(output.logits, dim=1)[:, 1:])
 
     def append(self, new: Columns, call: Call) -> None:
         """A forward by hand between two turns."""
@@ -126,7 +138,7 @@ class ReadingBoth(Comparison):
     def _act(self, new: Columns, ended: Sequence[int]) -> list[Tensor]:
         """The reference reads a prompt; logits by row."""
         if not self.rows:
-            self.rows = [Row(self.weights, self.method, self.windows) for _ in new]
+            self.rows = [self.new_row() for _ in new]
             self.columns = [[] for _ in new]
         for row, columns, count in zip(self.rows, self.columns, ended, strict=False):
             row.take_back(count)
@@ -138,12 +150,22 @@ class ReadingBoth(Comparison):
         return logits
 
     def _acted(self) -> None:
-        self.appended, self.starts, self.filled = 0, False, True
+        self.starts, self.filled = False, True
+        self._chosen()
+
+    def _chosen(self) -> None:
+        """The layers hold what was chosen, and nothing was appended since."""
+        self.appended = 0
         held = [
             [len(head) for row in self.rows for head in row.cache[layer]]
             for layer in range(self.num_layers)
         ]
         self.widths = [max(lengths) for lengths in held]
+
+    def _fed_one_by_one(self, new: Columns, logits: Tensor) -> None:
+        """As `_fed`, of columns that came in a forward each."""
+        for step in range(len(new[0])):
+            self._fed([row[step : step + 1] for row in new], logits[:, step : step + 1])
 
     def _fed(self, new: Columns, logits: Tensor) -> None:
         """The reference appends columns; logits `[batch, new_len or fewer, vocab]` are compared."""
@@ -158,6 +180,8 @@ class ReadingBoth(Comparison):
                     assert_close(logits[index, from_end], expected)
         self.appended += len(new[0])
         self.filled = True
+        if all(row.settle() for row in self.rows):
+            self._chosen()
 
     @torch.no_grad()
     def _forward(self, new: Columns, call: Call) -> Tensor:
