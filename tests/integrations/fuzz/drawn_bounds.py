@@ -29,6 +29,10 @@ def bounded(draw: st.DrawFn, policy: CachePolicy, method: Method) -> Bounded:
     if policy.scorer == eviction.scorer == SUMS and isinstance(method, Ranked):
         # What a later prompt is cut by are the sums as well.
         method = dataclasses.replace(method, scored=Summed())
+    if isinstance(method, reference.StreamingLLM):
+        # Sinks are the first that a layer holds, which need no longer be the row's first.
+        amount = method.retention_rate, method.retention_tokens
+        method = SinksHeld(amount, method.num_sinks, method.protect)
     return attrs.evolve(policy, decoding=eviction), method, bound
 
 

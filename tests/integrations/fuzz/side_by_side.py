@@ -213,10 +213,12 @@ class SideBySide(ReadingBoth):
         """
         before = self.columns or [[] for _ in new]
         ids, mask = tensors([[*a, *b] for a, b in zip(before, new, strict=True)])
+        searched = copy.deepcopy(self.cache)
+        searched.batch_repeat_interleave(beams)
         output: Any = self.model.generate(
             ids,
             attention_mask=mask,
-            past_key_values=copy.deepcopy(self.cache),
+            past_key_values=searched,
             max_new_tokens=count,
             num_beams=beams,
             length_penalty=0.0,
@@ -237,7 +239,8 @@ class SideBySide(ReadingBoth):
                 total += float(logits.log_softmax(dim=-1)[token])
                 logits = own.feed(token)
                 own.settle()
-            assert abs(total - found) <= 2 * TOLERANCE * count
+            difference = abs(total - found)
+            assert difference <= 2 * TOLERANCE * count, f"differs by {difference}"
 
     def refuses(self, new: Columns) -> None:
         """What a cache that has read something refuses leaves it as it was."""
