@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import attrs
 import torch
 from torch import Tensor
@@ -16,65 +18,94 @@ class Observed:
     Nothing changes it: every operation gives another one.
 
     Args:
-        queries: ``[batch, query_heads, count, head_dim]``, after rotary embedding, of the ``count``
-            columns before ``end``; None for none.
+        queries: ``[batch, query_heads, count, head_dim]``, after rotary embedding; None for none.
         end: Columns seen when the last of them was.
         carried: float32 ``[batch, kv_heads, chosen_len, carries]``, for what the policy kept at its
             last choice; see `Scorer.advance`. None for nothing.
+        columns: ``[batch, count]`` int64, each query's column, -1 for none: rows that have padding
+            among an answer's columns look further back. None where they are the last ``count``
+            before ``end``.
     """
 
     queries: Tensor | None = None
     end: int = 0
     carried: Tensor | None = None
+    columns: Tensor | None = None
 
     @property
     def count(self) -> int:
         """Queries remembered."""
         return 0 if self.queries is None else self.queries.shape[2]
 
-    def noted(self, queries: Tensor, end: int, most: int | None) -> Observed:
+    def noted(
+        self, queries: Tensor, tokens: SeenTokens, most: int | None, unbroken: int
+    ) -> Observed:
         """With the queries of one more forward.
 
         Args:
             queries: ``[batch, query_heads, new_len, head_dim]``.
-            end: Columns seen with them.
+            tokens: Those seen, with the forward's.
             most: Queries to be remembered beside those of this forward, which may be taken back;
                 None for all.
+            unbroken: Last columns of which none is padding in any row.
         """
-        new_len = queries.shape[2]
+        new_len, end = queries.shape[2], tokens.seen
         own = queries if self.queries is None else torch.cat([self.queries, queries], dim=2)
-        excess = 0 if most is None else max(own.shape[2] - most - new_len, 0)
+        columns = None
+        if self.columns is not None:
+            new = torch.arange(end - new_len, end, device=own.device)
+            columns = torch.cat([self.columns, new.expand(len(own), -1)], dim=1)
         # A copy: attention modules may go on with what they have given.
-        kept = own[:, :, excess:].clone() if excess or own is queries else own
-        return attrs.evolve(self, queries=kept, end=end)
+        whole = Observed(own.clone() if own is queries else own, end, self.carried, columns)
+        return whole if most is None else whole.last(most + new_len, tokens, unbroken)
 
-    def last(self, count: int) -> Observed:
-        """With the last ``count`` queries only."""
-        if self.queries is None or self.count <= count:
+    def last(self, count: int, tokens: SeenTokens, unbroken: int) -> Observed:
+        """With the last ``count`` queries of every row only.
+
+        Args:
+            count: How many.
+            tokens: See `positions`.
+            unbroken: See `noted`.
+        """
+        queries, excess = self.queries, self.count - count
+        if queries is None or excess <= 0:
             return self
-        return attrs.evolve(self, queries=self.queries[:, :, self.count - count :].clone())
+        if self.columns is None and count <= unbroken:
+            return attrs.evolve(self, queries=queries[:, :, excess:].clone())
+        device = queries.device
+        columns = self._columns(len(queries)).to(device)
+        real = self.positions(tokens).to(device) >= 0
+        order = real.to(torch.uint8).argsort(dim=1, stable=True)[:, excess:]
+        columns = columns.masked_fill(~real, -1).gather(1, order)
+        mended = bool((columns == torch.arange(self.end - count, self.end, device=device)).all())
+        queries = _taken(queries, order)
+        return attrs.evolve(self, queries=queries, columns=None if mended else columns)
 
     def without_last(self, count: int) -> Observed:
         """Without the queries of the last ``count`` columns."""
         if self.queries is None:
             return self
+        end = self.end - count
+        if self.columns is not None:
+            gone = self.columns >= end
+            return attrs.evolve(self, end=end, columns=self.columns.masked_fill(gone, -1))
         kept = self.queries[:, :, : max(self.count - count, 0)].clone()
-        return attrs.evolve(self, queries=kept, end=self.end - count)
+        return attrs.evolve(self, queries=kept, end=end)
 
     def rows(self, rows: Tensor) -> Observed:
         """With the rows ``[count]`` of the batch."""
-        queries, carried = (
-            None if each is None else each.index_select(0, rows.to(each.device))
-            for each in (self.queries, self.carried)
-        )
-        return Observed(queries, self.end, carried)
+        return self._each(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
 
     def to(self, device: torch.device) -> Observed:
         """The same on a device."""
-        queries, carried = (
-            None if each is None else each.to(device) for each in (self.queries, self.carried)
+        return self._each(lambda tensor: tensor.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Observed:
+        queries, carried, columns = (
+            None if each is None else change(each)
+            for each in (self.queries, self.carried, self.columns)
         )
-        return Observed(queries, self.end, carried)
+        return Observed(queries, self.end, carried, columns)
 
     def in_precision(self, dtype: torch.dtype) -> Observed:
         """With queries of another dtype."""
@@ -82,7 +113,8 @@ class Observed:
 
     def nbytes(self) -> int:
         """Bytes of all of it."""
-        tensors = (each for each in (self.queries, self.carried) if each is not None)
+        held = (self.queries, self.carried, self.columns)
+        tensors = (each for each in held if each is not None)
         return sum(each.untyped_storage().nbytes() for each in tensors)
 
     def positions(self, tokens: SeenTokens) -> Tensor:
@@ -93,7 +125,16 @@ class Observed:
         """
         valid = tokens.valid[:, : self.end]
         places = (valid.cumsum(dim=1) - 1).masked_fill(~valid, -1)
-        return places[:, self.end - self.count :]
+        if self.columns is None:
+            return places[:, self.end - self.count :]
+        columns = self.columns.to(places.device)
+        return places.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
+
+    def _columns(self, batch: int) -> Tensor:
+        """``[batch, count]`` int64, those of the queries."""
+        if self.columns is not None:
+            return self.columns
+        return torch.arange(self.end - self.count, self.end).expand(batch, -1)
 
     def shown(self, tokens: SeenTokens) -> tuple[Tensor, Tensor]:
         """The queries and their positions, each row's padding before its tokens.
@@ -106,5 +147,10 @@ class Observed:
         if not tokens.padded:
             return self.queries, places
         order = (places >= 0).to(torch.uint8).argsort(dim=1, stable=True)
-        index = order[:, None, :, None].expand(-1, self.queries.shape[1], -1, self.queries.shape[3])
-        return self.queries.gather(2, index), places.gather(1, order)
+        return _taken(self.queries, order), places.gather(1, order)
+
+
+def _taken(queries: Tensor, order: Tensor) -> Tensor:
+    """Queries ``[batch, query_heads, count, head_dim]`` at ``order`` ``[batch, taken]``."""
+    index = order[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
+    return queries.gather(2, index)

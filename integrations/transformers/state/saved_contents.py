@@ -221,6 +221,12 @@ def _check_observed(
                 f"{name} must be floats of at most the {seen} columns seen, got {queries.dtype} of "
                 f"shape {list(queries.shape)}"
             )
+    columns = tensors.get(f"layers.{index}.columns")
+    if columns is not None:
+        name, count = f"layers.{index}.columns", 0 if queries is None else queries.shape[2]
+        _check_tensor(name, columns, torch.int64, batch, count)
+        if count and not -1 <= int(columns.min()) <= int(columns.max()) < seen:
+            raise ValueError(f"{name} must be in [-1, {seen - 1}], got {columns.tolist()}")
     carried = tensors.get(f"layers.{index}.carried")
     if carried is not None:
         name = f"layers.{index}.carried"

@@ -13,7 +13,7 @@ from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer, S
 
 # What the states of convolutions and the others are called, before their numbers.
 PARTS = ("conv", "recurrent")
-_OF_KEYS = ("keys", "values", "positions", "queries", "carried")
+_OF_KEYS = ("keys", "values", "positions", "queries", "carried", "columns")
 # Beside them, where a layer has an indexer.
 OF_INDEX = ("index_keys", "index_beside")
 # In the place of them, where a layer attends to images.

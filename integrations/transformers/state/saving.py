@@ -105,7 +105,7 @@ class SavedCache:
             if held is not None:
                 found[f"layers.{index}.keys"], found[f"layers.{index}.values"] = held.read()
                 found[f"layers.{index}.positions"] = positions
-            for name in ("queries", "carried"):
+            for name in ("queries", "carried", "columns"):
                 if getattr(layer.observed, name) is not None:
                     found[f"layers.{index}.{name}"] = getattr(layer.observed, name)
             if isinstance(layer, CrossLayer) and layer.images is not None:
@@ -314,10 +314,10 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
             if isinstance(layer, IndexedLayer):
                 layer.load_index(*(tensors[f"layers.{index}.{name}"] for name in OF_INDEX))
             layer.query_heads = query_heads
-            queries, carried = (
-                tensors.get(f"layers.{index}.{name}") for name in ("queries", "carried")
+            queries, carried, columns = (
+                tensors.get(f"layers.{index}.{name}") for name in ("queries", "carried", "columns")
             )
-            layer.observed = Observed(queries, tokens.seen, carried)
+            layer.observed = Observed(queries, tokens.seen, carried, columns)
         layers.append(layer)
     link(layers)
     propagated = {

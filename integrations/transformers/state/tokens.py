@@ -62,6 +62,13 @@ class SeenTokens:
         return self.valid.shape[1]
 
     @property
+    def unbroken(self) -> int:
+        """Last columns of which none is padding in any row; to ask waits for the device."""
+        if not self.padded:
+            return self.seen
+        return int(self.valid.all(dim=0).flip(0).cumprod(dim=0).sum())
+
+    @property
     def ids(self) -> Tensor:
         """``[batch, seen]`` int64, the ids of all columns; see ``acted_ids``."""
         return torch.cat([self.acted_ids, self.appended_ids], dim=1)

@@ -25,6 +25,7 @@ class DecodingForward(Forward):
         assert self.policy.decoding is not None
         self._decoding: DecodingEviction = self.policy.decoding
         self._chooses = self.tokens.appended.shape[1] >= self._decoding.every
+        self._unbroken = self.tokens.unbroken if self._decoding.num_queries else 0
 
     @property
     def _asks(self) -> bool:
@@ -48,7 +49,9 @@ class DecodingForward(Forward):
         layer, asked = self.layers[index], self._decoding.num_queries
         layer.query_heads = inputs.queries.shape[1]
         if asked != 0:
-            layer.observed = layer.observed.noted(inputs.queries, self.tokens.seen, asked)
+            layer.observed = layer.observed.noted(
+                inputs.queries, self.tokens, asked, self._unbroken
+            )
         if self._chooses:
             self._choose(index, inputs, stored)
 

@@ -122,9 +122,11 @@ class Held:
                 chosen, carried = decoding.decide(held._context(decoding, order))
             kept = near.kept(chosen)
         # Queries that the next choice may look at, if fewer tokens than it asks for come before.
-        asked = decoding.num_queries
-        again = asked if asked is not None and asked > decoding.every else 0
-        return Chosen(held, kept, carried, self.layer.observed.last(again) if again else None)
+        asked, tokens = decoding.num_queries, self.tokens
+        if not asked or (asked <= decoding.every and not tokens.padded):
+            return Chosen(held, kept, carried, None)
+        again = self.layer.observed.last(asked, tokens, tokens.unbroken)
+        return Chosen(held, kept, carried, again)
 
     def _padding_first(self) -> tuple[Held, Tensor | None]:
         """With padding on the left, as rows may have some among an answer's columns."""
