@@ -18,7 +18,7 @@ from benchmarks.memory import peak_bytes, reset_peak, resident_bytes
 from kvpolicy import CachePolicy, policies
 from kvpolicy.integrations.transformers import PolicyCache
 
-LAYERS, HEADS, HEAD_DIM = 2, 8, 512
+LAYERS, HEADS, HEAD_DIM = 1, 8, 1024
 ENTRY = 2 * HEADS * HEAD_DIM * 4  # bytes of a token in a layer
 BUDGET, EVERY = 64, 64
 

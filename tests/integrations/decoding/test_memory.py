@@ -21,10 +21,10 @@ from tests.integrations.decoding.held_by_process import (
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 RULES = ["H2O", "SnapKV", "TOVA"]
 STEPS = 4000
-# What all layers may hold, a layer in the making and what it is chosen by, and the allocator.
-ALLOWED = (LAYERS + 3) * (BUDGET + EVERY) * ENTRY + 8 * 2**20
-# A process takes seconds to begin; of the six each rule and each way once.
-CASES = [("SnapKV", False), ("H2O", True), ("TOVA", True)]
+# What the layers may hold, one in the making, what is chosen by, and the allocator.
+ALLOWED = (LAYERS + 4) * (BUDGET + EVERY) * ENTRY + 8 * 2**20
+# Each takes seconds; these are of buffers that grow, and of slots that are given up one by one.
+CASES = [("H2O", False), ("TOVA", True)]
 EVERY_CASE = [(name, fixed) for name in RULES for fixed in (False, True)]
 
 in_process = pytest.mark.skipif(
@@ -69,10 +69,10 @@ def test_layers_hold_no_more_than_the_bound(name: str, fixed: bool) -> None:
 @pytest.mark.parametrize(("name", "fixed"), EVERY_CASE if THOROUGH else CASES)
 def test_a_process_holds_no_more_than_the_bound(name: str, fixed: bool) -> None:
     assert growth(name, fixed, STEPS) <= ALLOWED
-    assert STEPS * LAYERS * ENTRY > 8 * ALLOWED  # what would be held without
+    assert STEPS * LAYERS * ENTRY > 5 * ALLOWED  # what would be held without
 
 
 @in_process
 def test_without_a_bound_a_process_holds_more() -> None:
     """Of an answer that is shorter by far."""
-    assert growth("FullContext", False, STEPS // 5) > ALLOWED
+    assert growth("FullContext", False, STEPS // 4) > 1.2 * ALLOWED
