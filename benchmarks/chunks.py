@@ -97,9 +97,10 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def rows_of(options: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     """For each context and method, what each way of reading took in every round."""
-    ways = [(context, options.rounds, (None, options.chunks)) for context in options.contexts]
-    ways += [(context, 1, (options.chunks,)) for context in options.growing]
-    for context, rounds, chunks in ways:
+    ways = [(context, options.rounds, False) for context in options.contexts]
+    ways += [(context, 1, True) for context in options.growing]
+    for context, rounds, grows in ways:
+        chunks = (options.chunks,) if grows else (None, options.chunks)
         for name in options.methods:
             peaks: dict[int | None, list[dict[str, Any] | None]] = {each: [] for each in chunks}
             for _ in range(rounds):
@@ -110,6 +111,7 @@ def rows_of(options: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
             yield [
                 {
                     "context": context,
+                    "grows": grows,
                     "policy": name,
                     "chunk": chunk,
                     "peaks": found,

@@ -106,7 +106,7 @@ def chunks_picture(record: dict[str, Any]) -> bytes:
     points = [
         {"at": row["context"], "policy": row["policy"], "peak": row["peaks"][0]}
         for row in record["prompts"]
-        if row["chunk"] and row["cpu_of_whole"] is None
+        if row["grows"]
     ]
     chunk = max((row["chunk"] or 0 for row in record["prompts"]), default=0)
     figure = _figure((6.5, 4.5), f"tiny random Llama: prompts in chunks of {chunk:,} tokens")
