@@ -77,9 +77,9 @@ class FixedAnswer:
             fixed = fixed and not any((*parts.temperatures, *parts.answer_windows))
         if decoding is not None:
             # No step tells with what frequencies its key was turned.
-            turns = decoding.needs_rotary and parts is not None
-            turns = turns and changes_with_length(parts.decoder.config)
-            fixed = fixed and not turns and not self._expands
+            if decoding.needs_rotary and parts is not None:
+                fixed = fixed and not changes_with_length(parts.decoder.config)
+            fixed = fixed and not self._expands
         return fixed and self.allowed
 
     @property
