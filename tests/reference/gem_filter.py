@@ -49,9 +49,10 @@ class GemFilter:
         for head, queries in enumerate(layer.queries):
             keys = torch.stack([entry.key for entry in layer.entries[head // group]])
             products.append([float(product) for product in keys @ queries[-1]])
-        pooled = head_mean([average_pool(row, self.kernel_size) for row in products])
         new_len = len(layer.new_positions)
-        scores = pooled[len(pooled) - new_len : -1]  # the last token does not compete
+        # Heads may hold unlike numbers of earlier entries; the last token does not compete.
+        pooled = [average_pool(row, self.kernel_size)[len(row) - new_len : -1] for row in products]
+        scores = head_mean(pooled)
         exempt = below(layer.new_positions[:-1], self.protect)
         count = budget(
             self.retention_rate,

@@ -63,7 +63,7 @@ def test_conversations(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_conversations_that_evict_while_they_decode(kind: str) -> None:
-    go_on(lambda: Conversation(kind, bounded=True), 12)
+    go_on(lambda: Conversation(kind, bounded=True), 8)
 
 
 @pytest.mark.parametrize("name", kinds_machine.KINDS)
