@@ -147,7 +147,7 @@ def queries_stay(observed: Observed, *args: Any) -> Observed:
     return observed
 
 
-def queries_are_forgotten(observed: Observed, count: int) -> Observed:
+def queries_are_forgotten(observed: Observed, *args: Any) -> Observed:
     return attrs.evolve(observed, queries=None)
 
 
