@@ -62,7 +62,8 @@ class LayerContext:
             makes of each head's output, where a part asks for it (`Part.needs_output_weight`).
         held_len: For each row, the tokens that each of its heads shows, where all show as many and
             that is known without looking at ``positions``, for which the processor would have to
-            wait; see `KVSelector.kept_counts`. None where it is not.
+            wait; see `KVSelector.kept_counts`. None where it is not, and for whoever evolves a
+            context with other ``positions``.
 
     Raises:
         ShapeError: The axes do not fit together.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import attrs
@@ -25,6 +24,7 @@ from kvpolicy.integrations.transformers.forward.inputs import (
     take_columns,
 )
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
+from kvpolicy.integrations.transformers.forward.row_lengths import RowLengths
 from kvpolicy.integrations.transformers.model.masks import DENSE, Mask
 from kvpolicy.integrations.transformers.model.routing import (
     Attend,
@@ -79,8 +79,7 @@ class ActingForward(Forward):
         layers = enumerate(self.layers)
         choosing = [i for i, each in layers if each.attends and self._window(i) is None]
         self.history = History.of(self.policy, len(self.layers), choosing)
-        # Of each row, the tokens that reach the layer at hand; None where they were not counted.
-        self._new_lens = None if self._padded else (self._new_len,) * len(self._seen_len)
+        self._row_lengths = RowLengths(self._before, self.new_valid, padded=self._padded)
         self._checks = Checks()  # of what parts have answered at layers so far
         self._passed: Tensor | None = None  # of the tokens that reach the layer, those that go on
         # The slots that the last layer keeps, and how many of each row; see `Decision`.
@@ -410,23 +409,8 @@ class ActingForward(Forward):
         )
 
     def _held_len(self, layer: PolicyLayer) -> tuple[int, ...] | None:
-        """See `LayerContext.held_len`; of what a layer holds and the tokens that reach it."""
-        if self._new_lens is None:
-            self._new_lens = tuple(self.new_valid.sum(dim=1).tolist())
-        if layer.held is None:
-            return self._new_lens
-        if layer.counts is None:
-            return None
-        rows = zip(layer.counts, self._appended_lens, self._new_lens, strict=True)
-        return tuple(map(sum, rows))
-
-    @functools.cached_property
-    def _appended_lens(self) -> tuple[int, ...]:
-        """Of each row, the tokens before this forward that every layer holds behind its choice."""
-        appended = self._before.appended
-        if self._before.padded:
-            return tuple((appended >= 0).sum(dim=1).tolist())
-        return (appended.shape[1],) * len(appended)
+        """See `LayerContext.held_len`."""
+        return self._row_lengths.seen_by(layer)
 
     def _observed(self, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
         """The queries the policy looks at, and which of the prompt's slots are tokens."""
@@ -502,8 +486,7 @@ class ActingForward(Forward):
         self.history = self.history.taken(passed)
         self.new_positions = gather_positions(self.new_positions, passed)
         self.new_valid = self.new_positions >= 0
-        self._new_lens = tuple(self.new_valid.sum(dim=1).tolist())
-        self._padded = self._padded or min(self._new_lens) < self.new_valid.shape[1]
+        self._padded = self._row_lengths.passed_on(self.new_valid) or self._padded
         self._slots = passed if self._slots is None else gather_positions(self._slots, passed)
         self._causal.clear()
         self.propagated[index] = self.new_positions
