@@ -275,8 +275,8 @@ class ActingForward(Forward):
                 return
             if chosen is None:
                 whole = None if near.counts is None else near.counts == context.held_len
-                kept, how = near.kept(None), {"counts": near.counts, "whole": whole}
-                layer.store(keys, values, positions, kept, **how)
+                kept, counts = near.kept(None), near.counts
+                layer.store(keys, values, positions, kept, counts=counts, whole=whole)
                 return
             self._checks.look()
             layer.store(keys, values, positions, near.kept(chosen.kept), chosen.carried)
@@ -302,8 +302,7 @@ class ActingForward(Forward):
             self._store_closed_up(index, keys, values, positions, kept, counts)
         else:
             whole = None if counts is None else counts == context.held_len
-            how = {"counts": counts, "whole": whole}
-            layer.store(keys, values, positions, kept, decision.carried, **how)
+            layer.store(keys, values, positions, kept, decision.carried, counts=counts, whole=whole)
         self._take_passed(decision.passed_on, context)
 
     def _decision(self, context: LayerContext, *, remembered: bool = False) -> Decision:

@@ -149,8 +149,7 @@ class IndexedLayer(PolicyLayer):
         """See `PolicyLayer.store`; index keys are kept alongside."""
         shown, self._shown = self._shown, None
         positions, kept = positions[:, :1], kept[:, :1]
-        how = {"room": room, "counts": counts, "whole": whole}
-        super().store(keys, values, positions, kept, carried, **how)
+        super().store(keys, values, positions, kept, carried, room=room, counts=counts, whole=whole)
         if shown is not None:
             self._hold_index(*(gather_slots(each, kept) for each in shown))
 
