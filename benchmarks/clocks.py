@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy, Decision, LayerContext
+from kvpolicy.asking import Checks
 from kvpolicy.later import Undecided
 
 T = TypeVar("T")
@@ -81,8 +82,9 @@ def _event() -> Any:
 class TimedPolicy(CachePolicy):
     """A policy that also says how long its decisions take.
 
-    On a GPU between CUDA events, without waiting: scoring, choosing and the waits that the policy's
-    own checks bring. Taking the chosen keys and values into the cache is not part of it.
+    On a GPU between CUDA events, without waiting: scoring and choosing, and what waits choosing
+    brings. The look at the parts' answers, one for all layers where the forward can wait for it,
+    and taking the chosen keys and values into the cache are not part of it.
 
     Args:
         policy: The policy to time.
@@ -98,9 +100,12 @@ class TimedPolicy(CachePolicy):
         object.__setattr__(self, "_on_cuda", device.type == "cuda")
         object.__setattr__(self, "_spans", [])
 
-    def decide(self, context: LayerContext, *, remembered: bool = False) -> Decision:
+    def decide(
+        self, context: LayerContext, *, remembered: bool = False, checks: Checks | None = None
+    ) -> Decision:
         """The policy's decision; see `CachePolicy.decide`."""
-        return self._timed(lambda: super(TimedPolicy, self).decide(context, remembered=remembered))
+        how: dict[str, Any] = {"remembered": remembered, "checks": checks}
+        return self._timed(lambda: super(TimedPolicy, self).decide(context, **how))
 
     def decide_layers(self, layers: Sequence[Undecided]) -> list[Tensor]:
         """The policy's choice for all layers; see `CachePolicy.decide_layers`."""

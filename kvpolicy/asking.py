@@ -12,10 +12,14 @@ from torch.nn.functional import pad
 from kvpolicy.context import LayerContext
 from kvpolicy.errors import ShapeError, UnsupportedModelError
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
+from kvpolicy.known import known_counts, on_device
 
 
 class Checks:
-    """What must not be, looked at together at the end: every look waits for the device."""
+    """What must not be, looked at together at the end: every look waits for the device.
+
+    A message must hold on to nothing large, since the end may be that of all layers.
+    """
 
     def __init__(self) -> None:
         self._conditions: list[Tensor] = []
@@ -26,13 +30,20 @@ class Checks:
         self._conditions.append(condition.any())
         self._messages.append(message)
 
+    def join(self, more: Checks) -> None:
+        """Look at what others are to look at as well, after what there is."""
+        self._conditions += more._conditions
+        self._messages += more._messages
+
     def look(self) -> None:
-        """Raise ValueError for the first condition that holds."""
-        if not self._conditions:
+        """Raise ValueError for the first condition that holds; then all are done with."""
+        conditions, messages = self._conditions, self._messages
+        self._conditions, self._messages = [], []
+        if not conditions:
             return
-        for holds, message in zip(
-            torch.stack(self._conditions).tolist(), self._messages, strict=True
-        ):
+        home = conditions[0].device  # layers may lie on several
+        found = torch.stack([each.to(home) for each in conditions]).tolist()
+        for holds, message in zip(found, messages, strict=True):
             if holds:
                 raise ValueError(message())
 
@@ -83,12 +94,17 @@ def advanced(scorer: Scorer, context: LayerContext, checks: Checks) -> tuple[Ten
 
 def kept_by(
     selector: KVSelector, saliency: Tensor | None, context: LayerContext, checks: Checks
-) -> Tensor:
+) -> tuple[Tensor, tuple[int, ...] | None]:
     """What a selector keeps of a layer; one choice for all heads where they share what is stored.
+
+    Returns:
+        The indices; and for each row how many every head keeps, where that is known without
+        looking.
 
     Raises:
         TypeError: It returns no tensor.
         ShapeError: The axes are not those of indices into the keys.
+        ValueError: It returns more or fewer than it said.
     """
     if context.stored is not None and (selector.needs_rotary or selector.needs_output_weight):
         raise UnsupportedModelError(
@@ -97,8 +113,30 @@ def kept_by(
         )
     saliency, context = as_stored(saliency, shown_to(selector, context))
     kept = selector.select(saliency, context)
-    check_indices(selector, kept, (context.batch, context.kv_heads), context.key_len, checks)
-    return kept
+    rows = context.batch, context.kv_heads
+    kept = check_indices(selector, kept, rows, context.key_len, checks)
+    counts = known_counts(selector, context)
+    if counts is not None:
+        _check_counts(selector, kept, counts, checks)
+    return kept, counts
+
+
+def _check_counts(
+    selector: KVSelector, kept: Tensor, counts: tuple[int, ...], checks: Checks
+) -> None:
+    """Check that a selector has kept as many as it said."""
+
+    def message() -> str:
+        found = (kept >= 0).sum(dim=-1).tolist()
+        return (
+            f"kept_counts of {selector} must be how many tokens select keeps of each row in every "
+            f"head, got {counts} and {found}"
+        )
+
+    if len(counts) != len(kept) or kept.shape[2] != max(counts):
+        raise ValueError(message())
+    each = counts[0] if len(set(counts)) == 1 else on_device(counts, kept.device)[:, None]
+    checks.refuse((kept >= 0).sum(dim=-1) != each, message)
 
 
 def as_stored(saliency: Tensor | None, context: LayerContext) -> tuple[Tensor | None, LayerContext]:
@@ -120,13 +158,14 @@ def passed_on_by(
     passed = propagation.propagate(saliency, shown_to(propagation, context))
     if passed is None:
         return None
-    check_indices(propagation, passed, (context.batch,), context.new_len, checks)
+    passed = check_indices(propagation, passed, (context.batch,), context.new_len, checks)
+    new_len = context.new_len
     last = pad(passed, (1, 0), value=-1)[:, -1]  # -1 where nothing is passed on
     checks.refuse(
-        last != context.new_len - 1,
+        last != new_len - 1,
         lambda: (
             f"propagate of {propagation} must pass on the last token of every row, "
-            f"{context.new_len - 1}, got {passed[:, -1:].flatten().tolist()}; the next "
+            f"{new_len - 1}, got {passed[:, -1:].flatten().tolist()}; the next "
             "token is predicted from it"
         ),
     )
@@ -146,16 +185,16 @@ def _check_saliency(
             f"[{context.batch}, {heads[0]} or {heads[1]}, {context.key_len}], got "
             f"{list(saliency.shape)}"
         )
-    group = saliency.shape[1] // context.kv_heads
+    group, layer = saliency.shape[1] // context.kv_heads, context.layer_idx
     checks.refuse(
         saliency.isnan() & context.valid.repeat_interleave(group, dim=1),
-        lambda: f"score of {scorer} must return numbers, got NaN at layer {context.layer_idx}",
+        lambda: f"score of {scorer} must return numbers, got NaN at layer {layer}",
     )
 
 
 def check_indices(
     part: object, indices: object, rows: tuple[int, ...], length: int, checks: Checks
-) -> None:
+) -> Tensor:
     """Check the indices that a part has chosen.
 
     Args:
@@ -164,6 +203,9 @@ def check_indices(
         rows: Their leading axes.
         length: What they are below.
         checks: What is looked at later.
+
+    Returns:
+        The same, no view of a larger tensor.
 
     Raises:
         TypeError: They are no tensor.
@@ -176,13 +218,15 @@ def check_indices(
             f"{part} must return int64 indices of shape {[*rows, 'count']}, got {indices.dtype} of "
             f"shape {list(indices.shape)}"
         )
-    before, after = indices[..., :-1], indices[..., 1:]
+    found = indices.contiguous()
+    before, after = found[..., :-1], found[..., 1:]
     unordered = (after <= before) & (before >= 0)
-    outside = (indices >= length) | (indices < -1)
+    outside = (found >= length) | (found < -1)
     checks.refuse(
         unordered.any() | outside.any(),
         lambda: (
             f"indices of {part} must be ascending, unique and in [0, {length}), with -1 on the "
-            f"left only, got {indices.tolist()}"
+            f"left only, got {found.tolist()}"
         ),
     )
+    return found

@@ -97,11 +97,7 @@ def _blocks(context: LayerContext) -> Iterator[tuple[slice, slice, Tensor]]:
     """
     group = context.query_heads // context.kv_heads
     heads, count = _block_sizes(context)
-    # To ask waits for the device; it spares two passes over the weights, which few queries' are
-    # too small for.
-    padded = context.query_len <= FEW_QUERIES or not bool(
-        context.valid.all() & context.query_valid.all()
-    )
+    padded = _is_padded(context)
     for head in range(0, context.kv_heads, heads):
         keys = context.keys[:, head : head + heads].float()
         valid = context.valid[:, head : head + heads].repeat_interleave(group, dim=1)
@@ -113,6 +109,15 @@ def _blocks(context: LayerContext) -> Iterator[tuple[slice, slice, Tensor]]:
                 shown,
                 _block_weights(context, block, keys, valid if padded else None, shown),
             )
+
+
+def _is_padded(context: LayerContext) -> bool:
+    """Whether any key or query may be padding, but for which two passes over weights are spared."""
+    if context.held_len is not None:
+        return min(context.held_len) < context.key_len
+    # To ask waits for the device, which few queries' weights are too small for.
+    few = context.query_len <= FEW_QUERIES
+    return few or not bool(context.valid.all() & context.query_valid.all())
 
 
 def _block_sizes(context: LayerContext) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import attrs
 import torch
 from torch import Tensor
@@ -58,6 +60,10 @@ class LayerContext:
         rotary: The layer's rotary embedding, where a part asks for it (`Part.needs_rotary`).
         output_weight: ``[query_heads, value_dim, hidden]``, what the layer's output projection
             makes of each head's output, where a part asks for it (`Part.needs_output_weight`).
+        held_len: For each row, the tokens that each of its heads shows, where all show as many and
+            that is known without looking at ``positions``, for which the processor would have to
+            wait; see `KVSelector.kept_counts`. None where it is not, and for whoever evolves a
+            context with other ``positions``.
 
     Raises:
         ShapeError: The axes do not fit together.
@@ -82,6 +88,7 @@ class LayerContext:
     history: tuple[Tensor, ...] = ()
     rotary: RotaryEmbedding | None = None
     output_weight: Tensor | None = None
+    held_len: tuple[int, ...] | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.keys.ndim != 4 or self.queries.ndim != 4:
@@ -164,6 +171,10 @@ class LayerContext:
         if len(self.seen_len) != batch:
             raise ShapeError(
                 f"seen_len must have one entry per row (batch={batch}), got {self.seen_len}"
+            )
+        if self.held_len is not None and len(self.held_len) != batch:
+            raise ShapeError(
+                f"held_len must have one entry per row (batch={batch}), got {self.held_len}"
             )
 
     def outlined(self) -> LayerContext:
@@ -325,8 +336,9 @@ class LayerContext:
         """
         if self.kinds is None:
             return self.valid if TokenKind.TEXT in kinds else torch.zeros_like(self.valid)
-        named = torch.tensor(kinds, dtype=self.kinds.dtype, device=self.kinds.device)
-        return self.valid & torch.isin(self.kinds, named)
+        # Not torch.isin, which needs a tensor of them on the device.
+        named = (self.kinds == int(kind) for kind in kinds)
+        return self.valid & functools.reduce(torch.logical_or, named, torch.zeros_like(self.valid))
 
     def is_new_kind(self, *kinds: TokenKind) -> Tensor:
         """``[batch, new_len]`` bool: the new tokens of one of these kinds."""

@@ -136,7 +136,7 @@ class DecodingEviction:
                 saliency, carried = advanced(self.scorer, context, checks)
             elif self.scorer is not None and self.selector.needs_saliency:
                 saliency = saliency_of(self.scorer, context, checks)
-            kept = kept_by(self.selector, saliency, context, checks)
+            kept, _ = kept_by(self.selector, saliency, context, checks)
         checks.look()
         return kept, carried
 

@@ -164,6 +164,22 @@ class KVSelector(Part, abc.ABC):
         fixed = self.protected_tail + self.protected_first
         return [self.budget.fraction(context_len, protected=fixed)] * num_layers
 
+    def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
+        """How many tokens of each row every head keeps, where that is known without looking.
+
+        By ``context.held_len``, budgets and other numbers: what is read off a tensor waits for the
+        device, at every layer of a prompt. What is said here is held against what `select` returns
+        when the forward ends. A class that overrides `select` or `protected` has to override this
+        one as well, or it is not asked.
+
+        Args:
+            context: The layer, whose ``held_len`` is known; nothing in it may be modified.
+
+        Returns:
+            For each row, a number of tokens; None where tensors decide.
+        """
+        return None
+
     @abc.abstractmethod
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Choose the keys to keep.

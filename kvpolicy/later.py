@@ -40,7 +40,8 @@ class Undecided:
     def among(self, rows: Tensor) -> Undecided:
         """With nothing to choose but in the rows ``[batch, 1, 1]`` bool."""
         positions = self.context.positions.masked_fill(~rows, -1)
-        return attrs.evolve(self, context=attrs.evolve(self.context, positions=positions))
+        context = attrs.evolve(self.context, positions=positions, held_len=None)
+        return attrs.evolve(self, context=context)
 
 
 def kept_of_all(selector: KVSelector, layers: Sequence[Undecided], checks: Checks) -> list[Tensor]:
@@ -59,7 +60,7 @@ def kept_of_all(selector: KVSelector, layers: Sequence[Undecided], checks: Check
         ShapeError: The axes of one are not those of indices into the layer's keys.
     """
     if not selector.decides_together:
-        return [kept_by(selector, each.saliency, each.context, checks) for each in layers]
+        return [kept_by(selector, each.saliency, each.context, checks)[0] for each in layers]
     contexts = [each.context.for_selector() for each in layers]
     saliencies = [each.saliency for each in layers]
     found = selector.select_together(saliencies, contexts)  # type: ignore[arg-type]
@@ -68,10 +69,10 @@ def kept_of_all(selector: KVSelector, layers: Sequence[Undecided], checks: Check
             f"select_together of {selector} must return a list of {len(layers)} tensors, one for "
             f"each layer, got {found!r}"
         )
-    for kept, context in zip(found, contexts, strict=True):
-        rows = (context.batch, context.kv_heads)
-        check_indices(selector, kept, rows, context.key_len, checks)
-    return found
+    return [
+        check_indices(selector, kept, (each.batch, each.kv_heads), each.key_len, checks)
+        for kept, each in zip(found, contexts, strict=True)
+    ]
 
 
 def check_later(scorer: Scorer | None, selector: KVSelector, reading: Repetition | None) -> None:

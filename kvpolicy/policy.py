@@ -35,6 +35,8 @@ class Decision:
         undecided: The layer for `CachePolicy.decide_layers`, where there is no ``kept`` yet.
         saliency: What the policy's scorer said of the keys, for later layers that look at it;
             None where it was not asked.
+        counts: For each row, how many tokens each head keeps, where that is known without looking
+            at ``kept``; see `KVSelector.kept_counts`.
     """
 
     kept: Tensor | None
@@ -42,6 +44,7 @@ class Decision:
     carried: Tensor | None = None
     saliency: Tensor | None = None
     undecided: Undecided | None = None
+    counts: tuple[int, ...] | None = None
 
 
 @attrs.frozen
@@ -250,7 +253,13 @@ class CachePolicy:
         object.__setattr__(placed, "propagation", propagation)
         return placed
 
-    def decide(self, context: LayerContext, *, remembered: bool = False) -> Decision:
+    def decide(
+        self,
+        context: LayerContext,
+        *,
+        remembered: bool = False,
+        checks: Checks | None = None,
+    ) -> Decision:
         """Choose what one layer keeps and passes on; the saliency is computed once, if at all.
 
         Where the policy `decides_later`, what the layer keeps is left to `decide_layers`.
@@ -258,21 +267,25 @@ class CachePolicy:
         Args:
             context: The layer.
             remembered: Whether later layers look at its saliency; see `remembered_layers`.
+            checks: Where to leave what of the parts' answers is to be looked at, for the caller to
+                look; till then, what is decided may be wrong, and indices out of range. None to
+                look at once.
 
         Raises:
             TypeError: ``context`` is no `LayerContext`; or a part returned no tensor, or a saliency
                 that is not of floats.
             ShapeError: What a part returned has not the axes it is to have.
             ValueError: A saliency is not a number (NaN).
-            ValueError: Indices are not ascending, unique and in range, or the last token is not
-                passed on.
+            ValueError: Indices are not ascending, unique and in range, or not as many as the
+                selector said, or the last token is not passed on.
         """
         check_kind("context", context, LayerContext)
+        own = Checks() if checks is None else checks
         # Autocast would round the scores to half precision, where many tokens tie.
-        checks = Checks()
         with torch.autocast(context.keys.device.type, enabled=False):
-            decision = self._decide(context, checks, remembered)
-        checks.look()
+            decision = self._decide(context, own, remembered)
+        if checks is None:
+            own.look()
         return decision
 
     def _decide(self, context: LayerContext, checks: Checks, remembered: bool) -> Decision:
@@ -287,15 +300,15 @@ class CachePolicy:
         if needed and saliency is None:
             assert self.scorer is not None
             saliency = saliency_of(self.scorer, context, checks)
-        kept = undecided = None
+        kept = undecided = counts = None
         if self.decides_later:
             undecided = Undecided.of(context, saliency if selects else None)
         else:
-            kept = kept_by(self.selector, saliency, context, checks)
+            kept, counts = kept_by(self.selector, saliency, context, checks)
         passed = None
         if propagates:
             passed = passed_on_by(self.propagation, saliency, context, checks)
-        return Decision(kept, passed, carried, saliency, undecided)
+        return Decision(kept, passed, carried, saliency, undecided, counts)
 
     def score(self, context: LayerContext) -> Tensor:
         """The scorer's saliency of a layer at which nothing is chosen, for later ones to look at.

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from kvpolicy.budgets import Budget
+from kvpolicy.known import on_device
 
 
 def head_budgets(
     budget: Budget, seen_len: tuple[int, ...], *, valid: Tensor, protected: Tensor
 ) -> list[list[int]]:
-    """Each head's number of tokens under a budget.
+    """Each head's number of tokens under a budget, read off what a layer shows.
+
+    That waits for the device; see `counts_under` for what is known without.
 
     Args:
         budget: The budget.
@@ -105,10 +108,14 @@ def select_top(
         tensor([[[1, 4]]])
     """
     candidates = valid & ~protected
-    budget = torch.tensor(budgets).view(len(budgets), -1, 1)  # [batch, 1 or heads, 1]
-    free = budget.to(saliency.device) - protected.sum(dim=-1, keepdim=True)
+    rows = [[each] if isinstance(each, int) else each for each in budgets]
+    most, fewest = max(map(max, rows)), min(map(min, rows))
+    budget: int | Tensor = most
+    if fewest < most:
+        budget = on_device(rows, saliency.device)[..., None]  # [batch, 1 or heads, 1]
+    free = budget - protected.sum(dim=-1, keepdim=True)
     chosen = protected | (candidates & (ranks(saliency, candidates) < free))
-    return compress(chosen, int(budget.max()))
+    return compress(chosen, most)
 
 
 def highest(saliency: Tensor, candidates: Tensor, counts: Sequence[int]) -> Tensor:

@@ -20,6 +20,7 @@ from kvpolicy.testing.contract import (
     says_how_it_ranks,
     snapshot,
 )
+from kvpolicy.testing.counts import check_kept_counts
 from kvpolicy.testing.declared import (
     check_component,
     check_propagation_declares,
@@ -164,6 +165,7 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
                 f"instead of {own.tolist()}",
             )
         check_kept_in_shares(component, context, saliency, kept)
+        check_kept_counts(component, context, saliency, kept)
         if component.decides_together:
             check_together(component, larger, context, data)
         else:

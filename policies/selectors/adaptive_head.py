@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 import attrs
-import torch
 from torch import Tensor
 
 from kvpolicy.attention import group_mean
 from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
+from kvpolicy.known import on_device
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.selectors.shared_budget import SharedBudgetSelector
 from kvpolicy.selection import compress, ranks
@@ -80,11 +80,8 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
 
     def _places(self, seen_len: tuple[int, ...], protected: Tensor) -> tuple[Tensor, Tensor]:
         """Of each row ``[batch]``, the places every head has of its own, and those all share."""
-        fixed = protected.sum(dim=-1).amax(dim=-1).tolist()
-        free = [self._free(seen, always) for seen, always in zip(seen_len, fixed, strict=True)]
-        own = [int(count * self.floor) for count in free]
-        shared = [
-            protected.shape[1] * (count - of_head) for count, of_head in zip(free, own, strict=True)
-        ]
-        device = protected.device
-        return torch.tensor(own, device=device), torch.tensor(shared, device=device)
+        fixed = protected.sum(dim=-1).amax(dim=-1)
+        mean = on_device([self._free(seen, 0) for seen in seen_len], protected.device)
+        free = mean.maximum(fixed) - fixed
+        own = (free.double() * self.floor).long()
+        return own, protected.shape[1] * (free - own)

@@ -12,6 +12,7 @@ from kvpolicy.attention import BLOCK_BYTES, OTHER_BLOCK_BYTES, group_mean
 from kvpolicy.checks import check_amount, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector
+from kvpolicy.known import known_counts
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 from kvpolicy.policies.selectors.wrapping import WrappingSelector
 from kvpolicy.selection import ranks, select_top
@@ -70,17 +71,23 @@ class CriticalSelector(WrappingSelector):
         """Yes."""
         return True
 
+    def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
+        """What the selector says; see `KVSelector.kept_counts`."""
+        return known_counts(self.selector, context)
+
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         assert saliency is not None
         scores = group_mean(saliency, context.kv_heads)
+        known = known_counts(self, context)
         counts = (self.selector.select(saliency, context) >= 0).sum(dim=-1)
         valid, protected = context.valid, self.protected(context)
         candidates = valid & ~protected
         first = (counts.double() * self.first_share).long() - protected.sum(dim=-1)
         taken = candidates & (ranks(scores, candidates) < first[..., None])
         second = (scores + self.epsilon) * output_norms(context)
-        return select_top(second, counts.tolist(), valid=valid, protected=protected | taken)
+        budgets = known or counts.tolist()
+        return select_top(second, budgets, valid=valid, protected=protected | taken)
 
 
 def output_norms(context: LayerContext) -> Tensor:

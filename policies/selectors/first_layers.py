@@ -11,6 +11,7 @@ from kvpolicy.budgets import Budget
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector
+from kvpolicy.known import known_counts
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 from kvpolicy.policies.selectors.wrapping import WrappingSelector
@@ -71,6 +72,11 @@ class FirstLayersWholeSelector(WrappingSelector):
     def around(self, selector: KVSelector) -> KVSelector:
         """The other selector in every layer: one that is whole has no bound."""
         return attrs.evolve(self, selector=selector, whole_layers=0)
+
+    def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
+        """All in the first layers, else what the selector says; see `KVSelector.kept_counts`."""
+        whole = self._is_whole(context)
+        return context.held_len if whole else known_counts(self.selector, context)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""

@@ -12,6 +12,7 @@ from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector
+from kvpolicy.known import counts_under, known_counts, protected_counts
 from kvpolicy.policies.documentation import documented
 from kvpolicy.selection import head_budgets, select_top
 
@@ -65,10 +66,17 @@ class GQAGroupSelector(KVSelector):
         """Yes."""
         return True
 
+    def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
+        """The budget's; see `KVSelector.kept_counts`."""
+        fixed = protected_counts(context, tail=self.protected_tail, first=self.protected_first)
+        return counts_under(self.budget, context, fixed)
+
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         assert saliency is not None
         valid, protected = context.valid, self.protected(context)
-        budgets = head_budgets(self.budget, context.seen_len, valid=valid, protected=protected)
+        budgets = known_counts(self, context) or head_budgets(
+            self.budget, context.seen_len, valid=valid, protected=protected
+        )
         scores = group_mean(saliency, context.kv_heads)
         return select_top(scores, budgets, valid=valid, protected=protected)

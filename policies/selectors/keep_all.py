@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector
+from kvpolicy.known import known_counts
 from kvpolicy.selection import compress
 
 
@@ -29,7 +30,12 @@ class KeepAllSelector(KVSelector):
         """Yes."""
         return True
 
+    def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
+        """All that there are; see `KVSelector.kept_counts`."""
+        return context.held_len
+
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Return the indices of all that is no padding; see `KVSelector.select`."""
-        valid = context.valid
-        return compress(valid, int(valid.sum(dim=-1).max()))
+        valid, counts = context.valid, known_counts(self, context)
+        most = int(valid.sum(dim=-1).max()) if counts is None else max(counts)
+        return compress(valid, most)

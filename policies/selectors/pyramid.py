@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpolicy.attention import group_mean
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
+from kvpolicy.known import known_counts, protected_counts
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.selectors.shared_budget import SharedBudgetSelector
 from kvpolicy.selection import select_top
@@ -89,17 +90,30 @@ class PyramidSelector(SharedBudgetSelector):
         most = min(free + fall, seen_len - protected)
         return protected + (most if layer_idx == first else 2 * free - most)
 
+    def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
+        """Those of the layer; see `KVSelector.kept_counts`."""
+        fixed = protected_counts(context, tail=self.protected_tail, first=self.protected_first)
+        if context.held_len is None or fixed is None or any(len(set(each)) > 1 for each in fixed):
+            return None
+        rows = zip(context.seen_len, context.held_len, fixed, strict=True)
+        return tuple(self._of_layer(context, seen, held, most) for seen, held, (_, most) in rows)
+
+    def _of_layer(self, context: LayerContext, seen: int, held: int, protected: int) -> int:
+        """How many a layer keeps of a row's ``held`` tokens."""
+        return min(held, self.count(seen, protected, context.layer_idx, context.num_layers))
+
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         assert saliency is not None
         valid, protected = context.valid, self.protected(context)
-        available, fixed = torch.stack([valid.sum(dim=-1), protected.sum(dim=-1)]).tolist()
-        budgets = [
-            [
-                min(tokens, self.count(seen, always, context.layer_idx, context.num_layers))
-                for tokens, always in zip(*heads, strict=True)
-            ]
-            for seen, *heads in zip(context.seen_len, available, fixed, strict=True)
-        ]
+        budgets = known_counts(self, context) or self._budgets(context, valid, protected)
         scores = group_mean(saliency, context.kv_heads)
         return select_top(scores, budgets, valid=valid, protected=protected)
+
+    def _budgets(self, context: LayerContext, valid: Tensor, protected: Tensor) -> list[list[int]]:
+        """Each head's number of tokens, read off what the layer shows."""
+        available, fixed = torch.stack([valid.sum(dim=-1), protected.sum(dim=-1)]).tolist()
+        return [
+            [self._of_layer(context, seen, *head) for head in zip(*heads, strict=True)]
+            for seen, *heads in zip(context.seen_len, available, fixed, strict=True)
+        ]

@@ -12,6 +12,7 @@ from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector
+from kvpolicy.known import counts_under, known_counts, protected_counts
 from kvpolicy.policies.documentation import documented
 from kvpolicy.selection import head_budgets, select_top
 
@@ -72,9 +73,18 @@ class SinkAndRecentSelector(KVSelector):
         """Yes."""
         return True
 
+    def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
+        """The budget's; see `KVSelector.kept_counts`."""
+        # Sinks are the first of what is held, and so as many whatever is held.
+        more = self.protected_first - self.num_sinks
+        fixed = protected_counts(context, tail=self.num_sinks, first=more)
+        return counts_under(self.budget, context, fixed)
+
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         valid, protected = context.valid, self.protected(context)
-        budgets = head_budgets(self.budget, context.seen_len, valid=valid, protected=protected)
+        budgets = known_counts(self, context) or head_budgets(
+            self.budget, context.seen_len, valid=valid, protected=protected
+        )
         recency = torch.arange(context.key_len, dtype=torch.float64, device=valid.device)
         return select_top(recency.expand(valid.shape), budgets, valid=valid, protected=protected)

@@ -109,9 +109,27 @@ class RowZeroForAll(GQAGroupSelector):
         return super().select(saliency, context)[:1].expand(context.batch, -1, -1)
 
 
+class SaysOneMore(GQAGroupSelector):
+    def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
+        counts = super().kept_counts(context)
+        return None if counts is None else tuple(count + 1 for count in counts)
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        return super().select(saliency, attrs.evolve(context, held_len=None))
+
+
+class TrustsLengths(GQAGroupSelector):
+    """Keeps fewer where it knows how many there are."""
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        return super().select(saliency, context)[..., int(context.held_len is not None) :]
+
+
 @pytest.mark.parametrize(
     ("selector", "message"),
     [
+        (SaysOneMore, "kept_counts must be how many tokens select keeps"),
+        (TrustsLengths, "whether held_len is known or not"),
         (IgnoresPadding, "no padding"),
         (ProtectsByScore, "protected tokens"),
         (Unsorted, "ascending and unique|-1 must stand on the left"),

@@ -154,6 +154,8 @@ class Forward:
         self._padded = self.tokens.padded or (
             incoming.positions is not None and not bool(self.new_valid.all())
         )
+        self._looked_at: Tensor | None = None  # `new_valid`, when states were last given a mask
+        self._has_padding = False  # whether it had any
         self._slots: Tensor | None = None  # of the forward's tokens, those that reach the layer
         self._combined: Tensor | None = None  # positions of the keys of the layer at hand
         self._order: Tensor | None = None  # that brings padding in the middle to the left
@@ -167,6 +169,7 @@ class Forward:
         self._attended = attended
         self._rotary = rotary
         self._asked = asked
+        self._places_checked = False  # whether what is asked for can be had of tokens seen before
         self._gapless = (
             None
             if incoming.skipped is None
@@ -259,7 +262,9 @@ class Forward:
         layer = self.layers[index]
         if self._asked is None or not self._asks or not layer.attends:
             return
-        self._asked.check_places(self._before)
+        if not self._places_checked:
+            self._asked.check_places(self._before)
+            self._places_checked = True
         axis = self._token_axis(hidden)
         length = hidden.shape[axis]
         last = torch.arange(max(length - 2, 0), length, device=self.new_valid.device)
@@ -423,8 +428,10 @@ class Forward:
         """
         if not self._padded:
             return None
-        check_states_skip_nothing(self.new_valid, self._started)
-        return None if bool(self.new_valid.all()) else self.new_valid.to(hidden.device).long()
+        if self._looked_at is not self.new_valid:  # once for all layers that the same tokens reach
+            check_states_skip_nothing(self.new_valid, self._started)
+            self._looked_at, self._has_padding = self.new_valid, not bool(self.new_valid.all())
+        return self.new_valid.to(hidden.device).long() if self._has_padding else None
 
     def _reaching(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments for the tokens that reach the layer."""
@@ -460,8 +467,8 @@ class Forward:
 
         Columns are no farther apart than positions then, so that it hides nothing from the mask.
         """
-        between = not self.acts and self.layers[index].kept_len and not bool(self.new_valid.all())
-        if between and self._window(index) is not None:
+        behind = not self.acts and self.layers[index].kept_len and self._window(index) is not None
+        if behind and not bool(self.new_valid.all()):
             raise UnsupportedModelError(
                 f"rows must not be padded behind what was read before where layers, as layer "
                 f"{index}, count their window in columns; give rows of one length, or one row at "

@@ -45,6 +45,7 @@ class Asked:
         rotary: Whether a part turns keys or queries, or the cache those that are kept.
         output_weight: Whether a part reads the weights of output projections.
         known: Rotary embeddings that layers were given, and the frequencies found of each.
+        compared: Frequencies of an earlier forward and of this one, and whether they are the same.
     """
 
     parts: ModelParts
@@ -52,6 +53,7 @@ class Asked:
     rotary: bool
     output_weight: bool
     known: list[tuple[Any, Any]] = attrs.field(factory=list)
+    compared: list[tuple[Tensor, Tensor, bool]] = attrs.field(factory=list)
 
     @staticmethod
     def of(parts: ModelParts, policy: CachePolicy) -> Asked | None:
@@ -131,7 +133,7 @@ class Asked:
             self.known.append((given, found))
         frequencies, scale, form = found
         before = layer.turns
-        if before is not None and before.has(frequencies, scale):
+        if before is not None and self._are_those(before, frequencies, scale):
             return before
         if before is not None and layer.held is not None:
             self._refuse(
@@ -142,7 +144,16 @@ class Asked:
         channels = self._tried(entering, lambda: _channels(entering, frequencies, scale, form))
         if channels is None:
             self._refuse(f"layer {entering.index} does something else with its keys than to turn")
-        return Turns(frequencies, scale, channels)
+        return Turns(frequencies, scale, channels.to(frequencies.device))
+
+    def _are_those(self, turns: Turns, frequencies: Tensor, scale: float) -> bool:
+        """Whether a layer turned by these before: looked at once for layers of the same tensor."""
+        for own, others, same in self.compared:
+            if own is turns.frequencies and others is frequencies:
+                return same and turns.scale == scale
+        same = torch.equal(turns.frequencies.to(frequencies.device), frequencies)
+        self.compared.append((turns.frequencies, frequencies, same))
+        return same and turns.scale == scale
 
     def _tried(self, entering: Entering, find: Callable[[], Found]) -> Found:
         try:

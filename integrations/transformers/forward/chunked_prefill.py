@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvpolicy.asking import Checks, advanced
+from kvpolicy.asking import advanced
 from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers.forward.append import Forward
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
@@ -248,10 +248,8 @@ class ChunkForward(ActingForward):
     def _carry_on(self, context: LayerContext) -> Tensor:
         """What the scorer carries on."""
         assert self.policy.scorer is not None
-        checks = Checks()
         with torch.autocast(context.keys.device.type, enabled=False):
-            _, carried = advanced(self.policy.scorer, context, checks)
-        checks.look()
+            _, carried = advanced(self.policy.scorer, context, self._checks)
         return carried
 
 

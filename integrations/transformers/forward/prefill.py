@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from kvpolicy.asking import Checks
 from kvpolicy.context import LayerContext
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
@@ -24,6 +25,7 @@ from kvpolicy.integrations.transformers.forward.inputs import (
 )
 from kvpolicy.integrations.transformers.forward.layer_arguments import cut_arguments
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
+from kvpolicy.integrations.transformers.forward.row_lengths import RowLengths
 from kvpolicy.integrations.transformers.model.masks import DENSE, Mask
 from kvpolicy.integrations.transformers.model.routing import (
     Attend,
@@ -33,6 +35,7 @@ from kvpolicy.integrations.transformers.model.routing import (
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.policy import Decision
 from kvpolicy.selection import gather_positions, gather_slots
 
 
@@ -77,8 +80,11 @@ class ActingForward(Forward):
         layers = enumerate(self.layers)
         choosing = [i for i, each in layers if each.attends and self._window(i) is None]
         self.history = History.of(self.policy, len(self.layers), choosing)
+        self._row_lengths = RowLengths(self._before, self.new_valid, padded=self._padded)
+        self._checks = Checks()  # of what parts have answered at layers so far
         self._passed: Tensor | None = None  # of the tokens that reach the layer, those that go on
-        self._kept: Tensor | None = None  # the slots that the last layer keeps
+        # The slots that the last layer keeps, and how many of each row; see `Decision`.
+        self._kept: tuple[Tensor, tuple[int, ...] | None] | None = None
         self.waiting: dict[int, Waiting] = {}  # by layer, where all are to choose at the end
         # Of a layer that runs twice: whether this is the first run; then what it has seen, and, if
         # the second is for some tokens only, for which.
@@ -155,7 +161,7 @@ class ActingForward(Forward):
         keys = None
         if self._combined is not None or window is not None:
             keys = self._positions(layer, layer.choices, device)
-            if bool((keys == keys[:, :1]).all()):
+            if keys.shape[1] > 1 and bool((keys == keys[:, :1]).all()):
                 keys = keys[:, :1]
         places = self.new_positions.to(device)
         return Blocks(self.implementation, self._lower_right, keys, places, window)
@@ -252,19 +258,31 @@ class ActingForward(Forward):
         if self.policy.reading is not None and self._windows[index] is not None:
             window = self._windows[index]  # what is read again lies beyond what it sees
         if window is not None:
-            near = Near.of(positions, self.tokens.lengths, window, self.implementation)
+            near = Near.of(
+                positions,
+                self.tokens.lengths,
+                window,
+                self.implementation,
+                seen_len=self._seen_len,
+                held_len=context.held_len,
+            )
             asked = near.leaves_short_rows and self.policy.reading is None
-            chosen = self.policy.decide(context) if asked else None
+            chosen = self._decision(context) if asked else None
             if chosen is not None and chosen.undecided is not None:
                 undecided, carried = chosen.undecided.among(near.short), chosen.carried
                 waiting = Waiting(keys, values, positions, undecided, carried, near)
                 self.waiting[index] = waiting
                 return
-            kept = near.kept(None if chosen is None else chosen.kept)
-            layer.store(keys, values, positions, kept, None if chosen is None else chosen.carried)
+            if chosen is None:
+                whole = None if near.counts is None else near.counts == context.held_len
+                kept, counts = near.kept(None), near.counts
+                layer.store(keys, values, positions, kept, counts=counts, whole=whole)
+                return
+            self._checks.look()
+            layer.store(keys, values, positions, near.kept(chosen.kept), chosen.carried)
             return
         remembered = index in self.history.layers
-        decision = self.policy.decide(context, remembered=remembered)
+        decision = self._decision(context, remembered=remembered)
         if remembered:
             assert decision.saliency is not None
             self.history = self.history.noted(decision.saliency, context)
@@ -275,16 +293,43 @@ class ActingForward(Forward):
             return
         # Whoever attends to slots that another layer's indexer has picked has the same in them.
         borrows = isinstance(layer, IndexedLayer) and layer.borrows
-        self._kept = self._kept if borrows and self._kept is not None else decision.kept
-        assert self._kept is not None
+        if not borrows or self._kept is None:
+            assert decision.kept is not None
+            # In range, whatever the parts' answers turn out to be when they are looked at.
+            self._kept = decision.kept.clamp(min=-1, max=keys.shape[2] - 1), decision.counts
+        kept, counts = self._kept
         if self.policy.gapless:
-            self._store_closed_up(index, keys, values, positions, self._kept)
+            self._store_closed_up(index, keys, values, positions, kept, counts)
         else:
-            layer.store(keys, values, positions, self._kept, decision.carried)
+            whole = None if counts is None else counts == context.held_len
+            layer.store(keys, values, positions, kept, decision.carried, counts=counts, whole=whole)
         self._take_passed(decision.passed_on, context)
 
+    def _decision(self, context: LayerContext, *, remembered: bool = False) -> Decision:
+        """What the policy decides at a layer.
+
+        Where all tokens go on, the parts' answers are looked at when all layers have run: to look
+        waits for the device, which has nothing to do meanwhile.
+        """
+        checks = Checks()
+        try:
+            decision = self.policy.decide(context, remembered=remembered, checks=checks)
+        except Exception:
+            self._checks.look()  # at earlier layers, by which this one may have gone wrong
+            raise
+        self._checks.join(checks)
+        if decision.passed_on is not None:  # before anything runs on a choice that is wrong
+            self._checks.look()
+        return decision
+
     def _store_closed_up(
-        self, index: int, keys: Tensor, values: Tensor, positions: Tensor, kept: Tensor
+        self,
+        index: int,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        kept: Tensor,
+        counts: tuple[int, ...] | None,
     ) -> None:
         """As `PolicyLayer.store`, of keys that stand without gaps."""
         layer = self.layers[index]
@@ -301,6 +346,8 @@ class ActingForward(Forward):
             gather_slots(values, kept),
             gather_positions(positions, kept),
             torch.where(kept >= 0, slots, -1),
+            counts=counts,
+            whole=None if counts is None else True,
         )
 
     def _take_passed(self, passed_on: Tensor | None, context: LayerContext) -> None:
@@ -354,11 +401,16 @@ class ActingForward(Forward):
             sinks=scores.sinks,
             heads=layer.spread.heads(queries.shape[1]),
             history=self.history.shown(keys.device),
+            held_len=self._held_len(layer),
             rotary=self._rotary_of(layer) if self.policy.needs_rotary else None,
             output_weight=(
                 layer.weight(inputs.values) if self.policy.needs_output_weight else None
             ),
         )
+
+    def _held_len(self, layer: PolicyLayer) -> tuple[int, ...] | None:
+        """See `LayerContext.held_len`."""
+        return self._row_lengths.seen_by(layer)
 
     def _observed(self, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
         """The queries the policy looks at, and which of the prompt's slots are tokens."""
@@ -389,8 +441,9 @@ class ActingForward(Forward):
 
         Raises:
             UnsupportedModelError: As there.
-            ValueError: See `without_gaps`.
+            ValueError: See `CachePolicy.decide`, of any layer; and `without_gaps`.
         """
+        self._checks.look()
         tokens = super().finish()
         if self.acts and self.policy.gapless:
             self.tokens = tokens = without_gaps(self.policy, tokens, self.layers)
@@ -433,7 +486,7 @@ class ActingForward(Forward):
         self.history = self.history.taken(passed)
         self.new_positions = gather_positions(self.new_positions, passed)
         self.new_valid = self.new_positions >= 0
-        self._padded = self._padded or not bool(self.new_valid.all())
+        self._padded = self._row_lengths.passed_on(self.new_valid) or self._padded
         self._slots = passed if self._slots is None else gather_positions(self._slots, passed)
         self._causal.clear()
         self.propagated[index] = self.new_positions

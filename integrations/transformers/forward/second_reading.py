@@ -264,7 +264,10 @@ def _holding(waiting: Waiting, layer: PolicyLayer, tokens: SeenTokens) -> Policy
     whole = PolicyLayer()
     slots = torch.arange(waiting.positions.shape[2], device=waiting.positions.device)
     everything = torch.where(waiting.positions >= 0, slots, -1)
-    whole.store(waiting.keys, waiting.values, waiting.positions, everything)
+    counts = waiting.undecided.context.held_len
+    whole.store(
+        waiting.keys, waiting.values, waiting.positions, everything, counts=counts, whole=True
+    )
     whole.follow(tokens)
     whole.query_heads, whole.spread = layer.query_heads, layer.spread
     return whole

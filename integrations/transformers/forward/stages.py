@@ -27,7 +27,7 @@ from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.integrations.transformers.forward.relative_positions import Columns
 from kvpolicy.integrations.transformers.model.masks import causal_mask
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
-from kvpolicy.integrations.transformers.state.layer import State
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
@@ -267,6 +267,9 @@ class StageForward(ActingForward):
             return keys, values
         return super().update(index, keys, values)
 
+    def _held_len(self, layer: PolicyLayer) -> None:
+        """Not known: layers are told of other tokens than the forward."""
+
     # After a layer.
 
     def leave_layer(self, index: int, output: Any) -> Any:
@@ -292,7 +295,8 @@ class StageForward(ActingForward):
         return output
 
     def finish(self) -> SeenTokens:
-        """See `Forward.finish`; of the stage's layers alone."""
+        """See `ActingForward.finish`; of the stage's layers alone."""
+        self._checks.look()
         for index, state in self._stubs.items():
             self.layers[index].restore(state)  # recurrent layers have read their one token
         missing = {

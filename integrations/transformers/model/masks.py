@@ -7,7 +7,7 @@ sees is decided by the order of the keys alone.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -25,6 +25,9 @@ DENSE = ("eager", "sdpa")
 Mask = Tensor | BlockMask | None
 
 
+Places = TypeVar("Places", Tensor, int)
+
+
 class Chunk(int):
     """The length of chunks, where it stands in the place of a sliding window's.
 
@@ -32,7 +35,7 @@ class Chunk(int):
     """
 
 
-def first_seen(places: Tensor, window: int) -> Tensor:
+def first_seen(places: Places, window: int) -> Places:
     """The first place that tokens at ``places`` see through a window, or in their chunk."""
     return places - places % window if isinstance(window, Chunk) else places - window + 1
 

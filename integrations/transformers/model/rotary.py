@@ -30,11 +30,6 @@ class Turns:
     scale: float
     channels: Tensor
 
-    def has(self, frequencies: Tensor, scale: float) -> bool:
-        """Whether it turns by these."""
-        own = self.frequencies.to(frequencies.device)
-        return self.scale == scale and torch.equal(own, frequencies)
-
     def turned(self, states: Tensor, places: Tensor, *, back: bool = False) -> Tensor:
         """States ``[batch, heads, length, head_dim]`` turned by ``[batch, heads or 1, length]``."""
         found = states.clone()

@@ -143,12 +143,15 @@ class IndexedLayer(PolicyLayer):
         carried: Tensor | None = None,
         *,
         room: int | None = None,
+        counts: tuple[int, ...] | None = None,
+        whole: bool | None = None,
     ) -> None:
         """See `PolicyLayer.store`; index keys are kept alongside."""
         shown, self._shown = self._shown, None
-        super().store(keys, values, positions[:, :1], kept[:, :1], carried, room=room)
+        positions, kept = positions[:, :1], kept[:, :1]
+        super().store(keys, values, positions, kept, carried, room=room, counts=counts, whole=whole)
         if shown is not None:
-            self._hold_index(*(gather_slots(each, kept[:, :1]) for each in shown))
+            self._hold_index(*(gather_slots(each, kept) for each in shown))
 
     def load_index(self, keys: Tensor, beside: Tensor) -> None:
         """Hold what a file has; see `index_tensors`."""

@@ -37,6 +37,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     Attributes:
         padded: Whether some row or head holds fewer tokens than others.
         ragged: Whether heads of one row do.
+        counts: For each row, the tokens that the policy kept in each head, where these are as many;
+            None where they are not, or not known.
         spread: How the model's heads of this layer are spread over processes.
         attends: Whether the layer has keys and values of its own.
         producer: The layer whose keys and values it attends to instead; None without such.
@@ -68,6 +70,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = False
         self.padded = False
         self.ragged = False
+        self.counts: tuple[int, ...] | None = None
         self.query_heads = 0
         self.spread = Spread()
         self.observed = Observed()
@@ -149,6 +152,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         carried: Tensor | None = None,
         *,
         room: int | None = None,
+        counts: tuple[int, ...] | None = None,
+        whole: bool | None = None,
     ) -> None:
         """Keep some slots of all that the layer sees; no query is remembered then.
 
@@ -161,15 +166,27 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             carried: ``[batch, heads, key_len, carries]``, what a scorer carries for each; None
                 for nothing.
             room: Slots to have memory for behind what is kept; the layer's own if None.
+            counts: For each row, the tokens kept in each head; None where heads keep unlike numbers
+                or that is not known, and is to be looked at.
+            whole: Whether that is all there are; None where that is not known.
         """
         self.observed = Observed(carried=None if carried is None else gather_slots(carried, kept))
-        everything = torch.arange(keys.shape[2], device=kept.device)
-        as_many = kept.shape[2] == keys.shape[2]  # asked first: to compare waits for the device
         room = self.room if room is None else room
-        if as_many and torch.equal(kept, torch.where(positions >= 0, everything, -1)):
-            self._hold(keys, values, positions, room)
+        if self._is_whole(keys, positions, kept, whole):
+            self._hold(keys, values, positions, room, counts=counts)
         else:
-            self._hold(keys, values, gather_positions(positions, kept), room, kept)
+            chosen = gather_positions(positions, kept)
+            self._hold(keys, values, chosen, room, kept, counts=counts)
+
+    @staticmethod
+    def _is_whole(keys: Tensor, positions: Tensor, kept: Tensor, whole: bool | None) -> bool:
+        """Whether all is kept of what a layer sees; see `store`."""
+        if kept.shape[2] != keys.shape[2]:
+            return False
+        if whole is not None:
+            return whole
+        everything = torch.arange(keys.shape[2], device=kept.device)
+        return torch.equal(kept, torch.where(positions >= 0, everything, -1))
 
     def load(self, keys: Tensor, values: Tensor, chosen: Tensor, tokens: SeenTokens) -> None:
         """Hold what a file has: ``chosen`` are the positions of what the policy kept."""
@@ -183,19 +200,27 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         chosen: Tensor,
         room: int,
         kept: Tensor | None = None,
+        *,
+        counts: tuple[int, ...] | None = None,
     ) -> None:
         """Hold ``kept`` of these; without it the first, at ``chosen``, and what was appended."""
-        valid = chosen >= 0
-        tokens = int(valid.sum())
-        self.padded = tokens < valid.numel()
-        self.ragged = self.padded and not bool((valid == valid[:, :1]).all())
-        if self._packs(chosen, tokens):
+        heads, width = chosen.shape[1:]
+        if counts is None:  # one look at all that has to be known
+            of_heads = (chosen >= 0).sum(dim=2).tolist()
+        else:
+            of_heads = [[count] * heads for count in counts]
+        self.ragged = any(len(set(row)) > 1 for row in of_heads)
+        self.padded = any(count < width for row in of_heads for count in row)
+        self.counts = None if self.ragged else tuple(row[0] for row in of_heads)
+        if self._packs(chosen, sum(map(sum, of_heads))):
             appended = 0
             if kept is None:
-                appended = keys.shape[2] - chosen.shape[2]
-                slots = torch.arange(chosen.shape[2], device=chosen.device)
-                kept = torch.where(valid, slots, -1)
-            held: Held = Packed.of(self.storage, keys, values, kept, appended)
+                appended = keys.shape[2] - width
+                slots = torch.arange(width, device=chosen.device)
+                kept = torch.where(chosen >= 0, slots, -1)
+            shares = keys.shape[1] // heads  # of one choice for all heads
+            each = [count for row in of_heads for count in row for _ in range(shares)]
+            held: Held = Packed.of(self.storage, keys, values, kept, appended, counts=each)
         elif kept is None and self._joined is not None and self._joined[0] is keys:
             held = self._joined[1]
         elif kept is None:
@@ -242,7 +267,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         room = self.room + (0 if keys.requires_grad else missing)
         if self.held is None:  # the first chunk of a first prompt
             empty = tokens.appended[:, None, :0].expand(-1, keys.shape[1], -1).to(keys.device)
-            self.store(keys[:, :, :0], values[:, :, :0], empty, empty, room=room)
+            none = (0,) * len(keys)
+            self.store(
+                keys[:, :, :0], values[:, :, :0], empty, empty, room=room, counts=none, whole=True
+            )
         elif missing and not keys.requires_grad:
             self.held = self.held.with_room(room)
         assert self.held is not None
@@ -345,15 +373,20 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             self.held = self.held.rows(rows)
             self._chosen = self._chosen.index_select(0, rows.to(self._chosen.device))
             self.observed = self.observed.rows(rows)
+            alike = self.counts is not None and len(set(self.counts)) == 1
+            self.counts = self.counts[:1] * len(rows) if self.counts and alike else None
         self.follow(tokens)
 
     def state(self) -> State:
         """All that `restore` needs to bring the layer back to this moment."""
-        return self.held, self._chosen, self.padded, self.ragged, self._tokens, self.observed
+        held = self.held  # first: what is loose is counted as it is held
+        counts = self.padded, self.ragged, self.counts
+        return held, self._chosen, counts, self._tokens, self.observed
 
     def restore(self, state: State) -> None:
         """Bring the layer back to the moment of `state`."""
-        self.held, self._chosen, self.padded, self.ragged, self._tokens, self.observed = state
+        self.held, self._chosen, counts, self._tokens, self.observed = state
+        self.padded, self.ragged, self.counts = counts
         self._joined = None
         self.is_initialized = self.held is not None
 
@@ -402,4 +435,4 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _nothing(self) -> State:
         """The state of a layer that holds nothing."""
-        return (None, None, False, False, None, Observed())
+        return (None, None, (False, False, None), None, Observed())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import attrs
 import torch
 from torch import Tensor
 
 from kvpolicy.integrations.transformers.state.storage import GROWTH_SHARE, Held, Plain, Storage
+from kvpolicy.known import on_device
 
 
 def wastes_slots(positions: Tensor, tokens: int) -> bool:
@@ -47,7 +49,13 @@ class Packed(Held):
 
     @staticmethod
     def of(
-        storage: Storage, keys: Tensor, values: Tensor, kept: Tensor, appended: int = 0
+        storage: Storage,
+        keys: Tensor,
+        values: Tensor,
+        kept: Tensor,
+        appended: int = 0,
+        *,
+        counts: Sequence[int] | None = None,
     ) -> Packed:
         """Hold some slots of a layer.
 
@@ -57,6 +65,8 @@ class Packed(Held):
             values: Likewise.
             kept: ``[batch, kv_heads or 1, kept_len]``, the slots, -1 on the left for none.
             appended: How many of the last slots came since, and are held of every head.
+            counts: How many slots each head of each row keeps, row by row; None where that is not
+                known, and is to be looked at.
 
         Example:
             >>> from kvpolicy.integrations.transformers import PlainStorage
@@ -65,17 +75,22 @@ class Packed(Held):
             >>> held.shape, held.nbytes()  # 3 tokens, not 4
             (torch.Size([1, 2, 2, 4]), 96)
         """
-        kept = kept.expand(-1, keys.shape[1], -1)
-        since = keys.shape[2] - appended
-        rows, heads, places = (kept >= 0).nonzero(as_tuple=True)
-        at = rows, heads, kept[rows, heads, places]
-        lengths = (kept >= 0).sum(dim=2).flatten()
+        batch, heads, key_len = keys.shape[:3]
+        since, width = key_len - appended, kept.shape[2]
+        kept = kept.expand(-1, heads, -1).reshape(batch * heads, width)
+        counts = (kept >= 0).sum(dim=1).tolist() if counts is None else counts
+        lengths, total = on_device(counts, kept.device), sum(counts)
+        # Not by `nonzero`, which waits for the device to know how many there are.
+        each = torch.arange(len(counts), device=kept.device)
+        each = each.repeat_interleave(lengths, output_size=total)
+        behind = lengths.cumsum(0)[each] - torch.arange(total, device=kept.device)  # 1: the last
+        at = each // heads, each % heads, kept[each, width - behind]
         return Packed(
             storage,
             storage.hold(keys[at][None, None], values[at][None, None]),
             lengths,
-            tuple(lengths.tolist()),
-            kept.shape[2],
+            tuple(counts),
+            width,
             storage.hold(keys[:, :, since:], values[:, :, since:]),
         )
 

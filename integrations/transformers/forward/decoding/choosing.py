@@ -29,14 +29,25 @@ class Near:
         near: ``[batch, kv_heads or 1, key_len]`` bool, what the window will see.
         short: ``[batch, 1, 1]`` bool, rows for which the policy chooses.
         leaves_short_rows: Whether there are any.
+        counts: For each row, the tokens of each head that the window will see, where that is known
+            without looking; None where it is not.
     """
 
     near: Tensor
     short: Tensor
     leaves_short_rows: bool
+    counts: tuple[int, ...] | None = None
 
     @staticmethod
-    def of(positions: Tensor, lengths: Tensor, window: int, implementation: str) -> Near:
+    def of(
+        positions: Tensor,
+        lengths: Tensor,
+        window: int,
+        implementation: str,
+        *,
+        seen_len: tuple[int, ...] | None = None,
+        held_len: tuple[int, ...] | None = None,
+    ) -> Near:
         """Measure a layer's keys.
 
         Args:
@@ -44,15 +55,24 @@ class Near:
             lengths: ``[batch]``, tokens of each row.
             window: The layer's.
             implementation: The model's attention implementation.
+            seen_len: ``lengths`` as numbers; None where they are not known.
+            held_len: See `LayerContext.held_len`.
         """
         lengths = lengths.to(positions.device)[:, None, None]
         short = lengths <= window
         near = (positions >= 0) & (positions >= first_seen(lengths, window))
-        return Near(near, short, implementation not in FLASH and bool(short.any()))
+        counts = None
+        if held_len is not None and held_len == seen_len:  # all tokens up to the last
+            counts = tuple(seen - max(first_seen(seen, window), 0) for seen in seen_len)
+        if implementation in FLASH:
+            return Near(near, short, leaves_short_rows=False, counts=counts)
+        shorter = bool(short.any()) if seen_len is None else min(seen_len) <= window
+        return Near(near, short, shorter, counts)
 
     def kept(self, chosen: Tensor | None) -> Tensor:
         """Indices ``[batch, kv_heads or 1, kept_len]``, with ``chosen`` those of the short rows."""
-        kept = compress(self.near, int(self.near.sum(dim=-1).max()))
+        most = int(self.near.sum(dim=-1).max()) if self.counts is None else max(self.counts)
+        kept = compress(self.near, most)
         if chosen is None:
             return kept
         longest = max(kept.shape[2], chosen.shape[2])
