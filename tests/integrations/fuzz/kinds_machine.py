@@ -79,7 +79,7 @@ KINDS: dict[str, Kind] = {
     "distances": Kind(("inkling_text", "inkling2_text"), STATES | {"restart"}),
     "shared keys": Kind(("gemma3n_text", "gemma4_text_shared"), frozenset({"restart", "pyramid"})),
     "filled up": Kind(("gpt2",)),
-    "indexers": Kind(("deepseek_v32", "glm_moe_dsa"), frozenset({"pyramid"})),
+    "indexers": Kind(("deepseek_v32", "glm_moe_dsa", "hy_v4"), frozenset({"pyramid"})),
     "chunks": Kind(("llama4_text",), frozenset({"restart"})),
     "BERT": Kind(("bert", "electra")),
     "no queries": Kind(("gptj", "falcon", "codegen"), drops=False, queries=False),
