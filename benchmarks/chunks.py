@@ -1,9 +1,11 @@
 """Peak memory and time of a prompt that is read in chunks, against one that is read at once.
 
-A tiny Llama of random weights on the processor, every prompt in a process of its own. Longer
-prompts are read in chunks only. Writes ``chunks.json`` after every prompt.
+A tiny Llama of random weights on the processor, every prompt in a process of its own, both ways
+in turns. Then prompts that grow are read in chunks only. Writes ``chunks.json`` after every method,
+and ``chunks.png``: how memory grows.
 
-    python benchmarks/chunks.py [--contexts 100000,...] [--chunks 2048] [--methods NAME,...]
+    python benchmarks/chunks.py [--contexts 100000,...] [--rounds 3] [--growing 16384,...]
+                                [--chunks 2048] [--methods NAME,...]
     python benchmarks/chunks.py --quick
     python benchmarks/chunks.py --show FILE
 """
@@ -12,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import attrs
@@ -31,10 +34,12 @@ from benchmarks.common import (
     parser_of,
     policy_of,
     read_json,
+    spread,
     whole_numbers,
     write_json,
 )
 from benchmarks.memory import try_peak
+from benchmarks.pictures import chunks_picture, draw
 
 METHODS = (BASELINE, "snapkv", "h2o", "fastkv", "gem_filter", "pyramid_infer")
 TINY = ModelSpec(
@@ -46,29 +51,36 @@ TINY = ModelSpec(
     max_positions=1 << 19,
 )
 CONTEXTS = [100_000]
-# Read in chunks only, by methods whose work does not grow with all products of queries and keys.
-LONG = [262_144]
-LONG_METHODS = ("fastkv", "gem_filter")
-HEADER = f"{'tokens':>7}  {'method':<15}{'chunk':>7}{'peak MiB':>10}{'CPU s':>9}"
+# Read in chunks only, once.
+GROWING = [16_384, 32_768, 65_536, 131_072, 262_144]
+HEADER = (
+    f"{'tokens':>7}  {'method':<15}{'chunk':>7}{'peak MiB':>10}{'CPU s':>9}"
+    f"{'of at once (range)':>22}"
+)
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """One prompt, at most 80 columns."""
-    peak = row["peak"] or {}
-    growth, cpu = peak.get("growth_bytes"), peak.get("cpu_ms")
+    """One prompt, at most 80 columns; of all rounds the highest peak and the median time."""
+    found = [each for each in row["peaks"] if each is not None]
+    growth = max((each["growth_bytes"] for each in found), default=None)
+    cpu = median(each["cpu_ms"] for each in found) if found else None
+    ratio, shown = row["cpu_of_whole"], ""
+    if ratio is not None:
+        shown = f"{ratio['median']:.2f} ({ratio['lowest']:.2f}-{ratio['highest']:.2f})"
     return (
         f"{row['context']:>7}  {row['policy']:<15}{row['chunk'] or '-':>7}"
         f"{number(None if growth is None else growth / 2**20, 10, 1)}"
-        f"{number(None if cpu is None else cpu / 1e3, 9, 1)}"
-    )
+        f"{number(None if cpu is None else cpu / 1e3, 9, 1)}{shown:>22}"
+    ).rstrip()
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--contexts", type=whole_numbers, help="tokens; default 100000")
+    parser.add_argument("--rounds", type=at_least(1), help="default 3")
     parser.add_argument(
-        "--long", type=whole_numbers, help="read in chunks only, by few methods; default 262144"
+        "--growing", type=whole_numbers, help="read in chunks only; default 16384,...,262144"
     )
     parser.add_argument("--chunks", type=at_least(1), help="tokens of a forward; default 2048")
     parser.add_argument("--methods", help="names with commas between")
@@ -76,26 +88,57 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     quick = options.quick
     options.contexts = options.contexts or ([256] if quick else CONTEXTS)
-    options.long = options.long or ([512] if quick else LONG)
+    options.rounds = options.rounds or (1 if quick else 3)
+    options.growing = options.growing or ([256, 512] if quick else GROWING)
     options.chunks = options.chunks or (64 if quick else 2048)
     options.methods = tuple(options.methods.split(",")) if options.methods else METHODS
     return options
 
 
-def cells_of(options: argparse.Namespace) -> list[tuple[int, str, int | None]]:
-    """Context, method and chunk of every prompt, in their order."""
-    cells: list[tuple[int, str, int | None]] = [
-        (context, name, chunk)
-        for context in options.contexts
-        for name in options.methods
-        for chunk in (None, options.chunks)
+def rows_of(options: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """For each context and method, what each way of reading took in every round."""
+    ways = [(context, options.rounds, False) for context in options.contexts]
+    ways += [(context, 1, True) for context in options.growing]
+    for context, rounds, grows in ways:
+        chunks = (options.chunks,) if grows else (None, options.chunks)
+        for name in options.methods:
+            peaks: dict[int | None, list[dict[str, Any] | None]] = {each: [] for each in chunks}
+            for _ in range(rounds):
+                for chunk, found in peaks.items():
+                    found.append(
+                        try_peak(TINY, name, context, threads=options.threads, chunk=chunk)
+                    )
+            yield [
+                {
+                    "context": context,
+                    "grows": grows,
+                    "policy": name,
+                    "chunk": chunk,
+                    "peaks": found,
+                    "cpu_of_whole": _ratios(found, peaks[None])
+                    if chunk and None in peaks
+                    else None,
+                }
+                for chunk, found in peaks.items()
+            ]
+
+
+def _ratios(
+    chunked: Sequence[dict[str, Any] | None], whole: Sequence[dict[str, Any] | None] | None
+) -> dict[str, float] | None:
+    """Of the processor's time, in the rounds in which both were measured."""
+    if whole is None:
+        return None
+    both = [
+        ours["cpu_ms"] / theirs["cpu_ms"]
+        for ours, theirs in zip(chunked, whole, strict=True)
+        if ours is not None and theirs is not None
     ]
-    long = [name for name in LONG_METHODS if name in options.methods]
-    return cells + [(context, name, options.chunks) for context in options.long for name in long]
+    return spread(both) if both else None
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measure everything; the result is written after every prompt."""
+    """Measure everything; the result is written after every method."""
     record: dict[str, Any] = {
         "benchmark": "chunks",
         "settings": {
@@ -111,11 +154,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "prompts": [],
     }
     print(HEADER, flush=True)
-    for context, name, chunk in cells_of(options):
-        peak = try_peak(TINY, name, context, threads=options.threads, chunk=chunk)
-        row = {"context": context, "policy": name, "chunk": chunk, "peak": peak}
-        record["prompts"].append(row)
-        print(line_of(row), flush=True)
+    for rows in rows_of(options):
+        record["prompts"] += rows
+        print("\n".join(map(line_of, rows)), flush=True)
         write_json(folder, "chunks.json", record)
     return record
 
@@ -125,11 +166,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = options_of(arguments)
     folder = out_folder(options)
     if options.show is None:
-        measure(options, folder)
-        return
-    print(HEADER)
-    for row in read_json(options.show)["prompts"]:
-        print(line_of(row))
+        record = measure(options, folder)
+    else:
+        record = read_json(options.show)
+        print(HEADER)
+        print("\n".join(map(line_of, record["prompts"])))
+    draw(folder, "chunks.png", lambda: chunks_picture(record))
 
 
 if __name__ == "__main__":

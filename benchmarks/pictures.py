@@ -101,6 +101,22 @@ def scaling_picture(record: dict[str, Any]) -> bytes:
     return _finish(figure, grid[0][0])
 
 
+def chunks_picture(record: dict[str, Any]) -> bytes:
+    """Peak memory of prompts that are read in chunks, by their length, on logarithmic axes."""
+    points = [
+        {"at": row["context"], "policy": row["policy"], "peak": row["peaks"][0]}
+        for row in record["prompts"]
+        if row["grows"]
+    ]
+    chunk = max((row["chunk"] or 0 for row in record["prompts"]), default=0)
+    figure = _figure((6.5, 4.5), f"tiny random Llama: prompts in chunks of {chunk:,} tokens")
+    axes = figure.subplots()
+    axes.set_xlabel("tokens of the prompt")
+    axes.set_ylabel("peak memory of prefill (MiB)")
+    _growth(axes, points, _peak_mib)
+    return _finish(figure, axes, columns=3)
+
+
 def _prefill_ms(point: dict[str, Any]) -> float:
     return float(median(point["prefill_ms"]))
 
@@ -174,7 +190,7 @@ def _figure(size: tuple[float, float], title: str) -> Figure:
     return figure
 
 
-def _finish(figure: Figure, labelled: Axes) -> bytes:
+def _finish(figure: Figure, labelled: Axes, columns: int = 6) -> bytes:
     handles, labels = labelled.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     return png(figure)

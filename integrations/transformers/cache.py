@@ -288,7 +288,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 was.
         """
         self._reader.abandon_forward()
-        self._reader.read_queries()
+        self._reader.fixed.read_queries()
         if self._reader.tokens is None or self._reader.chunks is not None:
             raise ValueError("cache must have read a prompt to be saved, got one that has not")
         SavedCache(
@@ -352,7 +352,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def report(self) -> CacheReport:
         """Tokens and bytes held against what a full cache would hold; prints as a table."""
-        self._reader.read_queries()
+        self._reader.fixed.read_queries()
         return CacheReport.of(self.layers, sum(self.seen_lengths), self.get_seq_length())
 
     @property
@@ -441,7 +441,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
         """
-        static = self._reader.static
+        static = self._reader.fixed.buffers
         if static is not None:
             return static.layers[layer_idx].write(key_states, value_states)
         return self._reader.update(layer_idx, key_states, value_states)
@@ -542,12 +542,12 @@ class PolicyCache(Cache):  # type: ignore[misc]
     @property
     def static(self) -> StaticDecoding | RollingDecoding | None:
         """The decoding under way into buffers of a fixed size, which compiled hooks look for."""
-        return self._reader.static
+        return self._reader.fixed.buffers
 
     @property
     def is_compileable(self) -> bool:
         """Whether `generate` may compile the decoding of an answer."""
-        return self._reader.is_compileable
+        return self._reader.fixed.is_compileable
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen, padding included; what is stored is ``layers[i].kept_len``."""
@@ -603,7 +603,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
             raise ValueError(f"tokens_to_remove must be 0 or negative, got {tokens_to_remove}")
         self._reader.abandon_forward()
         if tokens_to_remove:
-            self._reader.end_static()
+            self._reader.fixed.end()
         if tokens_to_remove and self._reader.chunks is not None:
             raise ValueError("tokens_to_remove must be 0 while a prompt is read in chunks")
         count = -tokens_to_remove
@@ -627,7 +627,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget everything: the next forward reads a first prompt."""
         self._reader.abandon_forward()
-        self._reader.end_static()
+        self._reader.fixed.end()
         for layer in self.layers:
             layer.reset()
         self._reader.propagated = {}
@@ -667,7 +667,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 f"rows must be indices of the cache's {self._reader.tokens.batch} rows, in "
                 f"[0, {self._reader.tokens.batch - 1}], got {rows.tolist()}"
             )
-        self._reader.end_static()
+        self._reader.fixed.end()
         self._reader.tokens = self._reader.tokens.take_rows(rows)
         for layer in self.layers:
             layer.take_rows(rows, self._reader.tokens)

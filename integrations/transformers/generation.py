@@ -121,7 +121,7 @@ class _StepMasks:
     def __call__(self, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
         if isinstance(cache, PolicyCache):
-            return cache.reader.mask_of_step(kwargs.get("attention_mask"))
+            return cache.reader.fixed.mask_of_step(kwargs.get("attention_mask"))
         return self.original(**kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -7,18 +7,60 @@ from typing import Any
 import attrs
 import pytest
 
-from benchmarks import chunks, memory
+from benchmarks import chunks, memory, pictures
 from benchmarks.common import ModelSpec
 
 
-def test_every_method_is_read_in_both_ways_and_few_of_them_longer() -> None:
-    options = chunks.options_of(["--contexts", "100", "--long", "300", "--chunks", "7"])
-    cells = chunks.cells_of(options)
-    assert cells[:2] == [(100, "dynamic_cache", None), (100, "dynamic_cache", 7)]
-    assert [cell for cell in cells if cell[0] == 300] == [
-        (300, name, 7) for name in chunks.LONG_METHODS
+def fake(spec: ModelSpec, policy: str, context: int, **how: Any) -> dict[str, Any] | None:
+    """Chunks take a quarter more, but for one method that fails in them."""
+    chunk = how["chunk"]
+    if chunk and policy == "h2o":
+        return None
+    return {"growth_bytes": context << 20, "cpu_ms": 50.0 if chunk else 40.0}
+
+
+def test_both_ways_take_turns_and_longer_prompts_come_in_chunks_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    def noting(spec: ModelSpec, policy: str, context: int, **how: Any) -> dict[str, Any] | None:
+        calls.append((policy, context, how["chunk"]))
+        return fake(spec, policy, context, **how)
+
+    monkeypatch.setattr(chunks, "try_peak", noting)
+    given = ["--contexts", "100", "--growing", "300,400", "--chunks", "7", "--rounds", "2"]
+    options = chunks.options_of([*given, "--methods", "snapkv,h2o"])
+    found = [row for rows in chunks.rows_of(options) for row in rows]
+    assert calls == [
+        *[("snapkv", 100, None), ("snapkv", 100, 7)] * 2,
+        *[("h2o", 100, None), ("h2o", 100, 7)] * 2,
+        *[(name, context, 7) for context in (300, 400) for name in ("snapkv", "h2o")],
     ]
-    assert len(cells) == 2 * len(chunks.METHODS) + len(chunks.LONG_METHODS)
+    assert [row["cpu_of_whole"] for row in found] == [
+        None,
+        {"median": 1.25, "lowest": 1.25, "highest": 1.25},
+        *[None] * 6,
+    ]
+    assert chunks.line_of(found[1]).split() == [
+        "100", "snapkv", "7", "100.0", "0.1", "1.25", "(1.25-1.25)",
+    ]  # fmt: skip
+    assert chunks.line_of(found[3]).split() == ["100", "h2o", "7", "-", "-"]
+    assert all(len(chunks.line_of(row)) <= 80 for row in found)
+
+
+def test_the_picture_has_longer_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "try_peak", fake)
+    given = ["--contexts", "100", "--growing", "300,400", "--methods", "snapkv,h2o"]
+    rows = [row for rows in chunks.rows_of(chunks.options_of(given)) for row in rows]
+    drawn: list[list[int]] = []
+
+    def noting(axes: Any, points: list[dict[str, Any]], value: Any) -> None:
+        drawn.append([point["at"] for point in points])
+
+    monkeypatch.setattr(pictures, "_growth", noting)
+    assert pictures.chunks_picture({"prompts": rows}).startswith(b"\x89PNG")
+    assert drawn == [[300, 300, 400, 400]]
 
 
 def test_a_quick_run(
@@ -29,7 +71,7 @@ def test_a_quick_run(
         return memory.measure({**wanted, **how})
 
     monkeypatch.setattr(chunks, "try_peak", here)  # not in processes of their own
-    chunks.main(["--quick", "--methods", "fastkv", "--long", "300", "--out", str(tmp_path)])
+    chunks.main(["--quick", "--methods", "fastkv", "--growing", "300", "--out", str(tmp_path)])
     shown = capsys.readouterr().out
     record = json.loads((tmp_path / "chunks.json").read_text())
     assert [(row["context"], row["chunk"]) for row in record["prompts"]] == [
@@ -37,6 +79,6 @@ def test_a_quick_run(
         (256, 64),
         (300, 64),
     ]
-    assert all(row["peak"]["cpu_ms"] > 0 for row in record["prompts"])
+    assert all(row["peaks"][0]["cpu_ms"] > 0 for row in record["prompts"])
     chunks.main(["--show", str(tmp_path / "chunks.json")])
     assert capsys.readouterr().out == shown

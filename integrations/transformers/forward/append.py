@@ -15,6 +15,8 @@ from kvpolicy.integrations.transformers.forward.asked import Asked
 from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.indexers import new_places, with_positions
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
+from kvpolicy.integrations.transformers.forward.layer_arguments import cut_arguments
+from kvpolicy.integrations.transformers.forward.output_order import InputOrder
 from kvpolicy.integrations.transformers.forward.packed_attention import (
     Unpacked,
     may_attend,
@@ -701,98 +703,6 @@ class Forward:
         return self.tokens
 
     def in_order(self, output: Any) -> Any:
-        """The decoder's output with hidden states in the order of the input's columns.
-
-        Those that come after tokens were dropped are left as they are, in the order of the tokens
-        that went on.
-        """
-        output = self._attentions_in_order(output)
-        if self._order_of_columns is None:
-            return output
-        if isinstance(output, tuple):
-            states = (self._each_in_order(part) for part in output[1:])
-            return (self._last_in_order(output[0]), *states)
-        for name, restore in (
-            ("last_hidden_state", self._last_in_order),
-            ("hidden_states", self._each_in_order),
-        ):
-            if output.get(name) is not None:
-                output[name] = restore(output[name])
-        return output
-
-    def _attentions_in_order(self, output: Any) -> Any:
-        """The output with attentions by the columns of the input, where nothing was evicted."""
-        if self._attended is None:
-            return output
-        how = self.tokens, self._order_of_columns
-        if isinstance(output, tuple):
-            # Hidden states have three axes, attentions four.
-            return tuple(
-                self._attended.in_columns(part, *how)
-                if isinstance(part, tuple) and all(getattr(each, "ndim", 0) == 4 for each in part)
-                else part
-                for part in output
-            )
-        if output.get("attentions") is not None:
-            output["attentions"] = self._attended.in_columns(output["attentions"], *how)
-        return output
-
-    def _last_in_order(self, hidden: Tensor) -> Tensor:
-        assert self._order_of_columns is not None
-        whole = hidden.shape[1] == self._order_of_columns.shape[1]
-        return self._restored(hidden) if whole and not self.propagated else hidden
-
-    def _each_in_order(self, states: Any) -> Any:
-        """Hidden states ``[batch, new_len, hidden]`` before each layer and after the last."""
-        if not isinstance(states, tuple) or any(
-            each is not None and getattr(each, "ndim", 0) != 3 for each in states
-        ):
-            return states
-        whole = 1 + min(self.propagated, default=len(states))
-        restored = (None if each is None else self._restored(each) for each in states[:whole])
-        return (*restored, *states[whole:])
-
-    def _restored(self, hidden: Tensor) -> Tensor:
-        assert self._order_of_columns is not None
-        return take_columns(hidden, self._order_of_columns.argsort(dim=1))
-
-
-_WHOLE = ("attention_mask", "cross_attention_states")
-
-
-def cut_arguments(kwargs: dict[str, Any], slots: Tensor, length: int) -> dict[str, Any]:
-    """The arguments of a layer for some of its tokens.
-
-    What holds something for each token, such as rotary embeddings, is cut; the mask is not, nor is
-    what holds something for each patch of an image.
-
-    Args:
-        kwargs: By name, for ``length`` tokens.
-        slots: ``[batch, count]`` int64, those that are wanted.
-        length: Tokens.
-    """
-    return {
-        name: value if name in _WHOLE else _cut(value, slots, length)
-        for name, value in kwargs.items()
-    }
-
-
-def _cut(value: Any, slots: Tensor, length: int) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_cut(part, slots, length) for part in value)
-    if not isinstance(value, Tensor):
-        return value
-    axes = _row_and_token_axes(value, slots.shape[0], length)
-    return value if axes is None else take_columns(value, slots, *axes)
-
-
-def _row_and_token_axes(value: Tensor, batch: int, length: int) -> tuple[int, int] | None:
-    """The axes along which a tensor holds something for each row and each of its tokens."""
-    for tokens in range(1, value.ndim):
-        before = value.shape[:tokens]
-        if value.shape[tokens] != length or not {1, batch} & set(before):
-            continue
-        # One entry may serve all rows.
-        size = batch if batch in before else 1
-        return tokens - 1 - before[::-1].index(size), tokens
-    return None
+        """The decoder's output in the order of the input's columns; see `InputOrder`."""
+        order = InputOrder(self.tokens, self._order_of_columns, self.propagated, self._attended)
+        return order.restored(output)

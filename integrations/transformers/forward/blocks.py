@@ -13,10 +13,9 @@ import attrs
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvpolicy.integrations.transformers.model.masks import Mask, Visibility, first_seen
-from kvpolicy.integrations.transformers.model.routing import Attend
+from kvpolicy.integrations.transformers.model.routing import Attend, is_plain
 
 # Also says the logarithm of the sum of exponentials, which no public function does. Without it,
 # attention is computed under masks.
@@ -181,9 +180,7 @@ def joins(attend: Attend, how: dict[str, Any]) -> bool:
         attend: The function.
         how: What a module gives it besides queries, keys and values.
     """
-    plain = attend is sdpa_attention_forward and not how.get("dropout")
-    beside = any(how.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
-    return _KERNEL is not None and plain and not beside
+    return _KERNEL is not None and is_plain(attend, how)
 
 
 def joined(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from kvpolicy.context import LayerContext
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
-from kvpolicy.integrations.transformers.forward.append import Forward, cut_arguments
+from kvpolicy.integrations.transformers.forward.append import Forward
 from kvpolicy.integrations.transformers.forward.blocks import Blocks, LowerRight
 from kvpolicy.integrations.transformers.forward.closing_gaps import closed_up, without_gaps
 from kvpolicy.integrations.transformers.forward.deciding_later import Waiting
@@ -22,6 +22,7 @@ from kvpolicy.integrations.transformers.forward.indexers import new_places
 from kvpolicy.integrations.transformers.forward.inputs import (
     take_columns,
 )
+from kvpolicy.integrations.transformers.forward.layer_arguments import cut_arguments
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, LayerSeen, Narrowed
 from kvpolicy.integrations.transformers.model.masks import DENSE, Mask
 from kvpolicy.integrations.transformers.model.routing import (

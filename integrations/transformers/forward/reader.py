@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor, nn
 
 from kvpolicy.checks import check_count
@@ -31,11 +30,9 @@ from kvpolicy.integrations.transformers.forward.chunked_prefill import (
 )
 from kvpolicy.integrations.transformers.forward.deciding_later import choose
 from kvpolicy.integrations.transformers.forward.decoding.bounded import DecodingForward
-from kvpolicy.integrations.transformers.forward.decoding.static_choosing import StaticChoice
-from kvpolicy.integrations.transformers.forward.decoding.static_rolling import RollingDecoding
+from kvpolicy.integrations.transformers.forward.fixed_answer import FixedAnswer
 from kvpolicy.integrations.transformers.forward.inputs import (
     Incoming,
-    check_step,
     inputs_of,
     read_inputs,
     span_of,
@@ -46,23 +43,15 @@ from kvpolicy.integrations.transformers.forward.restart import FilterPass, check
 from kvpolicy.integrations.transformers.forward.second_reading import SecondReading, check_tokens
 from kvpolicy.integrations.transformers.forward.staged_prefill import StagedPrefill
 from kvpolicy.integrations.transformers.forward.states import check_states_go_on
-from kvpolicy.integrations.transformers.forward.static_decoding import (
-    BeforeLayer,
-    StaticDecoding,
-    before_decoder,
-)
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.model.care import Care
-from kvpolicy.integrations.transformers.model.kinds import LatentAttention
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.parts import ModelParts
-from kvpolicy.integrations.transformers.model.rotary import changes_with_length
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
-from kvpolicy.integrations.transformers.state.observed import Observed
 from kvpolicy.integrations.transformers.state.recurrent import link
-from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
+from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policies import KeepAllSelector
 from kvpolicy.policy import CachePolicy
@@ -121,8 +110,7 @@ class Reader:
         self.storage = storage
         self.max_new_tokens = max_new_tokens
         self.layers = layers
-        # While `generate` decodes into fixed buffers.
-        self.static: StaticDecoding | RollingDecoding | None = None
+        self.fixed = FixedAnswer(self)
         self.propagated: dict[int, Tensor] = {}
         self.attachment: Attachment | None = None
         self.filled_by: weakref.ref[nn.Module] | None = None
@@ -131,7 +119,6 @@ class Reader:
         self.appends = False  # whether a new turn is appended, the policy not acting on it
         self.prompt_end: int | None = None  # in columns; None: where the next forward ends
         self._in_generate = False  # which may give the whole conversation again
-        self._may_be_static = True  # as far as the generate under way allows
         self.chunks: Chunks | None = None
         self._forward: Forward | None = None
         self._first_output: Any = None  # of the prompt, where draft tokens came with it
@@ -164,7 +151,7 @@ class Reader:
 
     def _begin_turn(self, prompt_end: int | None) -> None:
         self.abandon_forward()
-        self.end_static()
+        self.fixed.end()
         self.starts_turn, self.prompt_end, self.chunks = not self.appends, prompt_end, None
 
     @contextmanager
@@ -179,18 +166,18 @@ class Reader:
             may_be_static: Whether the answer may be decoded into buffers of a fixed size.
         """
         assert self.attachment is not None
-        before, outer = self._snapshot(), (self._in_generate, self._may_be_static)
+        before, outer = self._snapshot(), (self._in_generate, self.fixed.allowed)
         self._begin_turn(prompt_end)
         self._in_generate = True
-        self._may_be_static = may_be_static and self.attachment.alone and not self.appends
+        self.fixed.allowed = may_be_static and self.attachment.alone and not self.appends
         try:
             yield
         except BaseException:
-            self.end_static(failed=True)
+            self.fixed.end(failed=True)
             raise
         finally:
-            self.end_static()
-            self._in_generate, self._may_be_static = outer
+            self.fixed.end()
+            self._in_generate, self.fixed.allowed = outer
             self.abandon_forward()
             if self.chunks is not None:
                 self._restore(before)
@@ -263,7 +250,7 @@ class Reader:
     @property
     def is_static(self) -> bool:
         """Whether an answer is being decoded into buffers of a fixed size."""
-        return self.static is not None
+        return self.fixed.buffers is not None
 
     @property
     def may_drop(self) -> bool:
@@ -316,7 +303,7 @@ class Reader:
         self._undo_forward(self._undo)
         self._check_cache_is_used(arguments)
         self._call_read = True
-        self._choose_if_due()
+        self.fixed.choose_if_due()
         before = self._snapshot()
         ends = True
         if self.acts_next and self.prompt_end is not None:
@@ -607,182 +594,6 @@ class Reader:
             self._forward, waiting = forward, again.scored(found)
         choose(self.placed, self.layers, waiting)
 
-    # Decoding into buffers of a fixed size.
-
-    @property
-    def is_compileable(self) -> bool:
-        """Whether `generate` may compile the decoding of an answer."""
-        plain = isinstance(self.storage, PlainStorage)
-        # A state is a tensor of one size, but is copied before every forward; index keys grow, and
-        # images are no tokens. What attends to another layer's keys has no buffers of its own.
-        own = all(type(layer) is PolicyLayer and layer.shows_queries for layer in self.layers)
-        # What counts positions itself is told others than those of a step; and what is seen of an
-        # answer alone has no mask there.
-        parts = None if self.attachment is None else self.attachment.parts
-        counts = parts is not None and any((*parts.temperatures, *parts.answer_windows))
-        fixed = plain and own and not counts
-        # No step tells with what frequencies its key was turned.
-        turns = self.policy.decoding is not None and self.policy.decoding.needs_rotary
-        fixed = fixed and not (
-            turns and parts is not None and changes_with_length(parts.decoder.config)
-        )
-        fixed = fixed and not (self.policy.decoding is not None and self._expands)
-        return self.max_new_tokens is not None and fixed and self._may_be_static
-
-    @property
-    def _expands(self) -> bool:
-        """Whether attention makes keys of what layers hold, which no step shows between steps."""
-        kinds = [] if self.attachment is None else self.attachment.parts.kinds
-        latent = any(isinstance(kind, LatentAttention) for kind in kinds)
-        return latent or any(layer.expands for layer in self.layers)
-
-    def mask_of_step(self, attention_mask: Tensor | None) -> Tensor | None:
-        """The mask that `generate` is to give the model at the next forward.
-
-        Args:
-            attention_mask: ``[batch, columns]`` of all tokens.
-
-        Returns:
-            The same for a prompt. For a token that is decoded, ``[1, 1, 1, 1]`` to hold its place:
-            every layer has a mask of its own.
-
-        Raises:
-            ValueError: The mask is not one of the tokens seen and another.
-        """
-        if self.acts_next:
-            return attention_mask
-        tokens = self.tokens
-        assert tokens is not None
-        if self.static is not None and self.static.steps == self.static.room:
-            if self.placed.decoding is None or not self._choose_static():
-                self.end_static()
-            tokens = self.tokens
-            assert tokens is not None
-        if self.static is None:
-            # From then on nothing but `generate` itself makes masks longer and tokens more.
-            if attention_mask is not None:
-                check_step(attention_mask, tokens)
-            self._begin_static()
-        assert self.static is not None
-        one = torch.ones(tokens.batch, 1, dtype=torch.bool, device=tokens.valid.device)
-        positions, rotary = tokens.positions_of(one), tokens.rotary_positions_of(one)
-        tokens = tokens.extended(positions, one, padded=False, acts=False, skipped=None)
-        self.static.advance(positions, rotary)
-        self.tokens = tokens
-        self.static.follow(self.layers, tokens)
-        return one[:1, None, None]
-
-    def _begin_static(self) -> None:
-        assert self.attachment is not None
-        assert self.tokens is not None
-        assert self.max_new_tokens is not None
-        self.abandon_forward()
-        parts, tokens = self.attachment.parts, self.tokens
-        decoding, room = self.placed.decoding, self.max_new_tokens
-        if decoding is not None:
-            room = decoding.every - tokens.appended.shape[1]
-        how = self.layers, tokens, parts.windows, parts.implementation
-        rolling = None if decoding is None else RollingDecoding.of(*how, decoding)
-        self.static = rolling or StaticDecoding.of(*how, room, decoding)
-        layers = [BeforeLayer.of(index, layer) for index, layer in enumerate(parts.layers)]
-        observes = decoding is not None and decoding.num_queries != 0
-        self.attachment.decode(before_decoder, layers, observes=observes)
-
-    def _choose_static(self) -> bool:
-        """Let layers choose between two steps; whether the next goes into the same buffers."""
-        static, tokens = self.static, self.tokens
-        assert static is not None
-        assert tokens is not None
-        if isinstance(static, RollingDecoding):
-            static.choose()
-            self.tokens = tokens.settled()
-            return True
-        assert static.choice is not None
-        static.read_queries(self.layers, tokens.seen)
-        static.choice.check_shown(self.layers)
-        static.choice.choose(self.layers, tokens)
-        self._take_chosen(static.choice)
-        static.rests = True
-        assert self.tokens is not None
-        return static.go_on(self.layers, self.tokens)
-
-    def _choose_if_due(self) -> None:
-        """Let layers choose now where they were to do so between two steps, as in a copy."""
-        decoding, tokens = self.placed.decoding, self.tokens
-        if decoding is None or tokens is None or self.acts_next:
-            return
-        holding = [layer for layer in self.layers if layer.held is not None]
-        known = all(layer.scores is not None for layer in holding)
-        if decoding.needs_rotary:
-            known = known and all(layer.turns is not None for layer in holding)
-        if decoding.needs_output_weight:
-            known = known and all(layer.projection is not None for layer in holding)
-        if tokens.appended.shape[1] < decoding.every or not known:
-            return
-        assert self.attachment is not None
-        parts = self.attachment.parts
-        choice = StaticChoice(decoding, parts.windows, parts.implementation, [])
-        choice.choose(self.layers, tokens)
-        self._take_chosen(choice)
-
-    def _take_chosen(self, choice: StaticChoice) -> None:
-        choice.take()
-        assert self.tokens is not None
-        self.tokens = self.tokens.settled()
-        for layer in self.layers:
-            layer.follow(self.tokens)
-
-    def end_static(self, *, failed: bool = False) -> None:
-        """Go on with buffers that grow; take back a token that not every layer has written.
-
-        Args:
-            failed: Whether something failed, perhaps behind the layers, where nothing tells of it:
-                then the last token is taken back in any case. It can be read again.
-        """
-        static, self.static = self.static, None
-        if static is None:
-            return
-        assert self.attachment is not None
-        assert self.tokens is not None
-        self.attachment.attach()
-        if isinstance(static, RollingDecoding):
-            self._end_rolling(static, failed=failed)
-            return
-        choice = static.choice
-        if choice is not None and choice.pending:  # it was interrupted in between
-            self._take_chosen(choice)
-            return
-        for layer in self.layers:
-            layer.release()
-        if static.rests:
-            return
-        count = max(static.unwritten(), int(failed and static.steps > 0))
-        static.read_queries(self.layers, self.tokens.seen)
-        if count:
-            self.tokens = self.tokens.without_last(count)
-            for layer in self.layers:
-                layer.drop_last(count)
-                layer.follow(self.tokens)
-        if choice is not None and self.tokens.appended.shape[1] >= choice.decoding.every:
-            choice.check_shown(self.layers)
-            choice.choose(self.layers, self.tokens)
-            self._take_chosen(choice)
-
-    def _end_rolling(self, rolling: RollingDecoding, *, failed: bool) -> None:
-        tokens = self.tokens
-        assert tokens is not None
-        if rolling.unwritten() or (failed and rolling.steps):
-            rolling.places.forget(tokens.lengths - 1)
-            tokens = tokens.without_last(1)
-        elif tokens.appended.shape[1]:
-            rolling.choose()
-            tokens = tokens.settled()
-        self.tokens = tokens
-        rolling.follow(self.layers, tokens)
-        for layer in self.layers:
-            layer.observed = Observed()
-            layer.own()
-
     def fail_forward(self) -> None:
         """Take back a forward of the decoder, unless it was refused as another thread's."""
         if self._thread is threading.current_thread():
@@ -824,14 +635,10 @@ class Reader:
         self.starts_turn, self.prompt_end = before.starts_turn, before.prompt_end
         self.chunks = before.chunks
 
-    def read_queries(self) -> None:
-        """Let layers remember the queries that are in fixed buffers."""
-        if self.static is not None and self.tokens is not None and not self.static.rests:
-            self.static.read_queries(self.layers, self.tokens.seen)
-
     def __getstate__(self) -> dict[str, Any]:
         """All but what binds the cache to a model: a copy is attached to nothing."""
-        self.read_queries()
+        self.fixed.read_queries()
+        bounded = self.fixed.buffers is not None and self.fixed.buffers.choice is not None
         # A forward under way, or one that was interrupted, is not part of the copy.
         held = self._before_call or self._undo or self._snapshot()
         layers = [each.fresh() for each in self.layers]
@@ -839,21 +646,19 @@ class Reader:
             layer.restore(each)
             layer.query_heads, layer.spread = own.query_heads, own.spread
             layer.scores, layer.expands, layer.turns = own.scores, own.expands, own.turns
-            if self.static is not None and self.static.choice is not None:
+            if bounded:
                 layer.own()  # what is bounded is written over
         link(layers)
+        state = {**self.__dict__, "layers": layers, "propagated": dict(held.propagated)}
+        del state["fixed"]
         return {
-            **self.__dict__,
-            "layers": layers,
-            "propagated": dict(held.propagated),
+            **state,
             "appends": False,
             "tokens": held.tokens,
             "starts_turn": held.starts_turn,
             "prompt_end": held.prompt_end,
             "chunks": held.chunks,
             "_in_generate": False,
-            "_may_be_static": True,
-            "static": None,
             "attachment": None,
             "filled_by": None,
             "_forward": None,
@@ -865,6 +670,11 @@ class Reader:
             "_call_ids": None,
             "_new_kinds": None,
         }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Decode nothing yet."""
+        self.__dict__.update(state)
+        self.fixed = FixedAnswer(self)
 
     def note_state(self, index: int) -> None:
         """A layer reads or writes its state.

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.integrations.transformers.forward.append import cut_arguments
 from kvpolicy.integrations.transformers.forward.chunked_prefill import (
     ChunkForward,
     LastChunkForward,
 )
 from kvpolicy.integrations.transformers.forward.history import History
+from kvpolicy.integrations.transformers.forward.layer_arguments import cut_arguments
 from kvpolicy.integrations.transformers.forward.narrowing import Narrowed
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.integrations.transformers.forward.relative_positions import Columns

@@ -31,8 +31,8 @@ from kvpolicy.integrations.transformers.model.masks import (
 )
 
 ROUTED = "kvpolicy_routed"
-# Arguments of `sdpa_attention_forward` that change what it computes, but for its scaling.
-_CHANGING = ("dropout", "position_bias", "cache", "softcap")
+# Arguments of attention functions that change what is computed, but for the scaling.
+_CHANGING = ("position_bias", "cache", "softcap", "s_aux")
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -272,7 +272,8 @@ def _as_picked(module: Any, query: Tensor, key: Tensor, mask: Any, kwargs: dict[
 
 def is_plain(attend: Attend, kwargs: dict[str, Any]) -> bool:
     """Whether an attention function is known to weigh values by a softmax of scaled products."""
-    return attend is sdpa_attention_forward and not any(kwargs.get(name) for name in _CHANGING)
+    plain = attend is sdpa_attention_forward and not kwargs.get("dropout")
+    return plain and all(kwargs.get(name) is None for name in _CHANGING)
 
 
 def own_function(attention: Any) -> Attend:

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 # A second turn long enough that some of it is dropped.
-LONG = Lengths(first=(67, 41, 23), second=(53, 37, 45), num_decode=3)
+LONG = Lengths(first=(67, 41, 23), second=(53, 39, 45), num_decode=3)
 ALL_ROWS = (0, 1, 2)
 DROPPING: dict[str, CachePolicy] = {
     "fastkv": FastKV(tsp_rate=0.4, retention_rate=0.25, window_size=4, kernel_size=3),

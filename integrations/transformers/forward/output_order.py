@@ -1,0 +1,83 @@
+"""What a decoder returns, in the order of the input's columns, where those were moved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
+from kvpolicy.integrations.transformers.forward.inputs import take_columns
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+
+
+@attrs.frozen(eq=False)
+class InputOrder:
+    """The order in which a forward's tokens were given, and what of the output is about them all.
+
+    Args:
+        tokens: Those seen, the forward's among them.
+        columns: ``[batch, new_len]`` int64, in which order the input's columns were read; None
+            where that is the input's own.
+        propagated: By layer that dropped tokens, those that went on.
+        attended: Which keys each layer attended to; None where nobody asks.
+    """
+
+    tokens: SeenTokens
+    columns: Tensor | None
+    propagated: dict[int, Tensor]
+    attended: AttendedKeys | None
+
+    def restored(self, output: Any) -> Any:
+        """A decoder's output, a tuple or a `ModelOutput`.
+
+        Hidden states that come after tokens were dropped are left as they are, in the order of the
+        tokens that went on.
+        """
+        output = self._with_attentions(output)
+        if self.columns is None:
+            return output
+        if isinstance(output, tuple):
+            states = (self._each(part) for part in output[1:])
+            return (self._last(output[0]), *states)
+        for name, restore in (("last_hidden_state", self._last), ("hidden_states", self._each)):
+            if output.get(name) is not None:
+                output[name] = restore(output[name])
+        return output
+
+    def _with_attentions(self, output: Any) -> Any:
+        """The output with attentions by the columns of the input, where nothing was evicted."""
+        if self.attended is None:
+            return output
+        how = self.tokens, self.columns
+        if isinstance(output, tuple):
+            # Hidden states have three axes, attentions four.
+            return tuple(
+                self.attended.in_columns(part, *how)
+                if isinstance(part, tuple) and all(getattr(each, "ndim", 0) == 4 for each in part)
+                else part
+                for part in output
+            )
+        if output.get("attentions") is not None:
+            output["attentions"] = self.attended.in_columns(output["attentions"], *how)
+        return output
+
+    def _last(self, hidden: Tensor) -> Tensor:
+        assert self.columns is not None
+        whole = hidden.shape[1] == self.columns.shape[1]
+        return self._moved_back(hidden) if whole and not self.propagated else hidden
+
+    def _each(self, states: Any) -> Any:
+        """Hidden states ``[batch, new_len, hidden]`` before each layer and after the last."""
+        if not isinstance(states, tuple) or any(
+            each is not None and getattr(each, "ndim", 0) != 3 for each in states
+        ):
+            return states
+        whole = 1 + min(self.propagated, default=len(states))
+        restored = (None if each is None else self._moved_back(each) for each in states[:whole])
+        return (*restored, *states[whole:])
+
+    def _moved_back(self, hidden: Tensor) -> Tensor:
+        assert self.columns is not None
+        return take_columns(hidden, self.columns.argsort(dim=1))
