@@ -247,8 +247,8 @@ class Watched(ReferenceState):
         for head, own in enumerate(queries):
             held, sums = grown[head // group], self.sums[layer_idx][head // group]
             given = attention_probabilities(own, positions, held, self.scaling(layer_idx))
-            for key, entry in enumerate(held):
-                share = math.fsum(given[:, key].tolist()) / group
+            for entry, shares in zip(held, given.T.tolist(), strict=True):
+                share = math.fsum(shares) / group
                 sums[entry.position] = sums.get(entry.position, 0.0) + share
             if self.decodes:
                 self.queries[layer_idx][head] += list(own)
