@@ -207,12 +207,6 @@ class PolicyCache(Cache):  # type: ignore[misc]
         """
         if self.policy.decoding is None:
             return
-        unlike = [i for i, layer in enumerate(self.layers) if isinstance(layer, IndexedLayer)]
-        if unlike:
-            raise UnsupportedModelError(
-                f"decoding of {self.policy} must be None with a model whose layers have an indexer,"
-                f" as layers {unlike} do: nothing is evicted there while decoding yet"
-            )
         blind = [i for i, layer in enumerate(self.layers) if not layer.shows_queries]
         if blind and self.policy.decoding.num_queries != 0:
             raise UnsupportedModelError(

@@ -7,14 +7,13 @@ sums; whenever `every` tokens have been fed since the last choice, a rule says w
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from .attention import Entry, attention_probabilities
-from .decoder import geometry
 from .dense import Act
 from .generation import ReferenceState
 from .methods import Method
@@ -172,6 +171,10 @@ class Redundancy(ByScore):
 
     def scores(self, head: HeadView) -> list[float]:
         """Written out, key by key."""
+        return self.weighed(self.importances(head), self.redundancy(head.entries))
+
+    def importances(self, head: HeadView) -> list[float]:
+        """For each entry before the window, what the group's largest products give it, pooled."""
         before = max(len(head.entries) - self.window, 0)
         if not before:
             return []
@@ -184,12 +187,12 @@ class Redundancy(ByScore):
             ]
             for key, weight in enumerate(softmax(logits)):
                 weights[key] += weight / count
-        pooled = max_pool(weights, self.kernel_size)
-        copies = self.redundancy(head.entries)
-        return [
-            self.importance * pooled[key] - (1 - self.importance) * copies[key]
-            for key in range(before)
-        ]
+        return max_pool(weights, self.kernel_size)
+
+    def weighed(self, importances: Sequence[float], copies: Sequence[float]) -> list[float]:
+        """The one against the other."""
+        pairs = zip(importances, copies, strict=False)
+        return [self.importance * one - (1 - self.importance) * other for one, other in pairs]
 
     def redundancy(self, entries: Sequence[Entry]) -> list[float]:
         """Softmax over keys of their mean cosine with the others, the newest copy left out."""
@@ -240,7 +243,7 @@ class Answer:
     Attributes:
         logits: `[steps, vocab]`.
         acts: the prompt's, and one for every choice, as `dense.visible_after` wants them.
-        margin: how near the nearest choice was.
+        margin: how near the nearest choice was, or the nearest pick of a layer.
     """
 
     logits: Tensor
@@ -248,78 +251,27 @@ class Answer:
     margin: float
 
 
-@dataclass
-class BoundedState:
-    """One row, read by a method and decoded under a rule.
-
-    Attributes:
-        model: see `ReferenceState`.
-        method: what the prompt's act keeps.
-        rule: what heads keep while an answer is decoded.
-        every: tokens from one choice to the next.
-        observers: last decoded queries that are remembered.
-    """
-
-    model: PreTrainedModel
-    method: Method
-    rule: Rule
-    every: int
-    observers: int = 8
-
-    @torch.no_grad()
-    def answer(self, prompt: Sequence[int], forced: Sequence[int]) -> Answer:
-        """Reads a prompt and feeds `forced` tokens."""
-        state = Watched(self.model, self.method)
-        turn = state.turn(prompt, 0)
-        acts, nearest, logits, since = [turn.act], turn.margin, [], 0
-        for token in forced:
-            logits.append(state.step(token))
-            since += 1
-            if since == self.every:
-                since, gap = 0, self._choose(state)
-                nearest = min(nearest, gap)
-                acts.append(Act(state.seen, state.seen, state.positions()))
-        return Answer(torch.stack(logits), acts, nearest)
-
-    def _choose(self, state: "Watched") -> float:
-        nearest = math.inf
-        for layer, heads in enumerate(state.cache):
-            group = len(state.queries[layer]) // len(heads)
-            for head, held in enumerate(heads):
-                own = state.queries[layer][head * group : (head + 1) * group]
-                count = min(self.observers, len(own[0]))
-                view = HeadView(
-                    held,
-                    [torch.stack(each[-count:]) for each in own],
-                    list(range(state.seen - count, state.seen)),
-                    state.sums[layer][head],
-                    state.scaling(layer),
-                )
-                kept, gap = self.rule.keep(view)
-                nearest = min(nearest, gap)
-                heads[head] = [held[index] for index in kept]
-        return nearest
-
-
 class Watched(ReferenceState):
     """A context whose every query is remembered, and its attention added up.
 
     Attributes:
+        nearest: how near layers were to attending to something else, where they pick it.
         sums: per layer and KV head, by position, the attention of all queries since the first of
             the prompt, averaged over the group.
         queries: per layer and query head those of the tokens that were decoded.
         decodes: whether tokens are decoded now, not read.
     """
 
+    nearest: float = math.inf
+
     def __init__(self, model: PreTrainedModel, *arguments: Any) -> None:
         super().__init__(model, *arguments)
-        sizes = geometry(model)
-        layers, heads = sizes.num_layers, sizes.kv_heads
+        query_heads = int(cast(Any, model).config.num_attention_heads)
         self.sums: list[list[dict[int, float]]] = [
-            [{} for _ in range(heads)] for _ in range(layers)
+            [{} for _ in range(heads)] for heads in self._heads_held()
         ]
         self.queries: list[list[list[Tensor]]] = [
-            [[] for _ in range(sizes.query_heads)] for _ in range(layers)
+            [[] for _ in range(query_heads)] for _ in self.cache
         ]
         self.decodes = False
 
@@ -340,9 +292,64 @@ class Watched(ReferenceState):
         for head, own in enumerate(queries):
             held, sums = grown[head // group], self.sums[layer_idx][head // group]
             given = attention_probabilities(own, positions, held, self.scaling(layer_idx))
-            for key, entry in enumerate(held):
-                share = math.fsum(given[:, key].tolist()) / group
+            for entry, shares in zip(held, given.T.tolist(), strict=True):
+                share = math.fsum(shares) / group
                 sums[entry.position] = sums.get(entry.position, 0.0) + share
             if self.decodes:
                 self.queries[layer_idx][head] += list(own)
         return hidden, queries, grown
+
+
+@dataclass
+class BoundedState:
+    """One row, read by a method and decoded under a rule.
+
+    Attributes:
+        model: see `ReferenceState`.
+        method: what the prompt's act keeps.
+        rule: what heads keep while an answer is decoded.
+        every: tokens from one choice to the next.
+        observers: last decoded queries that are remembered.
+        kind: of state, as the model's layers are.
+    """
+
+    model: PreTrainedModel
+    method: Method
+    rule: Rule
+    every: int
+    observers: int = 8
+    kind: type[Watched] = Watched
+
+    @torch.no_grad()
+    def answer(self, prompt: Sequence[int], forced: Sequence[int]) -> Answer:
+        """Reads a prompt and feeds `forced` tokens."""
+        state = self.kind(self.model, self.method)
+        turn = state.turn(prompt, 0)
+        acts, nearest, logits, since = [turn.act], turn.margin, [], 0
+        for token in forced:
+            logits.append(state.step(token))
+            since += 1
+            if since == self.every:
+                since, gap = 0, self._choose(state)
+                nearest = min(nearest, gap)
+                acts.append(Act(state.seen, state.seen, state.positions()))
+        return Answer(torch.stack(logits), acts, min(nearest, state.nearest))
+
+    def _choose(self, state: Watched) -> float:
+        nearest = math.inf
+        for layer, heads in enumerate(state.cache):
+            group = len(state.queries[layer]) // len(heads)
+            for head, held in enumerate(heads):
+                own = state.queries[layer][head * group : (head + 1) * group]
+                count = min(self.observers, len(own[0]))
+                view = HeadView(
+                    held,
+                    [torch.stack(each[-count:]) for each in own],
+                    list(range(state.seen - count, state.seen)),
+                    state.sums[layer][head],
+                    state.scaling(layer),
+                )
+                kept, gap = self.rule.keep(view)
+                nearest = min(nearest, gap)
+                heads[head] = [held[index] for index in kept]
+        return nearest

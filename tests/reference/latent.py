@@ -117,24 +117,42 @@ class LatentState(ReferenceState):
         attention = layer.self_attn
         normed = rms_norm(hidden, layer.input_layernorm)
         queries = expanded_queries(attention, normed, rotary)
-        grown = [*self.cache[layer_idx][0], *latent_entries(attention, normed, positions, rotary)]
-        outputs = []
-        for head, head_queries in enumerate(queries):
-            held = [entry.heads[head] for entry in grown if isinstance(entry, LatentEntry)]
-            given = attention_probabilities(head_queries, positions, held, float(attention.scaling))
-            outputs.append(given @ torch.stack([entry.value for entry in held]))
+        grown = [*self.cache[layer_idx][0], *self._entries(attention, normed, positions, rotary)]
+        outputs = self._attend(attention, normed, queries, positions, rotary, grown)
         left = finish_layer(self.model, layer_idx, hidden, outputs)
         absorbed = [
             absorb(attention, head, head_queries) for head, head_queries in enumerate(queries)
         ]
         return left, absorbed, [grown]
 
+    def _entries(
+        self, attention: Any, normed: Tensor, positions: Sequence[int], rotary: Sequence[int]
+    ) -> list[Entry]:
+        """What the layer stores for each token at hand; see `latent_entries`."""
+        return latent_entries(attention, normed, positions, rotary)
+
+    def _attend(
+        self,
+        attention: Any,
+        normed: Tensor,
+        queries: Sequence[Tensor],
+        positions: Sequence[int],
+        rotary: Sequence[int],
+        grown: Sequence[Entry],
+    ) -> list[Tensor]:
+        """Per query head what its attention gives, `[len, v]`."""
+        scaling, outputs = float(attention.scaling), []
+        for head_queries, held in zip(queries, per_head(grown), strict=True):
+            given = attention_probabilities(head_queries, positions, held, scaling)
+            outputs.append(given @ torch.stack([entry.value for entry in held]))
+        return outputs
+
 
 def turn(attention: Any, vector: Tensor, position: int) -> Tensor:
     """The rotary embedding of one vector `[rope]`; interleaved pairs are laid side by side."""
     rope: dict[str, Any] = attention.config.rope_parameters
     assert rope["rope_type"] == "default", "only the default rotary embedding is covered"
-    if attention.config.rope_interleave:
+    if getattr(attention.config, "rope_interleave", True):
         vector = torch.cat([vector[0::2], vector[1::2]])
     return rotate(vector, position, float(rope["rope_theta"]))
 

@@ -1,12 +1,17 @@
-"""Tiny models of latent attention and of recurrent and attending layers in turn."""
+"""Tiny models of latent attention, with an indexer too, and of recurrent and attending layers."""
 
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from tests.families import FAMILIES as BUILDS
+from tests.families import Family
+
+# Whether the installed Transformers has a model whose layers have an indexer.
+HAS_INDEXERS = "deepseek_v32" in CONFIG_MAPPING_NAMES
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -24,6 +29,23 @@ def latent_model(
     build = BUILDS["deepseek_v3"]
     options = {**build.options, "num_hidden_layers": num_layers}
     build = replace(build, options=options)
+    return build.build(seed, attn_implementation=attn_implementation)
+
+
+def indexed_model(
+    seed: int, *, index_topk: int = 8, attn_implementation: str = "sdpa"
+) -> PreTrainedModel:
+    """Builds a DeepSeek V3.2, whose first layer has an MLP, the others experts.
+
+    It has many index heads, since the scores of a few are often 0: equals, any of which is best.
+
+    Args:
+        seed: of the weights.
+        index_topk: tokens that a query attends to.
+        attn_implementation: attention function of Transformers.
+    """
+    sizes = {"index_topk": index_topk, "index_n_heads": 32, "index_head_dim": 16}
+    build = Family("deepseek_v32", {**BUILDS["deepseek_v3"].options, **sizes})
     return build.build(seed, attn_implementation=attn_implementation)
 
 

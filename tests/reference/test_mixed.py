@@ -1,6 +1,7 @@
-"""The slow references of latent attention and of recurrent layers are right."""
+"""The slow references of latent attention, of indexers and of recurrent layers are right."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.integrations.model.builds.dense import Seen, dense_logits
 from tests.reference import (
     FastKV,
     FullContext,
@@ -27,14 +29,25 @@ from tests.reference.decoder import decoder_layers, embed, rms_norm
 from tests.reference.delta_net import DeltaState, read_tokens
 from tests.reference.family_dense import family_logits
 from tests.reference.hybrid import HybridState, attending_layers, default_layer
+from tests.reference.indexed import IndexedState
 from tests.reference.latent import LatentState, absorb, expanded_queries, latent_entries
-from tests.reference.mixed_models import FULL, LINEAR, hybrid_model, latent_model
+from tests.reference.mixed_models import (
+    FULL,
+    HAS_INDEXERS,
+    LINEAR,
+    hybrid_model,
+    indexed_model,
+    latent_model,
+)
 
 TOLERANCE = 1e-4
 MIXED: dict[str, tuple[Callable[..., PreTrainedModel], type[ReferenceState]]] = {
     "latent": (latent_model, LatentState),
     "hybrid": (hybrid_model, HybridState),
 }
+if HAS_INDEXERS:
+    MIXED["indexed"] = (indexed_model, IndexedState)
+    MIXED["indexed, all picked"] = (partial(indexed_model, index_topk=99), IndexedState)
 KEEPS_ALL: list[Method] = [
     SnapKV(1.0),
     FastKV(1.0, tsp_rate=1.0),
@@ -106,7 +119,7 @@ def test_attention_is_peaked(kind: str) -> None:
         attentions = cast(Any, model)(
             torch.tensor([random_tokens(3, 60)]), output_attentions=True
         ).attentions
-    assert len(attentions) == {"latent": 4, "hybrid": 2}[kind]
+    assert len(attentions) == (2 if kind == "hybrid" else 4)
     for probabilities in attentions:
         assert float(probabilities[0, :, 10:].amax(-1).median()) > 0.25
 
@@ -144,6 +157,26 @@ def test_latent_choices_equal_the_models_own_attention_masked(method: Method) ->
     assert max_error(turn.decode_logits, full.decode_logits) > 0.1
 
 
+@pytest.mark.skipif(not HAS_INDEXERS, reason="no such model yet")
+@pytest.mark.parametrize("method", EVICTS[:3], ids=str)
+def test_what_was_evicted_is_not_picked(method: Method) -> None:
+    """Every token by the model's own layers, run on what it sees and nothing else."""
+    model = indexed_model(9)
+    prompt = random_tokens(3, 47)
+    turn = IndexedState(model, method).turn(prompt, 7)
+    row = [*prompt, *turn.tokens[:-1]]
+    seen = []
+    for kept in turn.kept:
+        keys = torch.ones(1, len(row), len(row), dtype=torch.bool)
+        keys[:, 47:, :47] = False
+        keys[:, 47:, kept[0]] = True
+        seen.append(Seen(keys, torch.ones(len(row), dtype=torch.bool)))
+    theirs = dense_logits(model, row, 47, seen)[46:]
+    assert max_error(logits_of_turn(turn), theirs) < TOLERANCE
+    full = IndexedState(model, FullContext()).turn(prompt, 7, forced=turn.tokens[:-1])
+    assert max_error(turn.decode_logits, full.decode_logits) > 0.1
+
+
 @pytest.mark.parametrize("method", EVICTS, ids=str)
 def test_hybrid_choices_equal_the_models_own_layers_cut(method: Method) -> None:
     """Upper layers of either kind read what went on; what was evicted is masked."""
@@ -157,9 +190,12 @@ def test_hybrid_choices_equal_the_models_own_layers_cut(method: Method) -> None:
     assert max_error(turn.decode_logits, full.decode_logits) > 0.1
 
 
-@mixed
+@pytest.mark.parametrize("kind", [kind for kind in MIXED if kind != "indexed"])
 def test_choices_follow_from_the_models_own_attention(kind: str) -> None:
-    """SnapKV prefills in full, so every layer's attention is the model's."""
+    """SnapKV prefills in full, so every layer's attention is the model's.
+
+    Where an indexer picks, methods are shown more than a query attends to.
+    """
     build, state_class = MIXED[kind]
     model = build(6, attn_implementation="eager")
     prompt = random_tokens(11, 53)

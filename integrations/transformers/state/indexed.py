@@ -26,7 +26,7 @@ class IndexedLayer(PolicyLayer):
         blocks: Whether the indexer picks blocks of slots, and hands index keys to the layer itself.
 
     Attributes:
-        borrows: Whether the layer was given no index keys since the forward began.
+        borrows: Whether the layer has no index keys, nor was given any since the forward began.
         new_places: ``[axes, batch, new_len]`` int64: the position ids of a forward's tokens, which
             a model that turns index keys late gives to the first such layer.
         taking: What index keys go to that are handed to the layer, during a forward.
@@ -52,7 +52,7 @@ class IndexedLayer(PolicyLayer):
     @property
     def borrows(self) -> bool:
         """See the class."""
-        return self._shown is None
+        return self._shown is None and self.index is None
 
     def index_tensors(self) -> tuple[Tensor, Tensor]:
         """Index keys ``[batch, 1, kept_len, index_dim]``, and what else each slot has, as wide."""
@@ -115,10 +115,23 @@ class IndexedLayer(PolicyLayer):
             held_keys, held_beside = self.index.read()
             keys = torch.cat([held_keys, keys], dim=2)
             beside = torch.cat([held_beside, beside], dim=2)
+        self._show(keys, beside, order)
+        assert self._shown is not None
+        return self._shown[0][:, 0]
+
+    def show_held(self, order: Tensor | None) -> None:
+        """Let `store` keep some of the index keys that are held, as after `show_index`.
+
+        Args:
+            order: See `show_index`.
+        """
+        if self.index is not None:
+            self._show(*self.index.read(), order)
+
+    def _show(self, keys: Tensor, beside: Tensor, order: Tensor | None) -> None:
         if order is not None:
             keys, beside = gather_slots(keys, order), gather_slots(beside, order)
         self._shown = keys, beside
-        return keys[:, 0]
 
     def append_index(self, new: Tensor, places: Tensor | None) -> Tensor:
         """Add the index keys of a forward's tokens behind those held; return all of them.

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import H2O, RKV, KeyDiff, KeyNorm, Method, SnapKV, StreamingLLM
+from kvpolicy.policies import H2O, RKV, KeyDiff, KeyNorm, SnapKV, StreamingLLM
 from tests.integrations.decoding.reading import Kept, held, padded, read
 from tests.integrations.decoding.rules import bounded
 from tests.integrations.decoding.seen import seen_at_every_step
@@ -105,19 +105,10 @@ def test_an_answer_about_an_image(rule: str) -> None:
     assert apart(logits[0], want[len(ids) - 1 :]) < TOLERANCE
 
 
-REFUSED: dict[str, tuple[Method, str]] = {
-    "deepseek_v32": (KeyNorm(retention_tokens=12, decoding=12), r"an indexer, as layers \[0, 1"),
-    "gptj": (
-        StreamingLLM(retention_tokens=12, decoding=SnapKV().decoding_rule(12)),
-        r"must look at no queries .* layers \[0, 1, 2, 3\]; use the rule of StreamingLLM",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_layers_that_cannot_be_bounded(name: str) -> None:
-    model, (policy, message) = builds()[name].model(), REFUSED[name]
-    cache = PolicyCache(policy)
+def test_rules_of_queries_where_attention_shows_none() -> None:
+    model = builds()["gptj"].model()
+    cache = PolicyCache(StreamingLLM(retention_tokens=12, decoding=SnapKV().decoding_rule(12)))
+    message = r"must look at no queries .* layers \[0, 1, 2, 3\]; use the rule of StreamingLLM"
     with pytest.raises(UnsupportedModelError, match=message), cache.attached(model):
         pass
     assert cache.get_seq_length() == 0

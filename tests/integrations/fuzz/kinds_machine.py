@@ -59,14 +59,12 @@ class Kind:
             has to work.
         drops: whether tokens can be dropped at all.
         queries: whether policies can ask for queries.
-        bounded: whether answers can be.
     """
 
     names: tuple[str, ...]
     refused: frozenset[str] = frozenset()
     drops: bool = True
     queries: bool = True
-    bounded: bool = True
 
 
 STATES = frozenset({"crop", "padding"})
@@ -81,7 +79,7 @@ KINDS: dict[str, Kind] = {
     "distances": Kind(("inkling_text", "inkling2_text"), STATES | {"restart"}),
     "shared keys": Kind(("gemma3n_text", "gemma4_text_shared"), frozenset({"restart", "pyramid"})),
     "filled up": Kind(("gpt2",)),
-    "indexers": Kind(("deepseek_v32", "glm_moe_dsa"), frozenset({"pyramid"}), bounded=False),
+    "indexers": Kind(("deepseek_v32", "glm_moe_dsa", "hy_v4"), frozenset({"pyramid"})),
     "chunks": Kind(("llama4_text",), frozenset({"restart"})),
     "BERT": Kind(("bert", "electra")),
     "no queries": Kind(("gptj", "falcon", "codegen"), drops=False, queries=False),

@@ -71,9 +71,7 @@ def test_conversations_with_every_kind_of_layer(name: str) -> None:
     go_on(lambda: kinds_machine.KindConversation(name), 6)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, kind in kinds_machine.KINDS.items() if kind.bounded]
-)
+@pytest.mark.parametrize("name", kinds_machine.KINDS)
 def test_conversations_whose_answers_are_bounded(name: str) -> None:
     go_on(lambda: kinds_machine.KindConversation(name, bounded=True), 4)
 

@@ -10,6 +10,7 @@ from kvpolicy.decoding import DecodingEviction
 from kvpolicy.integrations.transformers.forward.append import Forward
 from kvpolicy.integrations.transformers.forward.decoding.choosing import Held
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs, without_queries
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
@@ -26,6 +27,7 @@ class DecodingForward(Forward):
         self._decoding: DecodingEviction = self.policy.decoding
         self._chooses = self.tokens.appended.shape[1] >= self._decoding.every
         self._unbroken = self.tokens.unbroken if self._decoding.num_queries else 0
+        self._kept: Tensor | None = None  # the slots that the last layer with an indexer keeps
 
     @property
     def _asks(self) -> bool:
@@ -69,7 +71,14 @@ class DecodingForward(Forward):
             scores=inputs.scores,
             tokens=self.tokens,
         )
-        held.choose(self._decoding, self._window(index), self.implementation).store()
+        how = self._decoding, self._window(index), self.implementation
+        if isinstance(layer, IndexedLayer):
+            # Whoever attends to slots that another layer's indexer has picked keeps the same.
+            chosen = held.choose(*how, follows=self._kept if layer.borrows else None)
+            self._kept = chosen.indices
+        else:
+            chosen = held.choose(*how)
+        chosen.store()
 
     def finish(self) -> SeenTokens:
         """See `Forward.finish`; after a choice nothing counts as appended."""

@@ -12,6 +12,7 @@ from kvpolicy.decoding import DecodingEviction
 from kvpolicy.integrations.transformers.model.masks import FLASH, first_seen
 from kvpolicy.integrations.transformers.model.rotary import LayerRotary
 from kvpolicy.integrations.transformers.model.routing import Scores
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.observed import Observed
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -124,16 +125,28 @@ class Held:
     scores: Scores
     tokens: SeenTokens
 
-    def choose(self, decoding: DecodingEviction, window: int | None, implementation: str) -> Chosen:
+    def choose(
+        self,
+        decoding: DecodingEviction,
+        window: int | None,
+        implementation: str,
+        follows: Tensor | None = None,
+    ) -> Chosen:
         """Let the layer choose.
 
         Args:
             decoding: The rule.
             window: The layer's sliding window, if it is shorter than the context.
             implementation: The model's attention implementation.
+            follows: ``[batch, 1, kept_len]`` int64, the choice of an earlier layer that holds the
+                same tokens, which this one keeps as well; None where it chooses by itself.
         """
         held, order = self._padding_first()
-        if window is None:
+        if follows is not None:
+            kept, carried = follows.to(held.positions.device), None
+            if decoding.carries:
+                carried = decoding.carry(held._context(decoding, order))
+        elif window is None:
             kept, carried = decoding.decide(held._context(decoding, order))
         else:
             near = Near.of(held.positions, held.tokens.lengths, window, implementation)
@@ -144,9 +157,9 @@ class Held:
         # Queries that the next choice may look at, if fewer tokens than it asks for come before.
         asked, tokens = decoding.num_queries, self.tokens
         if not asked or (asked <= decoding.every and not tokens.padded):
-            return Chosen(held, kept, carried, None)
+            return Chosen(held, order, kept, carried, None)
         again = self.layer.observed.last(asked, tokens, tokens.unbroken)
-        return Chosen(held, kept, carried, again)
+        return Chosen(held, order, kept, carried, again)
 
     def _padding_first(self) -> tuple[Held, Tensor | None]:
         """With padding on the left, as rows may have some among an answer's columns."""
@@ -169,6 +182,7 @@ class Held:
         count = min(tokens.appended.shape[1], self.keys.shape[2])
         slots = torch.arange(count, device=new.device)
         positions = self.positions.expand(-1, kv_heads, -1)
+        held_as_shown = self.stored[0].shape[1] == kv_heads
         places = None
         if observed.count and decoding.num_queries != 0:
             queries, places = observed.shown(tokens)
@@ -181,7 +195,7 @@ class Held:
             queries=queries,
             keys=self.keys,
             values=self.values,
-            stored=None if self.stored[0].shape[1] == kv_heads else self.stored,
+            stored=None if held_as_shown and not layer.one_choice else self.stored,
             positions=positions,
             kinds=tokens.kinds_at(positions),
             new_valid=(slots >= count - new).to(device),
@@ -212,12 +226,15 @@ class Chosen:
 
     Args:
         held: What it holds, padding on the left.
+        order: ``[batch, kv_heads or 1, key_len]`` int64, the slot in each place of that; None where
+            they stand as the layer has them.
         indices: ``[batch, kv_heads or 1, kept_len]``, of what is kept.
         carried: What its scorer carries for each key; None for nothing.
         observed: The queries that are still to be looked at; None for none.
     """
 
     held: Held
+    order: Tensor | None
     indices: Tensor
     carried: Tensor | None
     observed: Observed | None
@@ -225,6 +242,8 @@ class Chosen:
     def store(self, *, room: int | None = None) -> None:
         """Let the layer hold it, with memory for ``room`` more; the layer's own if None."""
         layer, positions = self.held.layer, self.held.positions
+        if isinstance(layer, IndexedLayer):
+            layer.show_held(self.order)
         layer.store(*self.held.stored, positions, self.indices, self.carried, room=room)
         if self.observed is not None:
             layer.observed = attrs.evolve(self.observed, carried=layer.observed.carried)

@@ -1,0 +1,318 @@
+"""Bounded answers of layers with an indexer, which picks among what a layer holds at each step.
+
+Index keys go with the tokens that are evicted. What is compared with: the slow reference, which
+scores the index keys of what it holds one by one, and each family's own layers, run anew on what
+they held and nothing else.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvpolicy import CachePolicy
+from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache, QuantizedStorage
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
+from kvpolicy.policies import H2O, RKV, TOVA, ExpectedAttention, KeyDiff, SnapKV
+from tests.integrations.decoding.reading import Kept, Reading, held, padded, read
+from tests.integrations.decoding.rules import EVERY, KEEPING_ALL, RULES, bounded, with_every
+from tests.integrations.decoding.seen import seen_at_every_step
+from tests.integrations.decoding.test_state import go_on
+from tests.integrations.hybrids.models import apart, generate
+from tests.integrations.hybrids.models import tokens as random_ids
+from tests.integrations.model.builds.dense import decoder_layers, dense_logits
+from tests.integrations.model.test_indexed import BLOCKS, FAMILY_NAMES, STATES, indexed, model_of
+from tests.integrations.model.test_indexed import held as tensors_of
+from tests.reference import VOCAB_SIZE, random_tokens
+from tests.reference.decoding import BoundedState
+from tests.reference.latent_decoding import WatchedIndexedState, of_latents
+from tests.reference.mixed_models import HAS_INDEXERS, indexed_model
+
+TOLERANCE = 1e-4
+STEPS, LENS = 300, (41, 29)
+SHORT, SHORT_EVERY, SHORT_STEPS = 16, 13, 60
+POLICIES: dict[str, CachePolicy] = {
+    each.__name__: bounded(each, SHORT, SHORT_EVERY) for each in (H2O, SnapKV, RKV, KeyDiff)
+} | {"TOVA": bounded(TOVA, SHORT, 1)}
+# That turns queries and keys back, by how the layer turns them.
+ASKING = {"ExpectedAttention": bounded(ExpectedAttention, SHORT, SHORT_EVERY)}
+PLAIN: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+# One of each way to hold index keys: in every layer, lent, turned late, of blocks. The others hold
+# them as the first or the third does, among windows or states.
+WAYS = [
+    name
+    for name in ("deepseek_v32", "hy_v4", "qwen4_exp_text", "minimax_m3_vl_text_sparse")
+    if name in FAMILY_NAMES
+]
+WITHOUT_STATES = [name for name in WAYS if name not in STATES]
+CARRYING = ("H2O", "SnapKV")  # sums, and queries
+LENDING = [name for name in ("hy_v4",) if name in FAMILY_NAMES]
+CASES = [(name, rule) for name in FAMILY_NAMES for rule in POLICIES]
+CASES += [("deepseek_v32", rule) for rule in ASKING]
+
+
+def forced(steps: int, rows: int = 2, *, seed: int = 7, most: int = 90) -> Tensor:
+    return torch.randint(1, most, (rows, steps), generator=torch.Generator().manual_seed(seed))
+
+
+def rows_of(name: str) -> list[list[int]]:
+    """Two prompts, the second of them padded where the model can be given one."""
+    return [random_ids(0, 41), random_ids(1, 41 if name in BLOCKS else 29)]
+
+
+def compare_with_reference(model: PreTrainedModel, name: str, every: int, steps: int) -> None:
+    """A row padded in a batch and the same row alone against the reference."""
+    policy, rule = RULES[name]
+    policy = with_every(policy, every)
+    rows = [random_tokens(seed=length, length=length) for length in LENS]
+    answer = forced(steps, most=VOCAB_SIZE)
+    state = BoundedState(model, KEEPING_ALL, of_latents(rule), every, kind=WatchedIndexedState)
+    want = state.answer(rows[1], answer[1].tolist())
+    assert want.margin > 1e-6, "the reference's choice is a near tie: take another seed"
+    assert len(want.acts) == 1 + steps // every > 4
+    size = max(1.0, float(want.logits.abs().max()))
+    both, alone = read(model, policy, rows, answer), read(model, policy, rows[1:], answer[1:])
+    for found, row in ((both, 1), (alone, 0)):
+        kept = [found.kept[step][row] for step in sorted(found.kept)]
+        assert kept == [act.kept for act in want.acts]
+        assert (found.logits[row] - want.logits).abs().max() <= TOLERANCE * size
+
+
+@pytest.mark.skipif(not HAS_INDEXERS, reason="no such model yet")
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("index_topk", [8, 512], ids=["picks among 32 to 69", "picks all"])
+def test_a_long_answer_is_the_slow_references(index_topk: int, name: str) -> None:
+    compare_with_reference(indexed_model(7, index_topk=index_topk), name, EVERY, STEPS)
+
+
+@pytest.mark.skipif(not HAS_INDEXERS, reason="no such model yet")
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("every", [1, 3])
+def test_choices_at_every_step_or_third(every: int, name: str) -> None:
+    compare_with_reference(indexed_model(7), name, every, 60)
+
+
+def compare_with_own_layers(model: PreTrainedModel, found: Reading, rows: list[list[int]]) -> None:
+    """Every row read whole by the model's own layers, each on what it held."""
+    assert len(found.kept) > 4
+    answer = forced(found.logits.shape[1])
+    for row, prompt in enumerate(rows):
+        whole = prompt + answer[row].tolist()
+        seen = seen_at_every_step(found.kept, row, len(prompt), len(whole))
+        want = dense_logits(model, whole, len(prompt), seen)[len(prompt) :]
+        assert apart(found.logits[row], want) < TOLERANCE
+    full = dense_logits(model, whole, len(prompt))[len(prompt) :]
+    assert apart(full, want) > 1e-3  # what went is missed
+
+
+@pytest.mark.parametrize(("name", "rule"), CASES)
+def test_every_family_reads_with_its_own_layers_what_was_held(name: str, rule: str) -> None:
+    if name not in FAMILY_NAMES:
+        pytest.skip(f"this Transformers has no {name}")
+    model, rows = model_of(name), rows_of(name)
+    found = read(model, (POLICIES | ASKING)[rule], rows, forced(SHORT_STEPS))
+    compare_with_own_layers(model, found, rows)
+    assert indexed(found.cache)
+    for layer in indexed(found.cache).values():
+        assert layer.kept_len <= SHORT + SHORT_EVERY
+        assert layer.index is not None
+        assert layer.index.shape[2] == layer.kept_len
+
+
+@pytest.mark.parametrize("rule", POLICIES)
+@pytest.mark.parametrize("name", WITHOUT_STATES)
+def test_index_keys_stay_with_their_tokens(name: str, rule: str) -> None:
+    """In the first layer, whose input is the same whatever is evicted."""
+    model, rows, answer = model_of(name), rows_of(name), forced(30)
+    layer = read(model, POLICIES[rule], rows, answer).cache.layers[0]
+    assert isinstance(layer, IndexedLayer)
+    for row, prompt in enumerate(rows):
+        own = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(torch.tensor([prompt + answer[row].tolist()]), past_key_values=own)
+        full = own.layers[0]
+        want = (full.idx_keys[:, 0] if name in BLOCKS else full.indexer_keys)[0]
+        assert layer.positions is not None
+        there = layer.positions[row, 0]
+        keys = layer.index_tensors()[0][row, 0]
+        torch.testing.assert_close(keys[there >= 0], want[there[there >= 0]])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", POLICIES)
+@pytest.mark.parametrize("name", [name for name in WITHOUT_STATES if name not in BLOCKS])
+def test_rows_with_padding_among_their_answers(name: str, rule: str) -> None:
+    """Layers bring it to the left when they choose, and index keys as well."""
+    model, rows, answer = model_of(name), rows_of(name), forced(SHORT_STEPS)
+    gaps = [step % 9 in (2, 5) for step in range(SHORT_STEPS)]  # of the second row
+    ids, mask = padded(rows)
+    cache, found = PolicyCache(POLICIES[rule]), []
+    kept: list[dict[int, Kept]] = [{}, {}]
+    read_of = [0, 0]
+    with cache.attached(model):
+        model(ids, attention_mask=mask, past_key_values=cache)
+        kept[0][0] = kept[1][0] = held(cache, 2)
+        for step, gap in enumerate(gaps):
+            mask = torch.cat([mask, torch.tensor([[1], [1 - gap]])], dim=1)
+            column = answer[:, step : step + 1]
+            found.append(model(column, attention_mask=mask, past_key_values=cache).logits[:, -1])
+            read_of = [read_of[0] + 1, read_of[1] + 1 - gap]
+            if not cache.reader.tokens.appended.shape[1]:
+                for row in range(2):
+                    kept[row][read_of[row]] = held(cache, 2)
+    for row, prompt in enumerate(rows):
+        steps = [step for step, gap in enumerate(gaps) if not (row and gap)]
+        whole = prompt + answer[row, steps].tolist()
+        seen = seen_at_every_step(kept[row], row, len(prompt), len(whole))
+        want = dense_logits(model, whole, len(prompt), seen)[len(prompt) :]
+        assert apart(torch.stack(found)[steps, row], want) < TOLERANCE
+
+
+@pytest.mark.parametrize("rule", POLICIES)
+@pytest.mark.parametrize("name", LENDING)
+def test_layers_that_borrow_slots_keep_what_the_lender_keeps(name: str, rule: str) -> None:
+    """At every choice, in every row."""
+    found = read(model_of(name), POLICIES[rule], rows_of(name), forced(SHORT_STEPS))
+    for rows in found.kept.values():
+        for layers in rows:
+            assert layers[0] == layers[1]
+            assert layers[2] == layers[3]
+    last = found.kept[max(found.kept)][0]
+    assert last[0] != last[2]
+
+
+@pytest.mark.parametrize("rule", CARRYING)
+@pytest.mark.parametrize("name", WAYS)
+def test_copies_and_files_go_on_where_the_answer_was(name: str, rule: str, tmp_path: Path) -> None:
+    """Between two choices."""
+    model, answer, rows = model_of(name), forced(SHORT_STEPS), rows_of(name)
+    whole = read(model, POLICIES[rule], rows, answer)
+    first = read(model, POLICIES[rule], rows, answer[:, :33]).cache
+    first.save(tmp_path / "cache")
+    for other in (copy.copy(first), PolicyCache.load(tmp_path / "cache"), first):
+        found = go_on(model, other, answer[:, 33:])
+        assert (found - whole.logits[:, 33:]).abs().max() <= TOLERANCE
+        assert held(other, 2) == held(whole.cache, 2)
+        pairs = zip(tensors_of(other), tensors_of(whole.cache), strict=True)
+        assert all(torch.allclose(a, b, atol=TOLERANCE) for a, b in pairs)
+
+
+@pytest.mark.parametrize("rule", CARRYING)
+@pytest.mark.parametrize("name", WAYS)
+def test_rows_that_are_reordered_take_their_index_keys_along(name: str, rule: str) -> None:
+    model, rows, answer, later = model_of(name), rows_of(name), forced(23), forced(25, seed=8)
+    cache = read(model, POLICIES[rule], rows, answer).cache
+    cache.reorder_cache(torch.tensor([1, 1]))
+    found = go_on(model, cache, later)
+    alone = read(model, POLICIES[rule], rows[1:], answer[1:]).cache
+    for row in range(2):
+        other = copy.deepcopy(alone)
+        want = go_on(model, other, later[row : row + 1])
+        assert apart(found[row], want[0]) < TOLERANCE
+        assert held(cache, 2)[row] == held(other, 1)[0]
+
+
+@pytest.mark.parametrize("rule", CARRYING)
+@pytest.mark.parametrize("name", WITHOUT_STATES)
+def test_what_was_taken_back_was_never_there(name: str, rule: str) -> None:
+    model, rows = model_of(name), rows_of(name)
+    cache = read(model, POLICIES[rule], rows, forced(2 * SHORT_EVERY)).cache
+    with pytest.raises(ValueError, match="only 0 tokens were appended"):
+        cache.crop(-1)
+    want = go_on(model, copy.deepcopy(cache), forced(20, seed=8))
+    go_on(model, cache, forced(3, seed=9))
+    cache.crop(-3)
+    assert torch.equal(go_on(model, cache, forced(20, seed=8)), want)
+
+
+@pytest.mark.parametrize("rule", CARRYING)
+@pytest.mark.parametrize("name", WAYS)
+def test_a_choice_that_fails_changes_nothing(name: str, rule: str) -> None:
+    model, rows, answer = model_of(name), rows_of(name), forced(SHORT_EVERY + 12)
+    cache = read(model, POLICIES[rule], rows, answer).cache  # the next token lets layers choose
+    before, report = tensors_of(cache), str(cache.report())
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    handle = decoder_layers(model)[-1].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        go_on(model, cache, forced(1, seed=8))
+    handle.remove()
+    assert all(map(torch.equal, tensors_of(cache), before))
+    assert str(cache.report()) == report
+    later = forced(20, seed=8)
+    whole = read(model, POLICIES[rule], rows, torch.cat([answer, later], dim=1))
+    assert torch.equal(go_on(model, cache, later), whole.logits[:, SHORT_EVERY + 12 :])
+
+
+@pytest.mark.parametrize("rule", ["H2O", "SnapKV", "KeyDiff"])
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", WITHOUT_STATES)
+def test_rows_of_a_batch_say_what_they_say_alone(name: str, beams: int, rule: str) -> None:
+    """Over two turns, the second in the middle of an interval."""
+    model, rows = model_of(name), rows_of(name)
+    how = {"max_new_tokens": 25, "num_beams": beams, "eos_token_id": None}
+    cache, alone = PolicyCache(POLICIES[rule]), PolicyCache(POLICIES[rule])
+    ids, mask = padded(rows)
+    own = torch.tensor(rows[1:])
+    said = model.generate(ids, attention_mask=mask, past_key_values=cache, **PLAIN, **how)
+    said_alone = model.generate(own, past_key_values=alone, **PLAIN, **how)
+    assert torch.equal(said[1, ids.shape[1] :], said_alone[0, own.shape[1] :])
+    if beams > 1:
+        return
+    question = torch.tensor([random_ids(3, 12)])
+    mask = torch.cat([mask, torch.ones(2, 25 + 12, dtype=mask.dtype)], dim=1)
+    whole = torch.cat([said, question.expand(2, -1)], dim=1)
+    whole_alone = torch.cat([said_alone, question], dim=1)
+    again = model.generate(whole, attention_mask=mask, past_key_values=cache, **PLAIN, **how)
+    every = torch.ones_like(whole_alone)  # 0 may have been said, which stands for padding as well
+    again_alone = model.generate(
+        whole_alone, attention_mask=every, past_key_values=alone, **PLAIN, **how
+    )
+    assert torch.equal(again[1, whole.shape[1] :], again_alone[0, whole_alone.shape[1] :])
+    assert held(cache, 2)[1] == held(alone, 1)[0]
+
+
+@pytest.mark.parametrize("rule", ["SnapKV", "TOVA"])
+@pytest.mark.parametrize("name", WAYS)
+def test_memory_had_in_advance_is_that_of_the_bound(name: str, rule: str) -> None:
+    """Nothing is compiled; buffers of index keys have as much room as those beside them."""
+    model, rows = model_of(name), rows_of(name)
+    grows, roomy = PolicyCache(POLICIES[rule]), PolicyCache(POLICIES[rule], max_new_tokens=200)
+    how = {"max_new_tokens": 50, "eos_token_id": None}
+    (said, want), (found, logits) = (
+        generate(model, each, *padded(rows), **how) for each in (grows, roomy)
+    )
+    assert torch.equal(found, said)
+    assert torch.allclose(logits, want, atol=TOLERANCE)
+    assert not roomy.is_compileable
+    decoding = POLICIES[rule].decoding
+    assert decoding is not None
+    for layer in indexed(roomy).values():
+        assert layer.index is not None
+        assert layer.capacity == layer.index.capacity == SHORT + decoding.every
+
+
+@pytest.mark.parametrize("rule", CARRYING)
+@pytest.mark.parametrize("name", WAYS)
+def test_a_prompt_in_chunks_is_remembered_whole(name: str, rule: str) -> None:
+    model, ids = model_of(name), torch.tensor(rows_of(name)[:1])
+    whole, chunked = PolicyCache(POLICIES[rule]), PolicyCache(POLICIES[rule])
+    how = {"max_new_tokens": 40, "eos_token_id": None}
+    said, _ = generate(model, whole, ids, **how)
+    assert torch.equal(generate(model, chunked, ids, prefill_chunk_size=13, **how)[0], said)
+    assert held(whole, 1) == held(chunked, 1)
+
+
+@pytest.mark.parametrize("storage", [OffloadedStorage(), QuantizedStorage(q_group_size=8)])
+@pytest.mark.parametrize("name", WAYS)
+def test_other_storages_choose_the_same_number(name: str, storage: Any) -> None:
+    found = read(model_of(name), PolicyCache(POLICIES["H2O"], storage), rows_of(name), forced(40))
+    for layer in indexed(found.cache).values():
+        assert layer.kept_len == SHORT + 40 % SHORT_EVERY
+        assert layer.index_tensors()[0].shape[2] == layer.kept_len
