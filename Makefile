@@ -14,8 +14,8 @@ FUZZ_MINUTES ?= 10
 WORKERS := -n logical --maxprocesses 4
 
 .PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest bench pictures \
-	bench-scaling bench-chunks bench-decode bench-decoding bench-gpu bench-prefill bench-sessions bench-kvpress \
-	bench-unequal-heads families transformers-tests format clean
+	bench-scaling bench-chunks bench-decode bench-decoding bench-long-answers bench-gpu bench-prefill bench-sessions \
+	bench-kvpress bench-unequal-heads families transformers-tests format clean
 
 compare: $(VENV)/installed
 	$(BIN)/kvpolicy compare --out results/compare $(ARGS)
@@ -114,6 +114,9 @@ bench-decode: $(VENV)/installed
 
 bench-decoding: $(VENV)/installed
 	$(BIN)/python benchmarks/decoding.py $(ARGS)
+
+bench-long-answers: $(VENV)/installed
+	$(BIN)/python -m benchmarks.long_answers.measure $(ARGS)
 
 bench-unequal-heads: $(VENV)/installed
 	$(BIN)/python benchmarks/unequal_heads.py $(ARGS)

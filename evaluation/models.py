@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NEEDLE = "needle"
+LONG_ANSWERS = "long_answers"
 # The bundled models by name, and where each is loaded.
-BUNDLED = {name: f"kvpolicy.evaluation.tasks.{name}" for name in (NEEDLE, "ruler_words")}
+BUNDLED = {
+    name: f"kvpolicy.evaluation.tasks.{name}" for name in (NEEDLE, "ruler_words", LONG_ANSWERS)
+}
 # The first layer that answers as full context does in `kvpolicy compare --sweep`, whose prompts are
 # others than those it compares on.
 NEEDLE_TSP_LAYER = 2
@@ -67,8 +70,8 @@ def load(name: str = NEEDLE, *, dtype: str = "auto", device: str = "cpu") -> Loa
     """Load a model and its tokenizer.
 
     Args:
-        name: ``"needle"`` or ``"ruler_words"`` for a bundled model, a folder, or a name on the
-            Hugging Face Hub.
+        name: ``"needle"``, ``"ruler_words"`` or ``"long_answers"`` for a bundled model, a folder,
+            or a name on the Hugging Face Hub.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; ``"auto"`` for the checkpoint's own,
             float32 for a bundled model.
         device: As torch names it: ``"cpu"``, ``"cuda"``, ``"cuda:1"``.

@@ -30,7 +30,7 @@ def analyze(
         str,
         typer.Option(
             metavar="NAME",
-            help="A folder, a Hub name, or needle or ruler_words for a bundled model.",
+            help="A folder, a Hub name, or a bundled model: needle, ruler_words, long_answers.",
         ),
     ] = NEEDLE,
     prompt_file: Annotated[

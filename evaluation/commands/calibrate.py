@@ -66,7 +66,7 @@ def calibrate(
         str,
         typer.Option(
             metavar="NAME",
-            help="A folder, a Hub name, or needle or ruler_words for a bundled model.",
+            help="A folder, a Hub name, or a bundled model: needle, ruler_words, long_answers.",
         ),
     ] = NEEDLE,
     prompts: Annotated[

@@ -21,7 +21,7 @@ def check(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A folder, a Hub name, or needle or ruler_words for a bundled model.",
+            help="A folder, a Hub name, or a bundled model: needle, ruler_words, long_answers.",
         ),
     ],
     context: Annotated[

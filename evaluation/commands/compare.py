@@ -57,6 +57,7 @@ from kvpolicy.evaluation.comparison.tables import (
 from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.models import NEEDLE
 from kvpolicy.evaluation.results import default_threads
+from kvpolicy.evaluation.tasks.own_prompts import OWN_PROMPTS
 from kvpolicy.evaluation.tasks.prompts import MIN_NEEDLE_CONTEXT
 
 
@@ -65,14 +66,15 @@ def compare(
         str,
         typer.Option(
             metavar="NAME",
-            help="A folder, a Hub name, or needle or ruler_words for a bundled model.",
+            help="A folder, a Hub name, or a bundled model: needle, ruler_words, long_answers.",
         ),
     ] = NEEDLE,
     prompts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help='Lines of {"prompt": "...", "answer": "..."}; default: needle task.',
+            help='Lines of {"prompt": "...", "answer": "..."}; default: made for needle and '
+            "long_answers.",
         ),
     ] = None,
     policy: PolicyOption = None,
@@ -86,21 +88,25 @@ def compare(
     decoding_tokens: DecodingTokensOption = None,
     decoding_every: DecodingEveryOption = None,
     context: Annotated[
-        int,
+        int | None,
         typer.Option(
-            min=MIN_NEEDLE_CONTEXT, metavar="N", help="Tokens of a needle prompt, at least 64."
+            min=MIN_NEEDLE_CONTEXT,
+            metavar="N",
+            help="Tokens of a prompt that is made, at least 64; default: "
+            + ", ".join(f"{name} {own.context}" for name, own in OWN_PROMPTS.items())
+            + ".",
         ),
-    ] = 1024,
+    ] = None,
     count: Annotated[
         int | None,
         typer.Option(
             min=2,
             metavar="N",
-            help="Needle prompts: half one-hop, half two-hop; default: "
+            help="Prompts that are made, half of each kind; default: "
             f"{QUICK.count}, thorough {THOROUGH.count}.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the needle prompts.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the prompts that are made.")] = 0,
     tsp_layer: TSPLayerOption = None,
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Also FastKV's accuracy by TSP layer, other prompts.")
@@ -152,7 +158,7 @@ def compare(
         prompts=prompts,
         policies=options.names,
         rates=options.rates or extent.rates,
-        context=context,
+        context=context or OWN_PROMPTS.get(model, OWN_PROMPTS[NEEDLE]).context,
         count=count or extent.count,
         seed=seed,
         tsp_layer=tsp_layer,

@@ -61,7 +61,7 @@ def eval(
         str,
         typer.Option(
             metavar="NAME",
-            help="A folder, a Hub name, or needle or ruler_words for a bundled model.",
+            help="A folder, a Hub name, or a bundled model: needle, ruler_words, long_answers.",
         ),
     ] = NEEDLE,
     lengths: Annotated[

@@ -46,7 +46,7 @@ def generate(
         str,
         typer.Option(
             metavar="NAME",
-            help="A folder, a Hub name, or needle or ruler_words for a bundled model.",
+            help="A folder, a Hub name, or a bundled model: needle, ruler_words, long_answers.",
         ),
     ] = "needle",
     policy: PolicyOption = None,

@@ -1,4 +1,4 @@
-"""Exact match under a policy."""
+"""How often a model answers right under a policy."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _NORMAL_95 = 1.959964
 
 @attrs.frozen
 class Score:
-    """Exact match over a number of prompts.
+    """How many of a number of prompts were answered right.
 
     Args:
-        matches: Prompts answered exactly.
+        matches: Prompts answered exactly; or, where each counts by its steps, the sum of their
+            shares, whose interval is then at least as wide as it has to be.
         count: Prompts asked, at least 1.
 
     Example:
@@ -36,12 +37,12 @@ class Score:
         (0.96, [0.902, 0.984])
     """
 
-    matches: int
+    matches: float
     count: int
 
     @property
     def rate(self) -> float:
-        """Fraction answered exactly, in [0, 1]."""
+        """Fraction answered right, in [0, 1]."""
         return self.matches / self.count
 
     @property
@@ -61,7 +62,7 @@ def measure_accuracy(
     progress: Progress = silent,
     stage: str = "accuracy",
 ) -> dict[str, Score]:
-    """Exact match of greedy generation under a policy, by kind of prompt.
+    """Scores of greedy generation under a policy, by kind of prompt.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -71,22 +72,29 @@ def measure_accuracy(
         stage: The name it is told under.
 
     Returns:
-        A score for every kind, in the order in which the kinds first come.
+        A score for every measure, in the order in which the prompts first have them: exact match
+        by the name of the kind; beside it, where answers are long, that of their steps.
 
     Raises:
         ValueError: There are no prompts.
     """
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, got none")
-    outcomes: dict[str, list[bool]] = {prompt.kind: [] for prompt in prompts}
+    outcomes: dict[str, list[float]] = {name: [] for name in measures(prompts)}
     done = 0
     for batch in batches(prompts):
         progress(stage, done, len(prompts))
         for prompt, tokens in zip(batch, continuations(model, batch, policy), strict=True):
-            outcomes[prompt.kind].append(prompt.is_match(tokens))
+            for name, value in prompt.scores(tokens).items():
+                outcomes[name].append(value)
         done += len(batch)
     progress(stage, done, len(prompts))
-    return {kind: Score(sum(matches), len(matches)) for kind, matches in outcomes.items()}
+    return {name: Score(sum(values), len(values)) for name, values in outcomes.items()}
+
+
+def measures(prompts: Sequence[Prompt]) -> list[str]:
+    """The names of the scores that prompts have, each once, in the order in which they come."""
+    return list(dict.fromkeys(name for prompt in prompts for name in prompt.measures))
 
 
 def continuations(

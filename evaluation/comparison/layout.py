@@ -9,8 +9,15 @@ import attrs
 from kvpolicy.evaluation.comparison.latency import Phase, Timing
 from kvpolicy.evaluation.comparison.rows import Comparison, Row
 from kvpolicy.evaluation.comparison.speed import MIN_ROUNDS
-from kvpolicy.evaluation.comparison.tables import asked, byte_unit, in_two_lines, percent
+from kvpolicy.evaluation.comparison.tables import (
+    asked,
+    byte_unit,
+    narrow_header,
+    percent,
+    steps_legend,
+)
 from kvpolicy.evaluation.comparison.variant import Variant
+from kvpolicy.evaluation.tasks.prompts import STEPS
 
 # Of the terminal; a policy's name that leaves the numbers no room gets a line of its own.
 WIDTH = 80
@@ -46,7 +53,7 @@ class Layout:
         headers = (
             "policy",
             "rate",
-            *map(in_two_lines, kinds),
+            *map(narrow_header, kinds),
             "kept",
             f"KV\n{unit}",
             "KV\n%",
@@ -107,9 +114,11 @@ def comparison_table(comparison: Comparison) -> list[str]:
 def comparison_legend(comparison: Comparison) -> list[str]:
     """What the columns are, with the numbers that all rows share."""
     scores = comparison.rows[0].scores
+    exact = [name for name in scores if not name.endswith(STEPS)]
     rounds = len(comparison.baseline.prefill.wall_ms)
     legend = [
-        f"{', '.join(scores)}: % answered exactly, of {asked(scores.values())}.",
+        f"{', '.join(exact)}: % answered exactly, of {asked(scores)}.",
+        *steps_legend(scores),
         f"kept: of {comparison.timed_tokens:,} tokens, per layer, after prefill. "
         "KV: their bytes, % of full.",
         f"ms: prefill; decode per token; batch 1, median of {rounds} round{'s' * (rounds > 1)}.",

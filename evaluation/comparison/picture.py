@@ -18,6 +18,7 @@ from kvpolicy.evaluation.pictures import (
     png,
     row_axis,
 )
+from kvpolicy.evaluation.tasks.prompts import STEPS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +45,7 @@ def plot_comparison(data: Mapping[str, Any]) -> bytes:
         MissingExtraError: matplotlib is not installed.
     """
     policies = _by_accuracy(data["rows"])
-    kinds = list(data["rows"][0]["exact_match"])
+    kinds, exact = list(_scores(data["rows"][0])), data["rows"][0]["exact_match"]
     rates = sorted({row["retention_rate"] for row in data["rows"]} - {None})
     columns = [f"{rate:.0%}" if rate >= 0.01 else f"{rate:.1%}" for rate in rates] or ["all"]
     grid_width = _COLUMN * max(len(columns), 2)
@@ -64,7 +65,8 @@ def plot_comparison(data: Mapping[str, Any]) -> bytes:
     figure.supxlabel(
         "left: % answered exactly, by share of the tokens kept; right: times as fast as\n"
         "full_context, the model without kvpolicy, and the 90% interval of that median;\n"
-        f"hollow and ?: rounds disagree, or are fewer than {MIN_ROUNDS}, no speed to rely on",
+        f"hollow and ?: rounds disagree, or are fewer than {MIN_ROUNDS}, no speed to rely on"
+        + ("\nsteps: of an answer before its first wrong one" if len(kinds) > len(exact) else ""),
         fontsize=8,
     )
     return png(figure)
@@ -82,14 +84,22 @@ def _by_accuracy(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, An
     policies = [[row for row in rows if key(row) == each] for each in dict.fromkeys(map(key, rows))]
 
     def rank(found: Sequence[Mapping[str, Any]]) -> tuple[bool, float]:
-        scores = [score["rate"] for row in found for score in row["exact_match"].values()]
+        scores = [score["rate"] for row in found for score in _scores(row).values()]
         return found[0]["policy"] != first, -fmean(scores)
 
     return sorted(policies, key=rank)
 
 
+def _scores(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the whole answers by kind, and of their steps where those count as well."""
+    steps = row.get("right_steps", {})
+    return {**row["exact_match"], **{kind + STEPS: score for kind, score in steps.items()}}
+
+
 def _title(kind: str) -> str:
     """Two narrow lines, as wide as two columns."""
+    if kind.endswith(STEPS):
+        return f"{kind.removesuffix(STEPS)}\n% steps"
     return f"{kind}\n% exact" if "exact" not in kind else f"{kind}\n%"
 
 
@@ -104,7 +114,7 @@ def _name(rows: Sequence[Mapping[str, Any]]) -> str:
 def _cells(rows: Sequence[Mapping[str, Any]], kind: str, rates: Sequence[float]) -> list[Cell]:
     found = []
     for row in rows:
-        score = 100 * row["exact_match"][kind]["rate"]
+        score = 100 * _scores(row)[kind]["rate"]
         rate = row["retention_rate"]
         column, span = (0, max(len(rates), 1)) if rate is None else (rates.index(rate), 1)
         found.append(Cell(column, f"{score:.0f}", score, span))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvpolicy.evaluation.comparison.accuracy import Score, measure_accuracy
+from kvpolicy.evaluation.comparison.accuracy import Score, measure_accuracy, measures
 from kvpolicy.evaluation.comparison.latency import (
     Phase,
     Timing,
@@ -17,7 +17,7 @@ from kvpolicy.evaluation.comparison.latency import (
 from kvpolicy.evaluation.comparison.speed import Speed
 from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.progress import Progress, silent
-from kvpolicy.evaluation.tasks.prompts import Prompt
+from kvpolicy.evaluation.tasks.prompts import STEPS, Prompt
 from kvpolicy.policies import FullContext
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Row:
 
     Args:
         variant: The policy.
-        scores: Exact match by kind of prompt.
+        scores: By the prompts' measures: exact match by kind, and of long answers their steps.
         timing: Its times, and what its cache held after prefill. Of full context, the times of the
             model without kvpolicy.
     """
@@ -63,7 +63,7 @@ class Comparison:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of prompts, in the order of the columns."""
+        """The prompts' measures, in the order of the columns."""
         return list(self.rows[0].scores)
 
     @property
@@ -100,7 +100,7 @@ class Comparison:
             "policy": row.variant.name,
             "retention_rate": row.variant.retention_rate,
             "parameters": dict(row.variant.parameters),
-            "exact_match": {kind: score_data(score) for kind, score in row.scores.items()},
+            **scores_data(row.scores),
             "tokens": {"seen": held.seen, "kept": held.kept},
             "kv_bytes": {
                 "held": held.held_bytes,
@@ -124,7 +124,7 @@ class Listener:
         Args:
             variants: The policies in the order of their rows, full context first.
             timings: Theirs, in the same order.
-            kinds: The kinds of prompts that will be asked.
+            kinds: The measures of the prompts that will be asked.
         """
 
     def row(self, row: Row) -> None:
@@ -186,7 +186,7 @@ def compare(
     )
     held = held_after_prefill(model, timed, FULL_CONTEXT.policy)
     timings = [attrs.evolve(latencies.baseline, held=held), *latencies.timings.values()]
-    listener.timed(chosen, timings, list(dict.fromkeys(prompt.kind for prompt in prompts)))
+    listener.timed(chosen, timings, measures(prompts))
     rows = []
     for variant, timing in zip(chosen, timings, strict=True):
         stage = f"{ACCURACY_STAGE}{variant.label}"
@@ -194,6 +194,15 @@ def compare(
         rows.append(Row(variant, scores, timing))
         listener.row(rows[-1])
     return Comparison(tuple(rows), len(timed))
+
+
+def scores_data(scores: Mapping[str, Score]) -> dict[str, Any]:
+    """``exact_match`` by kind; and ``right_steps``, where answers count by their steps as well."""
+    data: dict[str, Any] = {"exact_match": {}}
+    for name, score in scores.items():
+        measure = "right_steps" if name.endswith(STEPS) else "exact_match"
+        data.setdefault(measure, {})[name.removesuffix(STEPS)] = score_data(score)
+    return data
 
 
 def score_data(score: Score) -> dict[str, Any]:

@@ -30,7 +30,8 @@ from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import NEEDLE, Loaded, default_tsp_layer
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.results import check_folder, check_threads, environment, write_all
-from kvpolicy.evaluation.tasks.prompts import Prompt, needle_prompts, read_prompts, read_text
+from kvpolicy.evaluation.tasks.own_prompts import OWN_PROMPTS
+from kvpolicy.evaluation.tasks.prompts import Prompt, read_prompts, read_text
 from kvpolicy.policies import FastKV, TokenSelectivePropagation
 
 # Prompts that a TSP layer is calibrated on: distances vary less than answers do.
@@ -67,13 +68,13 @@ class Settings:
     """What to compare, on what; see ``kvpolicy compare --help``.
 
     Args:
-        model: ``"needle"``, a folder or a Hub name.
-        prompts: A file of prompts; None for the needle task.
+        model: ``"needle"``, another bundled model, a folder or a Hub name.
+        prompts: A file of prompts; None for the bundled model's own (`OWN_PROMPTS`).
         policies: Names; none for all.
         rates: KV retention rates in (0, 1].
-        context: Tokens of a needle prompt.
-        count: Needle prompts.
-        seed: Of the needle prompts.
+        context: Tokens of a prompt that is made.
+        count: Such prompts.
+        seed: Of such prompts.
         tsp_layer: Where FastKV drops; None for the bundled model's own, or the policy's default.
         sweep: Whether to sweep the TSP layers, and to calibrate one to hold against the best.
         sweep_rates: Whether to sweep TSP rate and retention rate.
@@ -133,7 +134,8 @@ class Study:
     def as_data(self) -> dict[str, Any]:
         """Everything as plain data for JSON."""
         settings = attrs.asdict(self.settings)
-        settings["prompts"] = "needle" if settings["prompts"] is None else str(settings["prompts"])
+        prompts = self.settings.prompts
+        settings["prompts"] = self.settings.model if prompts is None else str(prompts)
         settings["tsp_layer"] = self.settings.effective_tsp_layer
         settings["dtype"] = self.dtype
         data = {"settings": settings, **self.environment, **self.comparison.as_data()}
@@ -156,7 +158,7 @@ def headline(settings: Settings, loaded: Loaded) -> list[str]:
     versions, machine = found["versions"], found["machine"]
     threads, rounds = settings.threads, settings.rounds
     prompts = (
-        f"{settings.count} needle prompts of {settings.context:,} tokens"
+        f"{settings.count} {OWN_PROMPTS[settings.model].words} of {settings.context:,} tokens"
         if settings.prompts is None
         else f"prompts of {settings.prompts}"
     )
@@ -191,10 +193,10 @@ def check(
         chosen = variants(settings.policies, settings.rates, tsp_layer=settings.effective_tsp_layer)
     if settings.prompts is not None:
         read_text(settings.prompts, "prompts file")
-    elif settings.model != NEEDLE:
+    elif settings.model not in OWN_PROMPTS:
         raise ValueError(
-            f"--prompts must be given with --model {settings.model}: the needle task is in the "
-            "bundled model's own tokens"
+            f"--prompts must be given with --model {settings.model}: prompts are made for "
+            f"{' and '.join(OWN_PROMPTS)} alone, in the bundled models' own tokens"
         )
     return list(chosen)
 
@@ -279,7 +281,7 @@ def write(study: Study, folder: Path) -> list[str]:
 
 def _prompts(settings: Settings, loaded: Loaded, seed: int) -> list[Prompt]:
     if settings.prompts is None:
-        return needle_prompts(settings.context, settings.count, seed)
+        return OWN_PROMPTS[settings.model].make(settings.context, settings.count, seed)
     return read_prompts(settings.prompts, loaded.tokenizer)
 
 
@@ -289,7 +291,7 @@ def _calibration(
     """A TSP layer chosen on prompts that nothing is reported on; None, and a note, if none can."""
     if settings.prompts is None:
         seed = settings.seed + CALIBRATION_SEED_OFFSET
-        prompts = needle_prompts(settings.context, CALIBRATION_COUNT, seed)
+        prompts = OWN_PROMPTS[settings.model].make(settings.context, CALIBRATION_COUNT, seed)
     else:
         prompts = read_prompts(settings.prompts, loaded.tokenizer)[:CALIBRATION_COUNT]
     inputs = [torch.tensor(prompt.input_ids) for prompt in prompts]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from statistics import fmean
 
 from rich.table import Table
@@ -10,6 +10,7 @@ from rich.table import Table
 from kvpolicy.evaluation.calibration.distances import TSPDistances
 from kvpolicy.evaluation.comparison.accuracy import Score
 from kvpolicy.evaluation.comparison.sweep import RateSweep, Sweep
+from kvpolicy.evaluation.tasks.prompts import STEPS
 
 
 def sweep_table(sweep: Sweep) -> Table:
@@ -32,7 +33,8 @@ def sweep_legend(sweep: Sweep) -> list[str]:
     """What the sweep's table is."""
     return [
         "FastKV by the layer after which tokens are dropped, and by KV retention rate:",
-        f"% answered exactly, of {asked(sweep.full.values())}.",
+        f"% answered exactly, of {asked(sweep.full)}.",
+        *steps_legend(sweep.full),
     ]
 
 
@@ -43,7 +45,7 @@ def held_out_table(sweep: Sweep) -> Table:
     for which in ("calibrated", "best"):
         table.add_column(f"{which}\nlayer", justify="right", no_wrap=True)
         for kind in sweep.full:
-            table.add_column(in_two_lines(kind), justify="right", no_wrap=True)
+            table.add_column(narrow_header(kind), justify="right", no_wrap=True)
     for each in sweep.held_out:
         table.add_row(
             f"{each.retention_rate:g}",
@@ -87,7 +89,8 @@ def rate_sweep_legend(sweep: RateSweep) -> list[str]:
     """What the table of rates is."""
     return [
         f"FastKV with TSP layer {sweep.tsp_layer} by TSP rate and KV retention rate (kept):",
-        f"% answered exactly, of {asked(sweep.full.values())}.",
+        f"% answered exactly, of {asked(sweep.full)}.",
+        *steps_legend(sweep.full),
     ]
 
 
@@ -139,14 +142,26 @@ def _table() -> Table:
     return Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
 
 
-def in_two_lines(kind: str) -> str:
-    """A kind of prompt as a narrow header: "one-hop" becomes "one-" over "hop %"."""
-    return kind.replace("-", "-\n").replace(" ", "\n") + " %"
+def narrow_header(kind: str) -> str:
+    r"""A kind of prompt as a header hardly wider than its scores.
+
+    Example:
+        >>> narrow_header("one-hop"), narrow_header("loop"), narrow_header("loop steps")
+        ('one-\nhop %', 'loop\n%', 'loop\nsteps\n%')
+    """
+    broken = kind.replace("-", "-\n").replace(" ", "\n")
+    return broken + ("\n%" if kind == broken or kind.endswith(STEPS) else " %")
 
 
-def asked(scores: Iterable[Score]) -> str:
+def asked(scores: Mapping[str, Score]) -> str:
     """How many prompts were asked, and half the widest 95% interval of their score."""
-    counts = [score.count for score in scores]
+    counts = [score.count for name, score in scores.items() if not name.endswith(STEPS)]
     widest = 100 * fmean(0.98 / count**0.5 for count in counts)
     number = " + ".join(f"{count:,}" for count in counts)
     return f"{number} prompt{'s' * (sum(counts) > 1)} (95% interval ±{widest:.0f})"
+
+
+def steps_legend(scores: Mapping[str, Score]) -> list[str]:
+    """A line on the measures that count steps; none where there are none."""
+    names = [name for name in scores if name.endswith(STEPS)]
+    return [f"{', '.join(names)}: % of an answer before its first wrong step."] if names else []

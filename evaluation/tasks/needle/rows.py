@@ -79,8 +79,8 @@ def needle_row(rng: random.Random, plan: RowPlan) -> NeedleRow:
     questions, bridges = questions[:count], bridges[:count]
     room -= sum(map(len, questions))
     behind = rng.randint(0, min(room, 2 * count))
-    context = [[BOS], *_scatter(rng, segments, room - behind)]
-    return NeedleRow(context, _scatter(rng, questions, behind), bridges)
+    context = [[BOS], *scattered(rng, segments, room - behind)]
+    return NeedleRow(context, scattered(rng, questions, behind), bridges)
 
 
 def _contents(rng: random.Random, plan: RowPlan) -> tuple[Pieces, Pieces, list[int | None]]:
@@ -102,7 +102,7 @@ def _contents(rng: random.Random, plan: RowPlan) -> tuple[Pieces, Pieces, list[i
     return rng.sample(links + stored, len(links + stored)), questions, bridges
 
 
-def _scatter(rng: random.Random, segments: Sequence[list[int]], fillers: int) -> Pieces:
+def scattered(rng: random.Random, segments: Sequence[list[int]], fillers: int) -> Pieces:
     """Put fillers before, between and behind the segments; all ways to divide them are alike."""
     slots = fillers + len(segments)
     cuts = [-1, *sorted(rng.sample(range(slots), len(segments))), slots]

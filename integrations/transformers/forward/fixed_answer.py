@@ -243,7 +243,8 @@ class FixedAnswer:
     def _end_rolling(self, rolling: RollingDecoding, *, failed: bool) -> None:
         tokens = self.reader.tokens
         assert tokens is not None
-        if rolling.unwritten() or (failed and rolling.steps):
+        taken_back = rolling.unwritten() or (failed and rolling.steps)
+        if taken_back:
             rolling.places.forget(tokens.lengths - 1)
             tokens = tokens.without_last(1)
         elif tokens.appended.shape[1]:
@@ -251,6 +252,8 @@ class FixedAnswer:
             tokens = tokens.settled()
         self.reader.tokens = tokens
         rolling.follow(self.reader.layers, tokens)
+        rolling.read_queries(self.reader.layers, tokens.seen)
         for layer in self.reader.layers:
-            layer.observed = Observed()
             layer.own()
+            if taken_back:
+                layer.observed = Observed()

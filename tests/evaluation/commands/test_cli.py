@@ -1,6 +1,7 @@
 """The `kvpolicy` command: what it prints, and one line for whatever a user can get wrong."""
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -234,6 +235,45 @@ def test_a_sweep_on_prompts_as_short_as_the_window(run: Run, tmp_path: Path) -> 
     said = "No TSP layer was calibrated: prompts must be longer than the window of 8 tokens"
     assert said in " ".join(shown.split())
     assert re.search(r"^ +full +[\d.]+ *$", shown, flags=re.MULTILINE)
+
+
+def test_compare_long_answers_under_a_bound(run: Run, tmp_path: Path) -> None:
+    """A bound that nothing needs leaves the answers; one below the facts breaks them off."""
+    asked = ("--model", "long_answers", "--context", 64, "--count", 4, "-p", "streaming_llm")
+    for tokens, holds in ((512, True), (8, False)):
+        bound = ("-r", 1.0, "--decoding-tokens", tokens, "--decoding-every", 4)
+        status, shown, _ = run("compare", *asked, *bound, *QUICK, "--out", tmp_path)
+        assert status == 0
+        assert "4 prompts of 64 tokens; first all times" in shown
+        assert "loop, chain: % answered exactly, of 2 + 2 prompts" in shown
+        assert "loop steps, chain steps: % of an answer before its first wrong step." in shown
+        data = json.loads((tmp_path / "compare.json").read_text())
+        assert data["settings"]["prompts"] == "long_answers"
+        full, bounded = data["rows"]
+        for score in ("exact_match", "right_steps"):
+            assert list(full[score]) == ["loop", "chain"]
+            rates = [[row[score][kind]["rate"] for kind in full[score]] for row in (full, bounded)]
+            assert (rates[0] == rates[1]) is holds
+        shares = [row["right_steps"]["loop"] for row in (full, bounded)]
+        timed = (line for line in shown.splitlines() if re.search(r" x[\d.]+\??$", line))
+        cells = [line.split()[-10] for line in timed]
+        assert cells == [f"{100 * each['rate']:.1f}" for each in shares]
+
+
+@pytest.mark.parametrize(("model", "context"), [("needle", 1024), ("long_answers", 256)])
+def test_prompts_have_their_models_length(
+    run: Run, model: str, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def refuse(settings: Any, *_: object) -> None:
+        asked.append(settings)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(command_compare, "check", refuse)
+    assert run("compare", "--model", model)[0] == 1
+    assert run("compare", "--model", model, "--context", 99)[0] == 1
+    assert [each.context for each in asked] == [context, 99]
 
 
 def test_compare_on_prompts_of_a_file(run: Run, tmp_path: Path) -> None:

@@ -62,6 +62,22 @@ def test_answers_can_be_bounded(command: Run, tmp_path: Path) -> None:
     fails(command("eval", *ASKED, "--decoding-every", 1, "--out", out), "--decoding-tokens must")
 
 
+def test_long_answers_are_asked(command: Run, tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    asked = ("--model", "long_answers", "--tasks", "long_answers_chain", "--lengths", 64)
+    bound = ("-p", "streaming_llm", "--rate", 1.0, "--decoding-tokens", 8, "--decoding-every", 4)
+    status, said, err = command("eval", *asked, *bound, "--limit", 1, "--out", out)
+    assert (status, err) == (0, "")
+    assert "long_answers_chain 64, question with, full_context: right_steps " in said
+    (full,), (small,) = (
+        [each.answer.scores for each in load(out).samples if each.cell.method == method]
+        for method in ("full_context", "streaming_llm 1")
+    )
+    assert full == {"right_steps": 1.0, "exact_match": 1.0}
+    assert small["right_steps"] < 0.5
+    assert small["exact_match"] == 0.0
+
+
 def test_from_a_command_line_to_a_page(command: Run, tmp_path: Path) -> None:
     out = tmp_path / "results"
     arguments = ("eval", *ASKED, "--rate", 0.1, "--rate", 0.5, "--question", "with,later")

@@ -206,6 +206,8 @@ class RollingDecoding:
             tokens out; None where they are those that the model is given.
         places: What stands where.
         filled: ``[layers, 1]`` int64, those of the layers.
+        padded: Whether rows may have padding among their tokens, so that one may pause later and
+            choose by a query from before.
         steps: Tokens whose forward has been asked for since layers last chose, 0 or 1.
         checked: Whether attention has been seen to show its queries.
     """
@@ -214,6 +216,7 @@ class RollingDecoding:
     positions: Tensor | None
     places: Places
     filled: Tensor
+    padded: bool
     steps: int = 0
     checked: bool = False
 
@@ -262,7 +265,7 @@ class RollingDecoding:
                 torch._dynamo.mark_static_address(tensor)
             buffers.append(RollingKeys(keys, values, slot, filled[index], mask, queries))
         positions = None if tokens.skipped is None else torch.zeros_like(tokens.lengths)[:, None]
-        return RollingDecoding(buffers, positions, places, filled)
+        return RollingDecoding(buffers, positions, places, filled, tokens.padded)
 
     def advance(self, positions: Tensor, rotary: Tensor) -> None:
         """See `StaticDecoding.advance`."""
@@ -297,9 +300,10 @@ class RollingDecoding:
 
     def read_queries(self, layers: Sequence[PolicyLayer], seen: int) -> None:
         """See `StaticDecoding.read_queries`."""
+        wanted = self.steps or (self.padded and self.checked)
         for layer, buffers in zip(layers, self.layers, strict=True):
             query = buffers.queries.query.clone()
-            layer.observed = Observed(query, seen) if self.steps else Observed()
+            layer.observed = Observed(query, seen) if wanted else Observed()
 
     def _sorted(self, index: int, appended: int) -> tuple[Tensor, Tensor, Tensor]:
         """A layer's keys and values by position, and the positions without those appended."""

@@ -1,0 +1,77 @@
+"""The stages of the training, from copying to long answers.
+
+What is looked up behind an arrow is not the arrow but the symbol before it. Left to itself the
+network did not find that: 500 steps after it had learned to copy, it still guessed among the
+prompt's symbols. So the layer that copying has made is copied one layer up, and the layer below is
+asked for the symbol at the arrow, as the needle model's two hops are learned.
+"""
+
+from __future__ import annotations
+
+import random
+
+import attrs
+
+from kvpolicy.evaluation.tasks.needle.batches import TOKENS_PER_STEP, Batch, copy_batch
+
+from .batches import row_batch, row_task
+
+
+@attrs.frozen
+class Stage:
+    """A stretch of the training.
+
+    A stage ends when the running accuracy of every kind of token reaches ``target``, or after
+    ``max_steps``. The learning rate is constant, or falls along a cosine over ``max_steps``.
+
+    Args:
+        name: also the name of the stage's checkpoint.
+        lengths: row lengths in tokens, one drawn for each step.
+        max_steps: the most steps the stage takes.
+        target: running accuracy over single tokens at which it ends; above 1 it never does.
+        statements: fewest and most of a row; None for rows of copied symbols.
+        loop_share: share of the rows that walk a loop. In the others no fact can be read from what
+            the answer has said before.
+        stack: whether the stage starts by copying the retrieval layer one layer up.
+        supervision: weight of the losses that read symbol and answer off the lower layers.
+        learning_rate: Adam's.
+        final_learning_rate: None for a constant rate.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    max_steps: int
+    target: float = 2.0
+    statements: tuple[int, int] | None = None
+    loop_share: float = 0.25
+    stack: bool = False
+    supervision: float = 0.0
+    learning_rate: float = 1e-3
+    final_learning_rate: float | None = None
+
+    def draw(self, rng: random.Random) -> Batch:
+        """Return the batch of one step."""
+        length = rng.choice(self.lengths)
+        if self.statements is None:
+            return copy_batch(rng, length)
+        tasks = [
+            row_task(rng, length, self.statements, self.loop_share)
+            for _ in range(TOKENS_PER_STEP // length)
+        ]
+        return row_batch(rng, [task.draw(rng) for task in tasks])
+
+
+STAGES = (
+    Stage("copy", (48,), 3000, 0.90),
+    Stage("answer-64", (64,), 2000, 0.97, statements=(4, 8), stack=True, supervision=1.0),
+    Stage("answer-128", (128,), 1000, 0.98, statements=(4, 16), supervision=1.0),
+    Stage("answer-256", (256,), 1000, 0.985, statements=(8, 32)),
+    Stage("answer-512", (512,), 500, 0.99, statements=(8, 64)),
+    Stage(
+        "mixed",
+        (128, 256, 512, 1024),
+        1000,
+        statements=(8, 64),
+        final_learning_rate=1e-5,
+    ),
+)

@@ -1,0 +1,139 @@
+"""Train the bundled model with long answers from scratch, on one CPU thread or a GPU.
+
+Run as ``python -m benchmarks.long_answers.train --out DIR``. A run that was stopped goes on at its
+last checkpoint. The stages are in `curriculum`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+import attrs
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from kvpolicy.evaluation.tasks.long_answers.task import (
+    KINDS,
+    LongAnswerTask,
+    LongPrompt,
+    right_steps,
+)
+from kvpolicy.evaluation.tasks.long_answers.vocabulary import ARROW, token_names
+from kvpolicy.evaluation.tasks.needle import train as needle
+from kvpolicy.evaluation.tasks.needle.batches import IGNORED, Batch
+from kvpolicy.evaluation.tasks.needle.export import save_pretrained
+from kvpolicy.evaluation.tasks.needle.network import HOP_LAYER, Network, NetworkShape
+
+from .batches import MAX_POSITION
+from .curriculum import STAGES, Stage
+
+LENGTHS = (256, 512)
+SHAPE = NetworkShape(num_layers=4, max_position=MAX_POSITION)
+
+
+@attrs.define
+class Progress(needle.Progress):
+    """Where a run stands: enough to take it up again at the last checkpoint."""
+
+    def __str__(self) -> str:
+        accuracy = ", ".join(f"{name} {value:.4f}" for name, value in self.accuracy.items())
+        return f"{self.minutes:.1f} min, {STAGES[self.stage].name} step {self.step}: {accuracy}"
+
+
+def step_loss(
+    network: Network, batch: Batch, supervision: float = 0.0
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the loss of one step over its answers, and the accuracy of all and of lookups.
+
+    Args:
+        network: the network.
+        batch: the step's rows.
+        supervision: weight of the losses that read symbol and answer off the lower layers.
+    """
+    with needle.forward_pass(network):
+        states = network(batch.input_ids, batch.positions)
+    loss, hits = needle.token_loss(network, states[-1], batch.answers)
+    if supervision:
+        bridge_loss, _ = needle.token_loss(network, states[HOP_LAYER], batch.bridges)
+        early_loss, _ = needle.token_loss(network, states[HOP_LAYER + 1], batch.answers)
+        loss = loss + supervision * (bridge_loss + early_loss)
+    accuracy = {"answer": hits.float().mean().item()}
+    lookups = (batch.input_ids == ARROW)[batch.answers != IGNORED]
+    if lookups.any():
+        accuracy["lookup"] = hits[lookups].float().mean().item()
+    return loss, accuracy
+
+
+class Trainer(needle.Trainer):
+    """As of the needle model, with a smaller network, stages and a loss of its own."""
+
+    stages = STAGES
+    progress_type = Progress
+
+    def new_network(self) -> Network:
+        """A network that has learned nothing."""
+        return Network(SHAPE)
+
+    def step(self, stage: Stage, rng: random.Random) -> dict[str, float]:
+        """Take one optimiser step and return its accuracies."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = needle.learning_rate(stage, self.progress.step)
+        loss, accuracy = step_loss(self.network, self.drawn(stage, rng), stage.supervision)
+        self.optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        self.optimizer.step()
+        return accuracy
+
+
+@torch.no_grad()
+def answered(model: LlamaForCausalLM, prompts: Sequence[LongPrompt]) -> tuple[float, float]:
+    """Return the share of prompts answered exactly, and of steps before the first wrong one."""
+    ids = torch.tensor([prompt.input_ids for prompt in prompts])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=len(prompts[0].answer)
+    )
+    shares = [
+        right_steps(row, prompt.answer)
+        for row, prompt in zip(output[:, ids.shape[1] :].tolist(), prompts, strict=True)
+    ]
+    return fmean(share == 1.0 for share in shares), fmean(shares)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, write the model and its tokenizer, and print how often it answers."""
+    parser = argparse.ArgumentParser(description="Train the model with long answers.")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="folder for checkpoints and weights; a started run goes on",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="stop after this much training"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cpu by default, or cuda")
+    parser.add_argument("--count", type=int, default=32, help="prompts of each kind at the end")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    options.out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(options.out, options.seed, options.device)
+    trainer.run(options.minutes)
+    save_pretrained(trainer.network.cpu(), options.out / "weights", token_names())
+    model = LlamaForCausalLM.from_pretrained(options.out / "weights", dtype=torch.float32)
+    for context_len in LENGTHS:
+        for kind in KINDS:
+            prompts = LongAnswerTask(kind, context_len).prompts(options.count, seed=1)
+            exact, steps = answered(model, prompts)
+            print(f"{context_len} tokens, {kind}: exact match {exact:.3f}, steps {steps:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Prompts with long answers as documents of lm-evaluation-harness, and how answers count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvpolicy.evaluation.tasks.prompts import MIN_NEEDLE_CONTEXT
+
+from .task import LongAnswerTask, right_steps
+from .vocabulary import token_names
+
+COUNT = 50
+MADE_OF = {"prompts": "made by kvpolicy"}
+_QUESTION_TOKENS = 3
+
+
+def loop(**metadata: Any) -> dict[str, Any]:
+    """Documents of the task ``long_answers_loop``; see `long_documents`."""
+    return long_documents("loop", **metadata)
+
+
+def chain(**metadata: Any) -> dict[str, Any]:
+    """Documents of the task ``long_answers_chain``; see `long_documents`."""
+    return long_documents("chain", **metadata)
+
+
+def long_documents(
+    kind: str,
+    *,
+    max_seq_lengths: Sequence[int] = (256,),
+    tokenizer: Any = None,
+    limit: int | None = None,
+    **_: Any,
+) -> dict[str, Any]:
+    """The documents of a task, as the harness asks for them, with its metadata.
+
+    Args:
+        kind: ``"loop"`` or ``"chain"``.
+        max_seq_lengths: Tokens of a prompt, its answer not counted.
+        tokenizer: Where it is given, it must be the bundled model's.
+        limit: Documents of each length; None for 50.
+
+    Raises:
+        ValueError: A length is too small, or the tokenizer another one.
+    """
+    import datasets
+
+    names = token_names()
+    if tokenizer is not None and not isinstance(tokenizer, str):
+        known = tokenizer.get_vocab()
+        if not all(known.get(name) == index for index, name in enumerate(names)):
+            raise ValueError(
+                "tokenizer must be that of the bundled model long_answers for its tasks, got "
+                "another one"
+            )
+    rows = []
+    for length in max_seq_lengths:
+        if length < MIN_NEEDLE_CONTEXT:
+            raise ValueError(f"lengths must be at least {MIN_NEEDLE_CONTEXT} tokens, got {length}")
+        for prompt in LongAnswerTask(kind, length).prompts(limit or COUNT):
+            words = [names[token] for token in prompt.input_ids]
+            rows.append(
+                {
+                    "context": " ".join(words[:-_QUESTION_TOKENS]),
+                    "question": " ".join(words[-_QUESTION_TOKENS:]),
+                    "answer": " ".join(names[token] for token in prompt.answer),
+                    "max_length": length,
+                }
+            )
+    return {"test": datasets.Dataset.from_list(rows)}
+
+
+def scores(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """The share of steps before the first wrong one, and whether the whole answer is right."""
+    share = right_steps(results[0].split(), doc["answer"].split())
+    return {"right_steps": share, "exact_match": float(share == 1.0)}
