@@ -47,9 +47,9 @@ typecheck: $(VENV)/installed
 	$(BIN)/pip install --quiet --no-deps --target build/typecheck .
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p kvpolicy
 
-# Of tests with more than six cases six, spread over all; `make thorough` runs each.
+# Of tests with more than four cases four, spread over all; `make thorough` runs each.
 check: $(VENV)/installed
-	$(BIN)/pytest $(WORKERS) --cases 6
+	$(BIN)/pytest $(WORKERS) --cases 4
 
 thorough: $(VENV)/installed
 	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest $(WORKERS)

@@ -24,9 +24,9 @@ def timed_storing() -> Iterator[list[float]]:
     """Time what layers take to store what was chosen for them: milliseconds of each."""
     original, spans = PolicyLayer.store, []
 
-    def store(self: PolicyLayer, *args: Any) -> None:
+    def store(self: PolicyLayer, *args: Any, **how: Any) -> None:
         start = time.perf_counter()
-        original(self, *args)
+        original(self, *args, **how)
         spans.append((time.perf_counter() - start) * 1e3)
 
     PolicyLayer.store = store  # type: ignore[method-assign]

@@ -6,6 +6,7 @@ may be compiled, the token is counted and layers choose what they keep.
 
 from __future__ import annotations
 
+import weakref
 from typing import Protocol
 
 import torch
@@ -52,13 +53,21 @@ class FixedAnswer:
     """The answers of one cache, as far as they are decoded into buffers of a fixed size.
 
     Args:
-        reader: Whose answers they are.
+        reader: Whose answers they are. It is referred to weakly, since it has this: what a cache
+            holds is freed with its last reference, not when cycles are looked for.
     """
 
     def __init__(self, reader: Answered) -> None:
-        self.reader = reader
+        self._reader = weakref.ref(reader)
         self.buffers: StaticDecoding | RollingDecoding | None = None  # while `generate` decodes
         self.allowed = True  # as far as the generate under way allows
+
+    @property
+    def reader(self) -> Answered:
+        """Whose answers they are."""
+        reader = self._reader()
+        assert reader is not None
+        return reader
 
     @property
     def is_compileable(self) -> bool:

@@ -54,11 +54,12 @@ class ObservedConfig:
 class QueryRing(Protocol):
     """Who is shown the queries of a step of which any part may be compiled."""
 
-    def write(self, queries: Tensor, values: Tensor | None = None) -> Tensor | None:
+    def write(self, queries: Tensor, mask: Tensor, values: Tensor | None) -> Tensor | None:
         """Take those of one token, ``[batch, query_heads, 1, head_dim]``.
 
         Args:
             queries: Of the token.
+            mask: What it sees, as its attention function gets it.
             values: The layer's, where attention is a plain softmax of scaled products.
 
         Returns:
@@ -120,8 +121,8 @@ def observed_attention(
     """Show the queries to whom the mask names; call the module's own attention function."""
     attend = module.config.attend
     ring = getattr(attention_mask, "_kvpolicy_ring", None)
-    if ring is not None:
-        output = ring.write(query, value if is_plain(attend, kwargs) else None)
+    if ring is not None and attention_mask is not None:
+        output = ring.write(query, attention_mask, value if is_plain(attend, kwargs) else None)
         if output is not None:
             return output, None
     found: tuple[Tensor, Tensor | None] = attend(

@@ -269,8 +269,8 @@ def test_an_unknown_family_is_checked_on_itself(monkeypatch: pytest.MonkeyPatch)
     other.config.initializer_range = 0.021  # another configuration
     hold = PolicyLayer._hold
 
-    def unpaired(layer: PolicyLayer, keys: Tensor, *others: Any) -> None:
-        hold(layer, keys.roll(1, dims=2), *others)
+    def unpaired(layer: PolicyLayer, keys: Tensor, *others: Any, **how: Any) -> None:
+        hold(layer, keys.roll(1, dims=2), *others, **how)
 
     monkeypatch.setattr(PolicyLayer, "_hold", unpaired)
     cache = PolicyCache(FastKV())

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import GemFilter
+from kvpolicy.policies import TOVA, FullContext, GemFilter, SnapKV
 from tests.integrations.test_robustness import (
     POLICIES,
     Interrupted,
@@ -123,7 +123,7 @@ def living() -> tuple[int, int]:
 
 
 def test_many_generations_leave_no_tensor_behind() -> None:
-    """240 of them, without the collector: not one tensor, and few objects."""
+    """320 of them, without the collector: not one tensor, and few objects."""
     model = tiny_model("llama", seed=1, num_layers=2, query_heads=2, kv_heads=1, hidden_size=16)
     given, kept = batch_of(20), []
 
@@ -136,6 +136,10 @@ def test_many_generations_leave_no_tensor_behind() -> None:
             generate(model, PolicyCache(POLICIES["snapkv"]), given, max_new_tokens=2, **how)
         fixed = PolicyCache(POLICIES["fastkv"], max_new_tokens=2)
         generate(model, fixed, given, max_new_tokens=2)
+        for method in (TOVA(), SnapKV()):  # whose buffers are told of queries
+            bounded = FullContext(decoding=method.decoding_rule(48, every=method.every))
+            fixed = PolicyCache(bounded, max_new_tokens=4)
+            generate(model, fixed, given, max_new_tokens=4)
 
     run()
     with no_collection():
@@ -145,7 +149,7 @@ def test_many_generations_leave_no_tensor_behind() -> None:
         after = living()
         assert after[0] == tensors
         assert (
-            after[1] - objects < 5 * 240
+            after[1] - objects < 5 * 320
         )  # Transformers itself leaves a few, which the collector finds
         run(keeps=True)
         assert living()[0] > tensors  # a cache that is kept is noticed

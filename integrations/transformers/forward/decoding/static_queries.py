@@ -39,8 +39,8 @@ class StaticQueries:
         """Queries that it can hold."""
         return self.queries.shape[2]
 
-    def write(self, queries: Tensor, values: Tensor | None = None) -> None:
-        """Write those of one token, ``[batch, query_heads, 1, head_dim]``."""
+    def write(self, queries: Tensor, mask: Tensor, values: Tensor | None) -> None:
+        """Write those of one token; see `QueryRing.write`."""
         self.queries.index_copy_(2, self.slot, queries)
 
     def load(self, observed: Observed) -> None:

@@ -134,19 +134,17 @@ class RollingQueries:
 
     Args:
         keys: ``[batch, kv_heads, capacity, head_dim]``.
-        mask: What the token at hand sees of them, as of `Visibility`.
         query: ``[batch, query_heads, 1, head_dim]``.
         weights: float32 ``[batch, query_heads, capacity]``.
         scores: How products become weights.
     """
 
     keys: Tensor
-    mask: Tensor
     query: Tensor
     weights: Tensor
     scores: Scores
 
-    def write(self, queries: Tensor, values: Tensor | None = None) -> Tensor | None:
+    def write(self, queries: Tensor, mask: Tensor, values: Tensor | None) -> Tensor | None:
         """Take that of one token whose key is written; see `QueryRing.write`."""
         self.query.copy_(queries)
         batch, heads, _, head_dim = queries.shape
@@ -155,10 +153,10 @@ class RollingQueries:
         logits = torch.bmm(scaled, keys.transpose(1, 2)).view(batch, heads, 1, -1)
         if self.scores.softcap is not None:
             logits = (logits / self.scores.softcap).tanh() * self.scores.softcap
-        if self.mask.dtype == torch.bool:
-            logits = logits.masked_fill(~self.mask, -torch.inf)
+        if mask.dtype == torch.bool:
+            logits = logits.masked_fill(~mask, -torch.inf)
         else:
-            logits = logits + self.mask
+            logits = logits + mask
         weights = logits.softmax(dim=-1)
         self.weights.copy_(weights[:, :, 0])
         if values is None:
@@ -257,9 +255,8 @@ class RollingDecoding:
             weights, slot = places.weights[index], places.slots[index]
             query = keys.new_zeros(keys.shape[0], layer.query_heads, 1, keys.shape[3])
             assert layer.scores is not None
-            mask = places.masks[index]
-            queries = RollingQueries(keys, mask, query, weights, layer.scores)
-            mask = observed_by(mask, queries)
+            queries = RollingQueries(keys, query, weights, layer.scores)
+            mask = observed_by(places.masks[index], queries)
             for tensor in (keys, values, weights, slot, query, mask, filled[index]):
                 # One address for as long as it lives, which CUDA graphs have to be told.
                 torch._dynamo.mark_static_address(tensor)
