@@ -134,11 +134,13 @@ def _rate(variant: Variant) -> str:
 
 
 def _measured(timing: Timing, baseline: Timing, unit_bytes: int) -> tuple[str, ...]:
-    held = timing.held
+    held, full = timing.held, baseline.held
     assert held is not None
+    assert full is not None
+    digits = 0 if unit_bytes == 1 or full.full_bytes >= 100 * unit_bytes else 2
     return (
         f"{held.kept:,.0f}",
-        f"{held.held_bytes / unit_bytes:.{0 if unit_bytes == 1 else 2}f}",
+        f"{held.held_bytes / unit_bytes:.{digits}f}",
         f"{100 * held.share:.1f}",
         *_times(timing.prefill, baseline.prefill),
         *_times(timing.decode, baseline.decode),
