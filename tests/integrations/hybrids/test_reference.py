@@ -46,8 +46,11 @@ UNLIKE = Lengths(first=(37, 23), second=(29, 29), num_decode=4)
 # PyramidInfer drops after every layer, and behind a recurrent one nothing says what goes on.
 # SpireKV drops after layer 1, which is recurrent in ATTENDING_FIRST, and LazyLLM in three stages,
 # for which two layers that attend are too few.
+CLAA = pytest.mark.xfail(
+    strict=True, reason="CLAA's reference wants what every layer before the drop found salient"
+)
 ALLOWED = [
-    name
+    pytest.param(name, marks=CLAA) if name.startswith("claa") else name
     for name in METHODS
     if not name.startswith("pyramid_infer") and name not in ("spire_kv", "lazy_llm")
 ]

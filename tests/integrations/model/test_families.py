@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvpolicy import CachePolicy, LayerContext, registered
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.model import check
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.policies import (
@@ -256,6 +257,7 @@ def test_scores_are_the_models_own_attention(family: str) -> None:
 
 def test_an_unknown_family_is_checked_on_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for a class and configuration; what is wrong is refused, by what differed."""
+    monkeypatch.setattr(check, "_verdicts", {})  # whatever other tests have had checked
     model, reads = FAMILIES["llama"].build(seed=3), []
     model.config.model_type = "llama_of_tomorrow"
     handle = model.model.embed_tokens.register_forward_pre_hook(lambda *_: reads.append(1))
