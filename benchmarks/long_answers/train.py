@@ -6,11 +6,8 @@ last checkpoint. The stages are in `curriculum`.
 
 from __future__ import annotations
 
-import argparse
-import math
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 
 import attrs
@@ -82,13 +79,8 @@ class Trainer(needle.Trainer):
 
     def step(self, stage: Stage, rng: random.Random) -> dict[str, float]:
         """Take one optimiser step and return its accuracies."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = needle.learning_rate(stage, self.progress.step)
         loss, accuracy = step_loss(self.network, self.drawn(stage, rng), stage.supervision)
-        self.optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
-        self.optimizer.step()
+        self.descend(stage, loss)
         return accuracy
 
 
@@ -108,18 +100,7 @@ def answered(model: LlamaForCausalLM, prompts: Sequence[LongPrompt]) -> tuple[fl
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, write the model and its tokenizer, and print how often it answers."""
-    parser = argparse.ArgumentParser(description="Train the model with long answers.")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        help="folder for checkpoints and weights; a started run goes on",
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="stop after this much training"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="cpu by default, or cuda")
+    parser = needle.training_parser("Train the model with long answers.")
     parser.add_argument("--count", type=int, default=32, help="prompts of each kind at the end")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -6,11 +6,8 @@ last checkpoint. The stages are in `curriculum`.
 
 from __future__ import annotations
 
-import argparse
-import math
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import attrs
 import torch
@@ -120,36 +117,19 @@ class Trainer(needle.Trainer):
 
     def step(self, stage: Stage, rng: random.Random) -> tuple[float, dict[str, float]]:
         """Take one optimiser step and return its loss and accuracies."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = needle.learning_rate(stage, self.progress.step)
         loss, accuracy = step_loss(
             self.network,
             self.drawn(stage, rng),
             blindfolded=rng.random() < stage.blindfold,
             hops_weight=stage.hops_weight,
         )
-        self.optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
-        self.optimizer.step()
+        self.descend(stage, loss)
         return loss.item(), accuracy
 
 
 def main() -> None:
     """Train, and write the model and its tokenizer."""
-    parser = argparse.ArgumentParser(description="Train the model of word tasks.")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        help="folder for checkpoints and weights; a started run goes on",
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="stop after this much training"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="cpu by default, or cuda")
-    arguments = parser.parse_args()
+    arguments = needle.training_parser("Train the model of word tasks.").parse_args()
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(arguments.out, arguments.seed, arguments.device)

@@ -188,15 +188,19 @@ class Trainer:
 
     def step(self, stage: Any, rng: random.Random) -> Any:
         """Take one optimiser step and return what the progress records: its accuracies."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(stage, self.progress.step)
         batch = self.drawn(stage, rng)
         loss, accuracies = step_loss(self.network, batch, stage, rng.random() < stage.blindfold)
+        self.descend(stage, loss)
+        return accuracies
+
+    def descend(self, stage: Any, loss: Tensor) -> None:
+        """Change the network along the gradient of a step's loss, at the stage's learning rate."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(stage, self.progress.step)
         self.optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self.optimizer.step()
-        return accuracies
 
 
 @torch.no_grad()
@@ -212,9 +216,9 @@ def answered(model: LlamaForCausalLM, prompts: Sequence[NeedlePrompt]) -> float:
     return hits / len(prompts)
 
 
-def main() -> None:
-    """Train, write the model and its tokenizer, and print how often it answers."""
-    parser = argparse.ArgumentParser(description="Train the needle model.")
+def training_parser(description: str) -> argparse.ArgumentParser:
+    """The options of every training: ``--out``, ``--minutes``, ``--seed`` and ``--device``."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--out",
         type=Path,
@@ -226,7 +230,12 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="cpu by default, or cuda")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Train, write the model and its tokenizer, and print how often it answers."""
+    arguments = training_parser("Train the needle model.").parse_args()
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(arguments.out, arguments.seed, arguments.device)
