@@ -74,6 +74,10 @@ class PolicyLM(HFLM):  # type: ignore[misc]
             rest["device"] = "cuda" if torch.cuda.is_available() else "cpu"
         if not loaded:
             pretrained = os.fspath(cast("str", pretrained))
+        processes = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun says
+        if processes > 1 and torch.device(rest["device"]).type == "cpu":
+            # Without this Accelerate takes each process for the only one, or a GPU that is there.
+            os.environ.setdefault("ACCELERATE_USE_CPU", "true")
         super().__init__(pretrained, tokenizer=tokenizer, **rest)
         self._take_share()
         self._batch: Sequence[Instance] = ()
