@@ -9,11 +9,12 @@ from typing import Any
 import attrs
 
 from kvpolicy.building import PARTS, build_policy, compose, factory_of, parameters_of
+from kvpolicy.checks import check_count
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.evaluation.commands.options import PolicyOptions
 from kvpolicy.evaluation.comparison.variant import Variant, takes
-from kvpolicy.interfaces import KVSelector
 from kvpolicy.policies import Method
+from kvpolicy.policies.methods.method import under_tokens
 from kvpolicy.policy import CachePolicy
 from kvpolicy.registry import Part, registered
 
@@ -45,7 +46,7 @@ def chosen_variants(
 
 
 def bounded(found: Sequence[Variant], options: PolicyOptions, tokens: int) -> list[Variant]:
-    """Each with its own rule while an answer is decoded; what keeps everything stays as it is.
+    """Each with its own rule while an answer is decoded; what has no such rule stays as it is.
 
     Args:
         found: Policies without such a rule.
@@ -55,30 +56,40 @@ def bounded(found: Sequence[Variant], options: PolicyOptions, tokens: int) -> li
     Raises:
         ValueError: None of them has a rule to go by, or a number is below 1.
     """
-    every = options.decoding_every
+    check_count("--decoding-tokens", tokens, minimum=1)
+    if options.decoding_every is not None:
+        check_count("--decoding-every", options.decoding_every, minimum=1)
     having = []
     for variant in found:
-        policy = variant.policy
-        if not hasattr(policy.selector, "retention_tokens"):
-            having.append(variant)
-            continue
-        if isinstance(policy, Method):
-            rule = policy.decoding_rule(tokens, every)
-        else:
-            bounds: dict[str, Any] = {"retention_rate": None, "retention_tokens": tokens}
-            selector: KVSelector = attrs.evolve(policy.selector, **bounds)  # type: ignore[misc]
-            rule = DecodingEviction(
-                policy.scorer, selector, Method.every if every is None else every
-            )
-        parameters = {**variant.parameters, "decoding": str(rule)}
-        policy = attrs.evolve(policy, decoding=rule)
-        having.append(attrs.evolve(variant, policy=policy, parameters=parameters))
+        rule = decoding_rule(variant.policy, tokens, options.decoding_every)
+        if rule is not None:
+            parameters = {**variant.parameters, "decoding": str(rule)}
+            policy = attrs.evolve(variant.policy, decoding=rule)
+            variant = attrs.evolve(variant, policy=policy, parameters=parameters)
+        having.append(variant)
     if all(each.policy.decoding is None for each in having):
         raise ValueError(
             "--decoding-tokens must be given with a policy that has a rule to evict by, got "
             f"{', '.join(each.name for each in found)}"
         )
     return having
+
+
+def decoding_rule(policy: CachePolicy, tokens: int, every: int | None) -> DecodingEviction | None:
+    """A policy's own rule while an answer is decoded; None where it has none.
+
+    Args:
+        policy: A method, or a composition: its scorer and its selector are the rule then.
+        tokens: Entries that a layer keeps.
+        every: Tokens from one choice to the next; None for the method's own.
+    """
+    if isinstance(policy, Method):
+        return policy.decoding_rule(tokens, every) if policy.has_decoding_rule else None
+    selector, scorer = under_tokens(policy.selector, tokens), policy.scorer
+    parts = [part for part in (selector, scorer) if part is not None]
+    if selector is None or selector.decides_together or any(it.history_layers for it in parts):
+        return None
+    return DecodingEviction(scorer, selector, Method.every if every is None else every)
 
 
 def chosen_variant(

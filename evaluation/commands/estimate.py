@@ -39,13 +39,15 @@ from kvpolicy.evaluation.commands.options import (
     SetOption,
     policy_options,
 )
+from kvpolicy.evaluation.commands.terminal import progress_bar
 from kvpolicy.evaluation.comparison.tables import byte_unit
 from kvpolicy.evaluation.comparison.variant import Variant
+from kvpolicy.evaluation.cost.activations import ModelMemory
 from kvpolicy.evaluation.cost.estimate import Estimate
 from kvpolicy.evaluation.cost.estimate import estimate as count
 from kvpolicy.evaluation.cost.model_shape import LayerShape, ModelShape
 from kvpolicy.evaluation.cost.presets import PRESETS
-from kvpolicy.evaluation.cost.shapes import load_shape
+from kvpolicy.evaluation.cost.shapes import load_config, load_shape
 from kvpolicy.evaluation.models import DTYPES
 from kvpolicy.evaluation.results import check_file, write_all
 
@@ -147,11 +149,10 @@ def estimate(
     chosen = chosen_variants(attrs.evolve(options, decoding_tokens=None), PAPER_RATES)
     shape = load_shape(config)
     found = [count(each.policy, shape, context, dtype=DTYPES[dtype]) for each in chosen]
-    fitting = (
-        None
-        if asked is None
-        else find_memory(asked, options, config, shape, chosen, found, DTYPES[dtype])
-    )
+    # Before anything is printed: it says whether the model can be run without numbers.
+    model = None
+    if asked is not None:
+        model = ModelMemory(load_config(config), config, DTYPES[dtype], asked.attention)
     notes = notes_of(shape, context, [_placed(each, shape) for each in chosen])
     console = Console(highlight=False, markup=False)
     console.print(headline(shape, context, dtype), style="dim", soft_wrap=True)
@@ -162,7 +163,10 @@ def estimate(
         console.print(line, style="dim")
     for note in notes:
         console.print(note)
-    if fitting is not None:
+    fitting = None
+    if asked is not None and model is not None:
+        with progress_bar() as progress:
+            fitting = find_memory(asked, options, model, shape, chosen, found, progress)
         _show_memory(console, fitting)
     if json_file is not None:
         settings = {"config": config, "context": context, "dtype": dtype}

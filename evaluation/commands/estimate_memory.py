@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
-import torch
 from rich.table import Table
 
-from kvpolicy.evaluation.commands.chosen import bounded
+from kvpolicy.evaluation.commands.chosen import decoding_rule
 from kvpolicy.evaluation.commands.options import PolicyOptions
 from kvpolicy.evaluation.commands.sizes import parse_size
 from kvpolicy.evaluation.comparison.tables import byte_unit
@@ -18,8 +17,9 @@ from kvpolicy.evaluation.cost.activations import ATTENTIONS, ModelMemory
 from kvpolicy.evaluation.cost.estimate import Estimate
 from kvpolicy.evaluation.cost.model_shape import ModelShape
 from kvpolicy.evaluation.cost.session import Session, session_of
-from kvpolicy.evaluation.cost.shapes import load_config
+from kvpolicy.evaluation.progress import Progress
 from kvpolicy.policies import PassAllPropagation
+from kvpolicy.policies.selectors.wrapping import WrappingSelector
 
 DEFAULT_ANSWER = 1024
 DEFAULT_CHUNK = 4096
@@ -142,20 +142,20 @@ class MemoryFound:
 def find_memory(
     asked: MemoryAsked,
     options: PolicyOptions,
-    config: str,
+    model: ModelMemory,
     shape: ModelShape,
     chosen: Sequence[Variant],
     found: Sequence[Estimate],
-    dtype: torch.dtype,
+    progress: Progress,
 ) -> MemoryFound:
     """What sessions hold under each policy, read whole and in chunks, bounded and not.
 
     Raises:
         UnsupportedModelError: The model cannot be run without numbers.
     """
-    model = ModelMemory(load_config(config), config, dtype, asked.attention)
     rows = []
-    for variant, cost in zip(chosen, found, strict=True):
+    for index, (variant, cost) in enumerate(zip(chosen, found, strict=True)):
+        progress(f"memory of {variant.label}", index, len(chosen))
         for chunk in (None, asked.chunk):
             for each, bound in _answering(variant, cost, options):
                 session = session_of(
@@ -170,13 +170,21 @@ def _answering(
     variant: Variant, cost: Estimate, options: PolicyOptions
 ) -> list[tuple[Variant, int | None]]:
     """The policy without a bound while it decodes, and with one, where it has a rule to go by."""
-    rows: list[tuple[Variant, int | None]] = [(variant, None)]
-    if hasattr(variant.policy.selector, "retention_tokens"):
-        rate = getattr(variant.policy.selector, "retention_rate", None)
-        kept = round(cost.mean_kept) if rate is None else int(rate * cost.context_len)
-        tokens = options.decoding_tokens or max(kept, 1)
-        rows.append((bounded([variant], options, tokens)[0], tokens))
-    return rows
+    tokens = options.decoding_tokens or max(_kept(variant, cost), 1)
+    rule = decoding_rule(variant.policy, tokens, options.decoding_every)
+    if rule is None:
+        return [(variant, None)]
+    policy = attrs.evolve(variant.policy, decoding=rule)
+    return [(variant, None), (attrs.evolve(variant, policy=policy), tokens)]
+
+
+def _kept(variant: Variant, cost: Estimate) -> int:
+    """Tokens that a budget leaves of the prompt; where there is none, as layers keep on average."""
+    selector = variant.policy.selector
+    while isinstance(selector, WrappingSelector):
+        selector = selector.selector
+    rate = getattr(selector, "retention_rate", None)
+    return round(cost.mean_kept) if rate is None else int(rate * cost.context_len)
 
 
 def memory_table(found: MemoryFound) -> Table:

@@ -158,6 +158,7 @@ class ModelMemory:
         query_len: int | None = None,
     ) -> int:
         """What a policy holds while it decides; see `deciding_bytes`."""
+        policy = attrs.evolve(policy, decoding=None)  # of no matter here: one answer for both
         acts = place[0] in policy.propagation.acting_layers(place[1])
         key = str(policy), layer, acts, key_len, device, query_len
         if key not in self._decided:

@@ -7,10 +7,8 @@ from typing import ClassVar
 
 import attrs
 
-from kvpolicy.brief import brief
 from kvpolicy.budgets import DefaultRate
 from kvpolicy.checks import check_count, check_kind
-from kvpolicy.decoding import DecodingEviction
 from kvpolicy.interfaces import KVSelector
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.method import Method, Parts
@@ -74,9 +72,6 @@ class KVzip(Method):
     head_uniform: bool = attrs.field(default=False, kw_only=True)
     retention_tokens: int | None = attrs.field(default=None, kw_only=True)
 
-    def __str__(self) -> str:
-        return brief(self)
-
     def _parts(self) -> Parts:
         check_count("num_sinks", self.num_sinks)
         check_kind("head_uniform", self.head_uniform, bool)
@@ -93,15 +88,4 @@ class KVzip(Method):
             num_sinks=self.num_sinks,
             overlap=self.overlap,
             instruction_ids=self.instruction_ids,
-        )
-
-    def decoding_rule(self, tokens: int, every: int | None = None) -> DecodingEviction:
-        """Raise: a prompt that grows is not read again.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(
-            "decoding of KVzip must be a DecodingEviction or None, since a context that grows is "
-            f"not read a second time at every choice, got {tokens}"
         )

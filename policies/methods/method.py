@@ -58,7 +58,7 @@ kernel_size=7)
 
     def __str__(self) -> str:
         tokens = None if self.decoding is None else _tokens_of(self.decoding.selector)
-        own = _under(self.selector, 1) is not None
+        own = self.has_decoding_rule
         if tokens is not None and own and self.decoding == self.decoding_rule(tokens):
             return brief(self, instead={"decoding": tokens})  # as it was written
         return brief(self)
@@ -80,6 +80,11 @@ kernel_size=7)
         super().__attrs_post_init__()
         self._drop_rates_that_gave_way()
 
+    @property
+    def has_decoding_rule(self) -> bool:
+        """Whether an answer can be bounded by a rule of the method's own, its `decoding_rule`."""
+        return self.reading is None and under_tokens(self.selector, 1) is not None
+
     def decoding_rule(self, tokens: int, every: int | None = None) -> DecodingEviction:
         """The method's own rule while an answer is decoded: its scorer and selector, bounded.
 
@@ -89,7 +94,8 @@ kernel_size=7)
 
         Raises:
             TypeError: An argument is not an int.
-            ValueError: It is below 1; or the method keeps everything, and has no such rule.
+            ValueError: It is below 1; or the method keeps everything or reads a prompt twice, and
+                has no such rule (`has_decoding_rule`).
 
         Example:
             >>> from kvpolicy.policies import H2O
@@ -97,11 +103,16 @@ kernel_size=7)
             16
         """
         check_count("tokens", tokens, minimum=1)
-        selector = _under(self.selector, tokens)
-        if selector is None:
+        selector = under_tokens(self.selector, tokens)
+        if selector is None or self.reading is not None:
+            reason = (
+                f"{self.selector} has no budget to be bounded by"
+                if selector is None
+                else "a context that grows is not read a second time at every choice"
+            )
             raise ValueError(
                 f"decoding of {type(self).__name__} must be a DecodingEviction or None, since "
-                f"{self.selector} has no budget to be bounded by, got {tokens}"
+                f"{reason}, got {tokens}"
             )
         return DecodingEviction(self.scorer, selector, self.every if every is None else every)
 
@@ -136,10 +147,10 @@ def _tokens_of(selector: KVSelector) -> int | None:
     return tokens
 
 
-def _under(selector: KVSelector, tokens: int) -> KVSelector | None:
-    """The selector under a number of tokens; None where it has no budget."""
+def under_tokens(selector: KVSelector, tokens: int) -> KVSelector | None:
+    """The selector under a number of tokens in place of its budget; None where it has no budget."""
     if isinstance(selector, WrappingSelector):
-        within = _under(selector.selector, tokens)
+        within = under_tokens(selector.selector, tokens)
         return None if within is None else selector.around(within)
     if not hasattr(selector, "retention_tokens"):
         return None

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
+from kvpolicy.registry import registered
 from tests.evaluation.commands.test_estimate import LLAMA, Run, run
 
 __all__ = ["run"]
@@ -57,6 +59,22 @@ def test_weights_that_do_not_fit_are_said_plainly(run: Run) -> None:
     assert "weights 5 GB" in shown
     assert "do not fit" not in shown
     assert "512" in shown
+
+
+def test_every_policy_has_its_rows(run: Run, tmp_path: Path) -> None:
+    """Also where a policy has no rule to bound an answer by, and where a selector is in another."""
+    LlamaConfig(num_hidden_layers=4, hidden_size=64, vocab_size=64).save_pretrained(tmp_path)
+    file = tmp_path / "fits.json"
+    asked = ("--config", tmp_path, "--context", 1024, "--rate", 0.1, "--prefill-chunk", 512)
+    status, _, err = run(*asked, "--memory", "1GB", "--json", file)
+    assert (status, err) == (0, "")
+    found = json.loads(file.read_text())["memory"]["rows"]
+    bounds = {name: set() for name in registered("policy")}
+    for row in found:
+        bounds[row["policy"]].add(row["decoding_tokens"])
+    assert bounds["kvzip"] == bounds["full_context"] == bounds["gem_filter"] == {None}
+    for name in ("snapkv", "ada_kv", "claa", "critical_kv"):
+        assert bounds[name] == {None, 102}
 
 
 @pytest.mark.parametrize(

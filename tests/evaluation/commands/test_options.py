@@ -316,3 +316,25 @@ def test_compare_bounds_what_it_decodes(run: Run) -> None:
     status, _, err = run(*COMPARE, "-p", "snapkv", "--decoding-tokens", 0)
     assert status
     assert "tokens must be at least 1" in err
+
+
+def test_a_bound_reaches_budgets_within_selectors_and_passes_over_what_has_no_rule() -> None:
+    options = policy_options(["claa", "critical_kv", "kvzip"], [0.5], decoding_tokens=48)
+    claa, critical, kvzip = chosen_variants(options, (0.5,))
+    for variant in (claa, critical):
+        assert variant.policy.decoding is not None
+        assert "retention_tokens=48" in str(variant.policy.decoding)
+    assert kvzip.policy.decoding is None
+    for alone in (
+        policy_options(["kvzip"], decoding_tokens=48),
+        policy_options(selector="global_threshold", decoding_tokens=48),
+    ):
+        with pytest.raises(ValueError, match="--decoding-tokens must be given with a policy"):
+            chosen_variants(alone, (0.5,))
+
+
+@pytest.mark.parametrize("option", ["--decoding-tokens", "--decoding-every"])
+def test_a_bound_is_a_number_from_one(run: Run, option: str) -> None:
+    given = {"--decoding-tokens": "8", "--decoding-every": "8"} | {option: "0"}
+    _, _, err = run("compare", "-p", "snapkv", *(each for pair in given.items() for each in pair))
+    assert f"{option} must be at least 1, got 0" in err
