@@ -94,8 +94,7 @@ def check_folder(folder: Path, files: Sequence[str] = ()) -> None:
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ValueError(f"out must be a folder, got {folder}, but {existing} is a file")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"out must be a folder that can be written to, got {folder}")
+    _try_to_write("out", existing, folder)
     for name in files:
         if (folder / name).is_dir():
             raise ValueError(f"out must leave {name} to the results, got a folder {folder / name}")
@@ -116,8 +115,24 @@ def check_file(option: str, file: Path) -> None:
     existing = next(path for path in file.absolute().parents if path.exists())
     if not existing.is_dir():
         raise ValueError(f"{option} must be a file in a folder, got {file}, but {existing} is none")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{option} must be a file that can be written, got {file}")
+    _try_to_write(option, existing, file)
+
+
+def _try_to_write(option: str, existing: Path, wanted: Path) -> None:
+    """Make a folder with a file in a folder, and remove both: permissions alone do not tell.
+
+    Raises:
+        ValueError: It cannot be done, as on a read-only disk or in /proc.
+    """
+    try:
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".trying-") as temporary:
+            (Path(temporary) / "file").write_bytes(b"written")
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ValueError(
+            f"{option} must be a place that can be written to, got {wanted}, and in {existing}: "
+            f"{reason}"
+        ) from None
 
 
 def write_all(folder: Path, files: Mapping[str, bytes]) -> None:

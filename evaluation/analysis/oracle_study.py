@@ -18,10 +18,11 @@ from kvpolicy.evaluation.analysis.oracle import (
     rank_scorers,
 )
 from kvpolicy.evaluation.analysis.plots import plot_rankings
-from kvpolicy.evaluation.analysis.study import AnalysisSettings, check, notes_of, prompts_of
+from kvpolicy.evaluation.analysis.study import AnalysisSettings, check, prompts_of
 from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import Loaded
 from kvpolicy.evaluation.progress import Progress, silent
+from kvpolicy.evaluation.readable import positions_notes
 from kvpolicy.evaluation.results import check_folder, environment, write_all
 from kvpolicy.interfaces import Scorer
 
@@ -125,8 +126,8 @@ def run_oracle(
         ValueError: The prompts do not fit the settings or the model.
     """
     model, window = loaded.model, settings.analysis.window_size
-    groups = prompts_of(settings.analysis, texts, loaded).values()
-    prompts = [prompt for group in groups for prompt in group]
+    kinds = prompts_of(settings.analysis, texts, loaded, answer_len=settings.answer_tokens)
+    prompts = [prompt for group in kinds.values() for prompt in group]
     found: list[dict[str, Ranking]] = []
     answers = []
     for done, prompt in enumerate(prompts):
@@ -142,7 +143,7 @@ def run_oracle(
         lengths,
         tuple(answers),
         {name: _mean([each[name] for each in found]) for name in scorers},
-        tuple(notes_of(model.config, max(lengths))),
+        tuple(positions_notes(model, max(lengths))),
     )
 
 

@@ -20,6 +20,7 @@ from kvpolicy.evaluation.commands.stream import encode_prompt
 from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import NEEDLE, Loaded
 from kvpolicy.evaluation.progress import Progress, silent
+from kvpolicy.evaluation.readable import check_positions, positions_notes
 from kvpolicy.evaluation.results import check_folder, environment, write_all
 from kvpolicy.evaluation.tasks.prompts import needle_prompts, read_prompt
 
@@ -48,6 +49,7 @@ class AnalysisSettings:
         chat: Whether a text is a user's turn of a chat; None for yes if there is a template.
         dtype: See `kvpolicy.evaluation.models.load`.
         device: See `kvpolicy.evaluation.models.load`.
+        beyond_positions: Whether prompts may be longer than the model has positions for.
     """
 
     model: str = NEEDLE
@@ -63,6 +65,7 @@ class AnalysisSettings:
     chat: bool | None = None
     dtype: str = "auto"
     device: str = "cpu"
+    beyond_positions: bool = False
 
     def ks(self, context_len: int) -> tuple[int, ...]:
         """The numbers of tokens whose share of attention is measured, ascending."""
@@ -220,7 +223,7 @@ def run(
         overlap,
         recall,
         distances,
-        tuple(notes_of(model.config, max(prompt.shape[1] for prompt in prompts))),
+        tuple(positions_notes(model, max(prompt.shape[1] for prompt in prompts))),
     )
 
 
@@ -237,9 +240,15 @@ def write(analysis: Analysis, folder: Path) -> list[str]:
 
 
 def prompts_of(
-    settings: AnalysisSettings, texts: Sequence[str], loaded: Loaded
+    settings: AnalysisSettings, texts: Sequence[str], loaded: Loaded, *, answer_len: int = 0
 ) -> dict[str, list[Tensor]]:
     """The prompts ``[1, context_len]`` by kind, from texts or of the needle task.
+
+    Args:
+        settings: What to analyse.
+        texts: The prompts, from `check`; none for the needle task.
+        loaded: The model.
+        answer_len: Tokens that it answers with at most.
 
     Raises:
         ValueError: They do not fit the settings or the model.
@@ -250,10 +259,13 @@ def prompts_of(
     else:
         for prompt in needle_prompts(settings.context, settings.count, settings.seed):
             kinds.setdefault(prompt.kind, []).append(prompt.input_ids)
-    return {
+    checked = {
         kind: check_prompts(loaded.model, group, settings.window_size)
         for kind, group in kinds.items()
     }
+    longest = max(prompt.shape[1] for group in checked.values() for prompt in group)
+    check_positions(loaded, longest, answer_len, beyond=settings.beyond_positions)
+    return checked
 
 
 def _attention(
@@ -277,14 +289,3 @@ def _attention(
         Overlap(settings.k, tuple(tuple(row) for row in overlap)),
         {k: tuple(row) for k, row in zip(ks, recall, strict=True)},
     )
-
-
-def notes_of(config: Any, longest: int) -> list[str]:
-    """What a reader has to know of prompts of up to so many tokens."""
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is None or longest <= limit:
-        return []
-    return [
-        f"Prompts of up to {longest:,} tokens exceed the {limit:,} positions that the model is "
-        "made for."
-    ]

@@ -13,6 +13,7 @@ from kvpolicy.evaluation.analysis.oracle_study import OracleSettings
 from kvpolicy.evaluation.analysis.study import Analysis, AnalysisSettings, check, run, write
 from kvpolicy.evaluation.commands.analyze_oracle import analyze_oracle
 from kvpolicy.evaluation.commands.terminal import (
+    BeyondPositionsOption,
     DeviceOption,
     DtypeOption,
     load_shown,
@@ -106,6 +107,7 @@ def analyze(
             help="With --oracle, odd: what an answer attends to is pooled over N; default 13.",
         ),
     ] = None,
+    beyond_positions: BeyondPositionsOption = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
     out: Annotated[
@@ -127,6 +129,7 @@ def analyze(
         chat=chat,
         dtype=dtype,
         device=device,
+        beyond_positions=beyond_positions,
     )
     if oracle:
         wanted = {"answer_tokens": answer_tokens, "kernel_size": pool}

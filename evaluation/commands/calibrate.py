@@ -30,6 +30,7 @@ from kvpolicy.evaluation.commands.options import (
     policy_options,
 )
 from kvpolicy.evaluation.commands.terminal import (
+    BeyondPositionsOption,
     DeviceOption,
     DtypeOption,
     ThreadsOption,
@@ -41,6 +42,7 @@ from kvpolicy.evaluation.comparison.sweep import CALIBRATION_SEED_OFFSET
 from kvpolicy.evaluation.comparison.tables import calibration_legend, calibration_table
 from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import NEEDLE, Loaded
+from kvpolicy.evaluation.readable import check_positions, positions_notes
 from kvpolicy.evaluation.results import (
     check_folder,
     check_threads,
@@ -111,6 +113,7 @@ def calibrate(
         typer.Option(metavar="X", help="Normalised distance that earliest takes for close."),
     ] = TOLERANCE,
     threads: ThreadsOption = None,
+    beyond_positions: BeyondPositionsOption = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
     out: Annotated[
@@ -143,6 +146,8 @@ def calibrate(
         if prompts is None
         else read_prompts(prompts, loaded.tokenizer)
     )
+    longest = max(len(prompt.input_ids) for prompt in asked)
+    check_positions(loaded, longest, beyond=beyond_positions, remedy="shorter prompts")
     inputs = [torch.tensor(prompt.input_ids) for prompt in asked]
     with progress_bar() as progress:
         distances = measure_tsp_distances(
@@ -153,6 +158,8 @@ def calibrate(
     console.print()
     for line in calibration_legend(distances):
         console.print(line, style="dim")
+    for note in positions_notes(loaded.model, longest):
+        console.print(note)
     try:
         layer = distances.choose(criterion, tolerance)
     except ValueError as error:

@@ -26,6 +26,7 @@ from kvpolicy.evaluation.commands.options import (
     policy_options,
 )
 from kvpolicy.evaluation.commands.terminal import (
+    BeyondPositionsOption,
     DeviceOption,
     DtypeOption,
     ThreadsOption,
@@ -130,6 +131,7 @@ def compare(
         int, typer.Option(min=1, metavar="N", help="Tokens decoded in a round.")
     ] = 16,
     threads: ThreadsOption = None,
+    beyond_positions: BeyondPositionsOption = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
     out: Annotated[
@@ -170,6 +172,7 @@ def compare(
         threads=threads or default_threads(),
         dtype=dtype,
         device=device,
+        beyond_positions=beyond_positions,
     )
     asked = chosen_variants(options, extent.rates, tsp_layer=settings.effective_tsp_layer)
     chosen = check(settings, out, asked)
@@ -182,11 +185,20 @@ def compare(
     for rule in dict.fromkeys(each.parameters.get("decoding") for each in chosen):
         if rule is not None:
             console.print(f"answers: {rule}", style="dim")
-    with progress_shown(console, quiet=ACCURACY_STAGE) as progress:
-        study = run(settings, chosen, loaded, progress, Rows(console))
-    show(study)
-    if out is not None:
-        console.print(f"\nwritten to {out}: {', '.join(write(study, out))}")
+    unbounded = dict.fromkeys(each.name for each in chosen if each.policy.decoding is None)
+    if decoding_tokens is not None and unbounded:
+        console.print(
+            f"answers held whole, for want of a rule: {', '.join(unbounded)}", style="dim"
+        )
+    stopped: list[Study] = []
+    try:
+        with progress_shown(console, quiet=ACCURACY_STAGE) as progress:
+            study = run(settings, chosen, loaded, progress, Rows(console), stopped.append)
+    except BaseException:
+        for study in stopped:
+            show_and_write(study, out)
+        raise
+    show_and_write(study, out)
 
 
 class Rows(Listener):
@@ -217,6 +229,14 @@ class Rows(Listener):
             self.console.print(line, style=style)
         # Into a file, too, at once: who waits for the rest can read it.
         self.console.file.flush()
+
+
+def show_and_write(study: Study, out: Path | None) -> None:
+    """Print what a study says beyond its rows, and write it where there is a folder."""
+    show(study)
+    if out is not None:
+        console = Console(highlight=False, markup=False, soft_wrap=True)
+        console.print(f"\nwritten to {out}: {', '.join(write(study, out))}")
 
 
 def show(study: Study) -> None:

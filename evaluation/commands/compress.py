@@ -12,7 +12,12 @@ from rich.console import Console
 import kvpolicy
 from kvpolicy.evaluation.commands.analyze_oracle import chosen_scorers
 from kvpolicy.evaluation.commands.options import ScorerOption
-from kvpolicy.evaluation.commands.terminal import DeviceOption, DtypeOption, load_shown
+from kvpolicy.evaluation.commands.terminal import (
+    BeyondPositionsOption,
+    DeviceOption,
+    DtypeOption,
+    load_shown,
+)
 from kvpolicy.evaluation.compression.chat import read_messages
 from kvpolicy.evaluation.compression.chunks import ALIGNMENTS
 from kvpolicy.evaluation.compression.compress import DEFAULT_RATE, compress_prompt
@@ -119,6 +124,7 @@ def compress(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there.")
     ] = None,
+    beyond_positions: BeyondPositionsOption = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
 ) -> None:
@@ -145,6 +151,7 @@ def compress(
             keep=keep or (),
             gap=gap,
             chat=chat,
+            beyond_positions=beyond_positions,
         )
     written = _written(found, body, request, ids=ids)
     if out is None:

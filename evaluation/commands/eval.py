@@ -28,6 +28,7 @@ from kvpolicy.evaluation.commands.options import (
     split_names,
 )
 from kvpolicy.evaluation.commands.terminal import (
+    BeyondPositionsOption,
     DeviceOption,
     DtypeOption,
     ThreadsOption,
@@ -106,6 +107,7 @@ def eval(
     chat_template: Annotated[
         bool, typer.Option("--chat-template", help="Ask in the tokenizer's chat template.")
     ] = False,
+    beyond_positions: BeyondPositionsOption = False,
     threads: ThreadsOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
@@ -140,6 +142,7 @@ def eval(
         threads=threads,
         dtype=dtype,
         device=device,
+        beyond_positions=beyond_positions,
     )
     check(settings, out)
     if not options.names and not options.parts:

@@ -26,8 +26,14 @@ from kvpolicy.evaluation.commands.options import (
     policy_options,
 )
 from kvpolicy.evaluation.commands.stream import encode_prompt, stream
-from kvpolicy.evaluation.commands.terminal import DeviceOption, DtypeOption, load_shown
+from kvpolicy.evaluation.commands.terminal import (
+    BeyondPositionsOption,
+    DeviceOption,
+    DtypeOption,
+    load_shown,
+)
 from kvpolicy.evaluation.models import default_tsp_layer
+from kvpolicy.evaluation.readable import check_positions, positions_notes
 from kvpolicy.evaluation.tasks.prompts import read_prompt
 
 DEFAULT = "fastkv"
@@ -74,6 +80,7 @@ def generate(
         bool | None,
         typer.Option("--chat/--no-chat", help="Chat template; by default where there is one."),
     ] = None,
+    beyond_positions: BeyondPositionsOption = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
 ) -> None:
@@ -107,6 +114,13 @@ def generate(
     loaded = load_shown(model, dtype, device)
     chosen.check_model(loaded.model.config.num_hidden_layers)
     input_ids = encode_prompt(loaded, text, chat=chat)
+    check_positions(
+        loaded,
+        input_ids.shape[1],
+        max_new_tokens,
+        beyond=beyond_positions,
+        remedy="a shorter prompt, fewer --max-new-tokens",
+    )
     begin = time.perf_counter()
     with Console(stderr=True).status(f"reading {input_ids.shape[1]:,} tokens") as reading:
         cache = stream(
@@ -122,3 +136,5 @@ def generate(
     errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     errors.rule(f"{chosen}, prompt of {input_ids.shape[1]:,} tokens, {seconds:.1f} s")
     errors.print(str(cache.report()))
+    for note in positions_notes(loaded.model, input_ids.shape[1]):
+        errors.print(note)

@@ -29,6 +29,13 @@ ThreadsOption = Annotated[
         help="CPU threads; default: OMP_NUM_THREADS, or idle processors, at most 4.",
     ),
 ]
+BeyondPositionsOption = Annotated[
+    bool,
+    typer.Option(
+        "--beyond-positions",
+        help="Read prompts longer than the model has positions for as well; refused otherwise.",
+    ),
+]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.evaluation.calibration.choice import select_tsp_layer
 from kvpolicy.evaluation.calibration.distances import Calibration
+from kvpolicy.evaluation.comparison.latency import Timing
 from kvpolicy.evaluation.comparison.picture import plot_comparison
 from kvpolicy.evaluation.comparison.plots import plot_sweep
-from kvpolicy.evaluation.comparison.rows import Comparison, Listener, compare
+from kvpolicy.evaluation.comparison.rows import Comparison, Listener, Row, compare
 from kvpolicy.evaluation.comparison.speed import MIN_ROUNDS
 from kvpolicy.evaluation.comparison.sweep import (
     CALIBRATION_SEED_OFFSET,
@@ -29,6 +30,7 @@ from kvpolicy.evaluation.comparison.variant import RATES, Variant, variants
 from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import NEEDLE, Loaded, default_tsp_layer
 from kvpolicy.evaluation.progress import Progress, silent
+from kvpolicy.evaluation.readable import check_positions, positions_notes
 from kvpolicy.evaluation.results import check_folder, check_threads, environment, write_all
 from kvpolicy.evaluation.tasks.own_prompts import OWN_PROMPTS
 from kvpolicy.evaluation.tasks.prompts import Prompt, read_prompts, read_text
@@ -84,6 +86,7 @@ class Settings:
         threads: CPU threads.
         dtype: See `kvpolicy.evaluation.models.load`.
         device: See `kvpolicy.evaluation.models.load`.
+        beyond_positions: Whether prompts may be longer than the model has positions for.
     """
 
     model: str = NEEDLE
@@ -102,6 +105,7 @@ class Settings:
     threads: int = 1
     dtype: str = "auto"
     device: str = "cpu"
+    beyond_positions: bool = False
 
     @property
     def effective_tsp_layer(self) -> int | None:
@@ -121,6 +125,7 @@ class Study:
         sweep: Accuracy by TSP layer, if asked for.
         rate_sweep: Accuracy by TSP rate and retention rate, if asked for.
         notes: What a reader has to know of the choices made.
+        finished: Whether all rows and sweeps that were asked for are there.
     """
 
     settings: Settings
@@ -130,6 +135,7 @@ class Study:
     sweep: Sweep | None
     rate_sweep: RateSweep | None
     notes: tuple[str, ...]
+    finished: bool = True
 
     def as_data(self) -> dict[str, Any]:
         """Everything as plain data for JSON."""
@@ -139,6 +145,7 @@ class Study:
         settings["tsp_layer"] = self.settings.effective_tsp_layer
         settings["dtype"] = self.dtype
         data = {"settings": settings, **self.environment, **self.comparison.as_data()}
+        data["finished"] = self.finished
         data["notes"] = list(self.notes)
         for name, sweep in (("sweep", self.sweep), ("rate_sweep", self.rate_sweep)):
             if sweep is not None:
@@ -213,14 +220,24 @@ def check_loaded(settings: Settings, chosen: Sequence[Variant], loaded: Loaded) 
         The prompts.
 
     Raises:
-        ValueError: A policy does not fit the model, or a line of the file of prompts is wrong.
+        ValueError: A policy does not fit the model, a line of the file of prompts is wrong, or a
+            prompt exceeds the model's positions.
     """
     num_layers = loaded.model.config.num_hidden_layers
     for variant in chosen:
         variant.policy.check_model(num_layers)
     if settings.sweep or settings.sweep_rates:
         FastKV(settings.effective_tsp_layer).check_model(num_layers)
-    return _prompts(settings, loaded, settings.seed)
+    prompts = _prompts(settings, loaded, settings.seed)
+    for prompt in prompts:
+        check_positions(
+            loaded,
+            len(prompt.input_ids),
+            max(prompt.max_new_tokens, settings.new_tokens),
+            beyond=settings.beyond_positions,
+            remedy="shorter prompts, fewer --new-tokens",
+        )
+    return prompts
 
 
 def run(
@@ -229,6 +246,7 @@ def run(
     loaded: Loaded,
     progress: Progress = silent,
     listener: Listener | None = None,
+    unfinished: Callable[[Study], None] | None = None,
 ) -> Study:
     """Compare, calibrate and sweep if asked to; sets the number of torch's threads.
 
@@ -238,32 +256,78 @@ def run(
         loaded: The model.
         progress: Told how far it is.
         listener: Told of the comparison's rows as they are done.
+        unfinished: Called with what is done where the work ends early, as by Ctrl-C, before that is
+            raised; not without a row.
     """
     torch.set_num_threads(settings.threads)
     prompts = check_loaded(settings, chosen, loaded)
     notes = _notes(settings, chosen, loaded, prompts)
     # First, since it is short and says at once what is wrong with a file of prompts.
     calibration = _calibration(settings, loaded, notes, progress) if settings.sweep else None
-    comparison = compare(
-        loaded.model,
-        prompts,
-        chosen,
-        rounds=settings.rounds,
-        new_tokens=settings.new_tokens,
-        timing_seconds=settings.timing_seconds,
-        progress=progress,
-        listener=listener,
-    )
-    sweep, rate_sweep = _sweeps(settings, loaded, calibration, progress)
-    return Study(
-        settings,
-        environment(loaded.model.device),
-        loaded.dtype,
-        comparison,
-        sweep,
-        rate_sweep,
-        (*notes, *_timing_notes(settings, comparison)),
-    )
+    keeping = _Keeping(listener or Listener())
+
+    def found(comparison: Comparison, *more: str) -> Study:
+        said = (*notes, *_timing_notes(settings, comparison), *more)
+        measured_on = environment(loaded.model.device)
+        return Study(settings, measured_on, loaded.dtype, comparison, None, None, said)
+
+    try:
+        comparison = compare(
+            loaded.model,
+            prompts,
+            chosen,
+            rounds=settings.rounds,
+            new_tokens=settings.new_tokens,
+            timing_seconds=settings.timing_seconds,
+            progress=progress,
+            listener=keeping,
+        )
+        sweep, rate_sweep = _sweeps(settings, loaded, calibration, progress)
+    except BaseException:  # Ctrl-C is one; minutes of work shall not be lost
+        if unfinished is not None and keeping.rows:
+            study = found(keeping.comparison, keeping.said)
+            unfinished(attrs.evolve(study, finished=False))
+        raise
+    return attrs.evolve(found(comparison), sweep=sweep, rate_sweep=rate_sweep)
+
+
+@attrs.define
+class _Keeping(Listener):
+    """Keeps what it is told, and passes it on.
+
+    Args:
+        listener: Whom to.
+        labels: Of all the rows that are to come.
+        rows: Those that are done.
+    """
+
+    listener: Listener
+    labels: list[str] = attrs.field(factory=list)
+    rows: list[Row] = attrs.field(factory=list)
+
+    def timed(
+        self, variants: Sequence[Variant], timings: Sequence[Timing], kinds: Sequence[str]
+    ) -> None:
+        self.labels = [variant.label for variant in variants]
+        self.listener.timed(variants, timings, kinds)
+
+    def row(self, row: Row) -> None:
+        self.rows.append(row)
+        self.listener.row(row)
+
+    @property
+    def comparison(self) -> Comparison:
+        """The comparison as far as it is done."""
+        held = self.rows[0].timing.held
+        assert held is not None
+        return Comparison(tuple(self.rows), held.seen)
+
+    @property
+    def said(self) -> str:
+        """What a reader has to know of it."""
+        missing = self.labels[len(self.rows) :]
+        left = f"without {', '.join(missing)}" if missing else "without the sweep"
+        return f"Unfinished: stopped after {len(self.rows)} of {len(self.labels)} rows, {left}."
 
 
 def write(study: Study, folder: Path) -> list[str]:
@@ -352,13 +416,7 @@ def _notes(
             f"{variant.label}: tsp_rate raised to {variant.parameters['tsp_rate']:g}, since layers "
             "after the drop cannot keep more than reaches them."
         )
-    limit = getattr(loaded.model.config, "max_position_embeddings", None)
-    longest = max(len(prompt.input_ids) for prompt in prompts)
-    if limit is not None and longest > limit:
-        notes.append(
-            f"Prompts of up to {longest:,} tokens exceed the {limit:,} positions that the model "
-            "is made for."
-        )
+    notes += positions_notes(loaded.model, max(len(prompt.input_ids) for prompt in prompts))
     if (settings.sweep or settings.sweep_rates) and settings.prompts is not None:
         notes.append(
             "Sweeps and calibration are on the same prompts as the comparison: there is only one "

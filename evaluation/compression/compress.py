@@ -19,6 +19,8 @@ from kvpolicy.evaluation.compression.compressed import CompressedPrompt
 from kvpolicy.evaluation.compression.scoring import LookAheadScorer, PromptScorer
 from kvpolicy.evaluation.compression.segments import segments_of, shortened, shorter_ids
 from kvpolicy.evaluation.compression.tokens import tokens_of
+from kvpolicy.evaluation.models import Loaded
+from kvpolicy.evaluation.readable import check_known, check_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,6 +43,7 @@ def compress_prompt(
     chat: bool | None = None,
     cut_special: bool = False,
     gap: str = "",
+    beyond_positions: bool = False,
 ) -> CompressedPrompt:
     """Leave out of a prompt what a small model does not look at.
 
@@ -71,14 +74,16 @@ def compress_prompt(
             it has one. A chat always is.
         cut_special: Whether special tokens within contents may be cut.
         gap: What stands where something was left out.
+        beyond_positions: Whether the prompt may be longer than the model has positions for.
 
     Returns:
         The shorter prompt, what it is made of and what was left out.
 
     Raises:
         TypeError: An argument is not of its type.
-        ValueError: An argument is out of its range, the prompt is empty, or what is never cut does
-            not fit; the model is refused by `PolicyCache`, or cannot be scored so.
+        ValueError: An argument is out of its range, the prompt is empty or in words that the
+            tokenizer does not know, too long, or what is never cut does not fit; the model is
+            refused by `PolicyCache`, or cannot be scored so.
 
     Example:
         >>> from kvpolicy.evaluation.tasks.ruler_words import load_model, load_tokenizer, prompts
@@ -114,8 +119,10 @@ def compress_prompt(
             "beside a message's content"
         )
     read = tokens_of(tokenizer, rendered, kept, cut_special=cut_special)
-    if not read.ids:
-        raise ValueError("prompt must have at least one token, got none")
+    contents = " ".join(rendered.text[start:end] for start, end in rendered.contents)
+    check_known(tokenizer, tokenizer.encode(contents), "prompt")
+    loaded = Loaded(model.config.name_or_path or type(model).__name__, model, tokenizer)
+    check_positions(loaded, len(read.ids), beyond=beyond_positions)
     saliency = scorer.score(model, read.ids)
     chunks = choose(read, divide(read, chunk_size, align), saliency, rate=rate, budget=tokens)
     segments = segments_of(tokenizer, read, kept_tokens(read, chunks), glue=not gap)

@@ -17,6 +17,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.task import Task
 
 from kvpolicy.evaluation.models import Loaded
+from kvpolicy.evaluation.readable import check_known, check_positions
 from kvpolicy.evaluation.suite.runner import Documents, Runner
 from kvpolicy.evaluation.suite.sample import FULL_CONTEXT, Answer, Cell, Document
 from kvpolicy.evaluation.suite.scoring import depth_of, prediction_of, references_of, scores_of
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 # The field of a document that says for which prompt length it was made; RULER's.
 LENGTH_FIELD = "max_length"
+# Of the tokens that `HFLM` reads.
+NO_LIMIT = 2**31 - 1
 
 
 class HarnessRunner(Runner):
@@ -43,6 +46,7 @@ class HarnessRunner(Runner):
         limit: Documents of each task and length; None for all.
         batch_size: Prompts that are read at once.
         chat_template: Whether prompts are a user's turn of a chat.
+        beyond_positions: Whether prompts may be longer than the model has positions for.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class HarnessRunner(Runner):
         limit: int | None = None,
         batch_size: int = 1,
         chat_template: bool = False,
+        beyond_positions: bool = False,
     ) -> None:
         self.loaded = loaded
         self.tasks = dict(tasks)
@@ -63,6 +68,7 @@ class HarnessRunner(Runner):
         self.limit = limit
         self.batch_size = batch_size
         self.chat_template = chat_template
+        self.beyond_positions = beyond_positions
         self._models: dict[tuple[str, str], PolicyLM] = {}
         self._requests: dict[tuple[str, int], list[Instance]] = {}
 
@@ -118,6 +124,8 @@ class HarnessRunner(Runner):
                 policy=self.policies[method],
                 question=cast("Question", question),
                 batch_size=self.batch_size,
+                # No prompt is cut off: what is too long is refused, or read whole.
+                max_length=NO_LIMIT,
             )
         return self._models[method, question]
 
@@ -161,18 +169,23 @@ class HarnessRunner(Runner):
     def _tokens(self, model: PolicyLM, name: str, request: Instance) -> int:
         """Tokens of a prompt, its answer included, held against the model's positions."""
         prompt, follows = request.args[0], request.args[1]
+        what = f"document {request.doc_id} of {name}"
         if isinstance(follows, str):
             answer = len(model.tok_encode(follows, add_special_tokens=False))
         else:
             answer = int(follows.get("max_gen_toks", model.max_gen_toks))
-        tokens = len(model.tok_encode(prompt)) + answer
-        if tokens > model.max_length:
-            raise ValueError(
-                f"prompts must fit into the {model.max_length:,} positions of {self.loaded.name}, "
-                f"got document {request.doc_id} of {name}, which with an answer of up to {answer} "
-                f"tokens has {tokens:,}; give smaller --lengths, other --tasks or another --model"
-            )
-        return tokens
+        ids = model.tok_encode(prompt)
+        if prompt.strip():
+            check_known(self.loaded.tokenizer, ids, what)
+        check_positions(
+            self.loaded,
+            len(ids),
+            answer,
+            beyond=self.beyond_positions,
+            what=what,
+            remedy="smaller --lengths, other --tasks",
+        )
+        return len(ids) + answer
 
 
 def _document(task: Task, number: int, requests: Sequence[Instance]) -> Document:

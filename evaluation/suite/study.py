@@ -49,6 +49,7 @@ class Settings:
         threads: CPU threads; None for those the folder was begun with, or as many as are idle.
         dtype: See `kvpolicy.evaluation.models.load`.
         device: See `kvpolicy.evaluation.models.load`.
+        beyond_positions: Whether prompts may be longer than the model has positions for.
     """
 
     model: str
@@ -63,6 +64,7 @@ class Settings:
     threads: int | None = None
     dtype: str = "auto"
     device: str = "cpu"
+    beyond_positions: bool = False
 
 
 def check(settings: Settings, out: Path) -> None:
@@ -199,6 +201,7 @@ def _runner(
         limit=settings.limit,
         batch_size=settings.batch_size,
         chat_template=settings.chat_template,
+        beyond_positions=settings.beyond_positions,
     )
 
 
@@ -219,6 +222,8 @@ def _description(
         "fingerprint": fingerprint(loaded),
         "made_of": {name: made for name, task in tasks.items() if (made := _made_of(task))},
     }
+    if not asked["beyond_positions"]:
+        del asked["beyond_positions"]  # as folders have it that were begun before it was there
     found = environment(loaded.model.device)
     found["versions"]["lm_eval"] = version("lm_eval")
     methods = {each.label: Method.of(each) for each in chosen}

@@ -1,0 +1,107 @@
+"""Whether a model can read a prompt: words that its tokenizer knows, positions for its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvpolicy.evaluation.models import Loaded
+
+# Positions from which an embedding's rows may start, beside those that tokens have (OPT's 2).
+_ROWS_BEFORE = 2
+
+
+def check_known(tokenizer: Any, ids: Sequence[int], what: str) -> None:
+    """Refuse a text that a tokenizer reads as nothing, or as unknown words alone.
+
+    A model's folder without a tokenizer is read like that: some classes then make an empty one.
+
+    Args:
+        tokenizer: A tokenizer of Transformers.
+        ids: What it made of the text; special tokens among them count as unknown.
+        what: The text, for messages.
+
+    Raises:
+        ValueError: It knows no token of it.
+    """
+    if not set(ids) <= set(tokenizer.all_special_ids):
+        return
+    read = "no token" if not ids else f"{len(ids):,} unknown or special token{'s' * (len(ids) > 1)}"
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
+        remedy = "it has no words at all: save the model's own tokenizer into its folder"
+    else:
+        remedy = "give a text in words that it knows, or a model with another tokenizer"
+    raise ValueError(f"{what} must have words that the tokenizer knows, got {read}; {remedy}")
+
+
+def positions_of(model: PreTrainedModel) -> int | None:
+    """The positions that a model is made for; None where it does not say."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def check_positions(
+    loaded: Loaded,
+    prompt_len: int,
+    answer_len: int = 0,
+    *,
+    beyond: bool = False,
+    what: str = "a prompt",
+    remedy: str = "a shorter prompt",
+) -> None:
+    """Refuse a prompt that is longer, with its answer, than a model has positions for.
+
+    Args:
+        loaded: The model.
+        prompt_len: Tokens of the prompt.
+        answer_len: Tokens of its answer, at most.
+        beyond: Whether to read it all the same (``--beyond-positions``).
+        what: The prompt, for messages.
+        remedy: What to give in its place, for messages.
+
+    Raises:
+        ValueError: It is longer and ``beyond`` is False, or the model has an embedding for each
+            position, and none beyond.
+    """
+    limit = positions_of(loaded.model)
+    if limit is None or prompt_len + answer_len <= limit:
+        return
+    answer = f" and an answer of up to {answer_len:,}" if answer_len else ""
+    got = f"got {what} of {prompt_len:,} tokens{answer}"
+    if not beyond:
+        raise ValueError(
+            f"prompts must fit into the {limit:,} positions of {loaded.name}, {got}; give {remedy}"
+            " or another --model, or --beyond-positions to read it all the same"
+        )
+    if _has_table(loaded.model, limit):
+        raise ValueError(
+            f"--beyond-positions must not be given with {loaded.name}, which has an embedding for "
+            f"each of {limit:,} positions and none beyond, {got}; give {remedy} or another --model"
+        )
+
+
+def positions_notes(model: PreTrainedModel, longest: int) -> list[str]:
+    """What a reader has to know of prompts of up to so many tokens."""
+    limit = positions_of(model)
+    if limit is None or longest <= limit:
+        return []
+    return [
+        f"Prompts of up to {longest:,} tokens exceed the {limit:,} positions that the model is "
+        "made for."
+    ]
+
+
+def _has_table(model: PreTrainedModel, limit: int) -> bool:
+    """Whether a model looks its positions up in an embedding."""
+    words = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    return any(
+        isinstance(module, nn.Embedding)
+        and id(module) not in words
+        and limit <= module.num_embeddings <= limit + _ROWS_BEFORE
+        for module in model.modules()
+    )
