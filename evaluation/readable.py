@@ -39,6 +39,27 @@ def check_known(tokenizer: Any, ids: Sequence[int], what: str) -> None:
     raise ValueError(f"{what} must have words that the tokenizer knows, got {read}; {remedy}")
 
 
+def check_whole(tokenizer: Any, ids: Sequence[int], what: str) -> None:
+    """Refuse a text of which a tokenizer knows a part only.
+
+    Unknown words have no text: an answer with one would count as right where it is left out.
+
+    Args:
+        tokenizer: A tokenizer of Transformers.
+        ids: What it made of the text.
+        what: The text, for messages.
+
+    Raises:
+        ValueError: A word is unknown, or there is none.
+    """
+    check_known(tokenizer, ids, what)
+    if tokenizer.unk_token_id in ids:
+        raise ValueError(
+            f"{what} must be in words that the tokenizer knows, got one that it does not; give "
+            "another answer, or a model with another tokenizer"
+        )
+
+
 def positions_of(model: PreTrainedModel) -> int | None:
     """The positions that a model is made for; None where it does not say."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)

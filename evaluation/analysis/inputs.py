@@ -115,7 +115,10 @@ def check_k(k: int, context_len: int, name: str = "k") -> None:
     """
     check_count(name, k, minimum=1)
     if k > context_len:
-        raise ValueError(f"{name} must be at most the prompt's {context_len} tokens, got {k}")
+        raise ValueError(
+            f"{name} must be at most the prompt's {context_len} tokens, got {k}; lower it or take "
+            "a longer prompt"
+        )
 
 
 def check_ks(ks: Sequence[int], context_len: int) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import attrs
 
 from kvpolicy.building import PARTS, build_policy, compose, factory_of, parameters_of
-from kvpolicy.checks import check_count
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.evaluation.commands.options import PolicyOptions
 from kvpolicy.evaluation.comparison.variant import Variant, takes
@@ -54,11 +53,8 @@ def bounded(found: Sequence[Variant], options: PolicyOptions, tokens: int) -> li
         tokens: Entries that layers keep.
 
     Raises:
-        ValueError: None of them has a rule to go by, or a number is below 1.
+        ValueError: None of them has a rule to go by.
     """
-    check_count("--decoding-tokens", tokens, minimum=1)
-    if options.decoding_every is not None:
-        check_count("--decoding-every", options.decoding_every, minimum=1)
     having = []
     for variant in found:
         rule = decoding_rule(variant.policy, tokens, options.decoding_every)

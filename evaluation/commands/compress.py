@@ -20,7 +20,7 @@ from kvpolicy.evaluation.commands.terminal import (
 )
 from kvpolicy.evaluation.compression.chat import read_messages
 from kvpolicy.evaluation.compression.chunks import ALIGNMENTS
-from kvpolicy.evaluation.compression.compress import DEFAULT_RATE, compress_prompt
+from kvpolicy.evaluation.compression.compress import DEFAULT_RATE, check_extent, compress_prompt
 from kvpolicy.evaluation.compression.compressed import CompressedPrompt
 from kvpolicy.evaluation.compression.scoring import (
     FilterLayerScorer,
@@ -135,6 +135,7 @@ def compress(
     for option, file in (("--out", out), ("--json", json_file)):
         if file is not None:
             check_file(option, file)
+    check_extent(rate, tokens, chunk, align)
     chosen = _scorer(look_ahead, pool, scorer, filter_layer)
     prompt, body = _prompt(prompt_file, chat_file)
     loaded = load_shown(model, dtype, device)

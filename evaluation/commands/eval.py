@@ -131,9 +131,9 @@ def eval(
     )
     settings = Settings(
         model=model,
-        tasks=unique(tasks),
+        tasks=unique(tasks, "--tasks"),
         lengths=_lengths(lengths or ["4096"]),
-        questions=unique(question or ["with"]),
+        questions=unique(question or ["with"], "--question"),
         limit=limit,
         batch_size=batch_size,
         chat_template=chat_template,
@@ -187,14 +187,14 @@ class Rows(Listener):
         self.console.file.flush()  # into a file, too, at once
 
 
-def unique(names: Sequence[str]) -> tuple[str, ...]:
+def unique(names: Sequence[str], option: str) -> tuple[str, ...]:
     """Names that may be repeated, comma-separated or both, each once."""
-    return tuple(dict.fromkeys(split_names(names)))
+    return tuple(dict.fromkeys(split_names(names, option)))
 
 
 def _lengths(texts: Sequence[str]) -> tuple[int, ...]:
     found = []
-    for text in unique(texts):
+    for text in unique(texts, "--lengths"):
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"--lengths must be numbers of tokens, such as 4096,8192, got {text}")
         found.append(int(text))

@@ -9,6 +9,7 @@ import attrs
 import typer
 
 from kvpolicy.building import PartOption, parse_assignments
+from kvpolicy.checks import check_count
 
 PolicyOption = Annotated[
     list[str] | None,
@@ -166,12 +167,19 @@ def policy_options(
 
     Raises:
         ValueError: Rates and numbers of tokens are both given, an assignment is none, or it is of a
-            parameter that has an option of its own; or only the interval of a bound is given.
+            parameter that has an option of its own; only the interval of a bound is given, or one
+            that is below 1; or a name is empty.
     """
     if decoding_every is not None and decoding_tokens is None:
         raise ValueError(
             f"--decoding-tokens must be given with --decoding-every, got {decoding_every} alone"
         )
+    for option, value in (
+        ("--decoding-tokens", decoding_tokens),
+        ("--decoding-every", decoding_every),
+    ):
+        if value is not None:
+            check_count(option, value, minimum=1)
     if rates and tokens:
         raise ValueError("at most one of --rate and --retention-tokens must be given, got both")
     parameters = parse_assignments(assignments or (), "--set")
@@ -182,7 +190,7 @@ def policy_options(
         parameters["protect"] = protect
     parts = {"scorer": scorer, "selector": selector, "propagation": propagation}
     return PolicyOptions(
-        split_names(names or ()),
+        split_names(names or (), "--policy"),
         tuple(dict.fromkeys(rates or ())),
         tuple(dict.fromkeys(tokens or ())),
         parameters,
@@ -196,11 +204,24 @@ def policy_options(
     )
 
 
-def split_names(names: Iterable[str]) -> tuple[str, ...]:
+def split_names(names: Iterable[str], option: str) -> tuple[str, ...]:
     """Names that may be repeated, comma-separated or both.
 
+    Args:
+        names: As the command line has them.
+        option: Whose they are, for messages.
+
+    Raises:
+        ValueError: One is empty.
+
     Example:
-        >>> split_names(["snapkv, fastkv", "h2o"])
+        >>> split_names(["snapkv, fastkv", "h2o"], "--policy")
         ('snapkv', 'fastkv', 'h2o')
     """
-    return tuple(name.strip() for each in names for name in each.split(","))
+    found = []
+    for each in names:
+        for name in each.split(","):
+            if not name.strip():
+                raise ValueError(f"{option} must be names with commas between them, got {each!r}")
+            found.append(name.strip())
+    return tuple(found)

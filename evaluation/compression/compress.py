@@ -96,15 +96,7 @@ def compress_prompt(
     no server takes: what is left is read at positions without gaps, as in GemFilter (arXiv
     2409.17422). There chunks have exactly their size.
     """
-    if rate is not None and tokens is not None:
-        raise ValueError("at most one of rate and tokens must be given, got both")
-    if tokens is None:
-        rate = check_rate("rate", DEFAULT_RATE if rate is None else rate)
-    else:
-        check_count("tokens", tokens, minimum=1)
-    check_count("chunk_size", chunk_size, minimum=1)
-    if align not in ALIGNMENTS:
-        raise ValueError(f"align must be one of {', '.join(ALIGNMENTS)}, got {align!r}")
+    rate = check_extent(rate, tokens, chunk_size, align)
     check_kind("gap", gap, str)
     scorer = LookAheadScorer() if scorer is None else scorer
     check_kind("scorer", scorer, PromptScorer)
@@ -145,6 +137,30 @@ def compress_prompt(
         tokens_fixed=sum(read.fixed),
         source=saliency.source,
     )
+
+
+def check_extent(
+    rate: float | None, tokens: int | None, chunk_size: int, align: str
+) -> float | None:
+    """Check how much of a prompt is to be kept, for which no model is needed.
+
+    Returns:
+        The rate; None where a number of tokens is given.
+
+    Raises:
+        TypeError: An argument is not of its type.
+        ValueError: An argument is out of its range, or both a rate and a number are given.
+    """
+    if rate is not None and tokens is not None:
+        raise ValueError("at most one of rate and tokens must be given, got both")
+    if tokens is None:
+        rate = check_rate("rate", DEFAULT_RATE if rate is None else rate)
+    else:
+        check_count("tokens", tokens, minimum=1)
+    check_count("chunk_size", chunk_size, minimum=1)
+    if align not in ALIGNMENTS:
+        raise ValueError(f"align must be one of {', '.join(ALIGNMENTS)}, got {align!r}")
+    return rate
 
 
 def _read(

@@ -185,7 +185,11 @@ def _load_tasks(settings: Settings, tokenizer: Any) -> dict[str, Any]:
 
     with quiet():
         manager = task_manager(settings.data, settings.lengths, tokenizer, include=settings.include)
-        return load_tasks(settings.tasks, manager, limit=settings.limit)
+        try:
+            return load_tasks(settings.tasks, manager, limit=settings.limit)
+        except OSError as error:  # a network's errors are of this kind
+            remedy = "" if settings.data else "; without a network, give their data by --data DIR"
+            raise OSError(f"--tasks could not be loaded: {error}{remedy}") from error
 
 
 def _runner(

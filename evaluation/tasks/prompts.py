@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.evaluation.readable import check_known
+from kvpolicy.evaluation.readable import check_known, check_whole
 from kvpolicy.evaluation.tasks.long_answers.task import right_steps
 
 MIN_NEEDLE_CONTEXT = 64
@@ -201,6 +201,9 @@ def _from_line(line: str, where: str, tokenizer: Any) -> Prompt:
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    check_whole(
+        tokenizer, tokenizer.encode(answer, add_special_tokens=False), f"the answer in {where}"
+    )
     ids = tokenizer.encode(entry["prompt"])
     check_known(tokenizer, ids, f"the prompt in {where}")
     return Prompt(tuple(ids), tuple(dict.fromkeys(spellings)), decode=decode)

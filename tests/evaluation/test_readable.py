@@ -129,3 +129,14 @@ def test_some_known_words_are_enough() -> None:
     check_known(tokenizer, tokenizer("a")["input_ids"], "prompt")
     with pytest.raises(ValueError, match="prompt must have words that .*, got no token"):
         check_known(tokenizer, [], "prompt")
+
+
+def test_answers_in_words_that_nobody_knows(run: Run, tmp_path: Path) -> None:
+    """Unknown words have no text: whatever else is answered would match."""
+    for answer, got in (("zebra", "got 1 unknown"), ("s1 zebra", "got one that it does not")):
+        file = tmp_path / "questions.jsonl"
+        file.write_text(json.dumps({"prompt": "KEY s110 s89", "answer": answer}) + "\n")
+        status, out, err = run("compare", "-p", "snapkv", "--prompts", file)
+        assert (status, out) == (1, "")
+        assert "the answer in line 1 of" in err
+        assert got in err

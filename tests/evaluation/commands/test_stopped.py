@@ -108,3 +108,33 @@ def test_places_are_tried_first(
     status, shown, err = run(*arguments)
     assert (status, shown) == (1, "")
     assert "must be a place that can be written to, got /proc/x" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("compare -p snapkv,", "--policy must be names with commas between them, got 'snapkv,'"),
+        ("eval --tasks , --out x", "--tasks must be names with commas between them, got ','"),
+        ("eval --tasks a --lengths 1,,2 --out x", "--lengths must be names with commas"),
+        ("compress --prompt-file FILE --rate 0", "rate must be in (0, 1], got 0.0"),
+        ("compress --prompt-file FILE --align page", "align must be one of line, word, token"),
+        ("compress --prompt-file FILE --rate 1 --tokens 9", "at most one of rate and tokens"),
+        ("estimate --config phi-4 --context 9 --memory 9GB --decoding-tokens 0",
+         "--decoding-tokens must be at least 1, got 0"),
+        ("estimate --config phi-4 --context 9 --memory 9GB --decoding-tokens 9 --decoding-every 0",
+         "--decoding-every must be at least 1, got 0"),
+        ("compare --decoding-tokens 0", "--decoding-tokens must be at least 1, got 0"),
+        ("generate --prompt-file FILE --decoding-tokens 9 --decoding-every -1",
+         "--decoding-every must be at least 1, got -1"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_before_a_model_is_loaded(
+    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: str, said: str
+) -> None:
+    def loaded(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model is loaded first")
+
+    monkeypatch.setattr(terminal, "load", loaded)
+    status, shown, err = run(*arguments.replace("FILE", __file__).split())
+    assert (status, shown) == (1, "")
+    assert said in err
