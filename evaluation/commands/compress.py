@@ -20,13 +20,20 @@ from kvpolicy.evaluation.commands.terminal import (
 )
 from kvpolicy.evaluation.compression.chat import read_messages
 from kvpolicy.evaluation.compression.chunks import ALIGNMENTS
-from kvpolicy.evaluation.compression.compress import DEFAULT_RATE, check_extent, compress_prompt
+from kvpolicy.evaluation.compression.compress import (
+    DEFAULT_RATE,
+    check_extent,
+    compress_prompt,
+    rendered_of,
+)
 from kvpolicy.evaluation.compression.compressed import CompressedPrompt
 from kvpolicy.evaluation.compression.scoring import (
     FilterLayerScorer,
     LookAheadScorer,
     PromptScorer,
 )
+from kvpolicy.evaluation.models import Loaded
+from kvpolicy.evaluation.readable import check_known, check_positions
 from kvpolicy.evaluation.results import check_file, write_all
 from kvpolicy.evaluation.tasks.prompts import read_prompt, read_text
 
@@ -139,6 +146,7 @@ def compress(
     chosen = _scorer(look_ahead, pool, scorer, filter_layer)
     prompt, body = _prompt(prompt_file, chat_file)
     loaded = load_shown(model, dtype, device)
+    _check_readable(loaded, prompt, chat, beyond_positions)
     with Console(stderr=True).status("reading the prompt"):
         found = compress_prompt(
             loaded.model,
@@ -152,7 +160,6 @@ def compress(
             keep=keep or (),
             gap=gap,
             chat=chat,
-            beyond_positions=beyond_positions,
         )
     written = _written(found, body, request, ids=ids)
     if out is None:
@@ -214,6 +221,15 @@ def _prompt(prompt_file: Path | None, chat_file: Path | None) -> tuple[Any, dict
     except TypeError as error:  # in a file it is the user's words that are wrong
         raise ValueError(f"chat file {chat_file}: {error}") from None
     return body["messages"], {key: value for key, value in body.items() if key != "messages"}
+
+
+def _check_readable(loaded: Loaded, prompt: Any, chat: bool | None, beyond: bool) -> None:
+    """Check that the model knows the prompt's words, and has positions for its tokens."""
+    _, rendered = rendered_of(loaded.tokenizer, prompt, chat)
+    contents = " ".join(rendered.text[start:end] for start, end in rendered.contents)
+    check_known(loaded.tokenizer, loaded.tokenizer.encode(contents), "prompt")
+    ids = loaded.tokenizer.encode(rendered.text, add_special_tokens=rendered.special)
+    check_positions(loaded, len(ids), beyond=beyond)
 
 
 def _written(

@@ -19,8 +19,6 @@ from kvpolicy.evaluation.compression.compressed import CompressedPrompt
 from kvpolicy.evaluation.compression.scoring import LookAheadScorer, PromptScorer
 from kvpolicy.evaluation.compression.segments import segments_of, shortened, shorter_ids
 from kvpolicy.evaluation.compression.tokens import tokens_of
-from kvpolicy.evaluation.models import Loaded
-from kvpolicy.evaluation.readable import check_known, check_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,7 +41,6 @@ def compress_prompt(
     chat: bool | None = None,
     cut_special: bool = False,
     gap: str = "",
-    beyond_positions: bool = False,
 ) -> CompressedPrompt:
     """Leave out of a prompt what a small model does not look at.
 
@@ -74,16 +71,14 @@ def compress_prompt(
             it has one. A chat always is.
         cut_special: Whether special tokens within contents may be cut.
         gap: What stands where something was left out.
-        beyond_positions: Whether the prompt may be longer than the model has positions for.
 
     Returns:
         The shorter prompt, what it is made of and what was left out.
 
     Raises:
         TypeError: An argument is not of its type.
-        ValueError: An argument is out of its range, the prompt is empty or in words that the
-            tokenizer does not know, too long, or what is never cut does not fit; the model is
-            refused by `PolicyCache`, or cannot be scored so.
+        ValueError: An argument is out of its range, the prompt is empty, or what is never cut does
+            not fit; the model is refused by `PolicyCache`, or cannot be scored so.
 
     Example:
         >>> from kvpolicy.evaluation.tasks.ruler_words import load_model, load_tokenizer, prompts
@@ -101,7 +96,7 @@ def compress_prompt(
     scorer = LookAheadScorer() if scorer is None else scorer
     check_kind("scorer", scorer, PromptScorer)
 
-    messages, rendered = _read(tokenizer, prompt, chat)
+    messages, rendered = rendered_of(tokenizer, prompt, chat)
     kept = [*_message_spans(messages, rendered), *_found(keep, rendered)]
     if isinstance(prompt, str):
         kept += _protected(protect, prompt, rendered)
@@ -111,10 +106,8 @@ def compress_prompt(
             "beside a message's content"
         )
     read = tokens_of(tokenizer, rendered, kept, cut_special=cut_special)
-    contents = " ".join(rendered.text[start:end] for start, end in rendered.contents)
-    check_known(tokenizer, tokenizer.encode(contents), "prompt")
-    loaded = Loaded(model.config.name_or_path or type(model).__name__, model, tokenizer)
-    check_positions(loaded, len(read.ids), beyond=beyond_positions)
+    if not read.ids:
+        raise ValueError("prompt must have at least one token, got none")
     saliency = scorer.score(model, read.ids)
     chunks = choose(read, divide(read, chunk_size, align), saliency, rate=rate, budget=tokens)
     segments = segments_of(tokenizer, read, kept_tokens(read, chunks), glue=not gap)
@@ -163,10 +156,10 @@ def check_extent(
     return rate
 
 
-def _read(
+def rendered_of(
     tokenizer: Any, prompt: str | Sequence[Any], chat: bool | None
 ) -> tuple[tuple[Message, ...], Rendered]:
-    """The prompt's messages, and how the model is to read them."""
+    """The prompt's messages, and how the model is to read them; see `compress_prompt`."""
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(prompt, str):
         if not isinstance(prompt, Sequence):

@@ -569,7 +569,10 @@ def test_a_long_prompt_is_noted(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(loaded.model.config, "max_position_embeddings", 63)
     monkeypatch.setattr("kvpolicy.evaluation.commands.analyze.load_shown", lambda *each: loaded)
     said = "Prompts of up to 64 tokens exceed the 63 positions that the model is made for."
-    assert said in " ".join(run(*SMALL)[1].split())
+    status, out, err = run(*SMALL)
+    assert (status, out) == (1, "")
+    assert "prompts must fit into the 63 positions of needle, got a prompt of 64 tokens" in err
+    assert said in " ".join(run(*SMALL, "--beyond-positions")[1].split())
 
 
 # The pictures.

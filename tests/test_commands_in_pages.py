@@ -1,0 +1,241 @@
+"""Every command line of the README and of the pages runs, as it is written.
+
+The lines are found in the pages: in fenced blocks, and in the text where a name has more behind it.
+What is put in the place of what cannot be run here:
+
+- PATH, MODEL, SMALL and the names of models on the Hub by a tiny random Llama, files by made-up
+  ones in a working folder of the test, DIR by an empty folder there (`GIVEN`);
+- lengths, numbers of prompts, documents and tokens by small ones (`SIZES`, `LEAST`); GPUs by the
+  CPU; where the memory of Llama-3.1-8B is asked for, 32 layers by four;
+- what a line in the text leaves out because it is about one option (`COMPLETED`).
+
+docs/reproduce.md is run by test_reproduce.py, what torchrun starts by test_processes.py. `make`,
+`pip` and the scripts of benchmarks/, which are about hours of measuring, are not run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shlex
+import sys
+import types
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from kvpolicy import registry
+from kvpolicy.evaluation import needle_prompts
+from kvpolicy.evaluation.cli import main
+from kvpolicy.evaluation.commands.app import COMMANDS
+from kvpolicy.evaluation.models import load_tokenizer
+from kvpolicy.evaluation.tasks.ruler_words import prompts
+from tests.test_reproduce import place as place
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINE = re.compile(r"(?:\$ )?((?:kvpolicy|python3?|torchrun|lm_eval) .*)")
+NAMES = {command.__name__ for command in COMMANDS}
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Using slow pure-python SequenceMatcher:UserWarning", "ignore::SyntaxWarning"
+)
+
+# Run by other tests, or nowhere: by how a line begins.
+ELSEWHERE = ("torchrun ", "python benchmarks/", "python -m benchmarks.")
+TRAINING = "python -m kvpolicy.evaluation.tasks.needle.train"
+HARNESS = "python -m kvpolicy.integrations.lm_eval"
+
+GIVEN = {
+    "PATH": "model",
+    "MODEL": "model",
+    "SMALL": "model",
+    "DIR": "made",
+    "my_scorer": "last_query",
+}
+HUB = re.compile(r"meta-llama/[\w.-]+")
+# Options whose values are sizes.
+SIZES = {
+    "--lengths": "128",
+    "--limit": "1",
+    "--top-k": "4",
+    "--new-tokens": "3",
+    "--decoding-tokens": "24",
+    "--decoding-every": "8",
+    "--count": "2",
+    "--tokens": "200",
+    "--device": "cpu",
+}
+# What is measured where a line leaves it open.
+LEAST = {
+    "compare": ("--context", "64", "--count", "2", "--rounds", "1", "--new-tokens", "2"),
+    "calibrate": ("--context", "64", "--count", "2"),
+    "analyze": ("--context", "64", "--count", "2", "--top-k", "4"),
+    "generate": ("--max-new-tokens", "2"),
+    "eval": ("--limit", "1"),
+    "estimate": ("--prefill-chunk", "65536"),
+}
+COMPLETED = {
+    "generate": ("--prompt-file", "needle.txt"),
+    "eval": ("--tasks", "needle_one_hop", "--lengths", "128", "--out", "completed"),
+    "compress": ("--prompt-file", "report.txt", "--model", "model"),
+}
+
+
+def lines_of(page: Path) -> Iterator[str]:
+    """The command lines of a page, without its comments."""
+    text = page.read_text(encoding="utf-8")
+    for language, block in FENCE.findall(text):
+        if language != "python":
+            for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+                if found := LINE.fullmatch(line.strip()):
+                    yield " ".join(re.sub(r"\s#\s.*", "", found[1]).split())
+    for code in re.findall(r"`([^`]+)`", FENCE.sub("", text)):
+        # The name of a command alone is no line.
+        if (found := LINE.fullmatch(" ".join(code.split()))) and found[1] not in BARE:
+            yield found[1]
+
+
+BARE = {HARNESS, *(f"kvpolicy {name}" for name in NAMES - {"policies"})}
+LINES = [
+    line
+    for line in dict.fromkeys(
+        line for page in PAGES if page.name != "reproduce.md" for line in lines_of(page)
+    )
+    if not line.startswith(ELSEWHERE)
+]
+# A report is of what an evaluation wrote.
+FIRST_EVAL = next(line for line in LINES if line.startswith("kvpolicy eval"))
+SUITE = "results/"
+LINES.sort(key=lambda line: line.startswith("kvpolicy report"))
+
+
+def test_lines_are_found() -> None:
+    """Those of the README's block, and in the text; a page's kinds of lines are all known."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = next(block for _, block in FENCE.findall(text) if "kvpolicy policies" in block)
+    assert len(block.splitlines()) == 12
+    for line in block.splitlines():
+        assert " ".join(re.sub(r"\s#\s.*", "", line).split()) in LINES
+    assert "kvpolicy compare --sweep" in LINES
+    for line in LINES:
+        known = line.startswith((HARNESS, TRAINING)) or line.split()[1] in NAMES
+        assert known, f"nobody runs {line}"
+
+
+@pytest.fixture(scope="module")
+def files(place: Path) -> Path:
+    """What the lines name, beside a model and the data of tasks."""
+    essay = (place / "data/essays/one.txt").read_text()[:800]
+    (place / "report.txt").write_text(essay)
+    row = json.dumps({"prompt": essay[:300], "answer": "the"})
+    (place / "questions.jsonl").write_text(f"{row}\n{row}\n")
+    chat = [{"role": "system", "content": essay[:50]}, {"role": "user", "content": essay}]
+    (place / "chat.json").write_text(json.dumps(chat))
+    needle = load_tokenizer().decode(needle_prompts(128, count=2)[0].input_ids[1:])
+    words = prompts("multi-key", length=128, count=1)[0].input
+    for model, text in (("needle", needle), ("long_answers", needle), ("ruler_words", words)):
+        (place / f"{model}.txt").write_text(text)
+    question = {"index": 0, "outputs": [essay[:6]], "length": 700}
+    (place / "data/ruler").mkdir()
+    for name in ("ruler_qa_squad", "ruler_qa_hotpot"):
+        row = json.dumps({**question, "input": f"{essay[:400]}\nBa be bi?"})
+        (place / f"data/ruler/{name}.jsonl").write_text(row + "\n")
+    sizes = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    tiny = LlamaConfig(**sizes, **heads, max_position_embeddings=131072)
+    tiny.save_pretrained(place / "four-layers")
+    return place
+
+
+@pytest.fixture
+def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The selector that docs/own_parts.md writes and registers."""
+    page = (ROOT / "docs/own_parts.md").read_text(encoding="utf-8")
+    code = next(block for _, block in FENCE.findall(page) if "class StridedSelector" in block)
+    package = types.ModuleType("my_package")
+    monkeypatch.setitem(sys.modules, "my_package", package)
+    exec(code.partition("check_selector(")[0], package.__dict__)
+    mine = EntryPoint("strided", "my_package:StridedSelector", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [*entry_points(group=group), mine])
+
+
+def tiny(line: str) -> tuple[list[str], str]:
+    """A line's arguments with what is replaced, and where its output goes."""
+    arguments = shlex.split(line)[1:]
+    output = ""
+    if ">" in arguments:
+        arguments, (output,) = (
+            arguments[: arguments.index(">")],
+            arguments[arguments.index(">") + 1 :],
+        )
+    command = arguments[0]
+    found = [GIVEN.get(each, each) for each in arguments]
+    found = [each if not HUB.fullmatch(each) else "model" for each in found]
+    for at, each in enumerate(found[:-1]):
+        if each == "--lengths" and "ruler" in line:
+            found[at + 1] = "1024"
+        elif each in SIZES:
+            found[at + 1] = SIZES[each]
+        elif each == "--config" and "--memory" in found:
+            found[at + 1] = "four-layers"
+    if found[-1] == "--prompt-file":
+        found.append("needle.txt")
+    if command in COMPLETED and not {"--prompt-file", "--chat-file", "--tasks"} & set(found):
+        found += COMPLETED[command]
+    for model in ("long_answers", "ruler_words"):
+        if model in found:
+            found = [f"{model}.txt" if each == "needle.txt" else each for each in found]
+    if command == "report":
+        found[1] = SUITE
+    if command == "eval":  # each its own folder: one goes on under the same settings alone
+        at = found.index("--out") + 1
+        found[at] = found[at] if line == FIRST_EVAL else f"{found[at]}-{LINES.index(line)}"
+    if "ruler" in line and "--data" not in found and command == "eval":
+        found += ["--data", "data"]
+    found = ["data" if at and found[at - 1] == "--data" else it for at, it in enumerate(found)]
+    least = LEAST.get(command, ()) if command != "estimate" or "--memory" in found else ()
+    for option, value in zip(least[::2], least[1::2], strict=True):
+        if option not in found:
+            found += [option, value]
+    return found, output
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_line_runs(
+    line: str,
+    files: Path,
+    own_parts: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if line.startswith(HARNESS):
+        run_harness(line, monkeypatch)
+        assert "needle_two_hop" in capsys.readouterr().out
+        return
+    if line.startswith(TRAINING):
+        pytest.skip("hours of training")
+    arguments, output = tiny(line)
+    status = main(arguments)
+    shown = capsys.readouterr()
+    assert status == 0, shown.err
+    # Every token ends the model's answer, and what goes into a file is not shown.
+    assert shown.out.strip() or arguments[0] in ("generate", "compress")
+    assert shown.out + shown.err
+    if output:
+        Path(output).write_text(shown.out)
+    if "--out" in arguments:
+        out = Path(arguments[arguments.index("--out") + 1])
+        assert out.is_file() or any(out.iterdir())
+
+
+def run_harness(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = shlex.split(line)[3:]
+    arguments[arguments.index("--limit") + 1] = "1"
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *arguments])
+    runpy.run_module("kvpolicy.integrations.lm_eval", run_name="__main__")
