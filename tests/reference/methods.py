@@ -13,6 +13,7 @@ from .selection import (
     budget,
     head_mean,
     margin,
+    max_pool,
     sinks_and_recent,
     window_and_highest,
     window_saliency,
@@ -122,6 +123,7 @@ class SnapKV:
         kernel_size: odd width of the max-pooling.
         retention_tokens: budget as a number of tokens.
         protect: positions always kept, beside the window.
+        group_first: whether the heads of a KV group are averaged before the pooling.
     """
 
     retention_rate: float | None = 0.1
@@ -129,17 +131,26 @@ class SnapKV:
     kernel_size: int = 7
     retention_tokens: int | None = None
     protect: int = field(default=0, kw_only=True)
+    group_first: bool = field(default=False, kw_only=True)
 
     def saliency(self, layer: LayerView) -> list[list[float]]:
         """Per query head, pooled scores of the keys before the window."""
-        return window_saliency(
+        found = window_saliency(
             layer.queries,
             layer.new_positions,
             layer.entries,
             window_size=self.window_size,
-            kernel_size=self.kernel_size,
+            kernel_size=1 if self.group_first else self.kernel_size,
             scaling=layer.scaling,
         )
+        if not self.group_first:
+            return found
+        group = len(layer.queries) // len(layer.entries)
+        pooled = []
+        for first in range(0, len(found), group):
+            mean = max_pool(head_mean(found[first : first + group]), self.kernel_size)
+            pooled += [mean] * group
+        return pooled
 
     def head_scores(self, layer: LayerView) -> list[list[float]]:
         """Per KV head, the mean over its group of the saliency of the keys before the window."""

@@ -59,6 +59,10 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
         reference.SnapKV(0.3, window_size=4, kernel_size=3),
     ),
     "snapkv_defaults": (SnapKV(0.2), reference.SnapKV(0.2)),
+    "snapkv_group_first": (
+        SnapKV(0.3, window_size=4, kernel_size=3, group_first=True),
+        reference.SnapKV(0.3, window_size=4, kernel_size=3, group_first=True),
+    ),
     "h2o": (H2O(0.4, window_size=2), reference.H2O(0.4, window_size=2)),
     "tova": (TOVA(0.25), reference.TOVA(0.25)),
     # No KeyNorm: in the first layer a token that comes twice has one norm, but for rounding.
@@ -93,6 +97,14 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
             retention_tokens=9, window_size=3, kernel_size=5, tsp_layer=2, tsp_tokens=9
         ),
     ),
+    "fastkv_group_first": (
+        CachePolicy(
+            WindowMaxPoolScorer(4, 5, group_first=True),
+            GQAGroupSelector(0.25, window_size=4),
+            TokenSelectivePropagation(tsp_rate=0.4, window_size=4),
+        ),
+        reference.FastKV(0.25, window_size=4, kernel_size=5, tsp_rate=0.4, group_first=True),
+    ),
     "gem_filter": (GemFilter(retention_rate=0.3), reference.GemFilter(retention_rate=0.3)),
     "gem_filter_first_layer": (
         GemFilter(0, retention_tokens=13, kernel_size=3, protect=2),
@@ -105,6 +117,10 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
     "ada_kv": (
         AdaKV(0.33, window_size=4, kernel_size=3),
         reference.AdaKV(0.33, window_size=4, kernel_size=3),
+    ),
+    "ada_kv_group_first": (
+        AdaKV(0.3, window_size=4, kernel_size=3, group_first=True),
+        reference.AdaKV(0.3, window_size=4, kernel_size=3, group_first=True),
     ),
     "spire_kv": (
         SpireKV(1, 0.3, 4, 3, tsp_rate=0.4),
