@@ -264,7 +264,7 @@ def _again(reading: Repetition | None, shape: ModelShape, context_len: int) -> F
     if reading is None:
         return Flops(0.0, 0.0)
     tokens = reading.compute_rate(context_len) * context_len
-    seen = context_len + tokens / len(reading.spans(context_len)) / 2
+    seen = context_len + tokens / max(len(reading.spans(context_len)), 1) / 2
     found = Flops(0.0, 0.0)
     for layer in shape.layers:
         keys = seen if layer.window is None else min(layer.window, seen)
