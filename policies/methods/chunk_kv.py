@@ -28,7 +28,8 @@ class ChunkKV(EvictionMethod):
 
     Example:
         >>> ChunkKV(retention_rate=0.2, chunk_length=20).scorer
-        ChunkMeanScorer(scorer=WindowMaxPoolScorer(window_size=8, kernel_size=7), chunk_length=20)
+        ChunkMeanScorer(scorer=WindowMaxPoolScorer(window_size=8, kernel_size=7, \
+group_first=False), chunk_length=20)
 
     Source: ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM
     Inference (arXiv 2502.00299). The budget is a number of tokens here, so that one chunk may be
