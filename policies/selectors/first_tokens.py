@@ -69,8 +69,12 @@ class FirstTokensWholeSelector(WrappingSelector):
 
     @property
     def equal_counts(self) -> bool:
-        """As the selector."""
-        return self.selector.equal_counts
+        """As the selector, unless that protects first tokens behind these.
+
+        Heads that hold as many protected tokens may then hold unlike numbers of the first ones.
+        """
+        own = self.selector.protected_first <= self.whole_tokens or not self.whole_tokens
+        return own and self.selector.equal_counts
 
     def protected(self, context: LayerContext) -> Tensor:
         """The first tokens, and those of the selector; see `KVSelector.protected`."""

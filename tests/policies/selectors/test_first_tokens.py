@@ -79,6 +79,19 @@ def test_a_later_turn_may_not_hold_them() -> None:
     assert places == [[1, 4, 37, 38, 39], [4, 37, 38, 39], [37, 38, 39]]  # int(35 * 0.1)
 
 
+def test_heads_that_protect_as_many_may_keep_unlike_numbers() -> None:
+    """Of 40 tokens seen, one head holds both of the first two, another one of them."""
+    context = random_layer(3, (12,))
+    rest = [*range(31, 40)]
+    positions = torch.tensor([[[0, 1, 5, *rest], [1, 5, 6, *rest], [0, 1, 5, *rest]]])
+    later = attrs.evolve(context, positions=positions, seen_len=(40,))
+    selector = FirstTokensWholeSelector(GQAGroupSelector(0.15, 1, protect=9), 2)
+    assert selector.protected(later).sum(dim=-1).tolist() == [[4, 4, 4]]
+    kept = selector.select(torch.arange(12.0).expand(1, 3, 12), later)
+    assert (kept >= 0).sum(dim=-1).tolist() == [[2 + 5, 1 + 5, 2 + 5]]  # int(38 * 0.15) behind
+    assert not selector.equal_counts
+
+
 @pytest.mark.parametrize(
     "inner",
     [
@@ -100,7 +113,9 @@ def test_the_contract(inner: Any, whole: int) -> None:
 def test_what_it_says_of_itself() -> None:
     inner = GQAGroupSelector(0.1, 8, protect=7)
     selector = FirstTokensWholeSelector(inner, 5)
-    assert (selector.protected_first, selector.budget, selector.equal_counts) == (7, None, True)
+    assert (selector.protected_first, selector.budget, selector.equal_counts) == (7, None, False)
+    assert FirstTokensWholeSelector(inner, 7).equal_counts
+    assert FirstTokensWholeSelector(inner, 0).equal_counts
     assert FirstTokensWholeSelector(inner, 0).budget == inner.budget
     assert selector.kept_rates(2, context_len=4) == [1.0, 1.0]
     assert selector.kept_rates(2) == [0.1, 0.1]
