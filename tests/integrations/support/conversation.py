@@ -1,5 +1,6 @@
 """Two turns of a conversation, through `generate` and through the reference."""
 
+import hashlib
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -228,7 +229,23 @@ class Turn:
     propagated: dict[int, list[list[int]]]
 
 
-@cache
+class Weights:
+    """A model, equal to any that computes the same: the reference reads it once for all files."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        config = {k: v for k, v in model.config.to_dict().items() if "attn_impl" not in k}
+        said = repr((type(model), sorted(config.items()))).encode()
+        tensors = (tensor.detach().numpy().tobytes() for tensor in model.state_dict().values())
+        self.digest = hashlib.sha256(b"".join((said, *tensors))).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Weights) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
 def expected_turns(
     model: PreTrainedModel,
     method: Method,
@@ -237,7 +254,18 @@ def expected_turns(
     state_class: type[ReferenceState] = ReferenceState,
 ) -> tuple[TurnResult, ...]:
     """Both turns of one row alone, by the reference."""
-    state = state_class(model, method)
+    return _expected(Weights(model), method, row, lengths, state_class)
+
+
+@cache
+def _expected(
+    weights: Weights,
+    method: Method,
+    row: int,
+    lengths: Lengths,
+    state_class: type[ReferenceState],
+) -> tuple[TurnResult, ...]:
+    state = state_class(weights.model, method)
     first = state.turn(random_tokens(row, lengths.first[row]), lengths.num_decode)
     added = random_tokens(100 + row, lengths.second[row])
     return first, state.turn([first.tokens[-1], *added], lengths.num_decode)
