@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.chunked_prefill import Chunks
 from kvpolicy.integrations.transformers.forward.history import History
 from kvpolicy.integrations.transformers.forward.inputs import OF_TOKENS, Incoming
@@ -73,7 +74,8 @@ class StagedPrefill:
         decoder: The model's decoder.
         kind: See `ActingForward`.
         begin: Told of every forward before it runs.
-        records: Whether hidden states between layers are asked for, or features added there.
+        records: Whether hidden states between layers are asked for.
+        features: What is added to the chunk's hidden states there; None for nothing.
     """
 
     policy: CachePolicy
@@ -82,6 +84,7 @@ class StagedPrefill:
     kind: dict[str, Any]
     begin: Callable[[StageForward], None]
     records: bool
+    features: AddedFeatures | None = None
 
     def chunk(self, incoming: Incoming, chunks: Chunks | None, missing: int) -> StageChunk:
         """The forward over a chunk that does not end the prompt.
@@ -109,6 +112,7 @@ class StagedPrefill:
             chunks=chunks,
             missing=missing,
             piece=piece,
+            features=self.features,
             **self.kind,
         )
 
@@ -119,12 +123,18 @@ class StagedPrefill:
         first, *others = staged.stages
         piece = Piece(first, first.looks, is_output=not others, nested=bool(others))
         forward = StageEnd(
-            self.policy, self.layers, incoming, chunks=chunks, piece=piece, **self.kind
+            self.policy,
+            self.layers,
+            incoming,
+            chunks=chunks,
+            piece=piece,
+            features=self.features,
+            **self.kind,
         )
         if not others:
             return forward, incoming.arguments
         self._run(forward, incoming.arguments)
-        staged = staged.with_chunk(incoming.new_valid, inputs, forward.held)
+        staged = staged.with_chunk(incoming.new_valid, inputs, forward.held, self.features)
         whole, begun = forward.tokens, staged.begun
         valid = torch.cat(staged.valid, dim=1)
         order = valid.to(torch.uint8).argsort(dim=1, stable=True)  # padding first
@@ -144,7 +154,8 @@ class StagedPrefill:
             whole = attrs.evolve(whole, skipped=before + skipped)
             reach = attrs.evolve(reach, parts=(), places=None, resumed=None, history=None)
         del forward, valid, order
-        reader = _Stages(self, staged, whole, incoming)
+        features = AddedFeatures.joined(staged.features, staged.valid)
+        reader = _Stages(self, staged, whole, incoming, features)
         for stage in others[:-1]:
             reach = reader.read(stage, reach, propagated)
         last, arguments = reader.end(others[-1], reach)
@@ -234,12 +245,14 @@ class _Stages:
         staged: All of its chunks.
         whole: The tokens seen, the prompt's among them.
         incoming: The last chunk.
+        features: What is added to hidden states of the prompt between layers; None for nothing.
     """
 
     prefill: StagedPrefill
     staged: StagedPrompt
     whole: SeenTokens
     incoming: Incoming
+    features: AddedFeatures | None
 
     def read(self, stage: Stage, reach: _Reach, propagated: dict[int, Tensor]) -> _Reach:
         """Read a stage; returns what reaches the next one."""
@@ -289,6 +302,7 @@ class _Stages:
                 chunks=chunks,
                 missing=reach.columns.shape[1] - columns.start,
                 piece=piece,
+                features=self._features_of(reach, columns),
                 **prefill.kind,
             )
             prefill._run(forward, incoming.arguments)
@@ -302,9 +316,19 @@ class _Stages:
         )
         piece = attrs.evolve(piece, is_output=is_output, nested=not is_output)
         last = StageEnd(
-            prefill.policy, prefill.layers, incoming, chunks=chunks, piece=piece, **prefill.kind
+            prefill.policy,
+            prefill.layers,
+            incoming,
+            chunks=chunks,
+            piece=piece,
+            features=self._features_of(reach, pieces[-1]),
+            **prefill.kind,
         )
         return last, incoming.arguments, held
+
+    def _features_of(self, reach: _Reach, columns: slice) -> AddedFeatures | None:
+        """What is added to the hidden states of some of the tokens that reach a stage."""
+        return None if self.features is None else self.features.taken(reach.columns[:, columns])
 
     def _may_look(self, index: int) -> bool:
         """Whether of a layer's tokens keys alone may be computed, and queries."""
