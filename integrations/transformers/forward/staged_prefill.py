@@ -104,7 +104,8 @@ class StagedPrefill:
             chunks = Chunks(self.policy.num_queries, staged=staged)
         assert chunks.staged is not None
         stage = chunks.staged.stages[0]
-        piece = Piece(stage, stage.looks, nested=False, inputs=self._inputs(incoming))
+        inputs = self._inputs(incoming, chunks.staged)
+        piece = Piece(stage, stage.looks, nested=False, inputs=inputs)
         return StageChunk(
             self.policy,
             self.layers,
@@ -118,8 +119,9 @@ class StagedPrefill:
 
     def end(self, incoming: Incoming, chunks: Chunks) -> tuple[StageEnd, dict[str, Any]]:
         """Read all stages but for the last one's last piece: its forward, and its arguments."""
-        staged, inputs = chunks.staged, self._inputs(incoming)
+        staged = chunks.staged
         assert staged is not None
+        inputs = self._inputs(incoming, staged)
         first, *others = staged.stages
         piece = Piece(first, first.looks, is_output=not others, nested=bool(others))
         forward = StageEnd(
@@ -220,14 +222,25 @@ class StagedPrefill:
                 f"chunks {remedy}, since which tokens they are of is known at its end"
             )
 
-    def _inputs(self, incoming: Incoming) -> dict[str, Tensor]:
-        """What a chunk's tokens are to the decoder; see `StagedPrompt`."""
+    def _inputs(self, incoming: Incoming, staged: StagedPrompt) -> dict[str, Tensor]:
+        """What a chunk's tokens are to the decoder; see `StagedPrompt`.
+
+        Raises:
+            ValueError: See `check_positions`.
+            UnsupportedGenerationError: The chunks before were given in another way.
+        """
         if self.policy.propagation.restarts:
             check_positions(self.policy, incoming)
         arguments = incoming.arguments
         inputs = {
             name: arguments[name] for name in OF_TOKENS if isinstance(arguments.get(name), Tensor)
         }
+        if staged.inputs and inputs.keys() != staged.inputs[0].keys() - {"position_ids"}:
+            before = ", ".join(sorted(staged.inputs[0].keys() - {"position_ids"}))
+            raise UnsupportedGenerationError(
+                "chunks of a prompt must be given as all input_ids or all inputs_embeds where "
+                f"{self.policy} drops tokens, got {', '.join(sorted(inputs))} behind {before}"
+            )
         positions = arguments.get("position_ids")
         if positions is None:
             positions = incoming.tokens.rotary_positions_of(incoming.new_valid)

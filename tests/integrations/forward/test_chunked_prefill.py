@@ -333,3 +333,71 @@ def test_nothing_is_taken_back_or_reordered_in_between() -> None:
             cache.crop(-1)
         with pytest.raises(ValueError, match="while a prompt is read in chunks"):
             cache.reorder_cache(torch.tensor([0]))
+
+
+@torch.no_grad()
+def read_by_hand(policy: CachePolicy, chunk: int, embeddings: bool) -> Tensor:
+    """Last logits of a prompt and of the token behind it, given as ids or as embeddings."""
+    model, cache = model_of("llama"), PolicyCache(policy)
+    found = []
+    with cache.attached(model):
+        cache.start_turn(prompt_len=50)
+        for ids in [*PROMPT.split(chunk, dim=1), torch.tensor([[7]])]:
+            given = (
+                {"inputs_embeds": model.get_input_embeddings()(ids)}
+                if embeddings
+                else {"input_ids": ids}
+            )
+            output: Any = model(**given, past_key_values=cache)
+            found.append(output.logits[:, -1:])
+    return torch.cat(found[-2:], dim=1)
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_embeddings_in_chunks(name: str) -> None:
+    """What is read again is read from embeddings, where those are what was given."""
+    want = read_by_hand(DROPPING[name], 50, embeddings=False)
+    for chunk in (50, 13, 49):
+        found = read_by_hand(DROPPING[name], chunk, embeddings=True)
+        assert (found - want).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("chunk", [50, 13])
+def test_embeddings_are_not_read_twice(chunk: int) -> None:
+    with pytest.raises(UnsupportedGenerationError, match=r"input_ids of the whole context .*KVzip"):
+        read_by_hand(kvpolicy.build("kvzip"), chunk, embeddings=True)
+
+
+@pytest.mark.parametrize("name", DROPPING)
+@torch.no_grad()
+def test_chunks_of_ids_and_of_embeddings_are_refused(name: str) -> None:
+    model, cache = model_of("llama"), PolicyCache(DROPPING[name])
+    with cache.attached(model):
+        cache.start_turn(prompt_len=50)
+        model(PROMPT[:, :20], past_key_values=cache)
+        embeds = model.get_input_embeddings()(PROMPT[:, 20:])
+        for stop in (15, 30):
+            with pytest.raises(UnsupportedGenerationError, match="input_ids or all inputs_embeds"):
+                model(inputs_embeds=embeds[:, :stop], past_key_values=cache)
+        output = model(PROMPT[:, 20:], past_key_values=cache)
+    want = read_by_hand(DROPPING[name], 50, embeddings=False)[:, 0]
+    assert (output.logits[:, -1] - want).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["snapkv", "gem_filter"])
+@pytest.mark.parametrize("ids", [None, PROMPT], ids=["embeddings", "with_ids"])
+def test_generate_cuts_no_embeddings(name: str, ids: Tensor | None) -> None:
+    """Transformers would give all of them with the positions of the first chunk's ids."""
+    model, cache = model_of("llama"), PolicyCache(METHODS.get(name, (DROPPING.get(name),))[0])
+    embeds = model.get_input_embeddings()(PROMPT)
+    with pytest.raises(
+        UnsupportedGenerationError, match="prefill_chunk_size must be None with inp"
+    ):
+        model.generate(
+            ids,
+            inputs_embeds=embeds,
+            past_key_values=cache,
+            prefill_chunk_size=13,
+            max_new_tokens=2,
+        )
+    assert not cache.get_seq_length()
