@@ -33,13 +33,36 @@ from kvpolicy.integrations.transformers.forward.stages import (
     taken_from,
 )
 from kvpolicy.integrations.transformers.model.call_arguments import signature
+from kvpolicy.integrations.transformers.state.cross import CrossLayer
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
+from kvpolicy.integrations.transformers.state.recurrent import (
+    EmptyLayer,
+    RecurrentLayer,
+    SharedLayer,
+    SideBySideLayer,
+)
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 from kvpolicy.selection import gather_positions
 
 _KINDS = (PolicyLayer, RecurrentLayer, EmptyLayer)
+
+
+def _why_whole(layer: PolicyLayer) -> str | None:
+    """What a layer does that cannot be left out and resumed; None where it may be."""
+    kinds: dict[type[PolicyLayer], str] = {
+        SharedLayer: "borrows keys of another",
+        IndexedLayer: "has an indexer",
+        CrossLayer: "attends to images",
+        SideBySideLayer: "holds a state beside its keys",
+    }
+    for kind, why in kinds.items():
+        if isinstance(layer, kind):
+            return why
+    if type(layer) not in _KINDS:
+        return "is of a kind of its own"
+    return "shows no queries" if layer.attends and not layer.shows_queries else None
 
 
 @attrs.frozen(eq=False)
@@ -94,8 +117,8 @@ class StagedPrefill:
             chunks: Those before it; None for none.
             missing: Columns of the prompt that are still to be read, the chunk's among them.
         """
+        self._check()
         if chunks is None:
-            self._check(incoming)
             staged = StagedPrompt(
                 self._stages(incoming, missing),
                 incoming.tokens,
@@ -121,6 +144,7 @@ class StagedPrefill:
         """Read all stages but for the last one's last piece: its forward, and its arguments."""
         staged = chunks.staged
         assert staged is not None
+        self._check()
         inputs = self._inputs(incoming, staged)
         first, *others = staged.stages
         piece = Piece(first, first.looks, is_output=not others, nested=bool(others))
@@ -189,8 +213,8 @@ class StagedPrefill:
 
         return stages_of(self.policy, num_layers, few_go_on)
 
-    def _check(self, incoming: Incoming) -> None:
-        """Check that the prompt may come in chunks.
+    def _check(self) -> None:
+        """Check that the prompt may come in chunks, of each of them.
 
         Raises:
             UnsupportedModelError: The model has layers of a kind that cannot be left out and
@@ -198,24 +222,23 @@ class StagedPrefill:
             UnsupportedGenerationError: Hidden states or attentions are asked for.
         """
         remedy = f"and {self.policy} drops tokens; leave prefill_chunk_size at None"
-        unlike = [
-            index
-            for index, layer in enumerate(self.layers)
-            if type(layer) not in _KINDS or (layer.attends and not layer.shows_queries)
-        ]
-        if unlike:
-            raise UnsupportedModelError(
-                "a prompt must come in one forward where layers share keys, have an indexer, "
-                "attend to images, hold a state beside their keys, or show no queries, as layers "
-                f"{unlike} do, {remedy}"
-            )
+        for index, layer in enumerate(self.layers):
+            if (why := _why_whole(layer)) is not None:
+                raise UnsupportedModelError(
+                    f"a prompt must come in one forward where a layer {why}, as layer {index} "
+                    f"does, {remedy}"
+                )
         takes = "position_ids" in signature(type(self.decoder).forward).parameters
-        if self.kind["own_masks"] or self.kind["refills"] or not takes:
-            raise UnsupportedModelError(
-                "a prompt must come in one forward where the decoder takes no position_ids, gets "
-                "its masks from the model around it, or holds its output against its input, "
-                f"{remedy}"
-            )
+        reasons = {
+            "takes no position_ids": not takes,
+            "gets its masks from the model around it": self.kind["own_masks"],
+            "gives its output the shape of its input": self.kind["refills"],
+        }
+        for why, holds in reasons.items():
+            if holds:
+                raise UnsupportedModelError(
+                    f"a prompt must come in one forward where the decoder {why}, {remedy}"
+                )
         if self.kind["attended"] is not None or self.records:
             raise UnsupportedGenerationError(
                 "output_attentions and output_hidden_states must be False where a prompt comes in "

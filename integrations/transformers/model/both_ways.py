@@ -8,7 +8,7 @@ asked for the mask of a few tokens whose types follow each other as those of the
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -109,7 +109,7 @@ def cuts_of(model: Any, arguments: Mapping[str, Any], valid: Tensor, seen: int) 
         UnsupportedModelError: Types are given of some columns only, which models read by position.
     """
     makes = getattr(type(model), _MASKS, None)
-    known = {} if makes is None else signature(makes).parameters
+    known: Collection[str] = () if makes is None else signature(makes).parameters
     given = [each for each in types_in(arguments).items() if each[0] in known]
     if not given:
         return None
