@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
@@ -20,6 +21,7 @@ from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.continuation import Given
 from kvpolicy.integrations.transformers.forward.static_decoding import IMPLEMENTATIONS
+from kvpolicy.integrations.transformers.model.both_ways import cuts_of
 
 _lock = threading.Lock()
 
@@ -194,6 +196,8 @@ def check_generation(
         )
     given = Given.of(args, kwargs)
     given.check_continues(cache.reader.tokens)
+    if config.prefill_chunk_size is not None:
+        _check_chunks(model, given, kwargs, config.prefill_chunk_size, cache.reader.seen)
     _check_model_keeps_cache(model, cache, config, given.context_len)
     return Turn(
         given,
@@ -205,6 +209,30 @@ def check_generation(
         and model.config._attn_implementation in IMPLEMENTATIONS,
         takes_back=mode == GenerationMode.ASSISTED_GENERATION,
     )
+
+
+def _check_chunks(model: Any, given: Given, kwargs: dict[str, Any], size: int, seen: int) -> None:
+    """Refuse chunks that `generate` does not cut, or may not end where it ends them.
+
+    Raises:
+        UnsupportedGenerationError: There are such.
+        UnsupportedModelError: See `cuts_of`.
+    """
+    if given.embeds is not None:
+        raise UnsupportedGenerationError(
+            f"prefill_chunk_size must be None with inputs_embeds, got {size}: generate cuts "
+            "input_ids alone; call the model with chunks of them in a loop of your own inside "
+            "`with cache.attached(model):`, after cache.start_turn(prompt_len=...)"
+        )
+    if given.ids is None or given.context_len is None:
+        return
+    shape = given.ids.shape[0], given.context_len
+    mask = given.mask
+    plain = isinstance(mask, Tensor) and mask.shape == shape
+    valid = mask.bool().cpu() if plain else torch.ones(shape, dtype=torch.bool)
+    cuts = cuts_of(model, kwargs, valid, seen)
+    if cuts is not None:
+        cuts.check_size(size, seen)
 
 
 def _check_cache_is_used(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
