@@ -86,10 +86,8 @@ def test_drops_after_windows_are_refused(name: str) -> None:
     for build in kinds_machine.KINDS[name].names:
         cache = PolicyCache(policies.PyramidInfer(min_context=4, decay_ratio=0.3))
         model = kinds_machine.built(build)
-        with (
-            pytest.raises(UnsupportedModelError, match="layers after which Pyramid.* drops tokens must"),
-            cache.attached(model),
-        ):
+        message = "layers after which PyramidPropagation.* drops tokens must"
+        with pytest.raises(UnsupportedModelError, match=message), cache.attached(model):
             model(torch.arange(5, 25)[None], past_key_values=cache)
         assert cache.get_seq_length() == 0
 
