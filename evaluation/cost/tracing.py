@@ -168,11 +168,12 @@ class _Seen:
         for part in (part for layer in self.modules for part in stateful_parts(layer, None)):
             handles.append(part.register_forward_pre_hook(_all_keys_are_there))
             handles.append(part.register_forward_hook(_not_all_is_there))
-        token = _watching.set(self)
+        token, before = _watching.set(self), without_numbers.meta_nonzero_assume_all_nonzero
+        _not_all_is_there()
         try:
-            with without_numbers.patch(meta_nonzero_assume_all_nonzero=False):
-                yield
+            yield
         finally:
+            without_numbers.meta_nonzero_assume_all_nonzero = before
             _watching.reset(token)
             for handle in handles:
                 handle.remove()
