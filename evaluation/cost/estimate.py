@@ -190,7 +190,7 @@ def estimate(
             )
             for index, tokens in enumerate(arriving)
         ),
-        token_bytes=tuple(layer.token_elements * dtype.itemsize for layer in shape.layers),
+        token_bytes=tuple(layer.token_bytes(dtype.itemsize) for layer in shape.layers),
         state_bytes=sum(layer.state_bytes(dtype.itemsize) for layer in shape.layers),
     )
 
@@ -241,8 +241,7 @@ def _kept(layer: LayerShape, arriving: float, chosen: float, context_len: float)
         return 0.0
     if layer.window is None or context_len <= layer.window:
         return min(arriving, chosen)
-    # The next token sees itself and one fewer than the window of those before.
-    return arriving * (layer.window - 1) / context_len
+    return arriving * layer.held(context_len) / context_len
 
 
 def _prefill(propagation: PropagationPolicy, shape: ModelShape, context_len: int) -> Flops:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -34,6 +34,7 @@ class LayerView:
         scaling: factor on the products of queries and keys.
         rope_theta: base of the frequencies by which queries and keys were turned.
         rope_channels: which of a head's channels were turned.
+        notes: what the method has noted of the layers before in the same prefill, by layer.
         output_weight: `[hidden, query_heads * value_dim]`, of the layer's output projection.
     """
 
@@ -47,6 +48,7 @@ class LayerView:
     rope_theta: float | None = None
     output_weight: Tensor | None = None
     rope_channels: slice = field(default_factory=lambda: slice(None))
+    notes: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
