@@ -287,17 +287,16 @@ class PolicyCache(Cache):  # type: ignore[misc]
             OSError: The file cannot be written, or is no regular file; what was there stays as it
                 was.
         """
-        self._reader.abandon_forward()
-        self._reader.fixed.read_queries()
-        if self._reader.tokens is None or self._reader.chunks is not None:
+        reader = copy.copy(self._reader)  # which goes on from this very moment
+        if reader.tokens is None or reader.chunks is not None:
             raise ValueError("cache must have read a prompt to be saved, got one that has not")
         SavedCache(
             policy=describe(self.policy),
             model=self._model_print(),
-            tokens=self._reader.tokens,
-            layers=self.layers,
-            propagated=self.propagated,
-            starts_turn=self._reader.starts_turn,
+            tokens=reader.tokens,
+            layers=reader.layers,
+            propagated=reader.propagated,
+            starts_turn=reader.starts_turn,
         ).write(path)
 
     def _model_print(self) -> ModelPrint:
@@ -583,9 +582,9 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Take back tokens that were appended since the policy last acted.
 
-        Where it evicts while it decodes, since layers last chose: what went cannot come back. The
-        queries of what is taken back are forgotten; of those before them there are then as many
-        fewer to choose by, until others come.
+        Where it evicts while it decodes, since layers last chose in any row: what went cannot come
+        back. The queries of what is taken back are forgotten; of those before them there are then
+        as many fewer to choose by, until others come.
 
         Args:
             tokens_to_remove: Minus their number, as in Transformers.

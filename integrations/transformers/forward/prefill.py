@@ -362,7 +362,7 @@ class ActingForward(Forward):
         decoding, observed = self.policy.decoding, layer.observed
         if decoding is None or not decoding.carries or layer.held is None:
             return context
-        carried = carried_for(observed, context, decoding.carries)
+        carried = carried_for(observed, context.keys, decoding.carries)
         if self._order is not None:
             carried = gather_slots(carried, self._order)
         context = attrs.evolve(context, carried=carried)

@@ -157,6 +157,7 @@ class Reader:
     def _begin_turn(self, prompt_end: int | None) -> None:
         self.abandon_forward()
         self.fixed.end()
+        self.fixed.steps = 0
         self.starts_turn, self.prompt_end, self.chunks = not self.appends, prompt_end, None
 
     @contextmanager
@@ -310,7 +311,6 @@ class Reader:
         self._undo_forward(self._undo)
         self._check_cache_is_used(arguments)
         self._call_read = True
-        self.fixed.choose_if_due()
         before = self._snapshot()
         ends = True
         if self.acts_next and self.prompt_end is not None:
@@ -677,7 +677,6 @@ class Reader:
     def __getstate__(self) -> dict[str, Any]:
         """All but what binds the cache to a model: a copy is attached to nothing."""
         self.fixed.read_queries()
-        bounded = self.fixed.buffers is not None and self.fixed.buffers.choice is not None
         # A forward under way, or one that was interrupted, is not part of the copy.
         held = self._before_call or self._undo or self._snapshot()
         layers = [each.fresh() for each in self.layers]
@@ -685,15 +684,14 @@ class Reader:
             layer.restore(each)
             layer.query_heads, layer.spread = own.query_heads, own.spread
             layer.scores, layer.expands, layer.turns = own.scores, own.expands, own.turns
-            if bounded:
-                layer.own()  # what is bounded is written over
         link(layers)
+        tokens = None if held.tokens is None else self.fixed.copied(layers, held.tokens)
         state = {**self.__dict__, "layers": layers, "propagated": dict(held.propagated)}
         del state["fixed"]
         return {
             **state,
             "appends": False,
-            "tokens": held.tokens,
+            "tokens": tokens,
             "starts_turn": held.starts_turn,
             "prompt_end": held.prompt_end,
             "chunks": held.chunks,

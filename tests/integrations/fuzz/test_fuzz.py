@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from torch import Tensor
 
-from kvpolicy import CachePolicy, LayerContext, policies
+from kvpolicy import CachePolicy, policies
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.forward import prefill
@@ -165,8 +165,8 @@ def queries_are_forgotten(observed: Observed, *args: Any) -> Observed:
     return attrs.evolve(observed, queries=None)
 
 
-def sums_begin_anew(observed: Observed, context: LayerContext, carries: int) -> Tensor:
-    return torch.zeros(*context.keys.shape[:3], carries)
+def sums_begin_anew(observed: Observed, keys: Tensor, carries: int) -> Tensor:
+    return torch.zeros(*keys.shape[:3], carries)
 
 
 BOUNDS = {
