@@ -1,5 +1,6 @@
 """`LayerContext`: what is shown of a layer whose heads share what is stored."""
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -8,9 +9,15 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext, Scorer
+from kvpolicy.attention import (
+    causal_attention_peaks,
+    causal_attention_sums,
+    query_key_products,
+)
 from kvpolicy.errors import ShapeError
 from kvpolicy.kinds import TokenKind
 from kvpolicy.policies import AdaptiveHeadSelector, GQAGroupSelector, PassAllPropagation
+from kvpolicy.testing import check_scorer
 
 BATCH, HEADS, LENGTH, STORED = 2, 3, 5, 7
 
@@ -81,3 +88,46 @@ def test_the_mean_of_all_heads_decides(kind: Any) -> None:
 def test_what_is_stored_has_the_keys_tokens() -> None:
     with pytest.raises(ShapeError, match=r"stored must be two tensors .* got \[2, 1, 4, 7\]"):
         shared(stored=(torch.randn(BATCH, 1, 4, STORED), torch.randn(BATCH, 1, 4, 2)))
+
+
+@attrs.frozen
+class Undeclared(Scorer):
+    """Looks at queries in some way, and declares none."""
+
+    look: Callable[[LayerContext], Tensor] = attrs.field(eq=False)
+
+    def score(self, context: LayerContext) -> Tensor:
+        return self.look(context)
+
+
+LOOKS = {
+    "the last one": lambda context: query_key_products(context.queries, context.keys)[:, :, -1],
+    # Sums and maxima over none would be zeros, and no error.
+    "their sum": lambda context: (context.queries.sum(dim=2, keepdim=True) * context.keys).sum(-1),
+    "attention": causal_attention_sums,
+    "peaks": causal_attention_peaks,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_queries_that_were_not_asked_for(look: Callable[[LayerContext], Tensor]) -> None:
+    """Every way to look at them says what to declare: in a policy, and in the contract."""
+    scorer = Undeclared(look)
+    policy = CachePolicy(scorer, GQAGroupSelector(0.5), PassAllPropagation())
+    message = "a scorer must declare num_queries to look at queries, .* of layer 0"
+    with pytest.raises(ShapeError, match=message):
+        policy.decide(shared(stored=None))
+    with pytest.raises(ShapeError, match="must declare num_queries"):
+        check_scorer(scorer)
+
+
+def test_a_layer_without_queries_goes_on_without_them() -> None:
+    """What makes one context of another, and asks for lengths, needs no query."""
+    context = shared().showing(0)
+    assert (context.query_len, context.query_heads) == (0, HEADS)
+    assert context.query_valid.shape == context.query_places.shape == (BATCH, 0)
+    for other in (attrs.evolve(context, layer_idx=0), context.outlined(), context.for_selector()):
+        assert (other.query_len, other.query_heads) == (0, HEADS)
+        with pytest.raises(ShapeError, match="num_queries"):
+            _ = other.queries
+    assert shared().showing(1).queries.shape == (BATCH, HEADS, 1, 11)
