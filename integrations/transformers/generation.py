@@ -20,6 +20,7 @@ from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.continuation import Given
 from kvpolicy.integrations.transformers.forward.static_decoding import IMPLEMENTATIONS
+from kvpolicy.policy import CachePolicy
 
 _lock = threading.Lock()
 
@@ -52,6 +53,7 @@ def wrap_generate() -> None:
         def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             cache = kwargs.get("past_key_values")
             if not isinstance(cache, PolicyCache):
+                _check_is_no_policy(cache)
                 return original(self, *args, **kwargs)
             cache.check_thread()
             turn = check_generation(self, cache, args, kwargs)
@@ -64,6 +66,22 @@ def wrap_generate() -> None:
 
         generate._kvpolicy_wraps = original  # type: ignore[attr-defined]
         GenerationMixin.generate = generate
+
+
+def _check_is_no_policy(cache: Any) -> None:
+    """Check that what is given as a cache is no policy, nor a class of which a cache is to be made.
+
+    Raises:
+        TypeError: It is.
+    """
+    kind = cache if isinstance(cache, type) else type(cache)
+    if issubclass(kind, CachePolicy):
+        kind.get_seq_length()
+    if kind is cache and issubclass(kind, PolicyCache):
+        raise TypeError(
+            f"past_key_values must be a cache, got the class {kind.__name__}; pass "
+            f"{kind.__name__}(policy)"
+        )
 
 
 @attrs.frozen

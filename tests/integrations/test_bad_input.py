@@ -19,6 +19,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from kvpolicy import CachePolicy, DecodingEviction
 from kvpolicy.errors import (
     KVPolicyError,
     NotAttachedError,
@@ -26,7 +27,14 @@ from kvpolicy.errors import (
     UnsupportedModelError,
 )
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import FastKV, SnapKV, StreamingLLM
+from kvpolicy.policies import (
+    FastKV,
+    KeepAllSelector,
+    PassAllPropagation,
+    SinkAndRecentSelector,
+    SnapKV,
+    StreamingLLM,
+)
 from tests.integrations.support.conversation import left_padded
 from tests.integrations.test_use import prompt, tokens_of, trace_of
 from tests.reference import random_tokens, tiny_model
@@ -240,6 +248,73 @@ def test_another_model(model: PreTrainedModel, usable: PolicyCache) -> None:
 def test_no_policy(policy: Any) -> None:
     with pytest.raises(TypeError, match="policy must be a CachePolicy"):
         PolicyCache(policy)
+
+
+@pytest.mark.parametrize("policy", [SnapKV(0.1), SnapKV, FASTKV], ids=str)
+def test_a_policy_in_the_place_of_a_cache(model: PreTrainedModel, policy: Any) -> None:
+    """In `generate`, and in a loop, where nothing is wrapped."""
+    kind = policy if isinstance(policy, type) else type(policy)
+    name = kind.__name__
+    message = rf"past_key_values must be a cache, got the policy {name}; pass PolicyCache\({name}"
+    with pytest.raises(TypeError, match=message):
+        model.generate(prompt(20), past_key_values=policy, max_new_tokens=2)
+    for module in (model, model.model):
+        with pytest.raises(TypeError, match=message):
+            module(prompt(20), past_key_values=policy)
+    assert not hasattr(kind, "_is_user_defined")
+    assert len(tokens_of(model, prompt(20), DynamicCache())[0]) == 7
+
+
+def test_the_class_in_the_place_of_a_cache(model: PreTrainedModel) -> None:
+    with pytest.raises(TypeError, match=r"got the class PolicyCache; pass PolicyCache\(policy\)"):
+        model.generate(prompt(20), past_key_values=PolicyCache, max_new_tokens=2)
+
+
+BOUNDED = CachePolicy(
+    None,
+    KeepAllSelector(),
+    PassAllPropagation(),
+    DecodingEviction(None, SinkAndRecentSelector(retention_tokens=8), every=10**15),
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "count", "message"),
+    [
+        (SnapKV(0.1), 10**15, "max_new_tokens must be at most 512, .* got 1000000000000000; "),
+        (SnapKV(0.1), 513, "max_new_tokens must be at most 512, .* got 513; .* or None to let it"),
+        (BOUNDED, None, "every of the policy's decoding must be at most 512, .* got 10000000000"),
+    ],
+    ids=["huge", "one too many", "every"],
+)
+def test_memory_for_more_tokens_than_the_model_has_positions(
+    policy: CachePolicy, count: int | None, message: str
+) -> None:
+    small = tiny_model("llama", seed=1)
+    small.config.max_position_embeddings = 512
+    cache = PolicyCache(policy, max_new_tokens=count)
+    with pytest.raises(ValueError, match=message):
+        small.generate(prompt(20), past_key_values=cache, max_new_tokens=2)
+    assert cache.get_seq_length() == 0
+    if count is None:
+        return
+    cache.max_new_tokens = 512
+    with cache.attached(small), pytest.raises(ValueError, match=message):
+        cache.max_new_tokens = count
+    assert cache.max_new_tokens == 512
+    small.generate(prompt(20), past_key_values=cache, max_new_tokens=2)
+    assert cache.get_seq_length() == 21
+
+
+def test_positions_that_are_stretched() -> None:
+    """A rotary factor goes beyond the positions that the configuration states."""
+    yarn = tiny_model("llama", seed=1)
+    yarn.config.max_position_embeddings = 512
+    yarn.config.rope_parameters = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
+    with PolicyCache(SnapKV(0.1), max_new_tokens=2048).attached(yarn):
+        pass
+    with pytest.raises(ValueError, match="at most 2048"):
+        PolicyCache(SnapKV(0.1), max_new_tokens=2049).attached(yarn).__enter__()
 
 
 def unsupported_models() -> dict[str, tuple[Any, str]]:
