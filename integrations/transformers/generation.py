@@ -6,7 +6,7 @@ import copy
 import functools
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -179,7 +179,7 @@ def check_generation(
             "custom_generate may be anything, and must know what it does to a PolicyCache; attach "
             "the cache yourself, and call generate inside of `with cache.attached(model):`"
         )
-    config = _effective_config(model, args, kwargs)
+    config = effective_config(model, args, kwargs)
     mode = config.get_generation_mode(kwargs.get("assistant_model"))
     if mode not in MODES:
         raise UnsupportedGenerationError(
@@ -262,11 +262,19 @@ def _check_model_keeps_cache(
         )
 
 
-def _effective_config(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The configuration `generate` will arrive at: arguments, then given, then the model's."""
+def effective_config(
+    model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> GenerationConfig:
+    """The configuration `generate` will arrive at: arguments, then given, then the model's.
+
+    Raises:
+        TypeError: The one that is given is none.
+    """
     config = copy.deepcopy(model.generation_config)
     given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    for source in (given.to_dict() if isinstance(given, GenerationConfig) else {}, kwargs):
+    if given is not None and not isinstance(given, GenerationConfig):
+        raise TypeError(f"generation_config must be a GenerationConfig, got {given!r}")
+    for source in ({} if given is None else given.to_dict(), kwargs):
         known = {name: value for name, value in source.items() if hasattr(config, name)}
         config.update(**{name: value for name, value in known.items() if value is not None})
     assert isinstance(config, GenerationConfig)
