@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.checks import check_count, check_kind
 from kvpolicy.errors import ShapeError
 from kvpolicy.heads import Heads
 from kvpolicy.kinds import TokenKind
@@ -67,7 +68,9 @@ class LayerContext:
             context with other ``positions``.
 
     Raises:
+        TypeError: A tensor is none, or one of another dtype.
         ShapeError: The axes do not fit together.
+        ValueError: ``layer_idx`` lies outside the model.
     """
 
     layer_idx: int
@@ -92,6 +95,7 @@ class LayerContext:
     held_len: tuple[int, ...] | None = None
 
     def __attrs_post_init__(self) -> None:
+        self._check_types()
         if self.keys.ndim != 4 or self._queries.ndim != 4:
             raise ShapeError(
                 "keys must be [batch, kv_heads, key_len, head_dim] and queries [batch, "
@@ -103,6 +107,10 @@ class LayerContext:
             raise ShapeError(
                 "queries and keys must agree in batch and head_dim, got queries "
                 f"{list(self._queries.shape)} and keys {list(self.keys.shape)}"
+            )
+        if not (batch and kv_heads):
+            raise ShapeError(
+                f"keys must have at least one row and one head, got {list(self.keys.shape)}"
             )
         if self._queries.shape[1] % kv_heads:
             raise ShapeError(
@@ -177,6 +185,25 @@ class LayerContext:
             raise ShapeError(
                 f"held_len must have one entry per row (batch={batch}), got {self.held_len}"
             )
+        for name, dtype in (("positions", torch.int64), ("new_valid", torch.bool)):
+            found = getattr(self, name).dtype
+            if found != dtype:
+                raise TypeError(f"{name} must be {dtype}, got {found}")
+
+    def _check_types(self) -> None:
+        check_count("num_layers", self.num_layers, minimum=1)
+        check_count("layer_idx", self.layer_idx, maximum=self.num_layers - 1)
+        for name in ("_queries", "keys", "values", "positions", "new_valid"):
+            check_kind(name.lstrip("_"), getattr(self, name), Tensor)
+        for name in ("sinks", "kinds", "query_positions", "carried", "output_weight"):
+            if getattr(self, name) is not None:
+                check_kind(name, getattr(self, name), Tensor)
+        for name in ("stored", "held_len"):
+            if getattr(self, name) is not None:
+                check_kind(name, getattr(self, name), tuple)
+        check_kind("history", self.history, tuple)
+        check_kind("seen_len", self.seen_len, tuple)
+        check_kind("heads", self.heads, Heads)
 
     def outlined(self) -> LayerContext:
         """The context without what attention is computed of: keys and values have no width.

@@ -676,6 +676,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def _take_rows(self, rows: Tensor) -> None:
         if not isinstance(rows, Tensor) or rows.ndim != 1 or rows.is_floating_point():
             raise TypeError(f"rows must be a tensor of indices [count], got {rows!r}")
+        if rows.dtype not in (torch.bool, torch.int32, torch.int64):
+            raise TypeError(f"rows must be int64 or int32, got {rows.dtype}; use rows.long()")
         if rows.dtype == torch.bool or not rows.numel():
             raise ValueError(f"rows must be indices of at least one row, got {rows}")
         self._reader.abandon_forward()

@@ -131,3 +131,34 @@ def test_a_layer_without_queries_goes_on_without_them() -> None:
         with pytest.raises(ShapeError, match="num_queries"):
             _ = other.queries
     assert shared().showing(1).queries.shape == (BATCH, HEADS, 1, 11)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"keys": None}, TypeError, "keys must be a Tensor, got None"),
+        ({"queries": [1]}, TypeError, "queries must be a Tensor, got \\[1\\]"),
+        ({"sinks": [1.0]}, TypeError, "sinks must be a Tensor"),
+        ({"stored": torch.ones(1)}, TypeError, "stored must be a tuple"),
+        ({"seen_len": 5}, TypeError, "seen_len must be a tuple, got 5"),
+        ({"held_len": [5, 3]}, TypeError, "held_len must be a tuple"),
+        ({"history": None}, TypeError, "history must be a tuple, got None"),
+        ({"heads": None}, TypeError, "heads must be a Heads, got None"),
+        ({"positions": torch.zeros(BATCH, HEADS, LENGTH)}, TypeError, "must be torch.int64, got"),
+        ({"new_valid": torch.ones(BATCH, LENGTH)}, TypeError, "new_valid must be torch.bool, got"),
+        ({"layer_idx": "0"}, TypeError, "layer_idx must be an int, got '0'"),
+        ({"layer_idx": 1}, ValueError, "layer_idx must be at most 0, got 1"),
+        ({"num_layers": 0}, ValueError, "num_layers must be at least 1, got 0"),
+        (
+            {"keys": torch.ones(0, HEADS, LENGTH, 11), "queries": torch.ones(0, HEADS, 2, 11)},
+            ShapeError,
+            "keys must have at least one row and one head, got \\[0, 3, 5, 11\\]",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_layer_is_made_of(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        shared(**changes)

@@ -19,7 +19,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from kvpolicy import CachePolicy, DecodingEviction
+from kvpolicy import CachePolicy, DecodingEviction, LayerContext, Scorer
+from kvpolicy.attention import query_key_products
 from kvpolicy.errors import (
     KVPolicyError,
     NotAttachedError,
@@ -27,8 +28,11 @@ from kvpolicy.errors import (
     UnsupportedModelError,
 )
 from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.checking import check_model
 from kvpolicy.policies import (
     FastKV,
+    GemFilter,
+    GQAGroupSelector,
     KeepAllSelector,
     PassAllPropagation,
     SinkAndRecentSelector,
@@ -189,6 +193,8 @@ def test_a_length_of_a_prompt_that_is_none(usable: PolicyCache) -> None:
         (None, TypeError),
         (torch.tensor([0.5]), TypeError),
         (torch.tensor(0), TypeError),
+        (torch.tensor([0], dtype=torch.uint8), TypeError),
+        (torch.tensor([0], dtype=torch.complex64), TypeError),
         (torch.tensor([True]), ValueError),
         (torch.tensor([], dtype=torch.int64), ValueError),
     ],
@@ -589,3 +595,112 @@ def test_dropped_logits_asked_for_in_another_way(model: PreTrainedModel, inner: 
 
 def test_a_cache_has_no_maximum() -> None:
     assert PolicyCache(FASTKV).get_max_length() == -1
+
+
+IDS = prompt(20)
+EMBEDS = torch.randn(1, 20, 16)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ({"input_ids": IDS.float()}, TypeError, "input_ids must be an int64 .* got torch.float32"),
+        ({"input_ids": IDS.to(torch.uint8)}, TypeError, "input_ids must be .* got torch.uint8"),
+        ({"input_ids": IDS.tolist()}, TypeError, "input_ids must be .* got list"),
+        ({"input_ids": IDS[0]}, ValueError, r"input_ids must be \[batch, len\], got \[20\]"),
+        (
+            {"input_ids": IDS[:0]},
+            ValueError,
+            r"at least one token in at least one row, got \[0, 20\]",
+        ),
+        ({"inputs_embeds": EMBEDS[0]}, ValueError, r"inputs_embeds must be .*, got \[20, 16\]"),
+        ({"inputs_embeds": EMBEDS.long()}, TypeError, "must be a float tensor .*, got torch.int64"),
+        (
+            {"input_ids": IDS, "position_ids": IDS[:, :3]},
+            ValueError,
+            r"position_ids must be \[batch, len\] = \[1, 20\] .* got \[1, 3\]; leave them out",
+        ),
+        ({"input_ids": IDS, "position_ids": IDS[0]}, ValueError, r"position_ids .* got \[20\]"),
+        (
+            {"input_ids": IDS, "position_ids": IDS.repeat(3, 1)},
+            ValueError,
+            r"position_ids .* got \[3, 20\]",
+        ),
+        ({"input_ids": IDS, "position_ids": [[0]]}, TypeError, "position_ids .* tensor, got list"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("policy", [SnapKV(0.3), GemFilter(retention_rate=0.5)], ids=str)
+def test_inputs_of_another_kind(
+    model: PreTrainedModel,
+    policy: CachePolicy,
+    inputs: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    cache, before = PolicyCache(policy), trace_of(model)
+    with torch.no_grad(), cache.attached(model), pytest.raises(error, match=message):
+        model(past_key_values=cache, **inputs)
+    assert (cache.get_seq_length(), trace_of(model)) == (0, before)
+    assert tokens_of(model, IDS, cache) == tokens_of(model, IDS, PolicyCache(policy))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ({"input_ids": IDS.tolist()}, TypeError, "input_ids must be a tensor, got list; let the"),
+        ({"inputs": "a text"}, TypeError, "inputs must be a tensor, got str"),
+        ({"input_ids": IDS[0]}, ValueError, r"input_ids must be \[batch, len\], got \[20\]"),
+        ({"input_ids": IDS.float()}, TypeError, "input_ids must be an int64 .* got torch.float32"),
+        ({"input_ids": IDS[:0]}, ValueError, "at least one token in at least one row"),
+        ({"input_ids": IDS, "attention_mask": [[1] * 20]}, TypeError, "attention_mask must be a t"),
+        ({"input_ids": IDS, "attention_mask": torch.ones(20)}, ValueError, "attention_mask must"),
+        (
+            {"input_ids": IDS, "attention_mask": torch.ones(2, 20)},
+            ValueError,
+            "attention_mask must have the 1 rows of the input, got 2",
+        ),
+        (
+            {"input_ids": IDS, "attention_mask": torch.ones(1, 7)},
+            ValueError,
+            r"\[1, 20\] as the tokens that are read, got \[1, 7\]; .* of attention_mask",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_inputs_of_another_kind_in_generate(
+    model: PreTrainedModel, inputs: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    cache, before = PolicyCache(FASTKV), trace_of(model)
+    with pytest.raises(error, match=message):
+        model.generate(past_key_values=cache, max_new_tokens=2, **inputs)
+    assert (cache.get_seq_length(), trace_of(model)) == (0, before)
+    assert tokens_of(model, IDS, cache) == tokens_of(model, IDS, PolicyCache(FASTKV))
+
+
+class LooksAtTheLast(Scorer):
+    """Declares no queries, and looks at one."""
+
+    def score(self, context: LayerContext) -> Tensor:
+        return query_key_products(context.queries, context.keys)[:, :, -1]
+
+
+def test_a_scorer_that_looks_at_queries_it_has_not_declared(model: PreTrainedModel) -> None:
+    selector = GQAGroupSelector(0.5, window_size=1)
+    cache = PolicyCache(CachePolicy(LooksAtTheLast(), selector, PassAllPropagation()))
+    before = trace_of(model)
+    with pytest.raises(ValueError, match="a scorer must declare num_queries to look at queries"):
+        model.generate(IDS, past_key_values=cache, max_new_tokens=2)
+    assert (cache.get_seq_length(), trace_of(model)) == (0, before)
+
+
+def test_a_policy_and_a_length_that_a_model_is_asked_about(model: PreTrainedModel) -> None:
+    found = check_model(model)
+    assert found.refusal_of(SnapKV(0.3), 10) is None
+    for policy in (None, "snapkv", SnapKV):
+        with pytest.raises(TypeError, match="policy must be a CachePolicy"):
+            found.refusal_of(policy, 10)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="context_len must be an int"):
+        found.refusal_of(SnapKV(0.3), None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="context_len must be at least 1, got 0"):
+        found.refusal_of(SnapKV(0.3), 0)
