@@ -8,15 +8,23 @@ from typing import Any
 import attrs
 
 from kvpolicy.brief import brief
-from kvpolicy.checks import check_count
+from kvpolicy.checks import as_tuple, check_count
 
 # What KVzip asks for, behind the context; in later chunks the overlap follows.
 FIRST_INSTRUCTION = "\n\nRepeat the previous context exactly."
 LATER_INSTRUCTION = "\n\nRepeat the part of the previous context exactly, starting with"
 
 
-def _ids(given: Iterable[int]) -> tuple[int, ...]:
-    return tuple(given)
+def _instruction(given: Iterable[int]) -> tuple[int, ...]:
+    return as_tuple("instruction_ids", "token ids", given)
+
+
+def _later(given: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if given is None else as_tuple("later_ids", "token ids", given)
+
+
+def _answer(given: Iterable[int]) -> tuple[int, ...]:
+    return as_tuple("answer_ids", "token ids", given)
 
 
 @attrs.frozen
@@ -61,11 +69,9 @@ class Repetition:
     chunk_size: int = 2048
     num_sinks: int = 4
     overlap: int = 8
-    instruction_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
-    later_ids: tuple[int, ...] | None = attrs.field(
-        default=None, converter=attrs.converters.optional(_ids)
-    )
-    answer_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
+    instruction_ids: tuple[int, ...] = attrs.field(default=(), converter=_instruction)
+    later_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_later)
+    answer_ids: tuple[int, ...] = attrs.field(default=(), converter=_answer)
     unrepeated: int = attrs.field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:

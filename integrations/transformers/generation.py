@@ -6,7 +6,7 @@ import copy
 import functools
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.continuation import Given
 from kvpolicy.integrations.transformers.forward.static_decoding import IMPLEMENTATIONS
 from kvpolicy.integrations.transformers.model.both_ways import cuts_of
+from kvpolicy.policy import CachePolicy
 
 _lock = threading.Lock()
 
@@ -54,6 +55,7 @@ def wrap_generate() -> None:
         def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             cache = kwargs.get("past_key_values")
             if not isinstance(cache, PolicyCache):
+                _check_is_no_policy(cache)
                 return original(self, *args, **kwargs)
             cache.check_thread()
             turn = check_generation(self, cache, args, kwargs)
@@ -66,6 +68,22 @@ def wrap_generate() -> None:
 
         generate._kvpolicy_wraps = original  # type: ignore[attr-defined]
         GenerationMixin.generate = generate
+
+
+def _check_is_no_policy(cache: Any) -> None:
+    """Check that what is given as a cache is no policy, nor a class of which a cache is to be made.
+
+    Raises:
+        TypeError: It is.
+    """
+    kind = cache if isinstance(cache, type) else type(cache)
+    if issubclass(kind, CachePolicy):
+        kind.get_seq_length()
+    if kind is cache and issubclass(kind, PolicyCache):
+        raise TypeError(
+            f"past_key_values must be a cache, got the class {kind.__name__}; pass "
+            f"{kind.__name__}(policy)"
+        )
 
 
 @attrs.frozen
@@ -163,7 +181,7 @@ def check_generation(
             "custom_generate may be anything, and must know what it does to a PolicyCache; attach "
             "the cache yourself, and call generate inside of `with cache.attached(model):`"
         )
-    config = _effective_config(model, args, kwargs)
+    config = effective_config(model, args, kwargs)
     mode = config.get_generation_mode(kwargs.get("assistant_model"))
     if mode not in MODES:
         raise UnsupportedGenerationError(
@@ -272,11 +290,19 @@ def _check_model_keeps_cache(
         )
 
 
-def _effective_config(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The configuration `generate` will arrive at: arguments, then given, then the model's."""
+def effective_config(
+    model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> GenerationConfig:
+    """The configuration `generate` will arrive at: arguments, then given, then the model's.
+
+    Raises:
+        TypeError: The one that is given is none.
+    """
     config = copy.deepcopy(model.generation_config)
     given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    for source in (given.to_dict() if isinstance(given, GenerationConfig) else {}, kwargs):
+    if given is not None and not isinstance(given, GenerationConfig):
+        raise TypeError(f"generation_config must be a GenerationConfig, got {given!r}")
+    for source in ({} if given is None else given.to_dict(), kwargs):
         known = {name: value for name, value in source.items() if hasattr(config, name)}
         config.update(**{name: value for name, value in known.items() if value is not None})
     assert isinstance(config, GenerationConfig)

@@ -9,7 +9,7 @@ import attrs
 
 from kvpolicy.brief import brief
 from kvpolicy.budgets import DefaultRate
-from kvpolicy.checks import check_count, check_kind
+from kvpolicy.checks import as_tuple, check_count, check_kind
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.interfaces import KVSelector
 from kvpolicy.policies.documentation import documented
@@ -23,7 +23,7 @@ from kvpolicy.repetition import Repetition
 
 
 def _ids(given: Iterable[int]) -> tuple[int, ...]:
-    return tuple(given)
+    return as_tuple("instruction_ids", "token ids", given)
 
 
 @documented

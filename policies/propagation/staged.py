@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import attrs
 from torch import Tensor
 
 from kvpolicy.budgets import Budget
+from kvpolicy.checks import as_tuple
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy
 from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
@@ -17,9 +18,7 @@ MOST_LAYERS = 256
 
 
 def _as_tuple(stages: object) -> tuple[object, ...]:
-    if not isinstance(stages, Iterable):
-        raise TypeError(f"stages must be a sequence of PropagationPolicy, got {stages!r}")
-    return tuple(stages)
+    return as_tuple("stages", "PropagationPolicy", stages)
 
 
 @attrs.frozen

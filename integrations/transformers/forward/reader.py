@@ -239,7 +239,14 @@ class Reader:
     @property
     def room(self) -> int:
         """Slots that a layer is to have memory for behind what the policy keeps."""
-        longest = self.max_new_tokens
+        return self.room_for(self.max_new_tokens)
+
+    def room_for(self, longest: int | None) -> int:
+        """The same for answers of another length.
+
+        Args:
+            longest: Their tokens; None where that is not known.
+        """
         if self.policy.decoding is None:
             return longest or 0
         every = self.policy.decoding.every

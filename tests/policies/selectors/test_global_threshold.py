@@ -121,7 +121,7 @@ def test_what_waits_holds_no_keys() -> None:
     assert decision.kept is None
     assert decision.undecided is not None
     waiting = decision.undecided.context
-    assert [each.numel() for each in (waiting.keys, waiting.values, waiting.queries)] == [0, 0, 0]
+    assert [each.numel() for each in (waiting.keys, waiting.values, waiting._queries)] == [0, 0, 0]
     assert waiting.positions.equal(context.positions)
     assert decision.undecided.saliency is not None
     # With a second reading nothing is scored yet.
