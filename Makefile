@@ -10,8 +10,11 @@ TRANSFORMERS_TESTS := .venv-transformers
 TRANSFORMERS ?=
 ARGS ?=
 FUZZ_MINUTES ?= 10
-# A process of tests for every core; the models are tiny, and each has one thread.
-WORKERS := -n logical --maxprocesses 4
+# A process of tests for every core; the models are tiny, and each has one thread. Neighbours share
+# models and references, so that a process gets a run of them, and another's when it has no more.
+WORKERS := -n logical --maxprocesses 4 --dist worksteal
+# CI runs every case. For people it takes few of each test, with every value of every parameter.
+CASES := $(if $(CI),,--covering)
 
 .PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest bench pictures \
 	bench-scaling bench-chunks bench-decode bench-decoding bench-long-answers bench-gpu bench-prefill bench-sessions \
@@ -47,9 +50,8 @@ typecheck: $(VENV)/installed
 	$(BIN)/pip install --quiet --no-deps --target build/typecheck .
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p kvpolicy
 
-# Of tests with more than four cases four, spread over all; `make thorough` runs each.
 check: $(VENV)/installed
-	$(BIN)/pytest $(WORKERS) --cases 4
+	$(BIN)/pytest $(WORKERS) $(CASES)
 
 thorough: $(VENV)/installed
 	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest $(WORKERS)
@@ -66,7 +68,7 @@ $(OLDEST)/installed: pyproject.toml constraints.txt
 	touch $@
 
 oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/pytest $(WORKERS) --cases 3 $(addprefix tests/integrations/,forward fuzz hybrids model)
+	$(OLDEST)/bin/pytest $(WORKERS) $(CASES) $(addprefix tests/integrations/,forward fuzz hybrids model)
 
 # Every decoder of the installed Transformers, built tiny and held against its own dense attention.
 families: $(VENV)/installed

@@ -188,7 +188,10 @@ def _check_saliency(
     group, layer = saliency.shape[1] // context.kv_heads, context.layer_idx
     checks.refuse(
         saliency.isnan() & context.valid.repeat_interleave(group, dim=1),
-        lambda: f"score of {scorer} must return numbers, got NaN at layer {layer}",
+        lambda: (
+            f"score of {scorer} must return numbers, got NaN at layer {layer}; if it does of other "
+            "layers, look for NaN in the model's parameters and inputs"
+        ),
     )
 
 

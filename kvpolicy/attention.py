@@ -55,6 +55,9 @@ def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = 
     Returns:
         float32 ``[batch, query_heads, key_len]``; 0 on padding. Queries that are padding add
         nothing.
+
+    Raises:
+        ShapeError: The layer shows no queries; see `LayerContext.queries`.
     """
     sums = _nothing(context)
     for block, shown, weights in _blocks(context):
@@ -71,6 +74,9 @@ def causal_attention_peaks(context: LayerContext) -> Tensor:
 
     Returns:
         float32 ``[batch, query_heads, key_len]``; 0 on padding.
+
+    Raises:
+        ShapeError: As there.
     """
     peaks = _nothing(context)
     for block, _, weights in _blocks(context):
@@ -81,13 +87,9 @@ def causal_attention_peaks(context: LayerContext) -> Tensor:
 
 def _nothing(context: LayerContext) -> Tensor:
     """float32 ``[batch, query_heads, key_len]`` of zeros."""
-    return torch.zeros(
-        context.batch,
-        context.query_heads,
-        context.key_len,
-        dtype=torch.float32,
-        device=context.keys.device,
-    )
+    queries = context.queries  # refused where there are none: zeros would pass for an answer
+    shape = (*queries.shape[:2], context.key_len)
+    return torch.zeros(shape, dtype=torch.float32, device=queries.device)
 
 
 def _blocks(context: LayerContext) -> Iterator[tuple[slice, slice, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from typing import Any
 
 # Counts are compared with int64 tensors.
 LARGEST = 2**63 - 1
@@ -34,6 +35,23 @@ def check_kind(name: str, value: object, kind: type) -> None:
     """
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
+
+
+def as_tuple(name: str, items: str, value: Any) -> tuple[Any, ...]:
+    """Return the items of a sequence, or of anything else that can be gone through.
+
+    Args:
+        name: The argument, for messages.
+        items: What its items are, in a word.
+        value: What came.
+
+    Raises:
+        TypeError: It cannot be gone through, as a number or a tensor without axes.
+    """
+    try:
+        return tuple(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence of {items}, got {value!r}") from None
 
 
 def check_rate(name: str, value: object, *, zero: bool = False) -> float:

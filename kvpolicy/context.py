@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.checks import check_count, check_kind
 from kvpolicy.errors import ShapeError
 from kvpolicy.heads import Heads
 from kvpolicy.kinds import TokenKind
@@ -26,7 +27,8 @@ class LayerContext:
         layer_idx: Index of the layer, from 0.
         num_layers: Layers of the model.
         queries: ``[batch, query_heads, query_len, head_dim]``, after rotary embedding: the last
-            ``query_len`` of the layer's new tokens, as many as the policy asks for (may be none).
+            ``query_len`` of the layer's new tokens, as many as the policy asks for. There may be
+            none: to read them is then an error.
         keys: ``[batch, kv_heads, key_len, head_dim]``, after rotary embedding.
         values: ``[batch, kv_heads, key_len, head_dim]``.
         positions: ``[batch, kv_heads, key_len]`` int64, the token's position in its row; -1 on
@@ -66,12 +68,14 @@ class LayerContext:
             context with other ``positions``.
 
     Raises:
+        TypeError: A tensor is none, or one of another dtype.
         ShapeError: The axes do not fit together.
+        ValueError: ``layer_idx`` lies outside the model.
     """
 
     layer_idx: int
     num_layers: int
-    queries: Tensor
+    _queries: Tensor
     keys: Tensor
     values: Tensor
     positions: Tensor
@@ -91,22 +95,27 @@ class LayerContext:
     held_len: tuple[int, ...] | None = None
 
     def __attrs_post_init__(self) -> None:
-        if self.keys.ndim != 4 or self.queries.ndim != 4:
+        self._check_types()
+        if self.keys.ndim != 4 or self._queries.ndim != 4:
             raise ShapeError(
                 "keys must be [batch, kv_heads, key_len, head_dim] and queries [batch, "
                 f"query_heads, query_len, head_dim], got {list(self.keys.shape)} and "
-                f"{list(self.queries.shape)}"
+                f"{list(self._queries.shape)}"
             )
         batch, kv_heads, key_len, head_dim = self.keys.shape
-        if self.queries.shape[0] != batch or self.queries.shape[3] != head_dim:
+        if self._queries.shape[0] != batch or self._queries.shape[3] != head_dim:
             raise ShapeError(
                 "queries and keys must agree in batch and head_dim, got queries "
-                f"{list(self.queries.shape)} and keys {list(self.keys.shape)}"
+                f"{list(self._queries.shape)} and keys {list(self.keys.shape)}"
             )
-        if self.queries.shape[1] % kv_heads:
+        if not (batch and kv_heads):
+            raise ShapeError(
+                f"keys must have at least one row and one head, got {list(self.keys.shape)}"
+            )
+        if self._queries.shape[1] % kv_heads:
             raise ShapeError(
                 "query_heads must be a multiple of kv_heads, got "
-                f"query_heads={self.queries.shape[1]} and kv_heads={kv_heads}"
+                f"query_heads={self._queries.shape[1]} and kv_heads={kv_heads}"
             )
         if self.values.shape[:3] != self.keys.shape[:3]:
             raise ShapeError(
@@ -176,6 +185,25 @@ class LayerContext:
             raise ShapeError(
                 f"held_len must have one entry per row (batch={batch}), got {self.held_len}"
             )
+        for name, dtype in (("positions", torch.int64), ("new_valid", torch.bool)):
+            found = getattr(self, name).dtype
+            if found != dtype:
+                raise TypeError(f"{name} must be {dtype}, got {found}")
+
+    def _check_types(self) -> None:
+        check_count("num_layers", self.num_layers, minimum=1)
+        check_count("layer_idx", self.layer_idx, maximum=self.num_layers - 1)
+        for name in ("_queries", "keys", "values", "positions", "new_valid"):
+            check_kind(name.lstrip("_"), getattr(self, name), Tensor)
+        for name in ("sinks", "kinds", "query_positions", "carried", "output_weight"):
+            if getattr(self, name) is not None:
+                check_kind(name, getattr(self, name), Tensor)
+        for name in ("stored", "held_len"):
+            if getattr(self, name) is not None:
+                check_kind(name, getattr(self, name), tuple)
+        check_kind("history", self.history, tuple)
+        check_kind("seen_len", self.seen_len, tuple)
+        check_kind("heads", self.heads, Heads)
 
     def outlined(self) -> LayerContext:
         """The context without what attention is computed of: keys and values have no width.
@@ -189,7 +217,7 @@ class LayerContext:
         stored = None if self.stored is None else (outline(self.stored[0]), outline(self.stored[1]))
         return attrs.evolve(
             self,
-            queries=outline(self.queries[:, :, :0]),
+            queries=outline(self._queries[:, :, :0]),
             keys=outline(self.keys),
             values=outline(self.values),
             stored=stored,
@@ -237,7 +265,7 @@ class LayerContext:
         first, places = self.query_len - num_queries, self.query_positions
         return attrs.evolve(
             self,
-            queries=self.queries[:, :, first:],
+            queries=self._queries[:, :, first:],
             query_positions=None if places is None else places[:, first:],
         )
 
@@ -257,6 +285,22 @@ class LayerContext:
             rotary=self.rotary if rotary else None,
             output_weight=self.output_weight if output_weight else None,
         )
+
+    @property
+    def queries(self) -> Tensor:
+        """``[batch, query_heads, query_len, head_dim]``; see the class.
+
+        Raises:
+            ShapeError: There are none, so that whatever is made of them says nothing.
+        """
+        if not self.query_len:
+            raise ShapeError(
+                "a scorer must declare num_queries to look at queries, since it is shown none "
+                f"otherwise, got none of layer {self.layer_idx}; override num_queries to return "
+                "how many of the last ones it looks at, or None for all (a selector or a "
+                "propagation policy has none of its own; let a scorer look)"
+            )
+        return self._queries
 
     @property
     def valid(self) -> Tensor:
@@ -291,7 +335,7 @@ class LayerContext:
     @property
     def query_heads(self) -> int:
         """Query heads: ``group * kv_heads``."""
-        return self.queries.shape[1]
+        return self._queries.shape[1]
 
     @property
     def key_len(self) -> int:
@@ -301,7 +345,7 @@ class LayerContext:
     @property
     def query_len(self) -> int:
         """Trailing queries shown."""
-        return self.queries.shape[2]
+        return self._queries.shape[2]
 
     @property
     def new_len(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import attrs
 import torch
@@ -366,6 +366,18 @@ class CachePolicy:
             passed = passed_on_by(self.propagation, saliency, context, checks)
         checks.look()
         return passed
+
+    @classmethod
+    def get_seq_length(cls, layer_idx: int = 0) -> NoReturn:
+        """Refuse to be a cache: what a model first asks its ``past_key_values``.
+
+        Raises:
+            TypeError: Always; says how a policy gets into a cache.
+        """
+        raise TypeError(
+            f"past_key_values must be a cache, got the policy {cls.__name__}; pass "
+            f"PolicyCache({cls.__name__}(...)), from kvpolicy.integrations.transformers"
+        )
 
     def _acts_at(self, context: LayerContext) -> bool:
         return context.layer_idx in self.propagation.acting_layers(context.num_layers)

@@ -56,7 +56,7 @@ def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
         >>> list(registered("selector"))[:4]
         ['adaptive_head', 'critical', 'first_layers_whole', 'global_threshold']
     """
-    if kind is not None and kind not in _KINDS:
+    if kind is not None and kind not in list(_KINDS):
         raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {kind!r}")
     found = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda each: each.name):

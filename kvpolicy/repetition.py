@@ -8,15 +8,23 @@ from typing import Any
 import attrs
 
 from kvpolicy.brief import brief
-from kvpolicy.checks import check_count
+from kvpolicy.checks import as_tuple, check_count
 
 # What KVzip asks for, behind the context; in later chunks the overlap follows.
 FIRST_INSTRUCTION = "\n\nRepeat the previous context exactly."
 LATER_INSTRUCTION = "\n\nRepeat the part of the previous context exactly, starting with"
 
 
-def _ids(given: Iterable[int]) -> tuple[int, ...]:
-    return tuple(given)
+def _instruction(given: Iterable[int]) -> tuple[int, ...]:
+    return as_tuple("instruction_ids", "token ids", given)
+
+
+def _later(given: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if given is None else as_tuple("later_ids", "token ids", given)
+
+
+def _answer(given: Iterable[int]) -> tuple[int, ...]:
+    return as_tuple("answer_ids", "token ids", given)
 
 
 @attrs.frozen
@@ -41,6 +49,9 @@ class Repetition:
             default, since a policy knows no tokenizer: see `asking`.
         later_ids: Those before every later chunk; as before the first if None.
         answer_ids: Ids between the overlap and the chunk, as where a chat's answer begins.
+        unrepeated: First tokens of the context that are not repeated, such as a system prompt, at
+            least 0; the first chunk begins behind them. Nothing scores them: let the selector
+            protect them, or keep them by `kvpolicy.policies.FirstTokensWholeSelector`.
 
     Raises:
         TypeError: A number or an id is not an int.
@@ -49,6 +60,8 @@ class Repetition:
     Example:
         >>> Repetition(chunk_size=1000).spans(2500)
         [(0, 1000), (1000, 2000), (2000, 2500)]
+        >>> Repetition(chunk_size=1000, num_sinks=120, unrepeated=120).spans(2500)
+        [(120, 1120), (1120, 2120), (2120, 2500)]
 
     Source: KVzip (arXiv 2505.23416), section 3.
     """
@@ -56,16 +69,16 @@ class Repetition:
     chunk_size: int = 2048
     num_sinks: int = 4
     overlap: int = 8
-    instruction_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
-    later_ids: tuple[int, ...] | None = attrs.field(
-        default=None, converter=attrs.converters.optional(_ids)
-    )
-    answer_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
+    instruction_ids: tuple[int, ...] = attrs.field(default=(), converter=_instruction)
+    later_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_later)
+    answer_ids: tuple[int, ...] = attrs.field(default=(), converter=_answer)
+    unrepeated: int = attrs.field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_count("chunk_size", self.chunk_size, minimum=1)
         check_count("num_sinks", self.num_sinks)
         check_count("overlap", self.overlap)
+        check_count("unrepeated", self.unrepeated)
         for name in ("instruction_ids", "later_ids", "answer_ids"):
             for each in getattr(self, name) or ():
                 check_count(f"every id of {name}", each)
@@ -94,7 +107,7 @@ class Repetition:
 
     def spans(self, length: int) -> list[tuple[int, int]]:
         """First and last position, the second excluded, of every chunk of a context."""
-        starts = range(0, length, self.chunk_size)
+        starts = range(self.unrepeated, length, self.chunk_size)
         return [(start, min(start + self.chunk_size, length)) for start in starts]
 
     def before(self, start: int) -> tuple[tuple[int, ...], int]:
@@ -107,7 +120,8 @@ class Repetition:
             The instruction's ids, and how many of the tokens before the chunk follow them.
         """
         later = self.instruction_ids if self.later_ids is None else self.later_ids
-        return (later if start else self.instruction_ids), min(start, self.overlap)
+        repeated = start - self.unrepeated
+        return (later if repeated else self.instruction_ids), min(repeated, self.overlap)
 
     def compute_rate(self, context_len: int | None = None) -> float:
         """Tokens that the second reading computes over those of the context.
@@ -115,10 +129,12 @@ class Repetition:
         Args:
             context_len: Tokens of the context; None for one so long that its last chunk is full.
         """
-        length = self.chunk_size if context_len is None else context_len
-        chunks = self.spans(length)
-        ahead = [self.before(start) for start, _ in chunks]
         if context_len is None:
-            ahead = [self.before(self.chunk_size)]
-        more = sum(len(ids) + overlap + len(self.answer_ids) for ids, overlap in ahead)
-        return 1 + more / length
+            return 1 + self._ahead(self.unrepeated + self.chunk_size) / self.chunk_size
+        chunks = self.spans(context_len)
+        return sum(stop - start + self._ahead(start) for start, stop in chunks) / context_len
+
+    def _ahead(self, start: int) -> int:
+        """Tokens that are fed before the chunk at a position."""
+        ids, overlap = self.before(start)
+        return len(ids) + overlap + len(self.answer_ids)

@@ -65,6 +65,7 @@ from kvpolicy.policies.scorers.wrapping import ValueAwareScorer
 from kvpolicy.policies.selectors.adaptive_head import AdaptiveHeadSelector
 from kvpolicy.policies.selectors.critical import CriticalSelector
 from kvpolicy.policies.selectors.first_layers import FirstLayersWholeSelector
+from kvpolicy.policies.selectors.first_tokens import FirstTokensWholeSelector
 from kvpolicy.policies.selectors.global_threshold import GlobalThresholdSelector
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
@@ -98,6 +99,7 @@ __all__ = [
     "FastKV",
     "FastV",
     "FirstLayersWholeSelector",
+    "FirstTokensWholeSelector",
     "FullContext",
     "GQAGroupSelector",
     "GemFilter",

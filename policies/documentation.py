@@ -15,6 +15,7 @@ SHARED = {
     "retention_tokens": "Number of tokens every layer keeps, at least 1, in place of the rate.",
     "decoding": "Number of tokens every layer keeps while an answer is decoded, at least 1;\n"
     "        True for ``retention_tokens``; or a `DecodingEviction`. None lets it grow.",
+    "group_first": "Whether attention is averaged over each KV group before it is pooled.",
     "protect": "First tokens of the context that are always kept, at least 0.",
 }
 # Of methods without a budget of their own.

@@ -1,14 +1,19 @@
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
-settings.register_profile("quick", max_examples=40, deadline=None)
-settings.register_profile("thorough", max_examples=1000, deadline=None)
+from tests.covering import chosen_items
+
+# Chance is for `make thorough` and `make fuzz`: what these find becomes an example of its test.
+settings.register_profile("quick", max_examples=40, deadline=None, derandomize=True, database=None)
+settings.register_profile("thorough", max_examples=1000, deadline=None, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # The models are tiny: a second thread costs more than it brings, above all beside other processes.
@@ -25,6 +30,7 @@ SLOW = {
     "test_processes.py",
 }
 QUICK_TESTS_A_FILE = 2
+LEFT_OUT = pytest.StashKey[dict[str, tuple[int, int]]]()
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +44,7 @@ def nothing_stays_behind() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="the first tests of every file")
     parser.addoption(
-        "--cases", type=int, metavar="N", help="of tests with more cases, N spread over all"
+        "--covering", action="store_true", help="few cases of a test, with every parameter value"
     )
 
 
@@ -46,12 +52,50 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = items
     if config.getoption("--quick"):
         chosen = quick(items)
-    elif config.getoption("--cases"):
-        chosen = spread(items, config.getoption("--cases"))
+    elif config.getoption("--covering"):
+        chosen = chosen_items(items)
+    config.stash[LEFT_OUT] = left_out(items, chosen)
     if chosen is not items:
         kept = set(chosen)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = chosen
+
+
+def left_out(items: list[pytest.Item], chosen: list[pytest.Item]) -> dict[str, tuple[int, int]]:
+    """Cases that are left out and all cases, of each folder in which some are."""
+    cases = Counter(folder(item) for item in items)
+    kept = Counter(folder(item) for item in chosen)
+    return {
+        name: (cases[name] - kept[name], cases[name]) for name in cases if cases[name] != kept[name]
+    }
+
+
+def folder(item: pytest.Item) -> str:
+    """The folder that an item lies in, three levels deep at most."""
+    return "/".join(item.path.relative_to(item.config.rootpath).parts[:-1][:3]) or "."
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker tells the process that prints what has been left out."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left_out"] = session.config.stash.get(LEFT_OUT, {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Says which cases have been left out, so that nobody takes a part for the whole."""
+    counts = config.stash.get(LEFT_OUT, {})
+    total = sum(count for count, _ in counts.values())
+    if total:
+        terminalreporter.section(f"{total:,} cases left out; with CI=true `make test` runs them")
+        for name, (count, cases) in sorted(counts.items(), key=lambda each: -each[1][0]):
+            terminalreporter.write_line(f"{count:6,} of {cases:6,}  {name}")
 
 
 def quick(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -69,22 +113,6 @@ def quick(items: list[pytest.Item]) -> list[pytest.Item]:
             seen.append(name)
             chosen.append(item)
     return chosen
-
-
-def spread(items: list[pytest.Item], most: int) -> list[pytest.Item]:
-    """Of every test at most so many cases, the first and the last among them.
-
-    Families, policies and rows multiply to hundreds of cases; any few of them cover each.
-    """
-    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
-    for item in items:
-        name = getattr(item, "originalname", item.name)
-        cases.setdefault((item.path, name), []).append(item)
-    kept: set[pytest.Item] = set()
-    for each in cases.values():
-        count = min(most, len(each))
-        kept |= {each[round(at * (len(each) - 1) / max(count - 1, 1))] for at in range(count)}
-    return [item for item in items if item in kept]
 
 
 @pytest.fixture(autouse=True)

@@ -308,7 +308,7 @@ def _window_notes(shape: ModelShape, context: int, chosen: Sequence[Variant]) ->
     notes = [
         f"{len(short)} of {shape.num_layers} layers have "
         f"{'chunks' if first.chunked else 'a sliding window'} of {first.window:,} tokens and keep "
-        "that, whatever the policy."
+        f"{'those of the last' if first.chunked else 'that'}, whatever the policy."
     ]
     seeing = [str(i) for i in shape.eligible if i not in short]
     for name in dict.fromkeys(each.name for each in chosen):

@@ -131,7 +131,8 @@ def _context(
 
 
 def _tensors(context: LayerContext) -> list[Tensor]:
-    found = [context.queries, context.keys, context.values, context.positions, context.new_valid]
+    found = [context.keys, context.values, context.positions, context.new_valid]
+    found += [context.queries] if context.query_len else []
     weight = context.output_weight
     return [*found, *context.history, *([] if weight is None else [weight])]
 

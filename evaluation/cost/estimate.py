@@ -190,7 +190,7 @@ def estimate(
             )
             for index, tokens in enumerate(arriving)
         ),
-        token_bytes=tuple(layer.token_elements * dtype.itemsize for layer in shape.layers),
+        token_bytes=tuple(layer.token_bytes(dtype.itemsize) for layer in shape.layers),
         state_bytes=sum(layer.state_bytes(dtype.itemsize) for layer in shape.layers),
     )
 
@@ -241,8 +241,7 @@ def _kept(layer: LayerShape, arriving: float, chosen: float, context_len: float)
         return 0.0
     if layer.window is None or context_len <= layer.window:
         return min(arriving, chosen)
-    # The next token sees itself and one fewer than the window of those before.
-    return arriving * (layer.window - 1) / context_len
+    return arriving * layer.held(context_len) / context_len
 
 
 def _prefill(propagation: PropagationPolicy, shape: ModelShape, context_len: int) -> Flops:
@@ -264,7 +263,7 @@ def _again(reading: Repetition | None, shape: ModelShape, context_len: int) -> F
     if reading is None:
         return Flops(0.0, 0.0)
     tokens = reading.compute_rate(context_len) * context_len
-    seen = context_len + tokens / len(reading.spans(context_len)) / 2
+    seen = context_len + tokens / max(len(reading.spans(context_len)), 1) / 2
     found = Flops(0.0, 0.0)
     for layer in shape.layers:
         keys = seen if layer.window is None else min(layer.window, seen)

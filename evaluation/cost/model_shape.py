@@ -23,6 +23,8 @@ class LayerShape:
         token_elements: Numbers that the layer holds for each token: a key and a value for every
             KV head, or a latent; 0 where it holds nothing for a token, or has the keys of
             another layer.
+        place_bytes: Bytes that the layer holds for each token beside these, whatever the model's
+            precision: the position ids by which index keys are turned when they are scored.
         state_elements: Numbers of the state that it holds, however many tokens there are.
         float_state_elements: Of them, those that are in float32 whatever the model's precision.
         window: Tokens that one of its tokens sees, itself among them; None where it sees all.
@@ -45,6 +47,7 @@ class LayerShape:
     key_dim: int = 0
     value_dim: int = 0
     token_elements: int = 0
+    place_bytes: int = 0
     state_elements: int = 0
     float_state_elements: int = 0
     window: int | None = None
@@ -81,6 +84,16 @@ class LayerShape:
     def chooses(self) -> bool:
         """Whether it holds keys for tokens, and sees the whole context."""
         return bool(self.query_heads and self.token_elements) and self.window is None
+
+    def held(self, context_len: float) -> float:
+        """Tokens of a context that the layer holds where nothing is chosen: the next sees them."""
+        if self.window is None or context_len <= self.window:
+            return context_len
+        return context_len % self.window if self.chunked else self.window - 1
+
+    def token_bytes(self, itemsize: int) -> int:
+        """Bytes held for a token in a model whose numbers have ``itemsize`` bytes."""
+        return self.token_elements * itemsize + self.place_bytes
 
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of the state of a row in a model whose numbers have ``itemsize`` bytes."""

@@ -27,6 +27,8 @@ def _again(reading: Reading) -> int:
     again = policy.reading
     assert again is not None
     new = shown = 0
+    if not again.spans(context):
+        return 0
     for start, stop in again.spans(context):
         asked, overlap = again.before(start)
         repeated = len(asked) + overlap + len(again.answer_ids) + stop - start

@@ -18,6 +18,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config as without_numbers
 from transformers import (
     AttentionInterface,
     AutoModel,
@@ -34,6 +35,8 @@ from kvpolicy.integrations.transformers.model.finding import (
     attending_in_turn,
     find_decoder,
     layers_within,
+    stateful_parts,
+    takes_own_caches_only,
 )
 
 NAME = "kvpolicy_shapes"
@@ -62,20 +65,22 @@ def trace_layers(config: Any, name: str) -> tuple[LayerShape, ...]:
         layers = layers_within(decoder)
         if layers == attending_in_turn(decoder):
             raise UnsupportedModelError("its layers attend several times each")
-        cache = DynamicCache(config=text)
+        given = None if takes_own_caches_only(decoder) else DynamicCache(config=text)
         seen = _Seen(layers)
         ids = torch.ones(1, TOKENS, dtype=torch.long, device="meta")
         with torch.no_grad(), seen.watching(), quiet():
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            output = model(input_ids=ids, past_key_values=given, use_cache=True)
     except Exception as error:  # whatever a family's own code raises
         reason = f"{type(error).__name__}: {textwrap.shorten(str(error), 160)}"
         raise UnsupportedModelError(
             f"{name} must be a decoder that runs without weights, but that ended in {reason}; "
             "describe it by a ModelShape"
         ) from error
+    cache = output.past_key_values if given is None else given
     held = [*cache.layers, *[None] * len(layers)][: len(layers)]  # fewer where some hold nothing
+    places = _place_bytes(held)
     found = tuple(
-        _layer(facts, cached, *_window(text, index, cached))
+        _layer(facts, cached, _states(cache, index, cached), places, *_window(text, index, cached))
         for index, (facts, cached) in enumerate(zip(seen.layers, held, strict=True))
     )
     if not any(layer.token_elements for layer in found):
@@ -112,7 +117,10 @@ def _built(config: Any, text: Any) -> nn.Module:
         elif type(text) in AutoModel._model_mapping:
             model = AutoModel.from_config(text, **options)
         else:
+            # A tower that reads images may look its attention up by the names it knows.
+            options["attn_implementation"] = "eager"
             model = AutoModelForImageTextToText.from_config(config, **options)
+            model.config.get_text_config(decoder=True)._attn_implementation = NAME
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")
     built: nn.Module = model.eval()
@@ -157,10 +165,15 @@ class _Seen:
                 handles.append(module.register_forward_hook(self._linear))
             elif _expert_weights(module):
                 handles.append(module.register_forward_hook(self._experts, with_kwargs=True))
-        token = _watching.set(self)
+        for part in (part for layer in self.modules for part in stateful_parts(layer, None)):
+            handles.append(part.register_forward_pre_hook(_all_keys_are_there))
+            handles.append(part.register_forward_hook(_not_all_is_there))
+        token, before = _watching.set(self), without_numbers.meta_nonzero_assume_all_nonzero
+        _not_all_is_there()
         try:
             yield
         finally:
+            without_numbers.meta_nonzero_assume_all_nonzero = before
             _watching.reset(token)
             for handle in handles:
                 handle.remove()
@@ -201,6 +214,16 @@ class _Seen:
                 self.current.projection = self.current.linear
 
 
+def _all_keys_are_there(*_: Any) -> None:
+    """Of what attends: an indexer asks which keys a token sees."""
+    without_numbers.meta_nonzero_assume_all_nonzero = True
+
+
+def _not_all_is_there(*_: Any) -> None:
+    """Of what does not: which expert a token goes to, and which adapter, only numbers say."""
+    without_numbers.meta_nonzero_assume_all_nonzero = False
+
+
 _watching: ContextVar[_Seen] = ContextVar("watching")
 
 
@@ -234,9 +257,15 @@ def _owned_weights(layer: nn.Module) -> int:
     return found
 
 
-def _layer(facts: _LayerFacts, cached: Any, window: int | None, chunked: bool) -> LayerShape:
+def _layer(
+    facts: _LayerFacts,
+    cached: Any,
+    states: list[Tensor],
+    place_bytes: int,
+    window: int | None,
+    chunked: bool,
+) -> LayerShape:
     query_heads, kv_heads, key_dim, value_dim = facts.heads
-    states = list(_states(cached))
     return LayerShape(
         weights=max(round(facts.linear) + facts.owned, 1),
         projection_weights=round(facts.projection or 0.0),
@@ -245,6 +274,7 @@ def _layer(facts: _LayerFacts, cached: Any, window: int | None, chunked: bool) -
         key_dim=key_dim,
         value_dim=value_dim,
         token_elements=_token_elements(cached),
+        place_bytes=place_bytes * isinstance(getattr(cached, "indexer_keys", None), Tensor),
         state_elements=sum(each.numel() for each in states),
         float_state_elements=sum(each.numel() for each in states if each.dtype != DTYPE),
         window=window,
@@ -254,19 +284,32 @@ def _layer(facts: _LayerFacts, cached: Any, window: int | None, chunked: bool) -
 
 def _token_elements(cached: Any) -> int:
     """Numbers held for a token: keys and values, and what stands beside them."""
-    held = (getattr(cached, name, None) for name in ("keys", "values", "indexer_keys"))
+    names = ("keys", "values", "indexer_keys", "prefill_keys", "prefill_values")
+    held = (getattr(cached, name, None) for name in names)
     return sum(each.numel() // TOKENS for each in held if isinstance(each, Tensor))
 
 
-def _states(cached: Any) -> Iterator[Tensor]:
-    """The states that a layer of a cache holds, those of convolutions among them."""
+def _place_bytes(held: list[Any]) -> int:
+    """Bytes of the position ids that a `PolicyCache` holds for each index key.
+
+    Transformers' own cache holds them once, for the layers of all; where some are dropped on the
+    way, layers hold different tokens.
+    """
+    given = (getattr(cached, "indexer_position_ids", None) for cached in held)
+    return max((each.nbytes // TOKENS for each in given if isinstance(each, Tensor)), default=0)
+
+
+def _states(cache: Any, index: int, cached: Any) -> list[Tensor]:
+    """The states that a cache holds for a layer, those of convolutions among them."""
+    found: list[Any] = []
     for name in ("conv_states", "recurrent_states"):
         held = getattr(cached, name, None)
         if isinstance(held, dict):
             held = list(held.values())
-        for each in held if isinstance(held, (list, tuple)) else [held]:
-            if isinstance(each, Tensor):
-                yield each
+        found += held if isinstance(held, (list, tuple)) else [held]
+    # Caches that some models define for themselves hold states beside their layers.
+    found += getattr(cache, "linear_cache", [])[index : index + 1]
+    return [each for each in found if isinstance(each, Tensor)]
 
 
 def _window(config: Any, index: int, cached: Any) -> tuple[int | None, bool]:
@@ -277,5 +320,7 @@ def _window(config: Any, index: int, cached: Any) -> tuple[int | None, bool]:
         return own, False
     if kinds[index] == "chunked_attention":
         return config.attention_chunk_size, True
+    if kinds[index] == "reference_sliding_attention":  # a window behind the prompt, which is held
+        return None, False
     # A layer that has another's keys has no window of its own in the cache.
     return config.sliding_window if kinds[index] == "sliding_attention" else own, False

@@ -67,7 +67,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
     Raises:
         TypeError: ``policy`` is not a `CachePolicy`, ``storage`` not a `Storage`, or
             ``max_new_tokens`` no int.
-        ValueError: ``max_new_tokens`` is below 1.
+        ValueError: ``max_new_tokens`` is below 1; or, once a model is known, above its positions.
 
     Where a policy drops tokens, a prompt's logits and hidden states are those of the tokens that
     went on, the last token always among them.
@@ -130,7 +130,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
             CacheInUseError: Another thread has attached it.
             UnsupportedModelError: The policy cannot be applied to the model; says why.
             ValueError: A layer of the policy lies outside the model, or the cache belongs to
-                another model.
+                another model, or is to have memory for more tokens than the model has positions.
         """
         parts = ModelParts(model)
         check_adapters(model)
@@ -147,6 +147,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         placed = self.policy.placed(parts.num_layers, parts.eligible)
         placed.check_model(parts.num_layers)
         parts.check_queries(placed)
+        self._check_room(parts, self.max_new_tokens)
         verdict = verdict_of(model, parts, PolicyCache)
         verdict.check(self.policy, parts.num_layers)
         self._check_filled_by(parts)
@@ -198,6 +199,24 @@ class PolicyCache(Cache):  # type: ignore[misc]
             self._check_loaded_for(self._loaded_for, ModelPrint.of(parts.decoder))
             self._check_kinds(parts)
             self._move_to(parts)
+
+    def _check_room(self, parts: ModelParts, longest: int | None) -> None:
+        """Check that there is to be no more memory in advance than the model has positions.
+
+        Raises:
+            ValueError: There is.
+        """
+        most, room = parts.max_positions, self._reader.room_for(longest)
+        if most is None or room <= most:
+            return
+        name, remedy = "max_new_tokens", "the longest answer you expect, or None to let it grow"
+        if longest is None:
+            name, remedy = "every of the policy's decoding", "how many tokens a layer may grow by"
+        raise ValueError(
+            f"{name} must be at most {most}, the positions of {type(parts.model).__name__}, since "
+            f"memory for as many tokens is taken when a prompt is read, got {longest or room}; "
+            f"pass {remedy}"
+        )
 
     def _check_bounded(self) -> None:
         """Check that every layer can choose while an answer is decoded.
@@ -287,17 +306,16 @@ class PolicyCache(Cache):  # type: ignore[misc]
             OSError: The file cannot be written, or is no regular file; what was there stays as it
                 was.
         """
-        self._reader.abandon_forward()
-        self._reader.fixed.read_queries()
-        if self._reader.tokens is None or self._reader.chunks is not None:
+        reader = copy.copy(self._reader)  # which goes on from this very moment
+        if reader.tokens is None or reader.chunks is not None:
             raise ValueError("cache must have read a prompt to be saved, got one that has not")
         SavedCache(
             policy=describe(self.policy),
             model=self._model_print(),
-            tokens=self._reader.tokens,
-            layers=self.layers,
-            propagated=self.propagated,
-            starts_turn=self._reader.starts_turn,
+            tokens=reader.tokens,
+            layers=reader.layers,
+            propagated=reader.propagated,
+            starts_turn=reader.starts_turn,
         ).write(path)
 
     def _model_print(self) -> ModelPrint:
@@ -374,6 +392,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def max_new_tokens(self, count: int | None) -> None:
         if count is not None:
             check_count("max_new_tokens", count, minimum=1)
+        if self._reader.attachment is not None:
+            self._check_room(self._reader.attachment.parts, count)
         self._reader.max_new_tokens = count
 
     @property
@@ -583,9 +603,9 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Take back tokens that were appended since the policy last acted.
 
-        Where it evicts while it decodes, since layers last chose: what went cannot come back. The
-        queries of what is taken back are forgotten; of those before them there are then as many
-        fewer to choose by, until others come.
+        Where it evicts while it decodes, since layers last chose in any row: what went cannot come
+        back. The queries of what is taken back are forgotten; of those before them there are then
+        as many fewer to choose by, until others come.
 
         Args:
             tokens_to_remove: Minus their number, as in Transformers.
@@ -655,6 +675,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def _take_rows(self, rows: Tensor) -> None:
         if not isinstance(rows, Tensor) or rows.ndim != 1 or rows.is_floating_point():
             raise TypeError(f"rows must be a tensor of indices [count], got {rows!r}")
+        if rows.dtype not in (torch.bool, torch.int32, torch.int64):
+            raise TypeError(f"rows must be int64 or int32, got {rows.dtype}; use rows.long()")
         if rows.dtype == torch.bool or not rows.numel():
             raise ValueError(f"rows must be indices of at least one row, got {rows}")
         self._reader.abandon_forward()

@@ -7,6 +7,7 @@ from collections import Counter
 import attrs
 from torch import nn
 
+from kvpolicy.checks import check_count, check_kind
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.model.check import Finding, Verdict, verdict_of
@@ -64,8 +65,11 @@ class ModelCheck:
             context_len: Tokens of the context.
 
         Raises:
-            ValueError: A layer of the policy lies outside the model.
+            TypeError: ``policy`` is no `CachePolicy`, or ``context_len`` no int.
+            ValueError: A layer of the policy lies outside the model, or ``context_len`` is below 1.
         """
+        check_kind("policy", policy, CachePolicy)
+        check_count("context_len", context_len, minimum=1)
         if self.parts is None or self.verdict is None:
             return self.refusal
         placed = policy.placed(self.parts.num_layers, self.parts.eligible)

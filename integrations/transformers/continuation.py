@@ -28,13 +28,21 @@ class Given:
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Those of the call's arguments."""
-        ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+        """Those of the call's arguments.
+
+        Raises:
+            TypeError: One is no tensor.
+            ValueError: One has no axis of rows, or they have unlike numbers of them.
+        """
+        name = "input_ids" if "input_ids" in kwargs else "inputs"
+        ids = kwargs.get(name, args[0] if args else None)
         embeds = kwargs.get("inputs_embeds")
+        mask = kwargs.get("attention_mask")
+        _check_tensors({name: ids, "inputs_embeds": embeds, "attention_mask": mask})
         return Given(
             ids if isinstance(ids, Tensor) and ids.ndim >= 2 else None,
             embeds if isinstance(embeds, Tensor) and embeds.ndim >= 2 else None,
-            kwargs.get("attention_mask"),
+            mask,
         )
 
     @property
@@ -106,3 +114,21 @@ class Given:
             "very ids of earlier turns, since a text that is tokenised anew may give others, or "
             "reset() the cache to read another text"
         )
+
+
+def _check_tensors(given: dict[str, Any]) -> None:
+    """Check what Transformers takes the shape of: each by name, None where it is not given."""
+    rows = None
+    for name, value in given.items():
+        if value is None or (name == "attention_mask" and isinstance(value, dict)):
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{name} must be a tensor, got {type(value).__name__}; let the tokenizer make it, "
+                "with return_tensors='pt'"
+            )
+        if value.ndim < 2:
+            raise ValueError(f"{name} must be [batch, len], got {list(value.shape)}")
+        if rows is not None and len(value) != rows:
+            raise ValueError(f"{name} must have the {rows} rows of the input, got {len(value)}")
+        rows = len(value)

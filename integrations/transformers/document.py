@@ -12,8 +12,13 @@ from torch import Tensor
 
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.integrations.transformers.cache import PolicyCache
+from kvpolicy.integrations.transformers.generation import effective_config
+from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.policy import CachePolicy
+
+# What `generate` is given of a question, and cannot be told otherwise.
+OWN_ARGUMENTS = {"input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values"}
 
 
 class ReadDocument:
@@ -35,8 +40,9 @@ class ReadDocument:
         cache: What is kept of the document.
 
     Raises:
+        TypeError: An argument is not of its kind.
         ValueError: The document is empty, or the chat template does not begin with it whatever is
-            asked.
+            asked, or is missing.
 
     Example:
         >>> from kvpolicy.evaluation.needle import NeedleTask, load_model, load_tokenizer
@@ -63,12 +69,23 @@ class ReadDocument:
         check_kind("document", document, str)
         if not document.strip():
             raise ValueError("document must be a text that is not blank, got an empty one")
+        check_kind("chat", chat, bool)
+        self.cache = PolicyCache(policy, storage)
+        ModelParts(model)  # which refuses what is no model
+        if not callable(tokenizer):
+            raise TypeError(f"tokenizer must be one of Transformers, got {tokenizer!r}")
+        if chat and not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                "chat must be False with a tokenizer that has no chat_template, got True; set "
+                "tokenizer.chat_template, or build the texts yourself"
+            )
         self._model, self._tokenizer = model, tokenizer
         self._document, self._chat = document, chat
         self._text = self._templated("?")[: -len(self._after("?"))] if chat else document
         ids = prompt_ids(tokenizer, self._text, special=not chat)
+        if not ids:
+            raise ValueError(f"document must have tokens, got {document!r}, of which none is made")
         self._ids = torch.tensor([ids], device=model.device)
-        self.cache = PolicyCache(policy, storage)
         read(model, self.cache, self._ids, torch.ones_like(self._ids))
 
     def answer(
@@ -80,28 +97,37 @@ class ReadDocument:
             questions: Texts, each of which follows the document as it stands.
             batch_size: Questions answered at a time, each with a copy of what is kept; None for
                 all of them.
-            generation: For `generate`, such as ``max_new_tokens``.
+            generation: For `generate`, such as ``max_new_tokens``; but for inputs and the cache.
 
         Returns:
             The answers, in the order of the questions, without special tokens.
 
         Raises:
-            TypeError: ``questions`` is a text, and no sequence of such.
-            ValueError: A question is empty.
+            TypeError: ``questions`` is no sequence of texts, or ``batch_size`` no int.
+            ValueError: A question is empty, ``batch_size`` below 1, or ``generation`` names what
+                this gives itself.
         """
-        if isinstance(questions, str):
+        if isinstance(questions, (str, bytes)) or not isinstance(questions, Sequence):
             raise TypeError(
                 f"questions must be a sequence of texts, got {questions!r}; pass a list"
             )
+        for question in questions:
+            if not isinstance(question, str):
+                raise TypeError(f"questions must be texts, got {question!r} among them")
         if batch_size is not None:
             check_count("batch_size", batch_size, minimum=1)
-        size, answers = batch_size or max(len(questions), 1), list[str]()
-        for start in range(0, len(questions), size):
-            answers += self._answer(questions[start : start + size], generation)
+        for name in OWN_ARGUMENTS & generation.keys():
+            raise ValueError(
+                f"generation must not name {name}, which is made of document and question, got "
+                f"{generation[name]!r}"
+            )
+        rows = [self._question_ids(question) for question in questions]
+        size, answers = batch_size or max(len(rows), 1), list[str]()
+        for start in range(0, len(rows), size):
+            answers += self._answer(rows[start : start + size], generation)
         return answers
 
-    def _answer(self, questions: Sequence[str], generation: dict[str, Any]) -> list[str]:
-        rows = [self._question_ids(question) for question in questions]
+    def _answer(self, rows: Sequence[list[int]], generation: dict[str, Any]) -> list[str]:
         pad = self._tokenizer.pad_token_id
         pad = self._tokenizer.eos_token_id if pad is None else pad
         asked, valid = left_padded(rows, pad or 0, self._ids.device)
@@ -117,8 +143,9 @@ class ReadDocument:
                 past_key_values=fork,
                 **{"pad_token_id": pad, **generation},
             )
+        sequences = output if isinstance(output, Tensor) else output.sequences
         decoded: list[str] = self._tokenizer.batch_decode(
-            output[:, ids.shape[1] :], skip_special_tokens=True
+            sequences[:, ids.shape[1] :], skip_special_tokens=True
         )
         return decoded
 
@@ -175,13 +202,14 @@ def beams_of(model: Any, generation: Mapping[str, Any]) -> int:
         generation: What it is called with.
 
     Raises:
-        ValueError: Several answers to one prompt are asked for.
+        TypeError: The number of beams is no int.
+        ValueError: It is below 1, or several answers to one prompt are asked for.
     """
-    own = model.generation_config
-    returned = generation.get("num_return_sequences", own.num_return_sequences) or 1
-    if returned != 1:
-        raise ValueError(f"num_return_sequences must be 1, got {returned}")
-    return int(generation.get("num_beams", own.num_beams) or 1)
+    config = effective_config(model, (), generation)
+    if (config.num_return_sequences or 1) != 1:
+        raise ValueError(f"num_return_sequences must be 1, got {config.num_return_sequences}")
+    beams = config.num_beams
+    return 1 if beams is None else check_count("num_beams", beams, minimum=1)
 
 
 def read(model: Any, cache: PolicyCache, input_ids: Tensor, attention_mask: Tensor) -> None:

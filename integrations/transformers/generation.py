@@ -6,11 +6,12 @@ import copy
 import functools
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
@@ -20,6 +21,8 @@ from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.continuation import Given
 from kvpolicy.integrations.transformers.forward.static_decoding import IMPLEMENTATIONS
+from kvpolicy.integrations.transformers.model.both_ways import cuts_of
+from kvpolicy.policy import CachePolicy
 
 _lock = threading.Lock()
 
@@ -52,6 +55,7 @@ def wrap_generate() -> None:
         def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             cache = kwargs.get("past_key_values")
             if not isinstance(cache, PolicyCache):
+                _check_is_no_policy(cache)
                 return original(self, *args, **kwargs)
             cache.check_thread()
             turn = check_generation(self, cache, args, kwargs)
@@ -64,6 +68,22 @@ def wrap_generate() -> None:
 
         generate._kvpolicy_wraps = original  # type: ignore[attr-defined]
         GenerationMixin.generate = generate
+
+
+def _check_is_no_policy(cache: Any) -> None:
+    """Check that what is given as a cache is no policy, nor a class of which a cache is to be made.
+
+    Raises:
+        TypeError: It is.
+    """
+    kind = cache if isinstance(cache, type) else type(cache)
+    if issubclass(kind, CachePolicy):
+        kind.get_seq_length()
+    if kind is cache and issubclass(kind, PolicyCache):
+        raise TypeError(
+            f"past_key_values must be a cache, got the class {kind.__name__}; pass "
+            f"{kind.__name__}(policy)"
+        )
 
 
 @attrs.frozen
@@ -161,7 +181,7 @@ def check_generation(
             "custom_generate may be anything, and must know what it does to a PolicyCache; attach "
             "the cache yourself, and call generate inside of `with cache.attached(model):`"
         )
-    config = _effective_config(model, args, kwargs)
+    config = effective_config(model, args, kwargs)
     mode = config.get_generation_mode(kwargs.get("assistant_model"))
     if mode not in MODES:
         raise UnsupportedGenerationError(
@@ -194,6 +214,8 @@ def check_generation(
         )
     given = Given.of(args, kwargs)
     given.check_continues(cache.reader.tokens)
+    if config.prefill_chunk_size is not None:
+        _check_chunks(model, given, kwargs, config.prefill_chunk_size, cache.reader.seen)
     _check_model_keeps_cache(model, cache, config, given.context_len)
     return Turn(
         given,
@@ -205,6 +227,30 @@ def check_generation(
         and model.config._attn_implementation in IMPLEMENTATIONS,
         takes_back=mode == GenerationMode.ASSISTED_GENERATION,
     )
+
+
+def _check_chunks(model: Any, given: Given, kwargs: dict[str, Any], size: int, seen: int) -> None:
+    """Refuse chunks that `generate` does not cut, or may not end where it ends them.
+
+    Raises:
+        UnsupportedGenerationError: There are such.
+        UnsupportedModelError: See `cuts_of`.
+    """
+    if given.embeds is not None:
+        raise UnsupportedGenerationError(
+            f"prefill_chunk_size must be None with inputs_embeds, got {size}: generate cuts "
+            "input_ids alone; call the model with chunks of them in a loop of your own inside "
+            "`with cache.attached(model):`, after cache.start_turn(prompt_len=...)"
+        )
+    if given.ids is None or given.context_len is None:
+        return
+    shape = given.ids.shape[0], given.context_len
+    mask = given.mask
+    plain = isinstance(mask, Tensor) and mask.shape == shape
+    valid = mask.bool().cpu() if plain else torch.ones(shape, dtype=torch.bool)
+    cuts = cuts_of(model, kwargs, valid, seen)
+    if cuts is not None:
+        cuts.check_size(size, seen)
 
 
 def _check_cache_is_used(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -244,11 +290,19 @@ def _check_model_keeps_cache(
         )
 
 
-def _effective_config(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The configuration `generate` will arrive at: arguments, then given, then the model's."""
+def effective_config(
+    model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> GenerationConfig:
+    """The configuration `generate` will arrive at: arguments, then given, then the model's.
+
+    Raises:
+        TypeError: The one that is given is none.
+    """
     config = copy.deepcopy(model.generation_config)
     given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    for source in (given.to_dict() if isinstance(given, GenerationConfig) else {}, kwargs):
+    if given is not None and not isinstance(given, GenerationConfig):
+        raise TypeError(f"generation_config must be a GenerationConfig, got {given!r}")
+    for source in ({} if given is None else given.to_dict(), kwargs):
         known = {name: value for name, value in source.items() if hasattr(config, name)}
         config.update(**{name: value for name, value in known.items() if value is not None})
     assert isinstance(config, GenerationConfig)

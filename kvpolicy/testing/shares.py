@@ -57,7 +57,7 @@ def _shares_of(context: LayerContext) -> list[LayerContext]:
         head = slice(index, index + 1)
         share = attrs.evolve(
             context,
-            queries=context.queries[:, index * group : (index + 1) * group],
+            queries=context._queries[:, index * group : (index + 1) * group],
             keys=context.keys[:, head, slots],
             values=context.values[:, head, slots],
             positions=context.positions[:, head, slots],

@@ -138,7 +138,7 @@ def row_alone(context: LayerContext, row: int) -> LayerContext:
         )
     return attrs.evolve(
         context,
-        queries=context.queries[row : row + 1, :, queries].clone(),
+        queries=context._queries[row : row + 1, :, queries].clone(),
         keys=context.keys[row : row + 1, :, keys].clone(),
         values=context.values[row : row + 1, :, keys].clone(),
         positions=context.positions[row : row + 1, :, keys].clone(),

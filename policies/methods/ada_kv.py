@@ -6,16 +6,15 @@ from typing import ClassVar
 
 import attrs
 
-from kvpolicy.interfaces import KVSelector, Scorer
+from kvpolicy.interfaces import KVSelector
 from kvpolicy.policies.documentation import documented
-from kvpolicy.policies.methods.eviction import EvictionMethod
-from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
+from kvpolicy.policies.methods.eviction import WindowEvictionMethod
 from kvpolicy.policies.selectors.adaptive_head import AdaptiveHeadSelector
 
 
 @documented
 @attrs.frozen
-class AdaKV(EvictionMethod):
+class AdaKV(WindowEvictionMethod):
     """Keeps what the last tokens of the prompt attend to; the KV heads of a layer share its budget.
 
     SnapKV's saliency, ranked over all heads of a layer beside a floor that every head has for
@@ -40,11 +39,7 @@ class AdaKV(EvictionMethod):
 
     paper: ClassVar[str] = "arXiv 2407.11550"
 
-    kernel_size: int = 7
     floor: float = 0.2
-
-    def _scorer(self) -> Scorer:
-        return WindowMaxPoolScorer(self.window_size, self.kernel_size)
 
     def _selector(self) -> KVSelector:
         return AdaptiveHeadSelector(

@@ -27,8 +27,8 @@ class ChunkKV(EvictionMethod):
         chunk_length: Tokens of a chunk, at least 1.
 
     Example:
-        >>> ChunkKV(retention_rate=0.2, chunk_length=20).scorer
-        ChunkMeanScorer(scorer=WindowMaxPoolScorer(window_size=8, kernel_size=7), chunk_length=20)
+        >>> ChunkKV(retention_rate=0.2, chunk_length=20).scorer.chunk_length
+        20
 
     Source: ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM
     Inference (arXiv 2502.00299). The budget is a number of tokens here, so that one chunk may be

@@ -52,8 +52,8 @@ class CLAA(Method):
 
     Source: CLAA (arXiv 2602.16054), with its settings as described by others, by its public code,
     a snapshot from before the paper: whether the paper standardizes is uncertain, and the code has
-    done both. Sums over a KV group are means here,
-    which changes no order.
+    done both. By default it keeps no layer whole. Sums over a KV group are means here, which
+    changes no order.
     """
 
     paper: ClassVar[str] = "arXiv 2602.16054"

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import attrs
 
-from kvpolicy.checks import check_amount, check_count
+from kvpolicy.checks import check_amount, check_count, check_rate
 from kvpolicy.interfaces import KVSelector, Scorer
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.eviction import EvictionMethod
@@ -64,7 +64,7 @@ class Compactor(EvictionMethod):
             return self.blending
         if self.retention_tokens is not None or self.retention_rate is None:
             return 0.35
-        return 1 - self.retention_rate
+        return 1 - check_rate("retention_rate", self.retention_rate)
 
     def _selector(self) -> KVSelector:
         return GQAGroupSelector(

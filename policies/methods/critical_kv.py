@@ -6,16 +6,15 @@ from typing import ClassVar
 
 import attrs
 
-from kvpolicy.interfaces import KVSelector, Scorer
+from kvpolicy.interfaces import KVSelector
 from kvpolicy.policies.documentation import documented
-from kvpolicy.policies.methods.eviction import EvictionMethod
-from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
+from kvpolicy.policies.methods.eviction import WindowEvictionMethod
 from kvpolicy.policies.selectors.critical import CriticalSelector
 
 
 @documented
 @attrs.frozen
-class CriticalKV(EvictionMethod):
+class CriticalKV(WindowEvictionMethod):
     """As SnapKV for half of the budget; the other half by what values add to the output as well.
 
     Attention of the last tokens, in the second half times the norm of what the layer's output
@@ -37,12 +36,8 @@ class CriticalKV(EvictionMethod):
 
     paper: ClassVar[str] = "arXiv 2502.03805"
 
-    kernel_size: int = 7
     first_share: float = 0.5
     epsilon: float = 1e-4
-
-    def _scorer(self) -> Scorer:
-        return WindowMaxPoolScorer(self.window_size, self.kernel_size)
 
     def _selector(self) -> KVSelector:
         return CriticalSelector(super()._selector(), self.first_share, self.epsilon)

@@ -11,6 +11,7 @@ from kvpolicy.interfaces import KVSelector, Scorer
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.method import Method, Parts
 from kvpolicy.policies.propagation.pass_all import PassAllPropagation
+from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 
 
@@ -53,3 +54,14 @@ class EvictionMethod(Method):
     def _parts(self) -> Parts:
         """The two, and `PassAllPropagation`."""
         return self._scorer(), self._selector(), PassAllPropagation()
+
+
+@attrs.frozen
+class WindowEvictionMethod(EvictionMethod):
+    """Tokens rank by the max-pooled attention of the observation window, as SnapKV has it."""
+
+    kernel_size: int = 7
+    group_first: bool = attrs.field(default=False, kw_only=True)
+
+    def _scorer(self) -> Scorer:
+        return WindowMaxPoolScorer(self.window_size, self.kernel_size, group_first=self.group_first)

@@ -26,9 +26,10 @@ class H2O(EvictionMethod):
 
     Source: H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models
     (arXiv 2306.14048). The paper evicts at every step, keeping as many recent tokens as heavy
-    hitters; here, as in FastKV's comparison, the prompt is cut once and the window is small. With
-    ``decoding`` the sums go on over the queries of the answer, and layers choose by them whenever
-    another 128 tokens have come, which holds at least what a choice at every step would.
+    hitters, and its code chooses per query head; here, as in FastKV's comparison, the prompt is cut
+    once and the window is small, and the choice is one per KV head. With ``decoding`` the sums go
+    on over the queries of the answer, and layers choose by them whenever another 128 tokens have
+    come, which holds at least what a choice at every step would.
     """
 
     paper: ClassVar[str] = "arXiv 2306.14048"

@@ -8,19 +8,20 @@ from typing import ClassVar
 import attrs
 
 from kvpolicy.budgets import DefaultRate
-from kvpolicy.checks import check_count, check_kind
+from kvpolicy.checks import as_tuple, check_count, check_kind
 from kvpolicy.interfaces import KVSelector
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.methods.method import Method, Parts
 from kvpolicy.policies.propagation.pass_all import PassAllPropagation
 from kvpolicy.policies.scorers.peak import PeakAttentionScorer
+from kvpolicy.policies.selectors.first_tokens import FirstTokensWholeSelector
 from kvpolicy.policies.selectors.global_threshold import GlobalThresholdSelector
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 from kvpolicy.repetition import Repetition
 
 
 def _ids(given: Iterable[int]) -> tuple[int, ...]:
-    return tuple(given)
+    return as_tuple("instruction_ids", "token ids", given)
 
 
 @documented
@@ -43,6 +44,9 @@ class KVzip(Method):
         instruction_ids: Ids of an instruction to repeat the context, which stands before every
             chunk; none by default, since a policy knows no tokenizer.
         head_uniform: Whether every KV head of every layer keeps the same number of tokens.
+        whole_tokens: First tokens of the context, such as those of a system prompt, that are not
+            repeated and are kept beyond the budget, which is one of the tokens behind them (see
+            `FirstTokensWholeSelector`); every softmax runs over their keys. At least 0.
         retention_tokens: Number of tokens that layers and heads keep on average, at least 1, in
             place of the rate.
         decoding: A `DecodingEviction`, by which every layer stays bounded while an answer is
@@ -57,8 +61,9 @@ class KVzip(Method):
 
     Source: KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction (arXiv
     2505.23416). Its code scores in half precision and instructs in words; those of `Repetition`
-    are its own, for a composition with a reading of one's own. Its context ends before the chat
-    template's last tokens, which are never evicted; here they are part of the prompt.
+    are its own, for a composition with a reading of one's own. It repeats 2,000 tokens at a time.
+    Its context begins behind the system prompt, for which ``whole_tokens`` is here, and ends before
+    the chat template's last tokens, which are never evicted; here they are part of the prompt.
     """
 
     paper: ClassVar[str] = "arXiv 2505.23416"
@@ -70,22 +75,27 @@ class KVzip(Method):
     overlap: int = attrs.field(default=8, kw_only=True)
     instruction_ids: tuple[int, ...] = attrs.field(default=(), kw_only=True, converter=_ids)
     head_uniform: bool = attrs.field(default=False, kw_only=True)
+    whole_tokens: int = attrs.field(default=0, kw_only=True)
     retention_tokens: int | None = attrs.field(default=None, kw_only=True)
 
     def _parts(self) -> Parts:
         check_count("num_sinks", self.num_sinks)
         check_kind("head_uniform", self.head_uniform, bool)
+        check_count("whole_tokens", self.whole_tokens)
         kind: type[GlobalThresholdSelector] | type[GQAGroupSelector]
         kind = GQAGroupSelector if self.head_uniform else GlobalThresholdSelector
         selector: KVSelector = kind(
             self.retention_rate, self.window_size, self.retention_tokens, protect=self.num_sinks
         )
+        if self.whole_tokens:
+            selector = FirstTokensWholeSelector(selector, self.whole_tokens)
         return PeakAttentionScorer(), selector, PassAllPropagation()
 
     def _reading(self) -> Repetition:
         return Repetition(
             self.chunk_size,
-            num_sinks=self.num_sinks,
+            num_sinks=max(self.num_sinks, self.whole_tokens),
             overlap=self.overlap,
             instruction_ids=self.instruction_ids,
+            unrepeated=self.whole_tokens,
         )

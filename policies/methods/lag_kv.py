@@ -29,8 +29,9 @@ class LagKV(EvictionMethod):
         LagKVScorer(num_sinks=4, lag_size=128)
 
     Source: LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important
-    (arXiv 2504.04704). Here the budget is of the whole context, as in kvpress: a budget of no more
-    than the first tokens and the last run keeps those alone.
+    (arXiv 2504.04704). Here the budget is of the whole context and 4 first tokens come first, as
+    in kvpress; its authors have 16, and a rate for each run. A budget of no more than the first
+    tokens and the last run keeps those alone.
     """
 
     paper: ClassVar[str] = "arXiv 2504.04704"

@@ -40,9 +40,9 @@ class Method(CachePolicy):
         >>> from kvpolicy.policies import SnapKV
         >>> SnapKV(window_size=4)
         SnapKV(decoding=None, retention_rate=0.1, window_size=4, retention_tokens=None, protect=0, \
-kernel_size=7)
+kernel_size=7, group_first=False)
         >>> SnapKV(window_size=4).scorer
-        WindowMaxPoolScorer(window_size=4, kernel_size=7)
+        WindowMaxPoolScorer(window_size=4, kernel_size=7, group_first=False)
         >>> SnapKV(decoding=512).decoding.most_tokens
         512
     """

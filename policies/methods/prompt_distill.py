@@ -42,8 +42,10 @@ class PromptDistill(Method):
         >>> list(PromptDistill(tsp_rate=0.2).propagation.acting_layers(num_layers=32))
         [13]
 
-    Source: PromptDistill (arXiv 2503.23274), by its public code. There layers up to the chosen one
-    can be cut to the tokens that go on as well; here each keeps all that reached it.
+    Source: PromptDistill (arXiv 2503.23274), by its public code. There the last token goes on
+    beside the chosen number, here among it. There layers up to the chosen one can be cut to the
+    tokens that go on as well, and are by every published command; here each keeps all that reached
+    it.
     """
 
     paper: ClassVar[str] = "arXiv 2503.23274"

@@ -32,7 +32,8 @@ class PyramidInfer(Method):
         0.6
 
     Source: PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference
-    (arXiv 2405.12532), with the settings of FastKV's comparison.
+    (arXiv 2405.12532), with the settings of FastKV's comparison. Its authors' configuration for
+    Llama 3 has 0.9 for ``decay_ratio``, and evicts while it generates.
     """
 
     paper: ClassVar[str] = "arXiv 2405.12532"

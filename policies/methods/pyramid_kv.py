@@ -6,16 +6,15 @@ from typing import ClassVar
 
 import attrs
 
-from kvpolicy.interfaces import KVSelector, Scorer
+from kvpolicy.interfaces import KVSelector
 from kvpolicy.policies.documentation import documented
-from kvpolicy.policies.methods.eviction import EvictionMethod
-from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
+from kvpolicy.policies.methods.eviction import WindowEvictionMethod
 from kvpolicy.policies.selectors.pyramid import PyramidSelector
 
 
 @documented
 @attrs.frozen
-class PyramidKV(EvictionMethod):
+class PyramidKV(WindowEvictionMethod):
     """Keeps what the last tokens of the prompt attend to, more of it in early layers than in late.
 
     SnapKV's saliency under budgets that fall with depth and have the same total (see
@@ -41,11 +40,7 @@ class PyramidKV(EvictionMethod):
 
     paper: ClassVar[str] = "arXiv 2406.02069"
 
-    kernel_size: int = 7
     beta: int = 20
-
-    def _scorer(self) -> Scorer:
-        return WindowMaxPoolScorer(self.window_size, self.kernel_size)
 
     def _selector(self) -> KVSelector:
         return PyramidSelector(

@@ -30,8 +30,8 @@ class RKV(EvictionMethod):
         128
 
     Source: R-KV: Redundancy-aware KV Cache Compression for Reasoning Models (arXiv 2505.24133),
-    whose code takes 0.07 for ``importance``, its description 0.1. It cuts when there are 128
-    tokens more than the budget, the prompt's among them; here the prompt is cut when it is read.
+    whose code takes 0.07 for ``importance``, its description 0.1. A prompt of at least the budget
+    is cut when it is read, as by its run script; its code for servers waits for 128 tokens more.
     """
 
     paper: ClassVar[str] = "arXiv 2505.24133"

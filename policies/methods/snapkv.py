@@ -6,15 +6,13 @@ from typing import ClassVar
 
 import attrs
 
-from kvpolicy.interfaces import Scorer
 from kvpolicy.policies.documentation import documented
-from kvpolicy.policies.methods.eviction import EvictionMethod
-from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
+from kvpolicy.policies.methods.eviction import WindowEvictionMethod
 
 
 @documented
 @attrs.frozen
-class SnapKV(EvictionMethod):
+class SnapKV(WindowEvictionMethod):
     """Keeps what the last tokens of the prompt attend to; prefill is complete.
 
     Every layer keeps the observation window and, per KV head, the tokens before it with the
@@ -33,8 +31,3 @@ class SnapKV(EvictionMethod):
     """
 
     paper: ClassVar[str] = "arXiv 2404.14469"
-
-    kernel_size: int = 7
-
-    def _scorer(self) -> Scorer:
-        return WindowMaxPoolScorer(self.window_size, self.kernel_size)

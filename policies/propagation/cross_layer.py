@@ -22,9 +22,12 @@ class CrossLayerPropagation(TokenSelectivePropagation):
 
     ``ranking[j] = max over layers l and KV heads g of a[l, g, j]`` with ``a[l, g]`` the mean of the
     saliency over the query heads of ``g``, over the ``voting_layers`` layers that end with the
-    acting one, as many as there are. With ``standardize``, ``a[l, g]`` is first shifted and scaled
-    to mean 0 and deviation 1 over the row's new tokens before the window, so that no layer or head
-    wins by its scale alone; tokens in the window, which go on anyway, have no part in either.
+    acting one, as many as there are: layers at which nothing is chosen, such as recurrent ones and
+    sliding windows, have no vote and do not count. Under latent attention, which makes keys of
+    every head of what is stored, each of these heads is a KV head. With ``standardize``,
+    ``a[l, g]`` is first shifted and scaled to mean 0 and deviation 1 over the row's new tokens
+    before the window, so that no layer or head wins by its scale alone; tokens in the window, which
+    go on anyway, have no part in either.
 
     Args:
         tsp_layer: Index of the layer after which tokens are dropped, from 0; None for

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from kvpolicy.checks import check_count
+from kvpolicy.checks import as_tuple, check_count
 
 
 def as_layers(layers: object) -> tuple[int, ...] | None:
@@ -23,9 +21,8 @@ def as_layers(layers: object) -> tuple[int, ...] | None:
     """
     if layers is None:
         return None
-    if not isinstance(layers, Iterable):
-        raise TypeError(f"drop_layers must be a sequence of layer indices, got {layers!r}")
-    found = sorted(check_count("drop_layers", layer) for layer in layers)
+    given = as_tuple("drop_layers", "layer indices", layers)
+    found = sorted(check_count("drop_layers", layer) for layer in given)
     if not found or len(set(found)) < len(found):
         raise ValueError(f"drop_layers must be at least one layer, each once, got {found}")
     return tuple(found)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import attrs
 from torch import Tensor
 
 from kvpolicy.budgets import Budget
+from kvpolicy.checks import as_tuple
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import PropagationPolicy
 from kvpolicy.policies.propagation.token_selective import TokenSelectivePropagation
@@ -17,9 +18,7 @@ MOST_LAYERS = 256
 
 
 def _as_tuple(stages: object) -> tuple[object, ...]:
-    if not isinstance(stages, Iterable):
-        raise TypeError(f"stages must be a sequence of PropagationPolicy, got {stages!r}")
-    return tuple(stages)
+    return as_tuple("stages", "PropagationPolicy", stages)
 
 
 @attrs.frozen
@@ -36,7 +35,8 @@ class StagedPropagation(PropagationPolicy):
     Raises:
         TypeError: One of ``stages`` is not a `PropagationPolicy`.
         ValueError: There is none, or one of them restarts the prefill. Later, for a model in which
-            two of them act after the same layer, such as one of fewer than 3 layers by default.
+            two of them act after the same layer, such as one of fewer than 3 layers by default; or
+            in which fewer layers see the whole context than there are stages without a layer.
 
     Example:
         >>> halves = [TokenSelectivePropagation(0, 0.5), TokenSelectivePropagation(2, 0.25)]
@@ -127,11 +127,36 @@ class StagedPropagation(PropagationPolicy):
         return frozenset(self._acting(num_layers))
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Every stage at eligible layers of its own; see `PropagationPolicy.placed`."""
-        free, stages = list(eligible), []
-        for stage in self.stages:
-            stages.append(stage.placed(num_layers, free) if free else stage)
-            free = [layer for layer in free if layer not in stages[-1].acting_layers(num_layers)]
+        """Every stage at eligible layers of its own; see `PropagationPolicy.placed`.
+
+        Stages that leave one layer open keep their order: each takes the layer nearest to its
+        default that lies behind the stage before and leaves a layer for every stage to come.
+
+        Raises:
+            ValueError: There are fewer eligible layers than such stages.
+        """
+        acting = [stage.acting_layers(num_layers) for stage in self.stages]
+        is_open = [_is_open(stage, num_layers) for stage in self.stages]
+        pairs = zip(acting, is_open, strict=True)
+        named = {layer for layers, opened in pairs if not opened for layer in layers}
+        free = [layer for layer in eligible if layer not in named]
+        single = [at for at, layers in enumerate(acting) if is_open[at] and len(layers) == 1]
+        if len(free) < len(single):
+            raise ValueError(
+                "stages must each act after a layer of its own that sees the whole context, but in "
+                f"a model of {num_layers} layers {len(single)} stages without a layer find "
+                f"{len(free)} of these, {free}; use a StagedPropagation of as few stages"
+            )
+        stages, behind = list(self.stages), -1
+        for count, at in enumerate(sorted(single, key=lambda at: min(acting[at])), start=1):
+            left = len(free) - (len(single) - count)  # the rest are for the stages to come
+            stages[at] = stages[at].placed(num_layers, [e for e in free[:left] if e > behind])
+            (behind,) = stages[at].acting_layers(num_layers)
+            free.remove(behind)
+        for at in range(len(stages)):
+            if is_open[at] and at not in single and free:
+                stages[at] = stages[at].placed(num_layers, free)
+                free = [e for e in free if e not in stages[at].acting_layers(num_layers)]
         unchanged = all(a is b for a, b in zip(stages, self.stages, strict=True))
         return self if unchanged else attrs.evolve(self, stages=tuple(stages))
 
@@ -172,3 +197,12 @@ class StagedPropagation(PropagationPolicy):
                     )
                 acting[layer] = stage
         return acting
+
+
+def _is_open(stage: PropagationPolicy, num_layers: int) -> bool:
+    """Whether a stage leaves a layer open: given layers other than its own, it acts elsewhere."""
+    if isinstance(stage, StagedPropagation):
+        return any(_is_open(inner, num_layers) for inner in stage.stages)
+    own = stage.acting_layers(num_layers)
+    others = [layer for layer in range(num_layers) if layer not in own]
+    return bool(own and others) and stage.placed(num_layers, others) is not stage

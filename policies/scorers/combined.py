@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import abc
 import numbers
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.checks import as_tuple
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
 
 
 def _as_scorers(scorers: object) -> tuple[Any, ...]:
-    if not isinstance(scorers, Iterable):
-        raise TypeError(f"scorers must be a sequence of Scorer, got {scorers!r}")
-    return tuple(scorers)
+    return as_tuple("scorers", "Scorer", scorers)
 
 
 @attrs.frozen
@@ -87,10 +86,8 @@ class _CombinedScorer(Scorer):
 
 
 def _as_weights(weights: object) -> tuple[float, ...]:
-    if not isinstance(weights, Iterable):
-        raise TypeError(f"weights must be a sequence of numbers, got {weights!r}")
     found = []
-    for weight in weights:
+    for weight in as_tuple("weights", "numbers", weights):
         if isinstance(weight, bool) or not isinstance(weight, (numbers.Real, Tensor)):
             raise TypeError(f"weights must be numbers, got {weight!r} of {type(weight).__name__}")
         if not abs(float(weight)) <= torch.finfo(torch.float32).max:

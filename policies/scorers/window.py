@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvpolicy.attention import causal_attention_sums
-from kvpolicy.checks import check_count, check_kernel_size
+from kvpolicy.attention import causal_attention_sums, group_mean
+from kvpolicy.checks import check_count, check_kernel_size, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import Scorer
 
@@ -38,17 +38,21 @@ class _PooledWindowScorer(Scorer):
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
+        """Return float32 ``[batch, query_heads or kv_heads, key_len]``; see `Scorer.score`."""
         before = max(context.key_len - self.window_size, 0)
-        attention = causal_attention_sums(context)
+        attention = self._observed(context)
         saliency = torch.zeros_like(attention)
         if before:
             saliency[..., :before] = self._pooled(attention[..., :before])
         return saliency
 
+    def _observed(self, context: LayerContext) -> Tensor:
+        """What is pooled, float32 ``[batch, heads, key_len]``."""
+        return causal_attention_sums(context)
+
     @abc.abstractmethod
     def _pooled(self, attention: Tensor) -> Tensor:
-        """Of ``[batch, query_heads, before]``, 0 on padding, the same shape."""
+        """Of ``[batch, heads, before]``, 0 on padding, the same shape."""
 
 
 @attrs.frozen
@@ -60,24 +64,46 @@ class WindowMaxPoolScorer(_PooledWindowScorer):
     ``j`` and ``j'`` run over the tokens before the window. Pooling keeps a salient token's
     neighbours with it.
 
+    With ``group_first`` the sums are averaged over the query heads of each KV group, then pooled:
+    one saliency per KV head. A maximum of a mean is at most the mean of the maxima, so that the two
+    orders rank tokens differently. Heads that share what is stored, as under latent attention, are
+    one group.
+
     Args:
         window_size: Tokens of the observation window, at least 1. In a later turn with fewer new
             tokens, those observe; the window that goes unscored stays this long.
         kernel_size: Width of the pooling, odd, at least 1 (1 does not pool).
+        group_first: Whether attention is averaged over each KV group before it is pooled.
 
     Raises:
-        TypeError: An argument is not an int.
+        TypeError: A number is not an int, or ``group_first`` not a bool.
         ValueError: ``window_size`` is below 1 or ``kernel_size`` even or below 1.
 
     Example:
         >>> WindowMaxPoolScorer(window_size=16).num_queries
         16
 
-    Source: SnapKV (arXiv 2404.14469), section 4; FastKV (arXiv 2502.01068), section 3. Tokens in
-    the window get saliency 0 here: selectors protect them as a set.
+    Source: SnapKV (arXiv 2404.14469), section 4; FastKV (arXiv 2502.01068), section 3, whose code
+    pools first; that of Ada-KV and KVCache-Factory averages over the group first. Tokens in the
+    window get saliency 0 here: selectors protect them as a set.
     """
 
     paper: ClassVar[str] = "arXiv 2404.14469"
+
+    group_first: bool = attrs.field(default=False, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        check_kind("group_first", self.group_first, bool)
+
+    def _observed(self, context: LayerContext) -> Tensor:
+        attention = super()._observed(context)
+        if not self.group_first:
+            return attention
+        if context.stored is None:
+            return group_mean(attention, context.kv_heads)
+        # All heads read what is stored: they are one group, in whatever process they are.
+        return context.heads.mean(attention)[:, None].expand(-1, context.kv_heads, -1)
 
     def _pooled(self, attention: Tensor) -> Tensor:
         # Padding lies on the left with attention 0, which never wins the maximum of a token's

@@ -7,6 +7,7 @@ import attrs
 import pytest
 import torch
 from hypothesis import given
+from torch import Tensor
 
 from kvpolicy import LayerContext, attention
 from kvpolicy.attention import causal_attention_sums, group_mean, query_key_products
@@ -62,9 +63,12 @@ def test_sinks_are_one_for_each_query_head() -> None:
 
 
 @pytest.mark.parametrize("block_bytes", [1, 300, 2000])
-def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
-    """One query of one head at a time, some, and all of them."""
-    drawn = context(queries=torch.randn(2, 6, 4, 5), keys=torch.randn(2, 2, 11, 5))
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 3, 6)], ids=["no_sinks", "sinks"])
+def test_blocks_do_not_show(
+    monkeypatch: pytest.MonkeyPatch, block_bytes: int, sinks: Tensor | None
+) -> None:
+    """One query of one head at a time, some, and all of them; each head has its own sink."""
+    drawn = context(queries=torch.randn(2, 6, 4, 5), keys=torch.randn(2, 2, 11, 5), sinks=sinks)
     whole = causal_attention_sums(drawn)
     torch.testing.assert_close(whole, torch.tensor(loop_over_single_numbers(drawn)))
     monkeypatch.setitem(attention.BLOCK_BYTES, "cpu", block_bytes)

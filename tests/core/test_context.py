@@ -1,5 +1,6 @@
 """`LayerContext`: what is shown of a layer whose heads share what is stored."""
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -8,9 +9,15 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext, Scorer
+from kvpolicy.attention import (
+    causal_attention_peaks,
+    causal_attention_sums,
+    query_key_products,
+)
 from kvpolicy.errors import ShapeError
 from kvpolicy.kinds import TokenKind
 from kvpolicy.policies import AdaptiveHeadSelector, GQAGroupSelector, PassAllPropagation
+from kvpolicy.testing import check_scorer
 
 BATCH, HEADS, LENGTH, STORED = 2, 3, 5, 7
 
@@ -81,3 +88,77 @@ def test_the_mean_of_all_heads_decides(kind: Any) -> None:
 def test_what_is_stored_has_the_keys_tokens() -> None:
     with pytest.raises(ShapeError, match=r"stored must be two tensors .* got \[2, 1, 4, 7\]"):
         shared(stored=(torch.randn(BATCH, 1, 4, STORED), torch.randn(BATCH, 1, 4, 2)))
+
+
+@attrs.frozen
+class Undeclared(Scorer):
+    """Looks at queries in some way, and declares none."""
+
+    look: Callable[[LayerContext], Tensor] = attrs.field(eq=False)
+
+    def score(self, context: LayerContext) -> Tensor:
+        return self.look(context)
+
+
+LOOKS = {
+    "the last one": lambda context: query_key_products(context.queries, context.keys)[:, :, -1],
+    # Sums and maxima over none would be zeros, and no error.
+    "their sum": lambda context: (context.queries.sum(dim=2, keepdim=True) * context.keys).sum(-1),
+    "attention": causal_attention_sums,
+    "peaks": causal_attention_peaks,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_queries_that_were_not_asked_for(look: Callable[[LayerContext], Tensor]) -> None:
+    """Every way to look at them says what to declare: in a policy, and in the contract."""
+    scorer = Undeclared(look)
+    policy = CachePolicy(scorer, GQAGroupSelector(0.5), PassAllPropagation())
+    message = "a scorer must declare num_queries to look at queries, .* of layer 0"
+    with pytest.raises(ShapeError, match=message):
+        policy.decide(shared(stored=None))
+    with pytest.raises(ShapeError, match="must declare num_queries"):
+        check_scorer(scorer)
+
+
+def test_a_layer_without_queries_goes_on_without_them() -> None:
+    """What makes one context of another, and asks for lengths, needs no query."""
+    context = shared().showing(0)
+    assert (context.query_len, context.query_heads) == (0, HEADS)
+    assert context.query_valid.shape == context.query_places.shape == (BATCH, 0)
+    for other in (attrs.evolve(context, layer_idx=0), context.outlined(), context.for_selector()):
+        assert (other.query_len, other.query_heads) == (0, HEADS)
+        with pytest.raises(ShapeError, match="num_queries"):
+            _ = other.queries
+    assert shared().showing(1).queries.shape == (BATCH, HEADS, 1, 11)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"keys": None}, TypeError, "keys must be a Tensor, got None"),
+        ({"queries": [1]}, TypeError, "queries must be a Tensor, got \\[1\\]"),
+        ({"sinks": [1.0]}, TypeError, "sinks must be a Tensor"),
+        ({"stored": torch.ones(1)}, TypeError, "stored must be a tuple"),
+        ({"seen_len": 5}, TypeError, "seen_len must be a tuple, got 5"),
+        ({"held_len": [5, 3]}, TypeError, "held_len must be a tuple"),
+        ({"history": None}, TypeError, "history must be a tuple, got None"),
+        ({"heads": None}, TypeError, "heads must be a Heads, got None"),
+        ({"positions": torch.zeros(BATCH, HEADS, LENGTH)}, TypeError, "must be torch.int64, got"),
+        ({"new_valid": torch.ones(BATCH, LENGTH)}, TypeError, "new_valid must be torch.bool, got"),
+        ({"layer_idx": "0"}, TypeError, "layer_idx must be an int, got '0'"),
+        ({"layer_idx": 1}, ValueError, "layer_idx must be at most 0, got 1"),
+        ({"num_layers": 0}, ValueError, "num_layers must be at least 1, got 0"),
+        (
+            {"keys": torch.ones(0, HEADS, LENGTH, 11), "queries": torch.ones(0, HEADS, 2, 11)},
+            ShapeError,
+            "keys must have at least one row and one head, got \\[0, 3, 5, 11\\]",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_layer_is_made_of(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        shared(**changes)

@@ -19,6 +19,8 @@ from kvpolicy.policies import (
 )
 from kvpolicy.testing import check_propagation, check_scorer, check_selector
 
+pytestmark = pytest.mark.usefixtures("first_find")
+
 
 def with_property(base: Any, name: str, value: object) -> Any:
     """A part of which one property has a value."""

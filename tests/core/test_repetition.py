@@ -42,6 +42,17 @@ def test_what_it_costs() -> None:
     assert policy.prefill_compute_rate(4, 25) == 2 + 12 / 25
 
 
+def test_chunks_behind_tokens_that_are_not_repeated() -> None:
+    reading = Repetition(10, overlap=4, instruction_ids=[1], later_ids=[2, 3], unrepeated=7)
+    assert reading.spans(25) == [(7, 17), (17, 25)]
+    assert reading.spans(7) == reading.spans(3) == []
+    assert [reading.before(start) for start in (7, 17)] == [((1,), 0), ((2, 3), 4)]
+    # 18 tokens, an instruction of one and one of two, an overlap.
+    assert reading.compute_rate(25) == (18 + 1 + 2 + 4) / 25
+    assert reading.compute_rate(5) == 0
+    assert reading.compute_rate() == 1 + 6 / 10
+
+
 class Tokenizer:
     """As one of Transformers."""
 
@@ -62,6 +73,7 @@ def test_asking_in_words() -> None:
         ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
         ({"overlap": -1}, "overlap must be at least 0, got -1"),
         ({"num_sinks": -1}, "num_sinks must be at least 0"),
+        ({"unrepeated": -1}, "unrepeated must be at least 0, got -1"),
         ({"instruction_ids": [-4]}, "every id of instruction_ids must be at least 0, got -4"),
     ],
 )

@@ -19,6 +19,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from kvpolicy import CachePolicy, DecodingEviction, LayerContext, Scorer
+from kvpolicy.attention import query_key_products
 from kvpolicy.errors import (
     KVPolicyError,
     NotAttachedError,
@@ -26,7 +28,17 @@ from kvpolicy.errors import (
     UnsupportedModelError,
 )
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import FastKV, SnapKV, StreamingLLM
+from kvpolicy.integrations.transformers.checking import check_model
+from kvpolicy.policies import (
+    FastKV,
+    GemFilter,
+    GQAGroupSelector,
+    KeepAllSelector,
+    PassAllPropagation,
+    SinkAndRecentSelector,
+    SnapKV,
+    StreamingLLM,
+)
 from tests.integrations.support.conversation import left_padded
 from tests.integrations.test_use import prompt, tokens_of, trace_of
 from tests.reference import random_tokens, tiny_model
@@ -181,6 +193,8 @@ def test_a_length_of_a_prompt_that_is_none(usable: PolicyCache) -> None:
         (None, TypeError),
         (torch.tensor([0.5]), TypeError),
         (torch.tensor(0), TypeError),
+        (torch.tensor([0], dtype=torch.uint8), TypeError),
+        (torch.tensor([0], dtype=torch.complex64), TypeError),
         (torch.tensor([True]), ValueError),
         (torch.tensor([], dtype=torch.int64), ValueError),
     ],
@@ -240,6 +254,73 @@ def test_another_model(model: PreTrainedModel, usable: PolicyCache) -> None:
 def test_no_policy(policy: Any) -> None:
     with pytest.raises(TypeError, match="policy must be a CachePolicy"):
         PolicyCache(policy)
+
+
+@pytest.mark.parametrize("policy", [SnapKV(0.1), SnapKV, FASTKV], ids=str)
+def test_a_policy_in_the_place_of_a_cache(model: PreTrainedModel, policy: Any) -> None:
+    """In `generate`, and in a loop, where nothing is wrapped."""
+    kind = policy if isinstance(policy, type) else type(policy)
+    name = kind.__name__
+    message = rf"past_key_values must be a cache, got the policy {name}; pass PolicyCache\({name}"
+    with pytest.raises(TypeError, match=message):
+        model.generate(prompt(20), past_key_values=policy, max_new_tokens=2)
+    for module in (model, model.model):
+        with pytest.raises(TypeError, match=message):
+            module(prompt(20), past_key_values=policy)
+    assert not hasattr(kind, "_is_user_defined")
+    assert len(tokens_of(model, prompt(20), DynamicCache())[0]) == 7
+
+
+def test_the_class_in_the_place_of_a_cache(model: PreTrainedModel) -> None:
+    with pytest.raises(TypeError, match=r"got the class PolicyCache; pass PolicyCache\(policy\)"):
+        model.generate(prompt(20), past_key_values=PolicyCache, max_new_tokens=2)
+
+
+BOUNDED = CachePolicy(
+    None,
+    KeepAllSelector(),
+    PassAllPropagation(),
+    DecodingEviction(None, SinkAndRecentSelector(retention_tokens=8), every=10**15),
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "count", "message"),
+    [
+        (SnapKV(0.1), 10**15, "max_new_tokens must be at most 512, .* got 1000000000000000; "),
+        (SnapKV(0.1), 513, "max_new_tokens must be at most 512, .* got 513; .* or None to let it"),
+        (BOUNDED, None, "every of the policy's decoding must be at most 512, .* got 10000000000"),
+    ],
+    ids=["huge", "one too many", "every"],
+)
+def test_memory_for_more_tokens_than_the_model_has_positions(
+    policy: CachePolicy, count: int | None, message: str
+) -> None:
+    small = tiny_model("llama", seed=1)
+    small.config.max_position_embeddings = 512
+    cache = PolicyCache(policy, max_new_tokens=count)
+    with pytest.raises(ValueError, match=message):
+        small.generate(prompt(20), past_key_values=cache, max_new_tokens=2)
+    assert cache.get_seq_length() == 0
+    if count is None:
+        return
+    cache.max_new_tokens = 512
+    with cache.attached(small), pytest.raises(ValueError, match=message):
+        cache.max_new_tokens = count
+    assert cache.max_new_tokens == 512
+    small.generate(prompt(20), past_key_values=cache, max_new_tokens=2)
+    assert cache.get_seq_length() == 21
+
+
+def test_positions_that_are_stretched() -> None:
+    """A rotary factor goes beyond the positions that the configuration states."""
+    yarn = tiny_model("llama", seed=1)
+    yarn.config.max_position_embeddings = 512
+    yarn.config.rope_parameters = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
+    with PolicyCache(SnapKV(0.1), max_new_tokens=2048).attached(yarn):
+        pass
+    with pytest.raises(ValueError, match="at most 2048"):
+        PolicyCache(SnapKV(0.1), max_new_tokens=2049).attached(yarn).__enter__()
 
 
 def unsupported_models() -> dict[str, tuple[Any, str]]:
@@ -514,3 +595,112 @@ def test_dropped_logits_asked_for_in_another_way(model: PreTrainedModel, inner: 
 
 def test_a_cache_has_no_maximum() -> None:
     assert PolicyCache(FASTKV).get_max_length() == -1
+
+
+IDS = prompt(20)
+EMBEDS = torch.randn(1, 20, 16)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ({"input_ids": IDS.float()}, TypeError, "input_ids must be an int64 .* got torch.float32"),
+        ({"input_ids": IDS.to(torch.uint8)}, TypeError, "input_ids must be .* got torch.uint8"),
+        ({"input_ids": IDS.tolist()}, TypeError, "input_ids must be .* got list"),
+        ({"input_ids": IDS[0]}, ValueError, r"input_ids must be \[batch, len\], got \[20\]"),
+        (
+            {"input_ids": IDS[:0]},
+            ValueError,
+            r"at least one token in at least one row, got \[0, 20\]",
+        ),
+        ({"inputs_embeds": EMBEDS[0]}, ValueError, r"inputs_embeds must be .*, got \[20, 16\]"),
+        ({"inputs_embeds": EMBEDS.long()}, TypeError, "must be a float tensor .*, got torch.int64"),
+        (
+            {"input_ids": IDS, "position_ids": IDS[:, :3]},
+            ValueError,
+            r"position_ids must be \[batch, len\] = \[1, 20\] .* got \[1, 3\]; leave them out",
+        ),
+        ({"input_ids": IDS, "position_ids": IDS[0]}, ValueError, r"position_ids .* got \[20\]"),
+        (
+            {"input_ids": IDS, "position_ids": IDS.repeat(3, 1)},
+            ValueError,
+            r"position_ids .* got \[3, 20\]",
+        ),
+        ({"input_ids": IDS, "position_ids": [[0]]}, TypeError, "position_ids .* tensor, got list"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("policy", [SnapKV(0.3), GemFilter(retention_rate=0.5)], ids=str)
+def test_inputs_of_another_kind(
+    model: PreTrainedModel,
+    policy: CachePolicy,
+    inputs: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    cache, before = PolicyCache(policy), trace_of(model)
+    with torch.no_grad(), cache.attached(model), pytest.raises(error, match=message):
+        model(past_key_values=cache, **inputs)
+    assert (cache.get_seq_length(), trace_of(model)) == (0, before)
+    assert tokens_of(model, IDS, cache) == tokens_of(model, IDS, PolicyCache(policy))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ({"input_ids": IDS.tolist()}, TypeError, "input_ids must be a tensor, got list; let the"),
+        ({"inputs": "a text"}, TypeError, "inputs must be a tensor, got str"),
+        ({"input_ids": IDS[0]}, ValueError, r"input_ids must be \[batch, len\], got \[20\]"),
+        ({"input_ids": IDS.float()}, TypeError, "input_ids must be an int64 .* got torch.float32"),
+        ({"input_ids": IDS[:0]}, ValueError, "at least one token in at least one row"),
+        ({"input_ids": IDS, "attention_mask": [[1] * 20]}, TypeError, "attention_mask must be a t"),
+        ({"input_ids": IDS, "attention_mask": torch.ones(20)}, ValueError, "attention_mask must"),
+        (
+            {"input_ids": IDS, "attention_mask": torch.ones(2, 20)},
+            ValueError,
+            "attention_mask must have the 1 rows of the input, got 2",
+        ),
+        (
+            {"input_ids": IDS, "attention_mask": torch.ones(1, 7)},
+            ValueError,
+            r"\[1, 20\] as the tokens that are read, got \[1, 7\]; .* of attention_mask",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_inputs_of_another_kind_in_generate(
+    model: PreTrainedModel, inputs: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    cache, before = PolicyCache(FASTKV), trace_of(model)
+    with pytest.raises(error, match=message):
+        model.generate(past_key_values=cache, max_new_tokens=2, **inputs)
+    assert (cache.get_seq_length(), trace_of(model)) == (0, before)
+    assert tokens_of(model, IDS, cache) == tokens_of(model, IDS, PolicyCache(FASTKV))
+
+
+class LooksAtTheLast(Scorer):
+    """Declares no queries, and looks at one."""
+
+    def score(self, context: LayerContext) -> Tensor:
+        return query_key_products(context.queries, context.keys)[:, :, -1]
+
+
+def test_a_scorer_that_looks_at_queries_it_has_not_declared(model: PreTrainedModel) -> None:
+    selector = GQAGroupSelector(0.5, window_size=1)
+    cache = PolicyCache(CachePolicy(LooksAtTheLast(), selector, PassAllPropagation()))
+    before = trace_of(model)
+    with pytest.raises(ValueError, match="a scorer must declare num_queries to look at queries"):
+        model.generate(IDS, past_key_values=cache, max_new_tokens=2)
+    assert (cache.get_seq_length(), trace_of(model)) == (0, before)
+
+
+def test_a_policy_and_a_length_that_a_model_is_asked_about(model: PreTrainedModel) -> None:
+    found = check_model(model)
+    assert found.refusal_of(SnapKV(0.3), 10) is None
+    for policy in (None, "snapkv", SnapKV):
+        with pytest.raises(TypeError, match="policy must be a CachePolicy"):
+            found.refusal_of(policy, 10)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="context_len must be an int"):
+        found.refusal_of(SnapKV(0.3), None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="context_len must be at least 1, got 0"):
+        found.refusal_of(SnapKV(0.3), 0)

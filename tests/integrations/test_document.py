@@ -1,8 +1,13 @@
 """A document read once: answers are those of a loop by hand, and do not see each other."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
+from transformers import GenerationConfig
 
+from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache, ReadDocument
 from kvpolicy.integrations.transformers.document import prompt_ids
 from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV
@@ -86,6 +91,86 @@ def test_beams_are_those_of_the_whole_prompt() -> None:
         assert answer == tokenizer.decode(output, skip_special_tokens=True)
     with pytest.raises(ValueError, match="num_return_sequences must be 1, got 2"):
         document.answer(QUESTIONS, num_beams=3, num_return_sequences=2)
+
+
+def test_beams_and_outputs_of_a_generation_config() -> None:
+    """What `generate` is told by a configuration counts as what it is told by name."""
+    model, tokenizer = tiny_model("llama", seed=1), char_tokenizer()
+    document = ReadDocument(model, tokenizer, DOCUMENT, SnapKV(0.3))
+    config = GenerationConfig(num_beams=3, max_new_tokens=5, return_dict_in_generate=True)
+    wanted = document.answer(QUESTIONS, num_beams=3, max_new_tokens=5)
+    assert document.answer(QUESTIONS, generation_config=config) == wanted
+
+
+@pytest.fixture(scope="module")
+def document() -> ReadDocument:
+    return ReadDocument(tiny_model("llama", seed=1), char_tokenizer(), DOCUMENT, SnapKV(0.3))
+
+
+@pytest.mark.parametrize(
+    ("questions", "arguments", "error", "message"),
+    [
+        (None, {}, TypeError, "questions must be a sequence of texts, got None; pass a list"),
+        (3, {}, TypeError, "questions must be a sequence of texts, got 3"),
+        ({" who?": 1}, {}, TypeError, "questions must be a sequence of texts"),
+        ({" who?"}, {}, TypeError, "questions must be a sequence of texts"),
+        (b" who?", {}, TypeError, "questions must be a sequence of texts"),
+        ([3], {}, TypeError, "questions must be texts, got 3 among them"),
+        ([" who?", None], {}, TypeError, "questions must be texts, got None"),
+        ([[" who?"]], {}, TypeError, "questions must be texts, got "),
+        ([" who?", ""], {"batch_size": 1}, ValueError, "questions must not be empty, got ''"),
+        ([" who?"], {"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+        ([" who?"], {"batch_size": True}, TypeError, "batch_size must be an int, got True"),
+        ([" who?"], {"num_beams": 0}, ValueError, "num_beams must be at least 1, got 0"),
+        ([" who?"], {"num_beams": "2"}, TypeError, "num_beams must be an int, got '2'"),
+        ([" who?"], {"generation_config": 3}, TypeError, "must be a GenerationConfig, got 3"),
+        ([" who?"], {"past_key_values": 3}, ValueError, "must not name past_key_values, .* got 3"),
+        ([" who?"], {"inputs": 3}, ValueError, "generation must not name inputs"),
+        ([" who?"], {"attention_mask": 3}, ValueError, "must not name attention_mask"),
+    ],
+    ids=str,
+)
+def test_bad_questions(
+    document: ReadDocument,
+    questions: Any,
+    arguments: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    wanted, calls = document.answer([" who?"], max_new_tokens=2), list[object]()
+    forward = document._model.register_forward_pre_hook(lambda *_: calls.append(1))
+    with forward, pytest.raises(error, match=message):
+        document.answer(questions, **arguments)
+    assert not calls  # nothing was computed
+    assert document.answer([" who?"], max_new_tokens=2) == wanted
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model": None}, TypeError, r"model must be a torch\.nn\.Module, got NoneType"),
+        ({"model": nn.Linear(2, 2)}, UnsupportedModelError, "must take past_key_values"),
+        ({"tokenizer": None}, TypeError, "tokenizer must be one of Transformers, got None"),
+        ({"tokenizer": "gpt2"}, TypeError, "tokenizer must be one of Transformers, got 'gpt2'"),
+        ({"document": 3}, TypeError, "document must be a str, got 3"),
+        ({"policy": SnapKV}, TypeError, r"policy must be a CachePolicy, .*; pass SnapKV\(\)"),
+        ({"storage": "disk"}, TypeError, "storage must be a Storage"),
+        ({"chat": "yes"}, TypeError, "chat must be a bool, got 'yes'"),
+        ({"chat": True}, ValueError, "chat must be False with a tokenizer that has no chat_temp"),
+    ],
+    ids=str,
+)
+def test_bad_documents(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = None
+    given = {
+        "model": tiny_model("llama", seed=1),
+        "tokenizer": tokenizer,
+        "document": DOCUMENT,
+        "policy": SnapKV(0.3),
+    }
+    with pytest.raises(error, match=message):
+        ReadDocument(**{**given, **changes})
 
 
 def test_bad_input() -> None:

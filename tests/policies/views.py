@@ -32,7 +32,7 @@ def view_of(
     ]
     new_len = int(context.new_valid[row].sum())
     shown = min(new_len, context.query_len)
-    queries = [of_head[context.query_len - shown :] for of_head in context.queries[row]]
+    queries = [of_head[context.query_len - shown :] for of_head in context._queries[row]]
     positions = [entry.position for entry in entries[0]][len(entries[0]) - new_len :]
     return LayerView(
         context.layer_idx,

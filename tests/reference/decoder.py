@@ -4,6 +4,7 @@ Nothing of Transformers' attention, masks, rotary embedding or caches is used: o
 read, and the MLP module is called. One row of tokens at a time, no batch axis and no padding.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -72,6 +73,15 @@ def rms_norm(hidden: Tensor, norm: Any) -> Tensor:
     return normed
 
 
+@functools.cache
+def angles_of(position: int, half: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, `[half]` each, of the angles that a token's pairs are turned by."""
+    # Angles are rounded to float32 as in the models: at position 80 that is 4e-6 of a radian.
+    frequencies = torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float32)
+    angles = position * frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
 def rotate(vector: Tensor, position: int, theta: float) -> Tensor:
     """Turns the pair `(i, i + half)` of `vector` by the angle `position / theta^(i / half)`.
 
@@ -84,10 +94,7 @@ def rotate(vector: Tensor, position: int, theta: float) -> Tensor:
         The rotated vector `[head_dim]`.
     """
     half = vector.shape[0] // 2
-    # Angles are rounded to float32 as in the models: at position 80 that is 4e-6 of a radian.
-    frequencies = torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float32)
-    angles = position * frequencies
-    cos, sin = angles.cos().to(vector.dtype), angles.sin().to(vector.dtype)
+    cos, sin = angles_of(position, half, theta, vector.dtype)
     first, second = vector[:half], vector[half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin])
 

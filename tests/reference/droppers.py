@@ -4,7 +4,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -40,7 +40,7 @@ class CLAA(SnapKV):
     Attributes:
         tsp_layer: the layer after which tokens are dropped.
         tsp_rate: fraction of all tokens seen that goes on.
-        voting_layers: layers up to that one that are looked at.
+        voting_layers: layers up to that one that are looked at, of those asked for a choice.
         whole_layers: first layers that keep everything.
         standardize: whether each layer's KV head has mean 0 and deviation 1 first.
     """
@@ -50,8 +50,6 @@ class CLAA(SnapKV):
     voting_layers: int = 4
     whole_layers: int = 4
     standardize: bool = True
-    # What the layers of the forward under way have said, by layer.
-    said: dict[int, list[list[float]]] = field(default_factory=dict, compare=False)
 
     def saliency(self, layer: LayerView) -> list[list[float]]:
         """Per query head, averages over neighbours, 0 beyond the tokens before the window."""
@@ -73,14 +71,13 @@ class CLAA(SnapKV):
         new_len = len(layer.new_positions)
         competing = max(0, new_len - self.window_size)
         own = []
-        for held, row in zip(layer.entries, group_of(self.saliency(layer), layer), strict=True):
-            first_new = len(held) - new_len
-            own.append(self.scaled(row[first_new : first_new + competing]))
-        self.said[layer.layer_idx] = own
+        for row in self.of_kv_heads(self.saliency(layer), layer):
+            own.append(self.scaled(row[len(row) - competing :]))
+        layer.notes[layer.layer_idx] = own
         if layer.layer_idx != self.tsp_layer:
             return kept
-        first = max(self.tsp_layer - self.voting_layers + 1, 0)
-        votes = [row for at in range(first, self.tsp_layer + 1) for row in self.said[at]]
+        asked = sorted(at for at in layer.notes if at <= self.tsp_layer)
+        votes = [row for at in asked[-self.voting_layers :] for row in layer.notes[at]]
         scores = [max(column) for column in zip(*votes, strict=True)]
         exempt = self.exempt(layer.new_positions)
         count = budget(
@@ -94,6 +91,10 @@ class CLAA(SnapKV):
         scale = max(map(abs, scores), default=1.0)
         gap = margin(scores, passed, exempt, scale=scale)
         return Choice(kept.kept, passed, min(kept.margin, gap))
+
+    def of_kv_heads(self, rows: list[list[float]], layer: LayerView) -> list[list[float]]:
+        """One row for each head that has keys of its own, of one for each query head."""
+        return group_of(rows, layer)
 
     def scaled(self, row: list[float]) -> list[float]:
         """At mean 0 and deviation 1, if it is to be."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,7 @@ class ReferenceState:
         seen: tokens of the row so far: those of prompts and those fed in decoding.
         rotary: rotary positions in use, that is the next token's; fewer than `seen` after a restart
             on fewer than all tokens.
+        notes: see `LayerView.notes`.
     """
 
     def __init__(self, model: PreTrainedModel, method: Method) -> None:
@@ -84,6 +86,7 @@ class ReferenceState:
         self.method = method
         self.seen = 0
         self.rotary = 0
+        self.notes: dict[int, Any] = {}
         self.cache: list[list[list[Entry]]] = [
             [[] for _ in range(heads)] for heads in self._heads_held()
         ]
@@ -183,6 +186,7 @@ class ReferenceState:
             Logits `[vocab]`; the positions that reached each layer and, last, those that left the
             last one; the smallest margin.
         """
+        self.notes = {}  # a method remembers nothing of other prompts
         positions = list(positions)
         rotary = list(range(self.rotary, self.rotary + len(token_ids)))
         self.rotary += len(token_ids)
@@ -237,6 +241,7 @@ class ReferenceState:
             float(attention.scaling),
             (getattr(self.model.config, "rope_parameters", None) or {}).get("rope_theta"),
             attention.o_proj.weight if hasattr(attention, "o_proj") else None,
+            notes=self.notes,
         )
 
     def _decode(self, token_id: int) -> Tensor:

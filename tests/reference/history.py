@@ -1,7 +1,7 @@
 """Methods that look at what the layers before found salient."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .methods import Choice, LayerView, SnapKV
 from .selection import budget, head_mean, margin, window_and_highest
@@ -17,7 +17,6 @@ class LookingBack(SnapKV):
         passing: so many layers before, of which the largest, with its own, says what goes on.
         rates: pairs of a layer and the fraction of all tokens seen that goes on after it.
         keeps: whether layers keep everything.
-        notes: by layer, what each position got; of the act under way.
     """
 
     carried_on: float = 0.0
@@ -25,19 +24,17 @@ class LookingBack(SnapKV):
     passing: int = 0
     rates: tuple[tuple[int, float], ...] = ()
     keeps: bool = False
-    notes: dict[int, dict[int, float]] = field(default_factory=dict, compare=False)
 
     def choose(self, layer: LayerView) -> Choice:
         """What is kept, and after the layers of `rates` what goes on."""
         at = layer.layer_idx
-        if at == 0:
-            self.notes.clear()
+        notes: dict[int, dict[int, float]] = layer.notes  # what each position got
         scores = self.saliency(layer)
         group = len(scores) // len(layer.entries)
         held = [entries for entries in layer.entries for _ in range(group)]
         for row, entries in zip(scores, held, strict=True):
             for index in self._new(layer, row, len(entries)):
-                before = self.notes.get(at - 1, {})
+                before = notes.get(at - 1, {})
                 row[index] += self.carried_on * before.get(entries[index].position, 0.0)
         new_len = len(layer.new_positions)
         competing = max(new_len - self.window_size, 0)
@@ -47,13 +44,13 @@ class LookingBack(SnapKV):
                 for row, entries in zip(scores, held, strict=True)
             ]
         )
-        self.notes[at] = dict.fromkeys(layer.new_positions, 0.0)
-        self.notes[at].update(zip(layer.new_positions, means, strict=False))
+        notes[at] = dict.fromkeys(layer.new_positions, 0.0)
+        notes[at].update(zip(layer.new_positions, means, strict=False))
         kept, margins = [], []
         for head, entries in enumerate(layer.entries):
             of_head = head_mean(scores[head * group : (head + 1) * group])
             for index in self._new(layer, of_head, len(entries)):
-                found = self._before(at, self.selecting, entries[index].position)
+                found = self._before(layer, self.selecting, entries[index].position)
                 of_head[index] += min(found, default=0.0)
             count = self.count(layer, len(entries), len(entries) - len(of_head))
             if self.keeps:
@@ -64,7 +61,7 @@ class LookingBack(SnapKV):
         if rate is None:
             return Choice(kept, margin=min(margins))
         largest = [
-            max([mean, *self._before(at, self.passing, position)])
+            max([mean, *self._before(layer, self.passing, position)])
             for mean, position in zip(means, layer.new_positions, strict=False)
         ]
         count = budget(
@@ -73,9 +70,9 @@ class LookingBack(SnapKV):
         passed = window_and_highest(largest, new_len, count)
         return Choice(kept, passed, min(*margins, margin(largest, passed)))
 
-    def _before(self, at: int, count: int, position: int) -> list[float]:
-        layers = range(max(at - count, 0), at)
-        return [self.notes[layer][position] for layer in layers]
+    def _before(self, layer: LayerView, count: int, position: int) -> list[float]:
+        layers = range(max(layer.layer_idx - count, 0), layer.layer_idx)
+        return [layer.notes[at][position] for at in layers]
 
     def _new(self, layer: LayerView, row: list[float], length: int) -> Iterator[int]:
         """Indices of the layer's new tokens among what a head holds, of those that have a score."""

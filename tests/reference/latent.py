@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from .attention import Entry, attention_probabilities
 from .decoder import decoder_layers, finish_layer, rms_norm, rotate
+from .droppers import CLAA
 from .generation import ReferenceState
 from .methods import LayerView, Method
 from .query_agnostic import ExpectedAttention
@@ -71,6 +72,15 @@ class LatentExpectedAttention(ExpectedAttention):
         return head_mean(found)
 
 
+@dataclass(frozen=True)
+class LatentCLAA(CLAA):
+    """CLAA's votes head by head, since every head has keys of its own."""
+
+    def of_kv_heads(self, rows: list[list[float]], layer: LayerView) -> list[list[float]]:
+        """The rows as they are."""
+        return rows
+
+
 def per_head(held: Sequence[Entry]) -> list[tuple[Entry, ...]]:
     """For each head, what the entries of a layer expand to."""
     expanded = [entry.heads for entry in held if isinstance(entry, LatentEntry)]
@@ -88,6 +98,8 @@ class LatentState(ReferenceState):
             method = LatentExpectedAttention(**asdict(method))
         if isinstance(method, LagKV):
             method = LatentLagKV(**asdict(method))
+        if isinstance(method, CLAA):
+            method = LatentCLAA(**asdict(method))
         super().__init__(model, method)
 
     def _heads_held(self) -> list[int]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from .selection import (
     budget,
     head_mean,
     margin,
+    max_pool,
     sinks_and_recent,
     window_and_highest,
     window_saliency,
@@ -33,6 +34,7 @@ class LayerView:
         scaling: factor on the products of queries and keys.
         rope_theta: base of the frequencies by which queries and keys were turned.
         rope_channels: which of a head's channels were turned.
+        notes: what the method has noted of the layers before in the same prefill, by layer.
         output_weight: `[hidden, query_heads * value_dim]`, of the layer's output projection.
     """
 
@@ -46,6 +48,7 @@ class LayerView:
     rope_theta: float | None = None
     output_weight: Tensor | None = None
     rope_channels: slice = field(default_factory=lambda: slice(None))
+    notes: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class SnapKV:
         kernel_size: odd width of the max-pooling.
         retention_tokens: budget as a number of tokens.
         protect: positions always kept, beside the window.
+        group_first: whether the heads of a KV group are averaged before the pooling.
     """
 
     retention_rate: float | None = 0.1
@@ -129,17 +133,26 @@ class SnapKV:
     kernel_size: int = 7
     retention_tokens: int | None = None
     protect: int = field(default=0, kw_only=True)
+    group_first: bool = field(default=False, kw_only=True)
 
     def saliency(self, layer: LayerView) -> list[list[float]]:
         """Per query head, pooled scores of the keys before the window."""
-        return window_saliency(
+        found = window_saliency(
             layer.queries,
             layer.new_positions,
             layer.entries,
             window_size=self.window_size,
-            kernel_size=self.kernel_size,
+            kernel_size=1 if self.group_first else self.kernel_size,
             scaling=layer.scaling,
         )
+        if not self.group_first:
+            return found
+        group = len(layer.queries) // len(layer.entries)
+        pooled = []
+        for first in range(0, len(found), group):
+            mean = max_pool(head_mean(found[first : first + group]), self.kernel_size)
+            pooled += [mean] * group
+        return pooled
 
     def head_scores(self, layer: LayerView) -> list[list[float]]:
         """Per KV head, the mean over its group of the saliency of the keys before the window."""

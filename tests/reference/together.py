@@ -28,6 +28,7 @@ class Together:
         base: gives the saliency, and passes tokens on if it is a FastKV; None for a `Repeat`.
         repeat: how the prompt is read again; None where `base` scores.
         uniform: whether each head fills a budget of its own.
+        whole: positions that are kept beyond the budget, which is one of the tokens behind them.
     """
 
     retention_rate: float | None = 0.3
@@ -37,6 +38,7 @@ class Together:
     base: SnapKV | None = None
     repeat: "Repeat | None" = None
     uniform: bool = False
+    whole: int = 0
 
     def choose_all(
         self, layers: Sequence[Sequence[Sequence[Entry]]], scores: Scores, seen: int
@@ -49,18 +51,19 @@ class Together:
             fixed.append([])
             counts.append([])
             for head, held in enumerate(heads):
+                given = below([entry.position for entry in held], self.whole)
                 first = below([entry.position for entry in held], self.protect)
                 tail = range(max(len(held) - self.window_size, 0), len(held))
-                always = sorted({*first, *tail})
+                always = sorted({*given, *first, *tail})
                 fixed[-1].append(always)
                 count = budget(
                     self.retention_rate,
                     self.retention_tokens,
-                    seen=seen,
-                    available=len(held),
-                    protected=len(always),
+                    seen=max(seen - self.whole, 0),
+                    available=len(held) - len(given),
+                    protected=len(always) - len(given),
                 )
-                counts[-1].append(count - len(always))
+                counts[-1].append(count - len(always) + len(given))
                 places += [
                     (layer, head, index) for index in range(len(held)) if index not in always
                 ]
@@ -92,6 +95,7 @@ class Repeat:
         first: ids before the first chunk.
         later: ids before every other.
         answer: ids between the overlap and the chunk.
+        begin: first position that is repeated.
     """
 
     chunk_size: int
@@ -100,6 +104,7 @@ class Repeat:
     first: tuple[int, ...] = ()
     later: tuple[int, ...] = ()
     answer: tuple[int, ...] = ()
+    begin: int = 0
 
 
 class TogetherState(ReferenceState):
@@ -162,10 +167,10 @@ class TogetherState(ReferenceState):
         how = self.method.repeat
         assert how is not None
         found = [[[-1.0] * len(held) for held in heads] for heads in self.cache]
-        for start in range(0, len(self.ids), how.chunk_size):
+        for start in range(how.begin, len(self.ids), how.chunk_size):
             stop = min(start + how.chunk_size, len(self.ids))
-            ahead = self.ids[max(start - how.overlap, 0) : start]
-            instruction = how.later if start else how.first
+            ahead = self.ids[max(start - how.overlap, how.begin) : start]
+            instruction = how.first if start == how.begin else how.later
             ids = [*instruction, *ahead, *how.answer, *self.ids[start:stop]]
             places = list(range(self.seen, self.seen + len(ids)))
             hidden = embed(self.model, ids)

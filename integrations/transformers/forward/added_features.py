@@ -7,14 +7,14 @@ decoder is called without, and the features are added here, to the tokens that a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.integrations.transformers.forward.inputs import take_columns
+from kvpolicy.integrations.transformers.forward.inputs import span_of, take_columns
 
 # What decoders call the mask, the features, and whether these are added after a layer; else before.
 _ARGUMENTS = (
@@ -52,6 +52,32 @@ class AddedFeatures:
             return AddedFeatures(torch.where(mask, counted, -1), features, after, (mask_name, name))
         return None
 
+    @staticmethod
+    def joined(
+        chunks: Sequence[AddedFeatures | None], valid: Sequence[Tensor]
+    ) -> AddedFeatures | None:
+        """The features of a prompt's chunks as those of the whole prompt; None without any.
+
+        Args:
+            chunks: By chunk.
+            valid: By chunk, ``[batch, new_len]``.
+        """
+        given = [each for each in chunks if each is not None]
+        if not given:
+            return None
+        rows, count = [], 0
+        for chunk, columns in zip(chunks, valid, strict=True):
+            if chunk is None:
+                rows.append(given[0].rows.new_full(columns.shape, -1))
+                continue
+            rows.append(torch.where(chunk.rows < 0, -1, chunk.rows + count))
+            count += int((chunk.rows >= 0).sum())
+        features = {
+            layer: torch.cat([each.features[layer].flatten(0, -2) for each in given])
+            for layer in given[0].features
+        }
+        return attrs.evolve(given[0], rows=torch.cat(rows, dim=1), features=features)
+
     def without(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The decoder's arguments without the features."""
         return {**arguments, **dict.fromkeys(self.names)}
@@ -76,3 +102,26 @@ class AddedFeatures:
         features = features.reshape(-1, hidden.shape[2]).to(hidden.device, hidden.dtype)
         more = features[rows.clamp(min=0)]
         return hidden + more.masked_fill((rows < 0)[:, :, None], 0)
+
+
+def span_with_features(
+    arguments: dict[str, Any], seen: int, start: int, stop: int
+) -> dict[str, Any]:
+    """The arguments of a forward over some of its columns, with the features of these alone.
+
+    Args:
+        arguments: See `span_of`.
+        seen: Likewise.
+        start: Likewise.
+        stop: Likewise.
+    """
+    span, features = span_of(arguments, seen, start, stop), AddedFeatures.of(arguments)
+    if features is None:
+        return span
+    rows = features.rows[:, start:stop]
+    own, mask_name, name = rows >= 0, *features.names
+    if not bool(own.any()):
+        return features.without(span)
+    cut = {layer: each.flatten(0, -2)[rows[own]] for layer, each in features.features.items()}
+    as_given = cut if isinstance(arguments[name], Mapping) else list(cut.values())
+    return {**span, mask_name: own, name: as_given}

@@ -50,6 +50,7 @@ from kvpolicy.integrations.transformers.state.recurrent import (
     SharedLayer,
 )
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.known import on_device
 from kvpolicy.policy import CachePolicy
 
 
@@ -100,6 +101,7 @@ class Forward:
 
     acts = False  # whether the policy does, on this forward
     in_prompt = False  # whether its tokens are a prompt's
+    bounded = False  # whether they are of an answer of which layers hold a bounded number
     missing = 0  # of a prompt in chunks, the columns from the forward's first on; 0: not known
 
     def __init__(
@@ -139,6 +141,7 @@ class Forward:
             acts=self.acts,
             skipped=incoming.skipped,
             kinds=incoming.kinds,
+            bounded=self.bounded,
         )
         self._new_len = incoming.new_valid.shape[1]
         self._columns = incoming.columns
@@ -539,7 +542,7 @@ class Forward:
         layer, window = self.layers[index], self._window(index)
         answer = self._answer_windows[index]
         query_len = self.new_valid.shape[1]
-        if answer is not None and not self.in_prompt and self.tokens.appended.shape[1] > answer:
+        if answer is not None and not self.in_prompt and max(self.tokens.since) > answer:
             return self._mask_behind_prompt(layer, answer, hidden)
         key_len = layer.kept_len + query_len
         if self._combined is not None or window is not None or own is not None:
@@ -571,8 +574,10 @@ class Forward:
         """Of tokens behind a prompt: they see what is held of it, and a window."""
         positions = self._positions(layer, layer.choices, hidden.device)
         heads = layer.query_heads if positions.shape[1] > 1 else 1
-        before = self._before
-        prompt = (before.lengths - (before.appended >= 0).sum(dim=1)).to(hidden.device)
+        before, since = self._before, self._before.rows_since
+        behind = (before.appended >= 0).sum(dim=1)
+        behind = behind if since is None else on_device(since, behind.device)
+        prompt = (before.lengths - behind).to(hidden.device)
         places = self.new_positions.to(hidden.device)
         seen = Visibility(positions, places, heads, window, prompt)
         return seen.mask(self.implementation, hidden.dtype)

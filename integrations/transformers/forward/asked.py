@@ -105,12 +105,14 @@ class Asked:
 
         Raises:
             UnsupportedModelError: It cannot be had of the layer.
+            ValueError: The layer's queries or keys are no finite numbers.
         """
         if self.rotary:
             layer.turns = self._turns(layer, entering, places, valid)
         if self.output_weight and layer.projection is None:
             layer.projection = self._tried(entering, entering.projection)
             if layer.projection is None:
+                entering.check_finite()
                 self._refuse(f"no projection of layer {entering.index} takes its heads' outputs")
 
     def _turns(
@@ -143,6 +145,7 @@ class Asked:
 
         channels = self._tried(entering, lambda: _channels(entering, frequencies, scale, form))
         if channels is None:
+            entering.check_finite()
             self._refuse(f"layer {entering.index} does something else with its keys than to turn")
         return Turns(frequencies, scale, channels.to(frequencies.device))
 

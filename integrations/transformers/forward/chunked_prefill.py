@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kvpolicy.asking import advanced
 from kvpolicy.context import LayerContext
+from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.append import Forward
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
@@ -223,6 +224,21 @@ class ChunkForward(ActingForward):
     def update_index(self, index: int, keys: Tensor) -> Tensor:
         """See `Forward.update_index`."""
         return Forward.update_index(self, index, keys)
+
+    def enter_layer(
+        self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """See `ActingForward.enter_layer`.
+
+        Raises:
+            UnsupportedModelError: All tokens of the prompt would see each other.
+        """
+        if self._sees_all and kwargs.get("attention_mask") is None:
+            raise UnsupportedModelError(
+                "a prompt must come in one forward where all of its tokens see each other, as with "
+                "PaliGemma without token_type_ids; leave prefill_chunk_size at None"
+            )
+        return super().enter_layer(index, module, hidden, kwargs)
 
     def _few_go_on(self, index: int) -> bool:
         return index == len(self.layers) - 1 and super()._few_go_on(index)

@@ -61,6 +61,7 @@ class FixedAnswer:
         self._reader = weakref.ref(reader)
         self.buffers: StaticDecoding | RollingDecoding | None = None  # while `generate` decodes
         self.allowed = True  # as far as the generate under way allows
+        self.steps = 0  # tokens that `generate` has decoded into buffers so far
 
     @property
     def reader(self) -> Answered:
@@ -115,14 +116,14 @@ class FixedAnswer:
         reader = self.reader
         if reader.acts_next:
             return attention_mask
-        before = self.buffers
-        bounded = reader.placed.decoding is not None
-        if before is not None and before.steps == before.room:
-            goes_on = bounded and self._choose(before)
-            if not goes_on:
-                self.end()
-        tokens = reader.tokens
+        before, decoding, tokens = self.buffers, reader.placed.decoding, reader.tokens
         assert tokens is not None
+        if before is not None and before.steps == before.room:
+            due = decoding is not None and tokens.due(decoding.every)
+            if not (due and self._choose(before)):
+                self.end()
+            tokens = reader.tokens
+            assert tokens is not None
         if self.buffers is None:
             # From then on nothing but `generate` itself makes masks longer and tokens more.
             if attention_mask is not None:
@@ -132,6 +133,7 @@ class FixedAnswer:
         positions, rotary = tokens.positions_of(one), tokens.rotary_positions_of(one)
         tokens = tokens.extended(positions, one, padded=False, acts=False, skipped=None)
         self.buffers.advance(positions, rotary)
+        self.steps += 1
         reader.tokens = tokens
         self.buffers.follow(reader.layers, tokens)
         return one[:1, None, None]
@@ -140,16 +142,17 @@ class FixedAnswer:
         """Buffers of what layers hold, and the model's hooks made to look for them."""
         reader = self.reader
         reader.abandon_forward()
-        attachment, tokens, room = reader.attachment, reader.tokens, reader.max_new_tokens
+        attachment, tokens, left = reader.attachment, reader.tokens, reader.max_new_tokens
         assert attachment is not None
         assert tokens is not None
-        assert room is not None
+        assert left is not None
+        assert tokens.rows_since is None  # the turn has begun with an act on all rows
         parts, decoding = attachment.parts, reader.placed.decoding
         if decoding is not None:
-            room = decoding.every - tokens.appended.shape[1]
-        how = reader.layers, tokens, parts.windows, parts.implementation
+            left -= self.steps % left  # the buffers before were for some of them
+        how = reader.layers, tokens, parts.windows, parts.implementation, left
         rolling = None if decoding is None else RollingDecoding.of(*how, decoding)
-        buffers = rolling or StaticDecoding.of(*how, room, decoding)
+        buffers = rolling or StaticDecoding.of(*how, decoding)
         layers = [BeforeLayer.of(index, layer) for index, layer in enumerate(parts.layers)]
         observes = decoding is not None and decoding.num_queries != 0
         attachment.decode(before_decoder, layers, observes=observes)
@@ -160,44 +163,60 @@ class FixedAnswer:
         layers, tokens = self.reader.layers, self.reader.tokens
         assert tokens is not None
         if isinstance(buffers, RollingDecoding):
-            buffers.choose()
+            goes_on = buffers.choose()
             self.reader.tokens = tokens.settled()
-            return True
+            return goes_on
         assert buffers.choice is not None
         buffers.read_queries(layers, tokens.seen)
-        self._take(buffers.choice, shown=True)
+        self._take(buffers.choice)
         buffers.rests = True
         assert self.reader.tokens is not None
         return buffers.go_on(layers, self.reader.tokens)
 
-    def choose_if_due(self) -> None:
-        """Let layers choose now where they were to do so between two steps, as in a copy."""
-        reader = self.reader
-        decoding, tokens = reader.placed.decoding, reader.tokens
-        if decoding is None or tokens is None or reader.acts_next:
-            return
-        holding = [layer for layer in reader.layers if layer.held is not None]
-        known = all(layer.scores is not None for layer in holding)
-        if decoding.needs_rotary:
-            known = known and all(layer.turns is not None for layer in holding)
-        if decoding.needs_output_weight:
-            known = known and all(layer.projection is not None for layer in holding)
-        if tokens.appended.shape[1] < decoding.every or not known:
-            return
-        assert reader.attachment is not None
-        parts = reader.attachment.parts
-        self._take(StaticChoice(decoding, parts.windows, parts.implementation, []))
+    def copied(self, layers: list[PolicyLayer], tokens: SeenTokens) -> SeenTokens:
+        """Let copies of the layers hold what goes on outside of the buffers.
 
-    def _take(self, choice: StaticChoice, *, shown: bool = False) -> None:
-        """Let layers choose, and hold what they keep.
+        That is without a token that not every layer has written, and with the choice that was to be
+        made before the next one.
 
         Args:
-            choice: How.
-            shown: Whether their attention has to have shown its queries.
+            layers: The copies.
+            tokens: Those seen.
+
+        Returns:
+            Those that the copies have seen.
         """
+        buffers, attachment = self.buffers, self.reader.attachment
+        if buffers is None:
+            return tokens
+        assert attachment is not None
+        decoding, parts = self.reader.placed.decoding, attachment.parts
+        if decoding is not None:
+            for layer in layers:
+                layer.own()  # what is bounded is written over
+        count = 0 if buffers.rests else buffers.unwritten()
+        if count:
+            tokens = tokens.without_last(count)
+            for layer in layers:
+                layer.drop_last(count)
+                layer.follow(tokens)
+        if decoding is None or not tokens.due(decoding.every):
+            return tokens
+        choice = StaticChoice(decoding, parts.windows, parts.implementation, [])
+        for layer, own in zip(layers, self.reader.layers, strict=True):
+            layer.projection = own.projection
+        choice.choose(layers, tokens)
+        choice.take()
+        tokens = tokens.settled()
+        for layer in layers:
+            layer.projection = None  # a copy is bound to no model
+            layer.follow(tokens)
+        return tokens
+
+    def _take(self, choice: StaticChoice) -> None:
+        """Let layers choose, and hold what they keep."""
         assert self.reader.tokens is not None
-        if shown:
-            choice.check_shown(self.reader.layers)
+        choice.check_shown(self.reader.layers)
         choice.choose(self.reader.layers, self.reader.tokens)
         self._settle(choice)
 
@@ -246,8 +265,8 @@ class FixedAnswer:
             for layer in layers:
                 layer.drop_last(count)
                 layer.follow(tokens)
-        if choice is not None and tokens.appended.shape[1] >= choice.decoding.every:
-            self._take(choice, shown=True)
+        if choice is not None and tokens.due(choice.decoding.every):
+            self._take(choice)
 
     def _end_rolling(self, rolling: RollingDecoding, *, failed: bool) -> None:
         tokens = self.reader.tokens

@@ -66,14 +66,17 @@ def read_inputs(
         ends: Whether it ends its prompt; before the end a row may have padding only.
 
     Raises:
-        TypeError: There is neither ``input_ids`` nor ``inputs_embeds``.
+        TypeError: See `inputs_of`; or position ids are no tensor.
         ValueError: There are no tokens, the batch size or the attention mask does not fit what
-            was seen, or a row is padded on the right.
+            was seen, position ids do not fit the tokens, or a row is padded on the right.
     """
     inputs = inputs_of(arguments)
     batch, new_len = inputs.shape[:2]
-    if not new_len:
-        raise ValueError(f"input_ids must hold at least one token, got {list(inputs.shape)}")
+    if not (batch and new_len):
+        raise ValueError(
+            f"input_ids must hold at least one token in at least one row, got {list(inputs.shape)}"
+        )
+    _check_positions(arguments.get("position_ids"), batch, new_len)
     if seen is None:
         seen = SeenTokens.none(batch, inputs.device)
     if batch != seen.batch:
@@ -113,13 +116,38 @@ def inputs_of(arguments: dict[str, Any]) -> Tensor:
     """The tokens ``[batch, new_len]`` or embeddings ``[batch, new_len, hidden]`` of a forward.
 
     Raises:
-        TypeError: There are neither.
+        TypeError: There are neither, or they are no tensor, or one of another dtype.
+        ValueError: They lack an axis.
     """
-    for name in ("input_ids", "inputs_embeds"):
-        if isinstance(arguments.get(name), Tensor):
-            found: Tensor = arguments[name]
-            return found
+    for name, axes in (("input_ids", "[batch, len]"), ("inputs_embeds", "[batch, len, hidden]")):
+        found = arguments.get(name)
+        if found is None:
+            continue
+        ids = name == "input_ids"
+        wanted = "an int64 or int32" if ids else "a float"
+        if not isinstance(found, Tensor):
+            raise TypeError(f"{name} must be {wanted} tensor {axes}, got {type(found).__name__}")
+        if not (found.dtype in (torch.int32, torch.int64) if ids else found.is_floating_point()):
+            raise TypeError(f"{name} must be {wanted} tensor {axes}, got {found.dtype}")
+        if found.ndim < axes.count(",") + 1:
+            raise ValueError(f"{name} must be {axes}, got {list(found.shape)}")
+        return found
     raise TypeError("input_ids or inputs_embeds must be given, got neither")
+
+
+def _check_positions(positions: Any, batch: int, new_len: int) -> None:
+    """Check position ids, which may have axes before that of the rows; or there are none."""
+    if positions is None:
+        return
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"position_ids must be a tensor, got {type(positions).__name__}")
+    shape = positions.shape
+    if positions.ndim < 2 or shape[-1] != new_len or shape[-2] not in (1, batch):
+        raise ValueError(
+            f"position_ids must be [batch, len] = [{batch}, {new_len}] as the tokens that are "
+            f"read, got {list(shape)}; leave them out, since the cache gives every row its own "
+            "(generate makes them of attention_mask, which then is of another shape)"
+        )
 
 
 def span_of(arguments: dict[str, Any], seen: int, start: int, stop: int) -> dict[str, Any]:

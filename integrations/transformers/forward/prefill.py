@@ -100,8 +100,7 @@ class ActingForward(Forward):
         self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         """See `Forward.enter_layer`; where few tokens go on, those of these alone."""
-        if self._features is not None and not self._features.after:
-            hidden = self._features.added(hidden, index, self._slots)
+        hidden = self._with_features_before(index, hidden)
         if not self._few_go_on(index) or self._own_block(kwargs) is not None:
             return super().enter_layer(index, module, hidden, kwargs)
         self._find_asked(index, module, hidden, kwargs)
@@ -363,7 +362,7 @@ class ActingForward(Forward):
         decoding, observed = self.policy.decoding, layer.observed
         if decoding is None or not decoding.carries or layer.held is None:
             return context
-        carried = carried_for(observed, context, decoding.carries)
+        carried = carried_for(observed, context.keys, decoding.carries)
         if self._order is not None:
             carried = gather_slots(carried, self._order)
         context = attrs.evolve(context, carried=carried)
@@ -429,8 +428,7 @@ class ActingForward(Forward):
             others = [_cut_alike(each, hidden, passed) for each in others]
             hidden = self._taken(hidden, passed)
         self._beside = tuple(each for each in others if isinstance(each, Tensor))
-        if self._features is not None and self._features.after:
-            hidden = self._features.added(hidden, index, self._left(hidden))
+        hidden = self._with_features_after(index, hidden)
         if self._refills and index == len(self.layers) - 1:
             self._filled = self._new_len - hidden.shape[1]
             hidden = pad(hidden, (0, 0, self._filled, 0))
@@ -467,6 +465,18 @@ class ActingForward(Forward):
         for name in {"last_hidden_state", "hidden_states"} & output.keys():
             output[name] = cut(output[name])
         return output
+
+    def _with_features_before(self, index: int, hidden: Tensor) -> Tensor:
+        """A layer's input with what is added to it."""
+        if self._features is None or self._features.after:
+            return hidden
+        return self._features.added(hidden, index, self._slots)
+
+    def _with_features_after(self, index: int, hidden: Tensor) -> Tensor:
+        """A layer's hidden states behind it with what is added to them."""
+        if self._features is None or not self._features.after:
+            return hidden
+        return self._features.added(hidden, index, self._left(hidden))
 
     def _left(self, hidden: Tensor) -> Tensor | None:
         """The slots ``[batch, count]`` of the tokens that left the layer; None for all."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from kvpolicy.checks import check_count
@@ -18,7 +19,10 @@ from kvpolicy.errors import (
     UnsupportedGenerationError,
     UnsupportedModelError,
 )
-from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
+from kvpolicy.integrations.transformers.forward.added_features import (
+    AddedFeatures,
+    span_with_features,
+)
 from kvpolicy.integrations.transformers.forward.append import Forward
 from kvpolicy.integrations.transformers.forward.asked import Asked
 from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
@@ -35,7 +39,6 @@ from kvpolicy.integrations.transformers.forward.inputs import (
     Incoming,
     inputs_of,
     read_inputs,
-    span_of,
 )
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.integrations.transformers.forward.relative_positions import Columns
@@ -45,6 +48,7 @@ from kvpolicy.integrations.transformers.forward.staged_prefill import StagedPref
 from kvpolicy.integrations.transformers.forward.states import check_states_go_on
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.attachment import Attachment
+from kvpolicy.integrations.transformers.model.both_ways import cuts_of, types_in
 from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.parts import ModelParts
@@ -132,6 +136,7 @@ class Reader:
         self._outer_called = False
         self._call_ids: Any = None  # that it was called with, where the decoder gets embeddings
         self._new_kinds: Tensor | None = None
+        self._call_types: dict[str, Tensor] = {}  # of tokens, that it was called with
         self._call_read = False  # whether the call under way has reached the decoder
 
     def start_turn(self, prompt_len: int | None = None) -> None:
@@ -152,6 +157,7 @@ class Reader:
     def _begin_turn(self, prompt_end: int | None) -> None:
         self.abandon_forward()
         self.fixed.end()
+        self.fixed.steps = 0
         self.starts_turn, self.prompt_end, self.chunks = not self.appends, prompt_end, None
 
     @contextmanager
@@ -193,7 +199,7 @@ class Reader:
         self._take_thread()
         self.abandon_forward()  # torch tells hooks of no failure by Ctrl-C
         self._outer_called, self._outer_mask, self._new_kinds = False, None, None
-        self._call_ids, self._call_read = None, False
+        self._call_ids, self._call_read, self._call_types = None, False, {}
         self._keep_last, self._before_call = keep_last, self._snapshot()
 
     def note_call(self, arguments: Mapping[str, Any], kinds: Tensor | None) -> None:
@@ -207,6 +213,7 @@ class Reader:
         mask = arguments.get("attention_mask")
         self._call_ids = arguments.get("input_ids", self._call_ids)
         self._new_kinds = self._new_kinds if kinds is None else kinds
+        self._call_types |= types_in(arguments)
         if not self._outer_called or (isinstance(mask, Tensor) and mask.ndim == 2):
             self._outer_called, self._outer_mask = True, mask
 
@@ -221,6 +228,7 @@ class Reader:
         if failed:
             self.abandon_forward()
         self._keep_last = self._before_call = self._call_ids = None
+        self._call_types = {}
         if not failed and not self._call_read:
             assert self.attachment is not None
             raise UnsupportedModelError(
@@ -231,7 +239,14 @@ class Reader:
     @property
     def room(self) -> int:
         """Slots that a layer is to have memory for behind what the policy keeps."""
-        longest = self.max_new_tokens
+        return self.room_for(self.max_new_tokens)
+
+    def room_for(self, longest: int | None) -> int:
+        """The same for answers of another length.
+
+        Args:
+            longest: Their tokens; None where that is not known.
+        """
         if self.policy.decoding is None:
             return longest or 0
         every = self.policy.decoding.every
@@ -303,7 +318,6 @@ class Reader:
         self._undo_forward(self._undo)
         self._check_cache_is_used(arguments)
         self._call_read = True
-        self.fixed.choose_if_due()
         before = self._snapshot()
         ends = True
         if self.acts_next and self.prompt_end is not None:
@@ -343,7 +357,7 @@ class Reader:
             parts.check_turn(self.seen)
         made = arguments.get("attention_mask")
         outside, arguments = self._masks_made_outside(arguments)
-        features = AddedFeatures.of(arguments) if acts else None
+        features = AddedFeatures.of(arguments) if starts else None
         incoming = read_inputs(
             arguments if features is None else features.without(arguments),
             self.tokens,
@@ -356,6 +370,8 @@ class Reader:
             parts.check_padding(self.care)
         if not self.care.counts:
             self._check_positions_given(arguments, incoming, ends=ends)
+        if starts and (self.chunks is not None or not ends):
+            self._check_cuts(incoming, ends=ends)
         if parts.holds_states:
             check_states_go_on(incoming, several=self.care.continues)
         kinds, self._new_kinds = self._new_kinds, None
@@ -398,18 +414,26 @@ class Reader:
             return append(self.placed, self.layers, incoming, **kind), incoming.arguments
         kind |= self._narrowing(arguments, parts)
         if self._drops and (self.chunks is not None or not ends):
-            return self._take_up_stage(arguments, incoming, kind, ends=ends)
+            return self._take_up_stage(arguments, incoming, features, kind, ends=ends)
         if not ends:
             chunks = self.chunks or Chunks(self.placed.num_queries)
             assert self.prompt_end is not None
             missing = self.prompt_end - self.seen
             chunk = ChunkForward(
-                self.placed, self.layers, incoming, chunks=chunks, missing=missing, **kind
+                self.placed,
+                self.layers,
+                incoming,
+                chunks=chunks,
+                missing=missing,
+                features=features,
+                **kind,
             )
             return chunk, incoming.arguments
         if self.chunks is not None:
             chunks = self.chunks
-            last = LastChunkForward(self.placed, self.layers, incoming, chunks=chunks, **kind)
+            last = LastChunkForward(
+                self.placed, self.layers, incoming, chunks=chunks, features=features, **kind
+            )
             return last, incoming.arguments
         propagated: dict[int, Tensor] = {}
         if self.placed.propagation.restarts:
@@ -425,6 +449,7 @@ class Reader:
         self,
         arguments: dict[str, Any],
         incoming: Incoming,
+        features: AddedFeatures | None,
         kind: dict[str, Any],
         *,
         ends: bool,
@@ -434,15 +459,36 @@ class Reader:
         assert self.prompt_end is not None
         parts = self.attachment.parts
         records = _asked(arguments, parts, "output_hidden_states")
-        records = records or AddedFeatures.of(arguments) is not None
         prefill = StagedPrefill(
-            self.placed, self.layers, parts.decoder, kind, self._begin, records=records
+            self.placed,
+            self.layers,
+            parts.decoder,
+            kind,
+            self._begin,
+            records=records,
+            features=features,
         )
         if ends:
             assert self.chunks is not None
             return prefill.end(incoming, self.chunks)
         missing = self.prompt_end - self.seen
         return prefill.chunk(incoming, self.chunks, missing), incoming.arguments
+
+    def _check_cuts(self, incoming: Incoming, *, ends: bool) -> None:
+        """Check that no token of a prompt in chunks sees one of a later chunk.
+
+        Raises:
+            UnsupportedModelError: One does.
+        """
+        assert self.attachment is not None
+        begun = self.seen - (0 if self.chunks is None else self.chunks.columns)
+        valid = torch.cat([incoming.tokens.valid, incoming.columns], dim=1)
+        cuts = cuts_of(self.attachment.parts.model, self._call_types, valid, begun)
+        if cuts is None:
+            return
+        for column in [self.seen] if ends else [self.seen, valid.shape[1]]:
+            if begun < column < len(cuts.forbidden) - 1 and bool(cuts.forbidden[column]):
+                raise cuts.refused(column, begun)
 
     def _begin(self, forward: Forward) -> None:
         self._forward = forward
@@ -525,7 +571,7 @@ class Reader:
         if not self._in_generate or not seen or whole != columns or columns < self.prompt_end:
             return arguments
         return {
-            **span_of(arguments, 0, seen, columns),
+            **span_with_features(arguments, 0, seen, columns),
             "attention_mask": mask,
         }
 
@@ -533,13 +579,13 @@ class Reader:
         """Read the prompt in a forward of its own; returns the arguments of the drafts behind."""
         assert self.attachment is not None
         seen = self.seen
-        prompt = {**span_of(arguments, seen, 0, missing), "return_dict": True}
+        prompt = {**span_with_features(arguments, seen, 0, missing), "return_dict": True}
         keep_last = self._keep_last
         self._keep_last = None if keep_last is None else 1
         output = self.attachment.parts.decoder(**prompt)
         self._keep_last = keep_last
         self._first_output = output
-        return span_of(arguments, seen, missing, columns)
+        return span_with_features(arguments, seen, missing, columns)
 
     def finish_forward(self, output: Any) -> Any:
         """Make what the forward did the cache's state; returns the decoder's output.
@@ -638,7 +684,6 @@ class Reader:
     def __getstate__(self) -> dict[str, Any]:
         """All but what binds the cache to a model: a copy is attached to nothing."""
         self.fixed.read_queries()
-        bounded = self.fixed.buffers is not None and self.fixed.buffers.choice is not None
         # A forward under way, or one that was interrupted, is not part of the copy.
         held = self._before_call or self._undo or self._snapshot()
         layers = [each.fresh() for each in self.layers]
@@ -646,15 +691,14 @@ class Reader:
             layer.restore(each)
             layer.query_heads, layer.spread = own.query_heads, own.spread
             layer.scores, layer.expands, layer.turns = own.scores, own.expands, own.turns
-            if bounded:
-                layer.own()  # what is bounded is written over
         link(layers)
+        tokens = None if held.tokens is None else self.fixed.copied(layers, held.tokens)
         state = {**self.__dict__, "layers": layers, "propagated": dict(held.propagated)}
         del state["fixed"]
         return {
             **state,
             "appends": False,
-            "tokens": held.tokens,
+            "tokens": tokens,
             "starts_turn": held.starts_turn,
             "prompt_end": held.prompt_end,
             "chunks": held.chunks,
@@ -668,6 +712,7 @@ class Reader:
             "_thread": None,
             "_outer_mask": None,
             "_call_ids": None,
+            "_call_types": {},
             "_new_kinds": None,
         }
 

@@ -212,13 +212,17 @@ class SecondReading:
             )
 
     def scored(self, found: Mapping[int, Tensor]) -> dict[int, Waiting]:
-        """The layers with what was found."""
-        return {
-            index: attrs.evolve(
-                each, undecided=each.undecided.with_saliency(found[index][..., :-1])
+        """The layers with what was found; where no chunk was read, all of a layer is worth 0."""
+        scored = {}
+        for index, each in self.waiting.items():
+            undecided = each.undecided
+            saliency = (
+                found[index][..., :-1]
+                if found
+                else torch.zeros(undecided.context.positions.shape, device=each.keys.device)
             )
-            for index, each in self.waiting.items()
-        }
+            scored[index] = attrs.evolve(each, undecided=undecided.with_saliency(saliency))
+        return scored
 
     def _inputs(self, start: int, stop: int) -> tuple[dict[str, Any], Tensor]:
         """The decoder's arguments for a chunk; and which of its columns are tokens."""

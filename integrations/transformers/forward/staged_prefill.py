@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.chunked_prefill import Chunks
 from kvpolicy.integrations.transformers.forward.history import History
 from kvpolicy.integrations.transformers.forward.inputs import OF_TOKENS, Incoming
@@ -32,13 +33,36 @@ from kvpolicy.integrations.transformers.forward.stages import (
     taken_from,
 )
 from kvpolicy.integrations.transformers.model.call_arguments import signature
+from kvpolicy.integrations.transformers.state.cross import CrossLayer
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
+from kvpolicy.integrations.transformers.state.recurrent import (
+    EmptyLayer,
+    RecurrentLayer,
+    SharedLayer,
+    SideBySideLayer,
+)
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 from kvpolicy.selection import gather_positions
 
 _KINDS = (PolicyLayer, RecurrentLayer, EmptyLayer)
+
+
+def _why_whole(layer: PolicyLayer) -> str | None:
+    """What a layer does that cannot be left out and resumed; None where it may be."""
+    kinds: dict[type[PolicyLayer], str] = {
+        SharedLayer: "borrows keys of another",
+        IndexedLayer: "has an indexer",
+        CrossLayer: "attends to images",
+        SideBySideLayer: "holds a state beside its keys",
+    }
+    for kind, why in kinds.items():
+        if isinstance(layer, kind):
+            return why
+    if type(layer) not in _KINDS:
+        return "is of a kind of its own"
+    return "shows no queries" if layer.attends and not layer.shows_queries else None
 
 
 @attrs.frozen(eq=False)
@@ -73,7 +97,8 @@ class StagedPrefill:
         decoder: The model's decoder.
         kind: See `ActingForward`.
         begin: Told of every forward before it runs.
-        records: Whether hidden states between layers are asked for, or features added there.
+        records: Whether hidden states between layers are asked for.
+        features: What is added to the chunk's hidden states there; None for nothing.
     """
 
     policy: CachePolicy
@@ -82,6 +107,7 @@ class StagedPrefill:
     kind: dict[str, Any]
     begin: Callable[[StageForward], None]
     records: bool
+    features: AddedFeatures | None = None
 
     def chunk(self, incoming: Incoming, chunks: Chunks | None, missing: int) -> StageChunk:
         """The forward over a chunk that does not end the prompt.
@@ -91,8 +117,8 @@ class StagedPrefill:
             chunks: Those before it; None for none.
             missing: Columns of the prompt that are still to be read, the chunk's among them.
         """
+        self._check()
         if chunks is None:
-            self._check(incoming)
             staged = StagedPrompt(
                 self._stages(incoming, missing),
                 incoming.tokens,
@@ -101,7 +127,8 @@ class StagedPrefill:
             chunks = Chunks(self.policy.num_queries, staged=staged)
         assert chunks.staged is not None
         stage = chunks.staged.stages[0]
-        piece = Piece(stage, stage.looks, nested=False, inputs=self._inputs(incoming))
+        inputs = self._inputs(incoming, chunks.staged)
+        piece = Piece(stage, stage.looks, nested=False, inputs=inputs)
         return StageChunk(
             self.policy,
             self.layers,
@@ -109,22 +136,31 @@ class StagedPrefill:
             chunks=chunks,
             missing=missing,
             piece=piece,
+            features=self.features,
             **self.kind,
         )
 
     def end(self, incoming: Incoming, chunks: Chunks) -> tuple[StageEnd, dict[str, Any]]:
         """Read all stages but for the last one's last piece: its forward, and its arguments."""
-        staged, inputs = chunks.staged, self._inputs(incoming)
+        staged = chunks.staged
         assert staged is not None
+        self._check()
+        inputs = self._inputs(incoming, staged)
         first, *others = staged.stages
         piece = Piece(first, first.looks, is_output=not others, nested=bool(others))
         forward = StageEnd(
-            self.policy, self.layers, incoming, chunks=chunks, piece=piece, **self.kind
+            self.policy,
+            self.layers,
+            incoming,
+            chunks=chunks,
+            piece=piece,
+            features=self.features,
+            **self.kind,
         )
         if not others:
             return forward, incoming.arguments
         self._run(forward, incoming.arguments)
-        staged = staged.with_chunk(incoming.new_valid, inputs, forward.held)
+        staged = staged.with_chunk(incoming.new_valid, inputs, forward.held, self.features)
         whole, begun = forward.tokens, staged.begun
         valid = torch.cat(staged.valid, dim=1)
         order = valid.to(torch.uint8).argsort(dim=1, stable=True)  # padding first
@@ -144,7 +180,8 @@ class StagedPrefill:
             whole = attrs.evolve(whole, skipped=before + skipped)
             reach = attrs.evolve(reach, parts=(), places=None, resumed=None, history=None)
         del forward, valid, order
-        reader = _Stages(self, staged, whole, incoming)
+        features = AddedFeatures.joined(staged.features, staged.valid)
+        reader = _Stages(self, staged, whole, incoming, features)
         for stage in others[:-1]:
             reach = reader.read(stage, reach, propagated)
         last, arguments = reader.end(others[-1], reach)
@@ -176,8 +213,8 @@ class StagedPrefill:
 
         return stages_of(self.policy, num_layers, few_go_on)
 
-    def _check(self, incoming: Incoming) -> None:
-        """Check that the prompt may come in chunks.
+    def _check(self) -> None:
+        """Check that the prompt may come in chunks, of each of them.
 
         Raises:
             UnsupportedModelError: The model has layers of a kind that cannot be left out and
@@ -185,38 +222,48 @@ class StagedPrefill:
             UnsupportedGenerationError: Hidden states or attentions are asked for.
         """
         remedy = f"and {self.policy} drops tokens; leave prefill_chunk_size at None"
-        unlike = [
-            index
-            for index, layer in enumerate(self.layers)
-            if type(layer) not in _KINDS or (layer.attends and not layer.shows_queries)
-        ]
-        if unlike:
-            raise UnsupportedModelError(
-                "a prompt must come in one forward where layers share keys, have an indexer, "
-                "attend to images, hold a state beside their keys, or show no queries, as layers "
-                f"{unlike} do, {remedy}"
-            )
+        for index, layer in enumerate(self.layers):
+            if (why := _why_whole(layer)) is not None:
+                raise UnsupportedModelError(
+                    f"a prompt must come in one forward where a layer {why}, as layer {index} "
+                    f"does, {remedy}"
+                )
         takes = "position_ids" in signature(type(self.decoder).forward).parameters
-        if self.kind["own_masks"] or self.kind["refills"] or not takes:
-            raise UnsupportedModelError(
-                "a prompt must come in one forward where the decoder takes no position_ids, gets "
-                "its masks from the model around it, or holds its output against its input, "
-                f"{remedy}"
-            )
+        reasons = {
+            "takes no position_ids": not takes,
+            "gets its masks from the model around it": self.kind["own_masks"],
+            "gives its output the shape of its input": self.kind["refills"],
+        }
+        for why, holds in reasons.items():
+            if holds:
+                raise UnsupportedModelError(
+                    f"a prompt must come in one forward where the decoder {why}, {remedy}"
+                )
         if self.kind["attended"] is not None or self.records:
             raise UnsupportedGenerationError(
                 "output_attentions and output_hidden_states must be False where a prompt comes in "
                 f"chunks {remedy}, since which tokens they are of is known at its end"
             )
 
-    def _inputs(self, incoming: Incoming) -> dict[str, Tensor]:
-        """What a chunk's tokens are to the decoder; see `StagedPrompt`."""
+    def _inputs(self, incoming: Incoming, staged: StagedPrompt) -> dict[str, Tensor]:
+        """What a chunk's tokens are to the decoder; see `StagedPrompt`.
+
+        Raises:
+            ValueError: See `check_positions`.
+            UnsupportedGenerationError: The chunks before were given in another way.
+        """
         if self.policy.propagation.restarts:
             check_positions(self.policy, incoming)
         arguments = incoming.arguments
         inputs = {
             name: arguments[name] for name in OF_TOKENS if isinstance(arguments.get(name), Tensor)
         }
+        if staged.inputs and inputs.keys() != staged.inputs[0].keys() - {"position_ids"}:
+            before = ", ".join(sorted(staged.inputs[0].keys() - {"position_ids"}))
+            raise UnsupportedGenerationError(
+                "chunks of a prompt must be given as all input_ids or all inputs_embeds where "
+                f"{self.policy} drops tokens, got {', '.join(sorted(inputs))} behind {before}"
+            )
         positions = arguments.get("position_ids")
         if positions is None:
             positions = incoming.tokens.rotary_positions_of(incoming.new_valid)
@@ -234,12 +281,14 @@ class _Stages:
         staged: All of its chunks.
         whole: The tokens seen, the prompt's among them.
         incoming: The last chunk.
+        features: What is added to hidden states of the prompt between layers; None for nothing.
     """
 
     prefill: StagedPrefill
     staged: StagedPrompt
     whole: SeenTokens
     incoming: Incoming
+    features: AddedFeatures | None
 
     def read(self, stage: Stage, reach: _Reach, propagated: dict[int, Tensor]) -> _Reach:
         """Read a stage; returns what reaches the next one."""
@@ -289,6 +338,7 @@ class _Stages:
                 chunks=chunks,
                 missing=reach.columns.shape[1] - columns.start,
                 piece=piece,
+                features=self._features_of(reach, columns),
                 **prefill.kind,
             )
             prefill._run(forward, incoming.arguments)
@@ -302,9 +352,19 @@ class _Stages:
         )
         piece = attrs.evolve(piece, is_output=is_output, nested=not is_output)
         last = StageEnd(
-            prefill.policy, prefill.layers, incoming, chunks=chunks, piece=piece, **prefill.kind
+            prefill.policy,
+            prefill.layers,
+            incoming,
+            chunks=chunks,
+            piece=piece,
+            features=self._features_of(reach, pieces[-1]),
+            **prefill.kind,
         )
         return last, incoming.arguments, held
+
+    def _features_of(self, reach: _Reach, columns: slice) -> AddedFeatures | None:
+        """What is added to the hidden states of some of the tokens that reach a stage."""
+        return None if self.features is None else self.features.taken(reach.columns[:, columns])
 
     def _may_look(self, index: int) -> bool:
         """Whether of a layer's tokens keys alone may be computed, and queries."""

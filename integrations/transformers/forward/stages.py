@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.chunked_prefill import (
     ChunkForward,
     LastChunkForward,
@@ -89,6 +90,7 @@ class StagedPrompt:
             name; position ids with the axis of rows first as well.
         states: By chunk, the hidden states ``[batch, new_len, hidden]`` that go into the second
             stage; none where the prefill restarts.
+        features: By chunk, what is added to hidden states between layers; None for nothing.
     """
 
     stages: tuple[Stage, ...]
@@ -97,9 +99,14 @@ class StagedPrompt:
     valid: tuple[Tensor, ...] = ()
     inputs: tuple[Mapping[str, Tensor], ...] = ()
     states: tuple[Tensor, ...] = ()
+    features: tuple[AddedFeatures | None, ...] = ()
 
     def with_chunk(
-        self, valid: Tensor, inputs: Mapping[str, Tensor], states: Tensor | None
+        self,
+        valid: Tensor,
+        inputs: Mapping[str, Tensor],
+        states: Tensor | None,
+        features: AddedFeatures | None,
     ) -> StagedPrompt:
         """With one more chunk."""
         return attrs.evolve(
@@ -107,6 +114,7 @@ class StagedPrompt:
             valid=(*self.valid, valid),
             inputs=(*self.inputs, inputs),
             states=self.states if states is None else (*self.states, states),
+            features=(*self.features, features),
         )
 
 
@@ -204,6 +212,8 @@ class StageForward(ActingForward):
             self._note_places(here)
             return hidden, here
         if index == stage.last and piece.looks:
+            # What goes into the next stage, which begins with this layer, has its features.
+            hidden = self._with_features_before(index, hidden)
             return self._end_inside(index, module, hidden, kwargs)
         return super().enter_layer(index, module, hidden, kwargs)
 
@@ -289,7 +299,7 @@ class StageForward(ActingForward):
             )
         if index != self._piece.stage.last or self._piece.is_output:
             return super().leave_layer(index, output)
-        self.held = hidden
+        self.held = self._with_features_after(index, hidden)
         if self._piece.nested:
             raise StageRead
         return output
@@ -327,7 +337,9 @@ class StageChunk(StageForward, ChunkForward):
         chunks = super().chunks
         if chunks.staged is None:
             return chunks
-        staged = chunks.staged.with_chunk(self.new_valid, self._piece.inputs, self.held)
+        staged = chunks.staged.with_chunk(
+            self.new_valid, self._piece.inputs, self.held, self._features
+        )
         return attrs.evolve(chunks, staged=staged)
 
     def _decide(self, index: int, inputs: AttentionInputs) -> None:

@@ -67,7 +67,8 @@ class StaticDecoding:
         positions: ``[batch, 1]`` int64: rotary positions of the token at hand, where a restart left
             tokens out; None where they are those that the model is given.
         masks: Those of the layers.
-        room: Tokens there is room for.
+        room: Tokens there is room for; with ``choice``, before layers choose.
+        left: Tokens of the answer that there is memory for, layers choosing in between.
         starts: By layer, the slots taken when decoding began, or when layers last chose.
         choice: How layers stay bounded; None where they do not.
         steps: Tokens whose forward has been asked for since.
@@ -79,6 +80,7 @@ class StaticDecoding:
     positions: Tensor | None
     masks: LayerMasks
     room: int
+    left: int
     starts: list[int]
     choice: StaticChoice | None = None
     steps: int = 0
@@ -90,7 +92,7 @@ class StaticDecoding:
         tokens: SeenTokens,
         windows: list[int | None],
         implementation: str,
-        room: int,
+        left: int,
         decoding: DecodingEviction | None = None,
     ) -> StaticDecoding:
         """Take up what a prompt has left.
@@ -100,14 +102,16 @@ class StaticDecoding:
             tokens: Those seen.
             windows: Each layer's sliding window; None where it sees all.
             implementation: The model's attention implementation.
-            room: The most tokens to come; with ``decoding``, before layers choose.
+            left: The most tokens to come.
             decoding: What bounds the layers.
         """
-        choice = None
+        choice, room = None, left
         if decoding is not None:
             choice = StaticChoice.of(decoding, layers, windows, implementation)
+            until = decoding.every - tokens.appended.shape[1]
+            room = min(until, left)
         held = [
-            layer.claim(None if choice is None else choice.capacity_for(index, layer))
+            layer.claim(None if choice is None else choice.capacity_for(index, layer, until, left))
             for index, layer in enumerate(layers)
         ]
         capacities = [keys.shape[2] for keys, _ in held]
@@ -127,7 +131,7 @@ class StaticDecoding:
             buffers.append(StaticKeys(keys, values, filled, mask))
         positions = None if tokens.skipped is None else torch.zeros_like(tokens.lengths)[:, None]
         starts = [layer.kept_len for layer in layers]
-        return StaticDecoding(buffers, positions, masks, room, starts, choice)
+        return StaticDecoding(buffers, positions, masks, room, left, starts, choice)
 
     def advance(self, positions: Tensor, rotary: Tensor) -> None:
         """Make ready for the next token.
@@ -171,13 +175,15 @@ class StaticDecoding:
             Whether what is held fits the buffers and the shapes of the masks: else nothing has
             changed, and others are to be made.
         """
-        choice = self.choice
+        choice, left = self.choice, self.left - self.steps
         assert choice is not None
         capacities = [each.capacity for each in self.layers]
         of_layers = enumerate(zip(layers, capacities, strict=True))
-        if not all(choice.fits(index, layer, capacity) for index, (layer, capacity) in of_layers):
+        fits = [choice.fits(index, layer, capacity, left) for index, (layer, capacity) in of_layers]
+        if not left or not all(fits):
             return False
-        how = choice.windows, choice.implementation, capacities, self.room
+        room = min(choice.decoding.every, left)
+        how = choice.windows, choice.implementation, capacities, room
         if not self.masks.take(LayerMasks.of(layers, tokens, *how)):
             return False
         for layer, buffers in zip(layers, self.layers, strict=True):
@@ -185,7 +191,7 @@ class StaticDecoding:
             buffers.filled.fill_(layer.kept_len)
         choice.load(layers)
         self.starts, self.steps = [layer.kept_len for layer in layers], 0
-        self.room, self.rests = choice.decoding.every, False
+        self.room, self.left, self.rests = room, left, False
         return True
 
 

@@ -30,6 +30,7 @@ from kvpolicy.integrations.transformers.model.kinds import (
     kinds_of,
 )
 from kvpolicy.integrations.transformers.model.masks import DENSE, FLASH, IMPLEMENTATIONS
+from kvpolicy.integrations.transformers.model.rotary import stretch
 from kvpolicy.integrations.transformers.model.temperature import Temperature
 from kvpolicy.interfaces import nearest_layer
 from kvpolicy.policy import CachePolicy
@@ -141,6 +142,12 @@ class ModelParts:
     def num_layers(self) -> int:
         """Decoder layers."""
         return len(self.layers)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The positions that the model states it has; None where it states none."""
+        stated = getattr(self.config, "max_position_embeddings", None)
+        return None if not isinstance(stated, int) else int(stated * stretch(self.config))
 
     def kinds_of(self, arguments: Mapping[str, Any]) -> Tensor | None:
         """What the tokens of a call stand for.

@@ -224,3 +224,9 @@ def changes_with_length(config: Any) -> bool:
     """Whether rotary frequencies depend on how long the context is."""
     kinds = [str(each.get("rope_type", each.get("type"))) for each in _parameters(config)]
     return any("dynamic" in kind or kind == "longrope" for kind in kinds)
+
+
+def stretch(config: Any) -> float:
+    """By how much rotary positions may go beyond those that a configuration states; at least 1."""
+    factors = [each.get("factor") for each in _parameters(config)]
+    return max([1.0, *(float(each) for each in factors if isinstance(each, (int, float)))])

@@ -51,15 +51,32 @@ class Entering:
 
     def states(self, embeddings: Callable[[Any], Any]) -> tuple[Tensor, Tensor]:
         """Its queries and keys under another rotary embedding, made of one like its own."""
+        made = embeddings(self.arguments["position_embeddings"])
+        return self._states({**self.arguments, "position_embeddings": made})
+
+    def _states(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
         found: list[Tensor] = []
 
         def attend(module: nn.Module, query: Tensor, key: Tensor, *_: Any, **__: Any) -> NoReturn:
             found.extend((query, key))
             raise Enough
 
-        made = embeddings(self.arguments["position_embeddings"])
-        self._run(attend, {**self.arguments, "position_embeddings": made})
+        self._run(attend, arguments)
         return found[0], found[1]
+
+    def check_finite(self) -> None:
+        """Check that its queries and keys are numbers, of which anything can be found out.
+
+        Raises:
+            ValueError: They are not.
+        """
+        if all(bool(each.isfinite().all()) for each in self._states(self.arguments)):
+            return
+        raise ValueError(
+            f"model must compute finite numbers, but queries or keys of layer {self.index} are NaN "
+            "or infinite; look for these in the parameters of that layer and those before it "
+            "(is the checkpoint whole, the precision wide enough?), and in inputs_embeds"
+        )
 
     def projection(self) -> OutputProjection | None:
         """The module that takes what all heads give, perhaps gated; None if there is none."""

@@ -92,6 +92,13 @@ class Observed:
         kept = self.queries[:, :, : max(self.count - count, 0)].clone()
         return attrs.evolve(self, queries=kept, end=end)
 
+    def without_rows(self, rows: Tensor) -> Observed:
+        """Without the queries of the rows ``[count]`` of the batch."""
+        if self.queries is None:
+            return self
+        columns = self._columns(len(self.queries)).to(self.queries.device)
+        return attrs.evolve(self, columns=columns.index_fill(0, rows.to(columns.device), -1))
+
     def rows(self, rows: Tensor) -> Observed:
         """With the rows ``[count]`` of the batch."""
         return self._each(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))

@@ -36,6 +36,7 @@ def check_contents(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -
         raise ValueError(f"policy must be the description of one, got {metadata['policy']}")
     _check_tensor("model.samples", tensors["model.samples"], torch.float32, None)
     acted = _check_tokens(tensors, padded=json.loads(metadata["padded"]))
+    _check_since(metadata, tensors)
     unlike = _read_json(metadata, "head_sizes") if "head_sizes" in metadata else None
     _check_layers(query_heads, tensors, acted, unlike)
     _check_crosses(metadata, query_heads, tensors, len(acted))
@@ -114,6 +115,23 @@ def _check_tokens(tensors: Mapping[str, Tensor], *, padded: bool) -> Tensor:
                 f"{acted.tolist()}, got {skipped.tolist()}"
             )
     return acted
+
+
+def _check_since(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    """Check by row how many of its tokens came since layers chose, where the file says so."""
+    if "rows_since" not in metadata:
+        return
+    since, lengths = _read_json(metadata, "rows_since"), tensors["tokens.lengths"].tolist()
+    appended = (tensors["tokens.appended"] >= 0).sum(dim=1).tolist()
+    fits = isinstance(since, list) and len(since) == len(lengths)
+    if not fits or not all(
+        type(count) is int and least <= count <= most
+        for count, least, most in zip(since, appended, lengths, strict=True)
+    ):
+        raise ValueError(
+            "rows_since must be a list with the number of tokens of each row since layers chose, "
+            f"at least the {appended} that were appended and at most all {lengths}, got {since!r}"
+        )
 
 
 def _check_appended(appended: Tensor, valid: Tensor) -> None:

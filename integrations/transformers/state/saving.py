@@ -87,6 +87,7 @@ class SavedCache:
             "crosses": json.dumps([isinstance(each, CrossLayer) for each in self.layers]),
             **_producer_metadata(self.layers),
             **_size_metadata(self.layers),
+            **_since_metadata(self.tokens),
         }
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=".saving-")
         os.close(handle)
@@ -261,6 +262,11 @@ def _producer_metadata(layers: Sequence[PolicyLayer]) -> dict[str, str]:
     return {"producers": json.dumps(found)} if found else {}
 
 
+def _since_metadata(tokens: SeenTokens) -> dict[str, str]:
+    """See `SeenTokens.rows_since`; nothing where that is None."""
+    return {} if tokens.rows_since is None else {"rows_since": json.dumps(tokens.rows_since)}
+
+
 def _size_metadata(layers: Sequence[PolicyLayer]) -> dict[str, str]:
     """By layer, its query heads, KV heads and head dimensions; nothing where all are alike."""
     sizes = [_sizes(layer) for layer in layers]
@@ -276,6 +282,7 @@ def _sizes(layer: PolicyLayer) -> tuple[int, ...] | None:
 def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache:
     ids, appended = tensors["tokens.ids"], tensors["tokens.appended"]
     acted_len = ids.shape[1] - appended.shape[1]
+    since = json.loads(metadata.get("rows_since", "null"))
     tokens = SeenTokens(
         valid=tensors["tokens.valid"],
         lengths=tensors["tokens.lengths"],
@@ -285,6 +292,7 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
         padded=json.loads(metadata["padded"]),
         skipped=tensors.get("tokens.skipped"),
         kinds=tensors.get("tokens.kinds"),
+        rows_since=None if since is None else tuple(since),
     )
     layers: list[PolicyLayer] = []
     crosses = json.loads(metadata.get("crosses", "[]"))

@@ -27,6 +27,9 @@ class SeenTokens:
             the tokens that restarted prefills left out, or that a policy without gaps evicted. None
             where there are none.
         kinds: ``[batch, seen]`` int8, the `TokenKind` of each column; None where all are text.
+        rows_since: For each row, its own tokens since layers last chose in it, where an answer is
+            bounded and rows were given unlike numbers of tokens; None where these are all columns
+            of ``appended``, or nothing is bounded.
     """
 
     valid: Tensor
@@ -37,6 +40,7 @@ class SeenTokens:
     padded: bool
     skipped: Tensor | None = None
     kinds: Tensor | None = None
+    rows_since: tuple[int, ...] | None = None
 
     @staticmethod
     def none(batch: int, device: torch.device) -> SeenTokens:
@@ -69,6 +73,19 @@ class SeenTokens:
         return int(self.valid.all(dim=0).flip(0).cumprod(dim=0).sum())
 
     @property
+    def since(self) -> tuple[int, ...]:
+        """For each row of a bounded answer, its own tokens since layers last chose in it."""
+        return self.rows_since or (self.appended.shape[1],) * self.batch
+
+    def due(self, every: int) -> tuple[int, ...]:
+        """The rows of a bounded answer in which layers are to choose.
+
+        Args:
+            every: Tokens of a row from one choice to the next.
+        """
+        return tuple(row for row, count in enumerate(self.since) if count >= every)
+
+    @property
     def ids(self) -> Tensor:
         """``[batch, seen]`` int64, the ids of all columns; see ``acted_ids``."""
         return torch.cat([self.acted_ids, self.appended_ids], dim=1)
@@ -95,6 +112,7 @@ class SeenTokens:
         acts: bool,
         skipped: Tensor | None,
         kinds: Tensor | None = None,
+        bounded: bool = False,
     ) -> SeenTokens:
         """With the next tokens.
 
@@ -107,6 +125,7 @@ class SeenTokens:
             skipped: ``[batch]`` int64, how many of them a restarted prefill left out; None where
                 it does not restart.
             kinds: ``[batch, new_len]`` int8, those of the columns; None where all are text.
+            bounded: Whether they are of an answer that is bounded, so that each row's are counted.
         """
         new = torch.full_like(columns, -1, dtype=torch.int64) if ids is None else ids.long()
         since = torch.cat([self.appended_ids, new], dim=1)
@@ -121,7 +140,15 @@ class SeenTokens:
             padded=self.padded or padded,
             skipped=_sum(self.skipped, skipped),
             kinds=self._with_kinds(kinds, columns),
+            rows_since=None if acts else self._since_with(columns, bounded and padded),
         )
+
+    def _since_with(self, columns: Tensor, padded: bool) -> tuple[int, ...] | None:
+        """``rows_since`` with more columns, some of which are padding only if ``padded``."""
+        if self.rows_since is None and not padded:
+            return None
+        new = columns.sum(dim=1).tolist() if padded else (columns.shape[1],) * self.batch
+        return tuple(map(sum, zip(self.since, new, strict=True)))
 
     def _with_kinds(self, kinds: Tensor | None, columns: Tensor) -> Tensor | None:
         if kinds is None and self.kinds is None:
@@ -134,13 +161,20 @@ class SeenTokens:
                 text[:, start : start + known.shape[1]] = known
         return text
 
-    def settled(self) -> SeenTokens:
-        """With nothing that counts as appended: the policy has acted on all of it."""
+    def settled(self, every: int = 0) -> SeenTokens:
+        """With nothing that counts as appended: the policy has acted on all of it.
+
+        Args:
+            every: As of `due`, of whose rows alone this is so; what the others hold counts as kept,
+                but they go on to count their tokens. 0 for all rows.
+        """
+        since = tuple(0 if count >= every else count for count in self.since)
         return attrs.evolve(
             self,
             appended=self.appended[:, :0],
             acted_ids=self.ids,
             appended_ids=self.appended_ids[:, :0],
+            rows_since=since if any(since) else None,
         )
 
     def kinds_at(self, positions: Tensor) -> Tensor | None:
@@ -158,16 +192,20 @@ class SeenTokens:
     def without_last(self, count: int) -> SeenTokens:
         """Without the last ``count`` columns, which must have been appended."""
         keep = self.seen - count
-        valid = self.valid[:, :keep]
+        valid, gone = self.valid[:, :keep], self.valid[:, keep:].sum(dim=1)
+        since = self.rows_since
+        if since is not None:
+            since = tuple(own - less for own, less in zip(since, gone.tolist(), strict=True))
         return SeenTokens(
             valid=valid,
-            lengths=self.lengths - self.valid[:, keep:].sum(dim=1),
+            lengths=self.lengths - gone,
             appended=self.appended[:, : self.appended.shape[1] - count],
             acted_ids=self.acted_ids,
             appended_ids=self.appended_ids[:, : self.appended.shape[1] - count],
             padded=self.padded and not bool(valid.all()),
             skipped=self.skipped,
             kinds=None if self.kinds is None else self.kinds[:, :keep],
+            rows_since=since,
         )
 
     def to(self, device: torch.device) -> SeenTokens:
@@ -181,12 +219,14 @@ class SeenTokens:
             padded=self.padded,
             skipped=None if self.skipped is None else self.skipped.to(device),
             kinds=None if self.kinds is None else self.kinds.to(device),
+            rows_since=self.rows_since,
         )
 
     def take_rows(self, rows: Tensor) -> SeenTokens:
         """With the rows ``[count]`` of the batch."""
         rows = rows.to(self.lengths.device)
         valid = self.valid.index_select(0, rows)
+        since = self.rows_since
         return SeenTokens(
             valid=valid,
             lengths=self.lengths.index_select(0, rows),
@@ -196,6 +236,7 @@ class SeenTokens:
             padded=self.padded and not bool(valid.all()),
             skipped=None if self.skipped is None else self.skipped.index_select(0, rows),
             kinds=None if self.kinds is None else self.kinds.index_select(0, rows),
+            rows_since=None if since is None else tuple(since[row] for row in rows.tolist()),
         )
 
     def with_padding(self, valid: Tensor) -> tuple[SeenTokens, Tensor]:

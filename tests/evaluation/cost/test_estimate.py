@@ -131,6 +131,26 @@ def test_chunks_on_paper() -> None:
     assert found.full.attention == pytest.approx(2 * 24 * (16**2 + 16**2 + 8**2 + 40**2) / 2)
 
 
+@pytest.mark.parametrize(("length", "kept"), [(16, 16), (17, 1), (40, 8), (47, 15), (48, 0)])
+def test_chunks_hold_what_the_next_token_sees(length: int, kept: int) -> None:
+    """Chunks of 16: token 40 sees tokens 32 to 39, and token 48 begins a chunk."""
+    chunk = attrs.evolve(LAYER, window=16, chunked=True)
+    shape = attrs.evolve(TINY, layers=(chunk, LAYER))
+    assert estimate(FullContext(), shape, length).kept_tokens == (kept, length)
+    # Half of the tokens reach it, spread evenly: so does half of what the next one sees.
+    shape = attrs.evolve(TINY, layers=(LAYER, chunk))
+    half = FastKV(tsp_layer=0, tsp_rate=0.5, retention_rate=0.5, window_size=1)
+    assert estimate(half, shape, length).kept_tokens == (length / 2, kept / 2)
+
+
+def test_places_beside_index_keys_on_paper() -> None:
+    """Three ids of 8 bytes for each token, whatever the precision of the rest."""
+    shape = attrs.evolve(TINY, layers=(attrs.evolve(LAYER, place_bytes=24),))
+    for dtype in (torch.bfloat16, torch.float32):
+        found = estimate(FullContext(), shape, 10, dtype=dtype)
+        assert found.full_kv_bytes == 10 * (LAYER.token_elements * dtype.itemsize + 24)
+
+
 def test_a_state_on_paper() -> None:
     """A layer of 50 weights whose state has 30 numbers, 20 of them always in float32."""
     recurrent = LayerShape(weights=50, state_elements=30, float_state_elements=20)

@@ -119,6 +119,15 @@ def test_a_second_reading_holds_the_prompt_until_all_layers_have_chosen(chunk: i
     assert told.peak == pytest.approx(peak, rel=0.15)
 
 
+@pytest.mark.parametrize("whole", [300, CONTEXT])
+def test_a_second_reading_behind_a_system_prompt(whole: int) -> None:
+    policy = KVzip(0.1, chunk_size=200, whole_tokens=whole)
+    told = told_of("llama", policy)
+    peak, kept = run("llama", policy, None)
+    assert told.kept == kept
+    assert told.peak == pytest.approx(peak, rel=0.15)
+
+
 def test_weights_are_counted_as_they_are_held() -> None:
     for family in FAMILIES:
         model = model_of(family)

@@ -73,9 +73,10 @@ def test_a_long_answer_is_dense_attention_under_what_was_held(name: str, rule: s
 def test_borrowers_hold_what_their_producers_have_chosen(name: str) -> None:
     forced = torch.randint(1, 90, (2, 30), generator=torch.Generator().manual_seed(7))
     cache = read(hybrid(name), LOOKING["SnapKV"], ROWS, forced).cache
-    for layer in cache.layers:
-        if layer.producer is not None:
-            assert torch.equal(layer.positions, cache.layers[layer.producer].positions)
+    borrowers = [layer for layer in cache.layers if layer.producer is not None]
+    assert borrowers
+    for layer in borrowers:
+        assert torch.equal(layer.positions, cache.layers[layer.producer].positions)
 
 
 @pytest.mark.parametrize("rule", ["H2O", "SnapKV", "KeyDiff"])

@@ -2,8 +2,9 @@
 
 import copy
 import gc
+import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,17 @@ from kvpolicy.integrations.transformers.forward import static_decoding
 from kvpolicy.integrations.transformers.forward.decoding import static_rolling
 from kvpolicy.integrations.transformers.forward.decoding.choosing import Chosen
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.policies import H2O, RKV, TOVA, AdaKV, KeyDiff, SnapKV, StreamingLLM
+from kvpolicy.policies import (
+    H2O,
+    RKV,
+    TOVA,
+    AdaKV,
+    CriticalKV,
+    ExpectedAttention,
+    KeyDiff,
+    SnapKV,
+    StreamingLLM,
+)
 from tests.integrations.decoding.reading import held
 from tests.integrations.decoding.rules import bounded
 from tests.integrations.decoding.test_state import go_on
@@ -34,6 +45,10 @@ POLICIES = {
     method.__name__: bounded(method, TOKENS, EVERY)
     for method in (H2O, RKV, AdaKV, KeyDiff, SnapKV, StreamingLLM)
 } | {"TOVA": bounded(TOVA, TOKENS, 1), "window_of_20": bounded(SnapKV, 32, 7, window_size=20)}
+
+
+# That turn keys back, or read the weights of a layer's output.
+ASKING = {method.__name__: bounded(method, 32, EVERY) for method in (ExpectedAttention, CriticalKV)}
 
 
 @pytest.fixture(scope="module")
@@ -186,23 +201,84 @@ class Forking:
         """Nothing to do."""
 
 
-@pytest.mark.parametrize(("name", "loads"), [("H2O", True), ("SnapKV", True), ("TOVA", False)])
-def test_a_copy_made_on_the_way_keeps_what_there_was(
-    model: PreTrainedModel, name: str, loads: bool, tmp_path: Path
-) -> None:
-    given = batch_of(60)
-    cache = PolicyCache(POLICIES[name], max_new_tokens=70)
-    forking = Forking(cache, 42, tmp_path / "answer.safetensors")
-    generate(model, cache, given, max_new_tokens=70, streamer=forking)
-    want = PolicyCache(POLICIES[name])
-    generate(model, want, given, max_new_tokens=41)
-    assert forking.fork is not None
-    later = torch.randint(1, 97, (1, 40))
+def goes_on_as(model: PreTrainedModel, others: Sequence[PolicyCache], want: PolicyCache) -> None:
+    """Caches go on as one that has read as much into buffers that grow."""
+    later = torch.randint(1, 97, (1, 40), generator=torch.Generator().manual_seed(3))
     logits = go_on(model, want, later)
-    # A copy made before layers have chosen, which they do with the next step, does so as well.
-    for other in (forking.fork, PolicyCache.load(tmp_path / "answer.safetensors"))[: 1 + loads]:
+    for other in others:
         assert (go_on(model, other, later) - logits).abs().max() <= 1e-4
         assert_same_state(other, want)
+
+
+@pytest.mark.parametrize("at", [34, 42])
+@pytest.mark.parametrize("name", [*POLICIES, *ASKING])
+def test_a_copy_made_on_the_way_keeps_what_there_was(
+    model: PreTrainedModel, name: str, at: int, tmp_path: Path
+) -> None:
+    """In the middle of an interval, and where layers are to choose before the next step."""
+    given, policy = batch_of(60), (POLICIES | ASKING)[name]
+    cache = PolicyCache(policy, max_new_tokens=70)
+    forking = Forking(cache, at, tmp_path / "answer.safetensors")
+    said = generate(model, cache, given, max_new_tokens=70, streamer=forking)
+    assert forking.fork is not None
+    want = PolicyCache(policy)
+    assert_same(generate(model, PolicyCache(policy), given, max_new_tokens=70), said)
+    generate(model, want, given, max_new_tokens=at - 1)
+    goes_on_as(model, [forking.fork, PolicyCache.load(forking.path)], want)
+
+
+@pytest.mark.parametrize("name", ["H2O", "SnapKV", "TOVA"])
+@pytest.mark.parametrize("step", [17, 21])
+def test_a_copy_made_within_a_step_is_without_its_token(
+    model: PreTrainedModel, name: str, step: int, tmp_path: Path
+) -> None:
+    """The first step of an interval, and one in its middle."""
+    cache, given = PolicyCache(POLICIES[name], max_new_tokens=70), batch_of(60)
+    forks: list[PolicyCache] = []
+
+    def fork(*args: Any) -> None:
+        if cache.get_seq_length() == 60 + step and not forks:
+            forks.append(copy.copy(cache))
+            cache.save(tmp_path / "cache")
+
+    handle = model.get_submodule("model.layers.2.mlp").register_forward_hook(fork)
+    said = generate(model, cache, given, max_new_tokens=40)
+    handle.remove()
+    assert_same(generate(model, PolicyCache(POLICIES[name]), given, max_new_tokens=40), said)
+    want = PolicyCache(POLICIES[name])
+    generate(model, want, given, max_new_tokens=step)
+    goes_on_as(model, [*forks, PolicyCache.load(tmp_path / "cache")], want)
+
+
+@pytest.mark.parametrize("name", ["H2O", "AdaKV", "TOVA"])
+@pytest.mark.parametrize("prompts", [(9,), (9, 4), (20, 11)])
+@pytest.mark.parametrize("room", [6, 13])
+def test_buffers_are_no_longer_than_prompt_and_answer_need(
+    model: PreTrainedModel, name: str, prompts: tuple[int, ...], room: int
+) -> None:
+    """A longer answer gets as much again, until there is memory for the bound."""
+    given, most = batch_of(*prompts), max(prompts)
+    policy, longest = POLICIES[name], []
+
+    def note(*args: Any) -> None:
+        if cache.static is not None:
+            longest.append(max(buffers.keys.shape[2] for buffers in cache.static.layers))
+
+    cache = PolicyCache(policy, max_new_tokens=room)
+    handle = model.get_submodule("lm_head").register_forward_hook(note)
+    said = generate(model, cache, given, max_new_tokens=50)
+    handle.remove()
+    want = PolicyCache(policy)
+    assert_same(generate(model, want, given, max_new_tokens=50), said)
+    assert_same_state(cache, want)
+    decoding = policy.decoding
+    assert decoding is not None
+    # Heads of unlike budgets know no bound.
+    bound = math.inf if decoding.most_tokens is None else decoding.most_tokens + decoding.every
+    assert len(longest) == 49
+    for step, capacity in enumerate(longest):
+        again = step // room + 1
+        assert capacity <= min(bound, most + again * room)
 
 
 @pytest.mark.parametrize("name", ["H2O", "AdaKV", "TOVA"])

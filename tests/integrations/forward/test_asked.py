@@ -11,7 +11,14 @@ from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy, DecodingEviction, LayerContext
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.policies import GQAGroupSelector, KeepAllSelector, PassAllPropagation
+from kvpolicy.policies import (
+    Compactor,
+    ExpectedAttention,
+    GQAGroupSelector,
+    KeepAllSelector,
+    PassAllPropagation,
+    WindowMaxPoolScorer,
+)
 from tests.integrations.support.asking import OutputScorer, TurnedBackScorer
 from tests.integrations.support.conversation import (
     FIRST_LENS,
@@ -157,3 +164,33 @@ def test_a_copy_and_a_loaded_cache_go_on(tmp_path: Any) -> None:
         torch.testing.assert_close(logits, found[0][0])
         assert all(torch.equal(*pair) for pair in zip(positions, found[0][1], strict=True))
     assert found[0][1][0].shape[2] == 21
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ExpectedAttention(0.5),
+        Compactor(0.5),
+        CachePolicy(WindowMaxPoolScorer(4), SELECTOR, PassAllPropagation(), gapless=True),
+    ],
+    ids=["ExpectedAttention", "Compactor", "gapless"],
+)
+@pytest.mark.parametrize(
+    ("name", "value", "layer"),
+    [("layers.0.mlp.up_proj", torch.nan, 1), ("layers.2.self_attn.k_proj", torch.inf, 2)],
+)
+def test_a_model_that_computes_no_numbers(
+    policy: CachePolicy, name: str, value: float, layer: int
+) -> None:
+    """It is not for its rotary embedding that nothing can be found out."""
+    model, cache = tiny_model("llama", seed=3), PolicyCache(policy)
+    weight, prompt = model.model.get_submodule(name).weight, torch.tensor([random_tokens(0, 30)])
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight[0] = value
+    with pytest.raises(ValueError, match=f"finite numbers, but queries or keys of layer {layer} "):
+        model.generate(prompt, past_key_values=cache, max_new_tokens=2)
+    with torch.no_grad():
+        weight.copy_(before)
+    model.generate(prompt, past_key_values=cache, max_new_tokens=2)
+    assert cache.get_seq_length() == 31

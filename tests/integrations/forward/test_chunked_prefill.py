@@ -1,6 +1,7 @@
 """Prompts in chunks, whatever the policy: what the prompt read at once gives, and the reference."""
 
 import copy
+import itertools
 from functools import cache
 from typing import Any
 
@@ -302,11 +303,16 @@ def test_offloaded_storage(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "words"),
-    [("gemma3n", "layers share keys"), ("falcon_h1", "a state beside their keys")],
+    [
+        ("gemma3n", "a layer borrows keys of another, as layer"),
+        ("falcon_h1", "a layer holds a state beside its keys, as layer 0 does"),
+        ("gpt2", "the decoder gives its output the shape of its input"),
+    ],
 )
 def test_kinds_of_layers_that_are_refused(family: str, words: str) -> None:
+    """For the one reason that there is, before anything is computed."""
     policy = attrs.evolve(DROPPING["fastkv"], tsp_layer=None)
-    model = hybrid(family) if family == "falcon_h1" else model_of(family)
+    model = model_of(family) if family in BUILDS else hybrid(family)
     cache = PolicyCache(policy)
     with pytest.raises(UnsupportedModelError, match=words):
         generate(model, cache, prefill_chunk_size=13)
@@ -323,6 +329,56 @@ def test_hidden_states_of_a_prompt_in_chunks_are_refused() -> None:
     generate(model_of("llama"), cache)
 
 
+@pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions"])
+@torch.no_grad()
+def test_what_a_later_chunk_asks_for_is_refused_as_well(asked: str) -> None:
+    model, cache = model_of("llama", "eager"), PolicyCache(DROPPING["fastkv"])
+    with cache.attached(model):
+        cache.start_turn(prompt_len=50)
+        model(PROMPT[:, :20], past_key_values=cache)
+        for stop in (40, 50):
+            with pytest.raises(UnsupportedGenerationError, match=asked):
+                model(PROMPT[:, 20:stop], past_key_values=cache, **{asked: True})
+        output = model(PROMPT[:, 20:], past_key_values=cache)
+    want = read_by_hand(DROPPING["fastkv"], 50, embeddings=False)[:, 0]
+    assert (output.logits[:, -1] - want).abs().max() < TOLERANCE
+
+
+# Chunks of unlike lengths, the last one of one token, and one that is padding in the second row.
+@pytest.mark.parametrize("ends", [(2, 3, 19, 40), (20, 24, 25)], ids=["uneven", "padding"])
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "kvzip", "claa", "slim_infer", *DROPPING])
+@torch.no_grad()
+def test_uneven_chunks_over_two_turns(name: str, ends: tuple[int, ...]) -> None:
+    policy = DROPPING.get(name) or kvpolicy.build(name)
+    prompts = [left_padded([random_tokens(row, count) for row, count in enumerate((41, 17))])]
+    prompts.append(
+        left_padded([random_tokens(3 + row, count) for row, count in enumerate((9, 26))])
+    )
+    want, found = (two_turns_by_hand(policy, prompts, each) for each in ((), ends))
+    assert (found[0] - want[0]).abs().max() < TOLERANCE
+    assert all(torch.equal(one, other) for one, other in zip(found[1], want[1], strict=True))
+
+
+def two_turns_by_hand(
+    policy: CachePolicy, prompts: list[tuple[Tensor, Tensor]], ends: tuple[int, ...]
+) -> tuple[Tensor, list[Tensor]]:
+    """Last logits of each prompt and of a token behind it, and what positions layers hold then."""
+    model, cache, logits = model_of("llama"), PolicyCache(policy), []
+    seen = torch.zeros(2, 0, dtype=torch.int64)
+    with cache.attached(model):
+        for ids, mask in prompts:
+            cache.start_turn(prompt_len=ids.shape[1])
+            borders = [0, *(end for end in ends if end < ids.shape[1]), ids.shape[1]]
+            for start, stop in itertools.pairwise(borders):
+                given = torch.cat([seen, mask[:, :stop]], dim=1)
+                output = model(ids[:, start:stop], attention_mask=given, past_key_values=cache)
+            logits.append(output.logits[:, -1])
+            seen = torch.cat([seen, mask, torch.ones(2, 1, dtype=torch.int64)], dim=1)
+            output = model(torch.tensor([[5], [6]]), attention_mask=seen, past_key_values=cache)
+            logits.append(output.logits[:, -1])
+    return torch.stack(logits), [layer.positions for layer in cache.layers]
+
+
 @torch.no_grad()
 def test_nothing_is_taken_back_or_reordered_in_between() -> None:
     model, cache = model_of("llama"), PolicyCache(DROPPING["fastkv"])
@@ -333,3 +389,71 @@ def test_nothing_is_taken_back_or_reordered_in_between() -> None:
             cache.crop(-1)
         with pytest.raises(ValueError, match="while a prompt is read in chunks"):
             cache.reorder_cache(torch.tensor([0]))
+
+
+@torch.no_grad()
+def read_by_hand(policy: CachePolicy, chunk: int, embeddings: bool) -> Tensor:
+    """Last logits of a prompt and of the token behind it, given as ids or as embeddings."""
+    model, cache = model_of("llama"), PolicyCache(policy)
+    found = []
+    with cache.attached(model):
+        cache.start_turn(prompt_len=50)
+        for ids in [*PROMPT.split(chunk, dim=1), torch.tensor([[7]])]:
+            given = (
+                {"inputs_embeds": model.get_input_embeddings()(ids)}
+                if embeddings
+                else {"input_ids": ids}
+            )
+            output: Any = model(**given, past_key_values=cache)
+            found.append(output.logits[:, -1:])
+    return torch.cat(found[-2:], dim=1)
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_embeddings_in_chunks(name: str) -> None:
+    """What is read again is read from embeddings, where those are what was given."""
+    want = read_by_hand(DROPPING[name], 50, embeddings=False)
+    for chunk in (50, 13, 49):
+        found = read_by_hand(DROPPING[name], chunk, embeddings=True)
+        assert (found - want).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("chunk", [50, 13])
+def test_embeddings_are_not_read_twice(chunk: int) -> None:
+    with pytest.raises(UnsupportedGenerationError, match=r"input_ids of the whole context .*KVzip"):
+        read_by_hand(kvpolicy.build("kvzip"), chunk, embeddings=True)
+
+
+@pytest.mark.parametrize("name", DROPPING)
+@torch.no_grad()
+def test_chunks_of_ids_and_of_embeddings_are_refused(name: str) -> None:
+    model, cache = model_of("llama"), PolicyCache(DROPPING[name])
+    with cache.attached(model):
+        cache.start_turn(prompt_len=50)
+        model(PROMPT[:, :20], past_key_values=cache)
+        embeds = model.get_input_embeddings()(PROMPT[:, 20:])
+        for stop in (15, 30):
+            with pytest.raises(UnsupportedGenerationError, match="input_ids or all inputs_embeds"):
+                model(inputs_embeds=embeds[:, :stop], past_key_values=cache)
+        output = model(PROMPT[:, 20:], past_key_values=cache)
+    want = read_by_hand(DROPPING[name], 50, embeddings=False)[:, 0]
+    assert (output.logits[:, -1] - want).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["snapkv", "gem_filter"])
+@pytest.mark.parametrize("ids", [None, PROMPT], ids=["embeddings", "with_ids"])
+def test_generate_cuts_no_embeddings(name: str, ids: Tensor | None) -> None:
+    """Transformers would give all of them with the positions of the first chunk's ids."""
+    model, cache = model_of("llama"), PolicyCache(METHODS.get(name, (DROPPING.get(name),))[0])
+    embeds = model.get_input_embeddings()(PROMPT)
+    with pytest.raises(
+        UnsupportedGenerationError, match="prefill_chunk_size must be None with inp"
+    ):
+        model.generate(
+            ids,
+            inputs_embeds=embeds,
+            past_key_values=cache,
+            prefill_chunk_size=13,
+            max_new_tokens=2,
+        )
+    assert not cache.get_seq_length()

@@ -223,6 +223,17 @@ def test_only_what_is_kept_is_counted() -> None:
     assert sum(layer.kept for layer in store.report().layers) * 2 == pytest.approx(kept)
 
 
+def test_a_prompt_that_is_all_system_prompt() -> None:
+    """There is nothing to repeat, and nothing to score."""
+    ids = torch.tensor([random_tokens(1, 20)])
+    for name in ("llama", "deepseek_v3"):
+        model, store = model_of(name), PolicyCache(KVzip(0.3, whole_tokens=20))
+        again = model.generate(ids, past_key_values=store, max_new_tokens=4, do_sample=False)
+        full = model.generate(ids, max_new_tokens=4, do_sample=False)
+        assert again.tolist() == full.tolist()
+        assert all(layer.kept_len == 23 for layer in store.layers)
+
+
 class Breaks(PeakAttentionScorer):
     """Fails at a layer of the second chunk."""
 

@@ -84,6 +84,24 @@ METHODS: dict[str, tuple[CachePolicy, Together]] = {
         KVzip(0.26, chunk_size=16, head_uniform=True),
         Together(0.26, protect=4, repeat=Repeat(16, 4, 8), uniform=True),
     ),
+    "kvzip_behind_a_system_prompt": (
+        KVzip(0.3, chunk_size=19, num_sinks=2, overlap=4, whole_tokens=11),
+        Together(0.3, whole=11, repeat=Repeat(19, 11, 4, begin=11)),
+    ),
+    # One row is shorter than its system prompt in the first turn, and not in the second.
+    "kvzip_of_a_short_row": (
+        KVzip(
+            0.26, 17, 3, 2, overlap=5, instruction_ids=[5, 6], head_uniform=True, whole_tokens=30
+        ),
+        Together(
+            0.26,
+            window_size=2,
+            protect=3,
+            repeat=Repeat(17, 30, 5, (5, 6), (5, 6), begin=30),
+            uniform=True,
+            whole=30,
+        ),
+    ),
     "repeated_in_words": (
         CachePolicy(
             PeakAttentionScorer(),
@@ -92,6 +110,15 @@ METHODS: dict[str, tuple[CachePolicy, Together]] = {
             reading=Repetition(23, num_sinks=0, overlap=30, **cast(Any, WORDS)),
         ),
         Together(0.3, window_size=2, repeat=Repeat(23, 0, 30, (7, 8, 9), (11, 12), (13,))),
+    ),
+    "behind_tokens_that_are_kept": (
+        CachePolicy(
+            PeakAttentionScorer(),
+            GlobalThresholdSelector(0.4, 2, protect=9),
+            PassAllPropagation(),
+            reading=Repetition(23, num_sinks=9, overlap=4, unrepeated=9),
+        ),
+        Together(0.4, window_size=2, protect=9, repeat=Repeat(23, 9, 4, begin=9)),
     ),
 }
 

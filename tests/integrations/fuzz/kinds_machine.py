@@ -68,19 +68,21 @@ class Kind:
 
 
 STATES = frozenset({"crop", "padding"})
+# Some layers see fewer tokens than any prompt has: no restart behind them, and no drop after each.
+WINDOWS = frozenset({"restart", "pyramid"})
 KINDS: dict[str, Kind] = {
-    "sinks": Kind(("gpt_oss",), frozenset({"restart"})),
-    "windows": Kind(("gemma3_text", "qwen3_windows"), frozenset({"restart"})),
+    "sinks": Kind(("gpt_oss",), WINDOWS),
+    "windows": Kind(("gemma3_text", "qwen3_windows"), WINDOWS),
     "latents": Kind(("deepseek_v2", "deepseek_v3", "glm4_moe_lite")),
     "repeated": Kind(("jetmoe",)),
     "recurrent": Kind(("qwen3_next", "nemotron_h", "granitemoehybrid"), STATES),
     "convolutions": Kind(("lfm2",), STATES),
     "attention and states": Kind(("falcon_h1", "zaya", "zamba2"), STATES),
     "distances": Kind(("inkling_text", "inkling2_text"), STATES | {"restart"}),
-    "shared keys": Kind(("gemma3n_text", "gemma4_text_shared"), frozenset({"restart", "pyramid"})),
+    "shared keys": Kind(("gemma3n_text", "gemma4_text_shared"), WINDOWS),
     "filled up": Kind(("gpt2",)),
     "indexers": Kind(("deepseek_v32", "glm_moe_dsa", "hy_v4"), frozenset({"pyramid"})),
-    "chunks": Kind(("llama4_text",), frozenset({"restart"})),
+    "chunks": Kind(("llama4_text",), WINDOWS),
     "BERT": Kind(("bert", "electra")),
     "no queries": Kind(("gptj", "falcon", "codegen"), drops=False, queries=False),
 }

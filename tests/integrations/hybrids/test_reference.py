@@ -10,10 +10,13 @@ from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import (
+    CLAA,
     FastKV,
     GemFilter,
     GQAGroupSelector,
     KeepAllSelector,
+    LazyLLM,
+    SlimInfer,
     StagedPropagation,
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
@@ -44,19 +47,16 @@ ALIKE = Lengths(first=(31, 31), second=(29, 29), num_decode=8)
 # Rows of unlike length of which rates pass on unlike numbers in the second turn too.
 UNLIKE = Lengths(first=(37, 23), second=(29, 29), num_decode=4)
 # PyramidInfer drops after every layer, and behind a recurrent one nothing says what goes on.
-# SpireKV drops after layer 1, which is recurrent in ATTENDING_FIRST, and LazyLLM in three stages,
-# for which two layers that attend are too few.
-CLAA = pytest.mark.xfail(
-    strict=True, reason="CLAA's reference wants what every layer before the drop found salient"
-)
-ALLOWED = [
-    pytest.param(name, marks=CLAA) if name.startswith("claa") else name
-    for name in METHODS
-    if not name.startswith("pyramid_infer") and name not in ("spire_kv", "lazy_llm")
-]
+# SpireKV and one CLAA drop after layer 1, which is recurrent in ATTENDING_FIRST, LazyLLM and
+# SlimInfer in three stages, for which two layers that attend are too few. UniPrefill passes on
+# numbers that differ between rows.
+REFUSED = ("spire_kv", "claa", "lazy_llm", "slim_infer", "uni_prefill")
+ALLOWED = [name for name in METHODS if not name.startswith("pyramid_infer") and name not in REFUSED]
 # What METHODS drop at are layers 0 and 2; of these the nearest to the middle is 2.
 ATTENDING_FIRST = (FULL, LINEAR, FULL, LINEAR)
 RECURRENT_FIRST = (LINEAR, FULL, LINEAR, FULL, LINEAR)
+# As many layers that attend as there are default stages.
+THREE_ATTENDING = (FULL, LINEAR, FULL, LINEAR, FULL, LINEAR)
 DROPPING: dict[str, tuple[CachePolicy, Method]] = {
     "fastkv": (
         FastKV(tsp_rate=0.35, retention_rate=0.3, window_size=4),
@@ -111,6 +111,58 @@ def test_rows_of_one_length_drop_in_both_turns(name: str) -> None:
             assert of_row.propagated
 
 
+STAGED: dict[str, tuple[CachePolicy, Method]] = {
+    "slim_infer": (
+        SlimInfer(0.2, unit_size=2, block_units=2),
+        reference.SlimInfer(
+            ((0, 0.8), (2, 0.4), (4, 0.2)), 4, protect=4, unit_size=2, block_units=2
+        ),
+    ),
+    "lazy_llm": (LazyLLM(0.6), reference.LazyLLM(((0, 0.6), (2, 0.6**2), (4, 0.6**3)))),
+}
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_default_stages_act_after_attending_layers_of_their_own(name: str) -> None:
+    policy, method = STAGED[name]
+    model = model_of(THREE_ATTENDING)
+    _, turns = run_conversation(model, policy, (0, 1), ALIKE)
+    for row in range(2):
+        expected = expected_turns(model, method, row, ALIKE, HybridState)
+        for turn, of_row in zip(turns, expected, strict=True):
+            assert_same(turn, row, of_row)
+        assert set(expected[0].propagated) == {0, 2, 4}
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_stages_for_which_too_few_layers_attend(name: str) -> None:
+    store = PolicyCache(METHODS[name][0])
+    with pytest.raises(ValueError, match=r"stages must each act after.*find 2 of these, \[0, 2\]"):
+        run_turn(model_of(ATTENDING_FIRST), store, torch.tensor([random_tokens(0, 20)]), None, 1)
+    assert store.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("name", ["spire_kv", "claa"])
+def test_a_recurrent_layer_cannot_say_what_goes_on(name: str) -> None:
+    store = PolicyCache(METHODS[name][0])
+    with pytest.raises(UnsupportedModelError, match=r"must attend, but layers \[1\]"):
+        run_turn(model_of(ATTENDING_FIRST), store, torch.tensor([random_tokens(0, 20)]), None, 1)
+    assert store.get_seq_length() == 0
+
+
+def test_votes_are_those_of_the_last_layers_that_attend() -> None:
+    """Layers 4 and 2: not 3, which is recurrent, nor 0, of which there would be one too many."""
+    policy = CLAA(4, 0.25, 4, 3, voting_layers=2, whole_layers=1, tsp_rate=0.4)
+    method = reference.CLAA(0.25, 4, 3, tsp_layer=4, tsp_rate=0.4, voting_layers=2, whole_layers=1)
+    model = model_of(THREE_ATTENDING)
+    _, turns = run_conversation(model, policy, (0, 1), ALIKE)
+    for row in range(2):
+        expected = expected_turns(model, method, row, ALIKE, HybridState)
+        for turn, of_row in zip(turns, expected, strict=True):
+            assert_same(turn, row, of_row)
+            assert of_row.propagated
+
+
 @pytest.mark.parametrize("attending", [(3, 7), (1, 5), (0, 6), (7,)], ids=str)
 @pytest.mark.parametrize("policy", [FastKV(), GemFilter()], ids=["fastkv", "gem_filter"])
 def test_defaults_take_the_layer_nearest_to_half_depth(
@@ -122,6 +174,16 @@ def test_defaults_take_the_layer_nearest_to_half_depth(
     assert list(store.propagated) == [default_layer(attending, 8)]
 
 
+@pytest.mark.parametrize("row", ALL_ROWS)
+def test_blocks_by_content_in_rows_alone(row: int) -> None:
+    policy, method = METHODS["uni_prefill"]
+    _, turns = run_conversation(model_of(ATTENDING_FIRST), policy, (row,), LENGTHS)
+    expected = expected_turns(model_of(ATTENDING_FIRST), method, row, LENGTHS, HybridState)
+    for turn, of_row in zip(turns, expected, strict=True):
+        assert_same(turn, 0, of_row)
+    assert expected[0].propagated
+
+
 @pytest.mark.parametrize("name", ["snapkv", "fastkv"])
 def test_single_row_with_eager_attention(name: str) -> None:
     policy, method = METHODS[name]
@@ -131,7 +193,7 @@ def test_single_row_with_eager_attention(name: str) -> None:
         assert_same(turn, 0, of_row)
 
 
-@pytest.mark.parametrize("name", ["fastkv", "two_stages", "gem_filter"])
+@pytest.mark.parametrize("name", ["fastkv", "two_stages", "gem_filter", "uni_prefill"])
 def test_unlike_numbers_that_go_on_in_a_later_turn(name: str) -> None:
     """A state would read the padding of the row that passes on fewer."""
     policy, _ = METHODS[name]

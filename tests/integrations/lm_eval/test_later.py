@@ -19,6 +19,9 @@ from tests.integrations.lm_eval.test_model import DROPS, EVICTS, KINDS, answers,
 from tests.reference import tiny_model
 
 POLICY = SnapKV(0.2, window_size=4)
+BOUNDED = {
+    "policy": SnapKV(0.4, window_size=4, decoding=SnapKV(window_size=4).decoding_rule(14, every=5))
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,7 +41,7 @@ def test_without_eviction_it_makes_no_difference(
     assert_same(answers(found), wanted)
 
 
-@pytest.mark.parametrize("policy", [EVICTS, DROPS], ids=["evicts", "drops"])
+@pytest.mark.parametrize("policy", [EVICTS, DROPS, BOUNDED], ids=["evicts", "drops", "bounded"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_asked_later_is_not_seen_by_the_policy(
     evaluate: Evaluate, tmp_path: Path, kind: str, policy: dict[str, Any]

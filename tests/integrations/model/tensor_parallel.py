@@ -86,6 +86,7 @@ CASES: list[tuple[Family, str]] = [
     ("llama", "snapkv"),
     ("llama", "fastkv"),
     ("llama", "fastkv_first_layer"),
+    ("llama", "fastkv_group_first"),
     ("llama", "gem_filter"),
     ("llama", "pyramid_infer"),
     ("llama", "two_stages"),
@@ -111,6 +112,7 @@ KINDS: list[tuple[str, str]] = [
     for name in ("deepseek_v2", "qwen3_next")
     for policy in ("snapkv", "fastkv", "gem_filter")
 ]
+KINDS.append(("deepseek_v2", "snapkv_group_first"))
 
 
 def build(family: Family) -> PreTrainedModel:

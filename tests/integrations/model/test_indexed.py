@@ -5,6 +5,7 @@ two turns against the same, and what else a cache has to do with index keys.
 """
 
 import copy
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.policies import AdaKV, FastKV, FullContext, GemFilter, SnapKV, StreamingLLM
 from tests.integrations.hybrids.models import apart, generate, padded, tokens
-from tests.integrations.model.builds.catalogue import builds
+from tests.integrations.model.builds.catalogue import Build, builds
 from tests.integrations.model.builds.dense import decoder_layers
 from tests.integrations.support.read_twice import read_two_turns
 from tests.integrations.support.versions import OLD
@@ -202,6 +203,59 @@ def test_chunks_and_drafts_change_nothing(name: str, policy: str) -> None:
     want, _ = generate(model, PolicyCache(POLICIES[policy]), row, max_new_tokens=8)
     drafts = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 8}
     assert torch.equal(generate(model, PolicyCache(POLICIES[policy]), row, **drafts)[0], want)
+
+
+# Whose indexers pick `index_topk` of all keys that there are, hidden ones last.
+OF_ALL_KEYS = tuple(name for name in ("deepseek_v32", "glm_moe_dsa") if name in builds())
+
+
+@cache
+def of_one_head(name: str) -> PreTrainedModel:
+    """A model whose indexer has one head: where its product is negative a key's score is 0."""
+    kind = builds()[name]
+    return Build(name, kind.model_type, {**kind.patch, "index_n_heads": 1}).model()
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, store: Any, chunk: int) -> Tensor:
+    ids = torch.tensor(ROWS[:1])
+    attached = store.attached(model) if isinstance(store, PolicyCache) else nullcontext()
+    with attached:
+        if isinstance(store, PolicyCache):
+            store.start_turn(prompt_len=ids.shape[1])
+        outputs = [model(each, past_key_values=store) for each in ids.split(chunk, dim=1)]
+    return torch.cat([each.logits for each in outputs], dim=1)
+
+
+@pytest.mark.parametrize("chunk", [1, 16])
+@pytest.mark.parametrize("name", OF_ALL_KEYS)
+def test_chunks_pick_others_of_equal_keys_as_the_models_own_do(name: str, chunk: int) -> None:
+    """`torch.topk` takes whichever of them, by how many keys there are: with any cache."""
+    model = of_one_head(name)
+    own = [logits_of(model, DynamicCache(config=model.config), each) for each in (47, chunk)]
+    found = [logits_of(model, PolicyCache(FullContext()), each) for each in (47, chunk)]
+    assert apart(own[1], own[0]) > 1e-1
+    assert apart(found[0], own[0]) < TOLERANCE
+    assert apart(found[1], own[1]) < TOLERANCE
+
+
+def first_of_equals(values: Tensor, k: int, dim: int = -1, **_: Any) -> Any:
+    """As `Tensor.topk`, which promises no order among equals: the earlier first."""
+    found = values.sort(dim=dim, descending=True, stable=True)
+    return torch.return_types.topk([each.narrow(dim, 0, k) for each in found])
+
+
+@pytest.mark.parametrize("chunk", [1, 16])
+@pytest.mark.parametrize("policy", ["full_context", "snapkv"])
+@pytest.mark.parametrize("name", OF_ALL_KEYS)
+def test_chunks_change_nothing_where_equals_have_an_order(
+    name: str, policy: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, stores = of_one_head(name), [PolicyCache(POLICIES[policy]) for _ in range(2)]
+    monkeypatch.setattr(Tensor, "topk", first_of_equals)
+    want = logits_of(model, stores[0], 47)
+    assert apart(logits_of(model, stores[1], chunk)[:, -1], want[:, -1]) < TOLERANCE
+    assert_same(*stores)
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "ada_kv", "fastkv", "full_context"])

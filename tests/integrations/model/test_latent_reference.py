@@ -3,8 +3,11 @@
 from functools import cache
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers import PolicyCache
 from tests.integrations.support.conversation import (
     METHODS,
     TOLERANCE,
@@ -12,18 +15,16 @@ from tests.integrations.support.conversation import (
     assert_same,
     expected_turns,
     run_conversation,
+    run_turn,
 )
+from tests.reference import random_tokens
 from tests.reference.latent import LatentState
 from tests.reference.mixed_models import latent_model
 
 LENGTHS = Lengths(first=(45, 31, 19), second=(9, 17, 3), num_decode=8)
 # The reference has no leverages of the keys that a latent expands to, which Compactor goes by.
-CLAA = pytest.mark.xfail(strict=True, reason="not explained yet: CLAA's reference keeps others")
-ALLOWED = [
-    pytest.param(name, marks=CLAA) if name.startswith("claa") else name
-    for name in METHODS
-    if name != "compactor"
-]
+# CriticalKV reads output weights, head by head, where one choice is for all heads.
+ALLOWED = [name for name in METHODS if name not in ("compactor", "critical_kv")]
 ALL_ROWS = tuple(range(len(LENGTHS.first)))
 
 
@@ -40,6 +41,21 @@ def test_padded_batch_over_two_turns(name: str) -> None:
         expected = expected_turns(model_of(), method, row, LENGTHS, LatentState)
         for turn, of_row in zip(turns, expected, strict=True):
             assert_same(turn, row, of_row)
+
+
+def test_output_weights_are_refused_where_all_heads_share_what_is_stored() -> None:
+    """Nothing is held of the prompt, and the model reads it as before."""
+    store = PolicyCache(METHODS["critical_kv"][0])
+    ids = torch.tensor([random_tokens(0, 31)])
+    with pytest.raises(UnsupportedModelError, match="must not turn keys or read output weights"):
+        run_turn(model_of(), store, ids, None, 1)
+    assert store.get_seq_length() == 0
+    assert store.report().total.held_bytes == 0
+    read = run_turn(model_of(), PolicyCache(METHODS["snapkv"][0]), ids, None, 1)
+    (expected, _) = expected_turns(
+        model_of(), METHODS["snapkv"][1], 0, Lengths((31,), (3,), 1), LatentState
+    )
+    assert_same(read, 0, expected)
 
 
 @pytest.mark.parametrize("name", ["snapkv", "key_diff", "pyramid_infer_steep", "fastkv"])

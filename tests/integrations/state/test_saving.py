@@ -236,6 +236,8 @@ BROKEN: dict[str, tuple[str, Any]] = {
     "padded must be JSON": ("padded", "{"),
     "padded must be true or false": ("padded", "3"),
     "starts_turn must be true or false": ("starts_turn", "null"),
+    "rows_since must be a list with the number of tokens of each row": ("rows_since", "[1, 2, 3]"),
+    "rows_since must be a list .* got \\[99999": ("rows_since", "[99999]"),
     "policy must be JSON": ("policy", "hello"),
     "policy must be the description of one": ("policy", "[]"),
     "query_heads must be a list with an entry a layer": ("query_heads", "[]"),

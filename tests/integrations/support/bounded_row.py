@@ -23,7 +23,7 @@ class Bound:
 
     Attributes:
         chooses: what layers keep when it is time, shown the last decoded queries.
-        every: columns from one choice to the next.
+        every: tokens of the row from one choice to the next.
         observers: decoded queries that are looked at.
     """
 
@@ -73,7 +73,7 @@ class HeadByHead:
 
 
 class BoundedRow(Watched, Row):
-    """As `Row`; `settle` lets layers choose when as many columns have come as they wait for."""
+    """As `Row`; `settle` lets layers choose when as many tokens have come as they wait for."""
 
     def __init__(self, *arguments: Any, bound: Bound) -> None:
         super().__init__(*arguments)
@@ -103,7 +103,7 @@ class BoundedRow(Watched, Row):
             super().take_back(1)
 
     def settle(self) -> bool:
-        if len(self.appended) < self.bound.every:
+        if sum(self.appended) < self.bound.every:
             return False
         method = Windowed(self.bound.chooses, self.windows)
         count = min(self.bound.observers, len(self._observing))

@@ -1,5 +1,6 @@
 """Two turns of a conversation, through `generate` and through the reference."""
 
+import hashlib
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -59,6 +60,10 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
         reference.SnapKV(0.3, window_size=4, kernel_size=3),
     ),
     "snapkv_defaults": (SnapKV(0.2), reference.SnapKV(0.2)),
+    "snapkv_group_first": (
+        SnapKV(0.3, window_size=4, kernel_size=3, group_first=True),
+        reference.SnapKV(0.3, window_size=4, kernel_size=3, group_first=True),
+    ),
     "h2o": (H2O(0.4, window_size=2), reference.H2O(0.4, window_size=2)),
     "tova": (TOVA(0.25), reference.TOVA(0.25)),
     # No KeyNorm: in the first layer a token that comes twice has one norm, but for rounding.
@@ -93,6 +98,14 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
             retention_tokens=9, window_size=3, kernel_size=5, tsp_layer=2, tsp_tokens=9
         ),
     ),
+    "fastkv_group_first": (
+        CachePolicy(
+            WindowMaxPoolScorer(4, 5, group_first=True),
+            GQAGroupSelector(0.25, window_size=4),
+            TokenSelectivePropagation(tsp_rate=0.4, window_size=4),
+        ),
+        reference.FastKV(0.25, window_size=4, kernel_size=5, tsp_rate=0.4, group_first=True),
+    ),
     "gem_filter": (GemFilter(retention_rate=0.3), reference.GemFilter(retention_rate=0.3)),
     "gem_filter_first_layer": (
         GemFilter(0, retention_tokens=13, kernel_size=3, protect=2),
@@ -105,6 +118,10 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
     "ada_kv": (
         AdaKV(0.33, window_size=4, kernel_size=3),
         reference.AdaKV(0.33, window_size=4, kernel_size=3),
+    ),
+    "ada_kv_group_first": (
+        AdaKV(0.3, window_size=4, kernel_size=3, group_first=True),
+        reference.AdaKV(0.3, window_size=4, kernel_size=3, group_first=True),
     ),
     "spire_kv": (
         SpireKV(1, 0.3, 4, 3, tsp_rate=0.4),
@@ -212,7 +229,23 @@ class Turn:
     propagated: dict[int, list[list[int]]]
 
 
-@cache
+class Weights:
+    """A model, equal to any that computes the same: the reference reads it once for all files."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        config = {k: v for k, v in model.config.to_dict().items() if "attn_impl" not in k}
+        said = repr((type(model), sorted(config.items()))).encode()
+        tensors = (tensor.detach().numpy().tobytes() for tensor in model.state_dict().values())
+        self.digest = hashlib.sha256(b"".join((said, *tensors))).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Weights) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
 def expected_turns(
     model: PreTrainedModel,
     method: Method,
@@ -221,7 +254,18 @@ def expected_turns(
     state_class: type[ReferenceState] = ReferenceState,
 ) -> tuple[TurnResult, ...]:
     """Both turns of one row alone, by the reference."""
-    state = state_class(model, method)
+    return _expected(Weights(model), method, row, lengths, state_class)
+
+
+@cache
+def _expected(
+    weights: Weights,
+    method: Method,
+    row: int,
+    lengths: Lengths,
+    state_class: type[ReferenceState],
+) -> tuple[TurnResult, ...]:
+    state = state_class(weights.model, method)
     first = state.turn(random_tokens(row, lengths.first[row]), lengths.num_decode)
     added = random_tokens(100 + row, lengths.second[row])
     return first, state.turn([first.tokens[-1], *added], lengths.num_decode)

@@ -180,7 +180,8 @@ class ReadingBoth(Comparison):
                     assert_close(logits[index, from_end], expected)
         self.appended += len(new[0])
         self.filled = True
-        if all(row.settle() for row in self.rows):
+        settled = [row.settle() for row in self.rows]
+        if any(settled):
             self._chosen()
 
     @torch.no_grad()

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -15,11 +16,13 @@ from kvpolicy.policies import (
     AccumulatedAttentionScorer,
     AdaKV,
     AdaptiveHeadSelector,
+    Compactor,
     FastKV,
     FullContext,
     GQAGroupSelector,
     KeyDiffScorer,
     KeyNormScorer,
+    KVzip,
     LastQueryScorer,
     MaxScorer,
     PyramidInfer,
@@ -27,12 +30,15 @@ from kvpolicy.policies import (
     RandomScorer,
     SinkAndRecentSelector,
     SnapKV,
+    StagedPropagation,
     StreamingLLM,
     SumScorer,
     TokenSelectivePropagation,
+    UniPrefill,
     ValueAwareScorer,
     WindowMaxPoolScorer,
 )
+from kvpolicy.repetition import Repetition
 
 
 def layer(weights: list[list[float]], *, layer_idx: int = 0, num_layers: int = 2) -> LayerContext:
@@ -452,4 +458,26 @@ def test_pyramid_infer_on_paper() -> None:
 )
 def test_bad_parameters_of_pyramid_infer(build: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Compactor("0.1"), "retention_rate must be a number in"),
+        (lambda: Compactor(float("nan")), "retention_rate must be in"),
+        (
+            lambda: KVzip(instruction_ids=3),
+            "instruction_ids must be a sequence of token ids",
+        ),
+        (lambda: Repetition(later_ids=3), "later_ids must be a sequence of token ids, got 3"),
+        (lambda: Repetition(answer_ids=3), "answer_ids must be a sequence of token ids, got 3"),
+        (lambda: UniPrefill(torch.tensor(3)), "drop_layers must be a sequence of layer indices"),
+        (lambda: StagedPropagation(torch.tensor(3)), "stages must be a sequence of Propagation"),
+        (lambda: SumScorer(torch.tensor(3)), "scorers must be a sequence of Scorer"),
+        (lambda: SumScorer([RandomScorer()], torch.tensor(3)), "weights must be a sequence of num"),
+    ],
+)
+def test_arguments_are_named(build: Callable[[], object], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
         build()

@@ -1,5 +1,6 @@
 """Tokens that any of several layers finds salient: on paper, against slow loops, and CLAA."""
 
+from dataclasses import replace
 from typing import Any
 
 import attrs
@@ -134,7 +135,9 @@ def test_against_slow_loops_in_padded_rows(standardize: bool, protect: int) -> N
         decision = policy.decide(context)
         assert (decision.passed_on is not None) == (at == 2)
         for row in range(len(LENS)):
-            choices = [method.choose(view_of(each, row)) for each in layers[: at + 1]]
+            notes: dict[int, Any] = {}
+            views = [replace(view_of(each, row), notes=notes) for each in layers[: at + 1]]
+            choices = [method.choose(view) for view in views]
             assert choices[-1].margin > 1e-6
             for head in range(3):
                 assert slots_of(decision.kept[row, head], context, row) == choices[-1].kept[head]

@@ -1,5 +1,6 @@
 """Propagation in several stages."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -13,9 +14,11 @@ from kvpolicy import Budget, CachePolicy, LayerContext, PropagationPolicy
 from kvpolicy.policies import (
     GQAGroupSelector,
     KeepAllSelector,
+    LazyLLM,
     PassAllPropagation,
     PyramidPropagation,
     RestartPropagation,
+    SlimInfer,
     StagedPropagation,
     TokenSelectivePropagation,
     WeightedTailScorer,
@@ -82,6 +85,50 @@ def test_too_few_layers_for_the_stages(
         with pytest.raises(ValueError, match=f"in a model of {num_layers} layers.*{remedy}"):
             use(num_layers)
     assert StagedPropagation().acting_layers(3) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_layers", "eligible", "layers"),
+    [
+        # Where the defaults are three layers that see everything, they stay.
+        (SlimInfer(), 32, range(32), [10, 20, 30]),
+        # Those wanted of 4 layers are 0, 1 and 2; of 3 layers 0, 0 and 1.
+        (SlimInfer(), 4, range(4), [0, 1, 2]),
+        (SlimInfer(), 3, range(3), [0, 1, 2]),
+        (SlimInfer(), 8, [3, 5, 7], [3, 5, 7]),
+        # Those wanted of 8 layers are 1, 4 and 6: the nearest to the last one left were layer 0.
+        (SlimInfer(), 8, [0, 2, 7], [0, 2, 7]),
+        (SlimInfer(), 8, [0, 1, 2, 3, 7], [1, 3, 7]),
+        (SlimInfer(), 32, [3, 7, 11, 15, 19, 23, 27, 31], [11, 19, 31]),
+        (LazyLLM(), 32, [3, 7, 11, 15, 19, 23, 27, 31], [7, 19, 27]),
+        (LazyLLM(), 4, [1, 2, 3], [1, 2, 3]),
+    ],
+)
+def test_open_stages_take_layers_of_their_own_in_their_order(
+    policy: CachePolicy, num_layers: int, eligible: Sequence[int], layers: list[int]
+) -> None:
+    placed = policy.propagation.placed(num_layers, eligible)
+    assert isinstance(placed, StagedPropagation)
+    found = [min(stage.acting_layers(num_layers)) for stage in placed.stages]
+    assert found == layers
+    assert placed.layer_rates(num_layers) == sorted(placed.layer_rates(num_layers), reverse=True)
+
+
+def test_named_layers_are_left_to_their_stages() -> None:
+    # The first, which wants layer 2, would take 3.
+    part = staged(TSP(tsp_rate=0.6), TSP(3, 0.3), TSP(tsp_rate=0.1, tsp_depth=0.75))
+    placed = part.placed(6, [1, 3, 5])
+    assert isinstance(placed, StagedPropagation)
+    assert [stage.acting_layers(6) for stage in placed.stages] == [{1}, {3}, {5}]
+    named = staged(TSP(0), TSP(1))
+    assert named.placed(6, [3, 5]) is named
+
+
+def test_too_few_layers_that_see_the_whole_context() -> None:
+    with pytest.raises(ValueError, match="stages must each act after a layer of its own.*3 st"):
+        SlimInfer().placed(4, [0, 2])
+    with pytest.raises(ValueError, match=r"find 1 of these, \[3\]; use a StagedPropagation"):
+        staged(TSP(1), TSP(), TSP(tsp_depth=0.75)).placed(8, [1, 3])
 
 
 def test_what_the_stages_have_in_common() -> None:

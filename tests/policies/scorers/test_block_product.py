@@ -11,6 +11,8 @@ from kvpolicy.policies import BlockProductScorer, LastQueryProductScorer
 from kvpolicy.testing import check_scorer
 from tests import reference
 from tests.policies.views import view_of
+from tests.reference.droppers import products
+from tests.reference.selection import average_pool
 
 from .support import layer_of, random_layer
 
@@ -69,6 +71,17 @@ def test_the_last_tokens_own_product_can_be_left_out() -> None:
     with_own = LastQueryProductScorer(5).score(context).mean(dim=1)
     assert torch.equal(with_own[0, :6], found[0, :6])
     assert not torch.isclose(with_own[0, 6:], found[0, 6:]).any()
+
+
+def test_products_of_the_last_query_are_pooled_as_in_a_row_alone() -> None:
+    lens = (9, 4)
+    context = random_layer(3, lens, query_len=1)
+    found = LastQueryProductScorer(5).score(context)
+    for row, length in enumerate(lens):
+        for head in range(6):
+            alone = products(context.queries[row, head, 0], view_of(context, row), head)
+            expected = average_pool(alone, 5)
+            assert found[row, head, 9 - length :].tolist() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from kvpolicy import LayerContext
 from kvpolicy.policies import RedundancyScorer
 from kvpolicy.policies.scorers import redundancy
 from tests.reference.decoding import softmax
+from tests.reference.selection import max_pool
 
 from .support import random_layer, rows_of
 
@@ -32,6 +33,31 @@ def slow(keys: Tensor, threshold: float) -> list[float]:
         for key, each in enumerate(likeness):
             sums[key] += 0.0 if key in (row, max(alike, default=row)) else each
     return softmax([total / len(unit) for total in sums])
+
+
+def slow_attention(context: LayerContext, row: int, head: int, window: int) -> list[float]:
+    """Softmax of the group's largest products, the mean over the row's own last queries."""
+    keys = context.keys[row, head][context.valid[row, head]].double()[:-window]
+    queries = context.queries[row, 2 * head : 2 * head + 2, :].double()
+    own = [at for at in range(context.query_len) if context.query_valid[row, at]]
+    given = [
+        softmax([max((queries[:, at] @ key).tolist()) * context.scaling for key in keys])
+        for at in own
+    ]
+    return max_pool([sum(column) / len(own) for column in zip(*given, strict=True)], 3)
+
+
+def test_attention_is_that_of_slow_loops_in_padded_rows() -> None:
+    """A later turn of 6, 3 and 2 new tokens: of four queries the last row has two of its own."""
+    lens, counts = (17, 9, 8), torch.tensor([6, 3, 2])
+    new_valid = torch.arange(6) >= 6 - counts[:, None]
+    context = attrs.evolve(random_layer(7, lens, query_len=4), new_valid=new_valid)
+    assert context.query_valid.sum(dim=1).tolist() == [4, 3, 2]
+    found = rows_of(RedundancyScorer(4, 3, importance=1.0).score(context), lens)
+    for row in range(len(lens)):
+        for head in range(3):
+            want = slow_attention(context, row, head, 4)
+            assert found[row][head] == pytest.approx([*want, 0.0, 0.0, 0.0, 0.0], rel=1e-4)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.5, 0.97, 1.0])

@@ -1,15 +1,27 @@
-"""What the observation window attends to, average-pooled or not at all."""
+"""What the observation window attends to, pooled by average or maximum, or not at all."""
 
 import math
+from typing import Any
 
+import attrs
 import pytest
 import torch
 
-from kvpolicy.policies import WindowAttentionScorer, WindowMaxPoolScorer, WindowMeanPoolScorer
+from kvpolicy import Scorer
+from kvpolicy.attention import group_mean
+from kvpolicy.policies import (
+    AdaKV,
+    CriticalKV,
+    PyramidKV,
+    SnapKV,
+    WindowAttentionScorer,
+    WindowMaxPoolScorer,
+    WindowMeanPoolScorer,
+)
 from kvpolicy.testing import check_scorer
 from tests.policies.views import view_of
 from tests.reference.droppers import window_means
-from tests.reference.selection import average_pool, window_saliency
+from tests.reference.selection import average_pool, head_mean, max_pool, window_saliency
 
 from .support import random_layer
 
@@ -36,6 +48,55 @@ def test_average_pooling_against_slow_loops_in_padded_rows(window: int, kernel: 
             assert here == pytest.approx([*scores, *[0.0] * min(window, length)], abs=1e-6)
 
 
+@pytest.mark.parametrize(("window", "kernel"), [(4, 3), (1, 7), (30, 3)])
+def test_groups_are_averaged_before_the_pooling_in_padded_rows(window: int, kernel: int) -> None:
+    context = random_layer(window, LENS, query_len=min(window, 23))
+    found = WindowMaxPoolScorer(window, kernel, group_first=True).score(context)
+    assert found.shape == (3, 3, 23)
+    for row, length in enumerate(LENS):
+        view = view_of(context, row)
+        attention = window_saliency(
+            view.queries,
+            view.new_positions,
+            view.entries,
+            window_size=window,
+            kernel_size=1,
+            scaling=view.scaling,
+        )
+        for head in range(3):
+            scores = max_pool(head_mean(attention[2 * head : 2 * head + 2]), kernel)
+            here = found[row, head, 23 - length :].tolist()
+            assert here == pytest.approx([*scores, *[0.0] * min(window, length)], abs=1e-6)
+
+
+def test_heads_that_share_what_is_stored_are_one_group() -> None:
+    """As under latent attention, where a selector is shown the mean over all heads."""
+    context = random_layer(2, (23,), query_len=4)
+    latent = attrs.evolve(context, stored=(context.keys[:, :1], context.values[:, :1]))
+    found = WindowMaxPoolScorer(4, 5, group_first=True).score(latent)
+    attention = WindowMaxPoolScorer(4, 1).score(context)[0].mean(dim=0)[: 23 - 4].tolist()
+    for head in range(3):
+        assert found[0, head].tolist() == pytest.approx([*max_pool(attention, 5), *[0.0] * 4])
+
+
+def test_either_order_is_one_without_groups_or_pooling() -> None:
+    context = random_layer(3, LENS, query_len=4)
+    alone = attrs.evolve(context, queries=context.queries[:, ::2])
+    for layer, kernel in ((alone, 5), (context, 1)):
+        first = WindowMaxPoolScorer(4, kernel, group_first=True).score(layer)
+        last = group_mean(WindowMaxPoolScorer(4, kernel).score(layer), 3)
+        torch.testing.assert_close(first, last)
+
+
+@pytest.mark.parametrize("method", [SnapKV, AdaKV, PyramidKV, CriticalKV])
+def test_methods_offer_the_order(method: Any) -> None:
+    assert method().scorer == WindowMaxPoolScorer(8, 7)
+    built = method(0.2, 4, 5, group_first=True)
+    assert built.scorer == WindowMaxPoolScorer(4, 5, group_first=True)
+    bounded = method(retention_tokens=16, group_first=True, decoding=True)
+    assert bounded.decoding.scorer == bounded.scorer
+
+
 def test_without_pooling_the_two_are_one() -> None:
     context = random_layer(1, LENS, query_len=4)
     mean, largest = WindowMeanPoolScorer(4, 1), WindowMaxPoolScorer(4, 1)
@@ -56,10 +117,15 @@ def test_the_window_attends_to_itself_as_well(window: int) -> None:
 
 @pytest.mark.parametrize(
     "scorer",
-    [WindowMeanPoolScorer(3, 5), WindowMeanPoolScorer(1, 1), WindowAttentionScorer(3)],
+    [
+        WindowMeanPoolScorer(3, 5),
+        WindowMeanPoolScorer(1, 1),
+        WindowAttentionScorer(3),
+        WindowMaxPoolScorer(3, 5, group_first=True),
+    ],
     ids=str,
 )
-def test_the_contract(scorer: WindowMeanPoolScorer) -> None:
+def test_the_contract(scorer: Scorer) -> None:
     check_scorer(scorer)
 
 
@@ -68,3 +134,5 @@ def test_bad_arguments() -> None:
         WindowMeanPoolScorer(kernel_size=4)
     with pytest.raises(ValueError, match="window_size must be at least 1"):
         WindowAttentionScorer(0)
+    with pytest.raises(TypeError, match="group_first must be a bool, got 1"):
+        SnapKV(group_first=1)  # type: ignore[arg-type]

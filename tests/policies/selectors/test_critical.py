@@ -64,6 +64,15 @@ def test_on_paper() -> None:
     assert large.tolist() == [[[0, 1, 4, 5]]]  # by values alone, the earlier of equals
 
 
+def test_tokens_without_attention_compete_by_their_values() -> None:
+    """Epsilon is added to the attention, not to the product: of zeros the largest value is kept."""
+    values = torch.tensor([1.0, 3.0, 2.0, 1.0])[:, None]
+    context = attrs.evolve(layer_of(torch.ones(4, 1), values), output_weight=torch.ones(1, 1, 1))
+    inner = GQAGroupSelector(retention_tokens=2, window_size=1)
+    kept = CriticalSelector(inner, 0.0).select(torch.zeros(1, 1, 4), context)
+    assert kept.tolist() == [[[1, 3]]]
+
+
 def test_norms_against_slow_loops() -> None:
     weight = weights()
     context = attrs.evolve(random_layer(0, (11, 4)), queries=torch.zeros(2, 6, 0, 5))

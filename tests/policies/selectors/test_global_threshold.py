@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext
-from kvpolicy.later import Undecided
+from kvpolicy.asking import Checks
+from kvpolicy.later import Undecided, kept_of_all
 from kvpolicy.policies import (
     GlobalThresholdSelector,
     GQAGroupSelector,
@@ -78,6 +79,18 @@ def test_a_layer_that_shares_what_it_stores_is_one_head() -> None:
     assert [each.tolist() for each in found] == [[[[0, 1, 2]]], [[[0]]]]
 
 
+def test_rows_in_which_nothing_is_chosen_take_no_places() -> None:
+    """Of two rows, one is beyond a layer's window, which says what it keeps of that layer."""
+    rows = layer([[[0, 1, 2, 3]]] * 2, seen=4)
+    scores = torch.tensor([[[0.9, 0.8, 0.7, 0.6]], [[0.9, 0.8, 0.7, 0.6]]])
+    other = torch.tensor([[[0.5, 0.4, 0.3, 0.2]]] * 2)
+    short = torch.tensor([True, False])[:, None, None]
+    waiting = [Undecided.of(rows, scores).among(short), Undecided.of(rows, other)]
+    first, second = kept_of_all(GlobalThresholdSelector(0.5, 0), waiting, Checks())
+    assert first.tolist() == [[[0, 1, 2, 3]], [[-1, -1, -1, -1]]]
+    assert second.tolist() == [[[-1, -1]], [[0, 1]]]
+
+
 def test_a_head_without_a_token_to_choose() -> None:
     padded = layer([[[0, 1], [-1, -1]]], seen=2)
     kept = GlobalThresholdSelector(0.5, 0).select(torch.ones(1, 2, 2), padded)
@@ -108,7 +121,7 @@ def test_what_waits_holds_no_keys() -> None:
     assert decision.kept is None
     assert decision.undecided is not None
     waiting = decision.undecided.context
-    assert [each.numel() for each in (waiting.keys, waiting.values, waiting.queries)] == [0, 0, 0]
+    assert [each.numel() for each in (waiting.keys, waiting.values, waiting._queries)] == [0, 0, 0]
     assert waiting.positions.equal(context.positions)
     assert decision.undecided.saliency is not None
     # With a second reading nothing is scored yet.

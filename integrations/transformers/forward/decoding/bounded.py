@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.integrations.transformers.forward.append import Forward
-from kvpolicy.integrations.transformers.forward.decoding.choosing import Held
+from kvpolicy.integrations.transformers.forward.decoding.choosing import Due, Held
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs, without_queries
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -17,15 +17,20 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 class DecodingForward(Forward):
     """Appends its tokens, remembers their queries, and lets layers choose when it is time.
 
-    It is time with the forward that appends the ``every``-th token since the last choice: every
-    layer, once it has attended, chooses among all that it holds, the new tokens included.
+    It is time in a row with the forward that appends its ``every``-th token since the last choice:
+    every layer, once it has attended, chooses among all that it holds, the new tokens included.
+    Rows in which it is not time keep all that they hold.
     """
+
+    bounded = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert self.policy.decoding is not None
         self._decoding: DecodingEviction = self.policy.decoding
-        self._chooses = self.tokens.appended.shape[1] >= self._decoding.every
+        rows = self.tokens.due(self._decoding.every)
+        self._chooses = bool(rows)
+        self._due = Due.of(rows, self.tokens)
         self._unbroken = self.tokens.unbroken if self._decoding.num_queries else 0
         self._kept: Tensor | None = None  # the slots that the last layer with an indexer keeps
 
@@ -70,18 +75,20 @@ class DecodingForward(Forward):
             positions=self._positions(layer, layer.choices, inputs.keys.device),
             scores=inputs.scores,
             tokens=self.tokens,
+            observed=layer.observed,
         )
         how = self._decoding, self._window(index), self.implementation
         if isinstance(layer, IndexedLayer):
             # Whoever attends to slots that another layer's indexer has picked keeps the same.
-            chosen = held.choose(*how, follows=self._kept if layer.borrows else None)
+            follows = self._kept if layer.borrows else None
+            chosen = held.choose(*how, follows=follows, due=self._due)
             self._kept = chosen.indices
         else:
-            chosen = held.choose(*how)
+            chosen = held.choose(*how, due=self._due)
         chosen.store()
 
     def finish(self) -> SeenTokens:
         """See `Forward.finish`; after a choice nothing counts as appended."""
         if self._chooses:
-            self.tokens = self.tokens.settled()
+            self.tokens = self.tokens.settled(self._decoding.every)
         return super().finish()

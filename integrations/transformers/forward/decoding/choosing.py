@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.observed import Observed
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.known import on_device
 from kvpolicy.selection import compress, gather_positions, gather_slots
 
 
@@ -84,19 +87,39 @@ class Near:
         return kept[:, :, int((kept < 0).all(dim=0).all(dim=0).sum()) :]
 
 
-def carried_for(observed: Observed, context: LayerContext, carries: int) -> Tensor:
+def carried_for(observed: Observed, keys: Tensor, carries: int) -> Tensor:
     """What is carried for each key ``[batch, kv_heads, key_len, carries]``, 0 for those since.
 
     Args:
         observed: What the layer remembers.
-        context: The layer's keys, in the order in which it holds them.
+        keys: ``[batch, kv_heads, key_len, head_dim]``, in the order in which the layer holds them.
         carries: Numbers for each key.
     """
     held = observed.carried
     if held is None:
-        shape = (context.batch, context.kv_heads, context.key_len, carries)
-        return torch.zeros(shape, dtype=torch.float32, device=context.keys.device)
-    return pad(held, (0, 0, 0, context.key_len - held.shape[2]))
+        return torch.zeros(*keys.shape[:3], carries, dtype=torch.float32, device=keys.device)
+    return pad(held, (0, 0, 0, keys.shape[2] - held.shape[2]))
+
+
+@attrs.frozen(eq=False)
+class Due:
+    """Those rows of a batch in which layers choose now; the others keep all that they hold.
+
+    Args:
+        rows: ``[count]`` int64, on the tokens' device.
+        tokens: The tokens of these rows.
+    """
+
+    rows: Tensor
+    tokens: SeenTokens
+
+    @staticmethod
+    def of(rows: Sequence[int], tokens: SeenTokens) -> Due | None:
+        """Some ``rows``; None for all rows there are, or none of them."""
+        if len(rows) in (0, tokens.batch):
+            return None
+        which = on_device(rows, tokens.lengths.device)
+        return Due(which, tokens.take_rows(which))
 
 
 @attrs.frozen(eq=False)
@@ -113,6 +136,7 @@ class Held:
         positions: ``[batch, kv_heads or 1, key_len]`` int64 of what is stored, -1 on padding.
         scores: How scores are made of products.
         tokens: Those seen, of which the last count as appended.
+        observed: What the layer remembers of the answer.
     """
 
     layer: PolicyLayer
@@ -124,6 +148,7 @@ class Held:
     positions: Tensor
     scores: Scores
     tokens: SeenTokens
+    observed: Observed
 
     def choose(
         self,
@@ -131,6 +156,7 @@ class Held:
         window: int | None,
         implementation: str,
         follows: Tensor | None = None,
+        due: Due | None = None,
     ) -> Chosen:
         """Let the layer choose.
 
@@ -140,26 +166,79 @@ class Held:
             implementation: The model's attention implementation.
             follows: ``[batch, 1, kept_len]`` int64, the choice of an earlier layer that holds the
                 same tokens, which this one keeps as well; None where it chooses by itself.
+            due: The rows in which it is time; None for all.
         """
         held, order = self._padding_first()
-        if follows is not None:
-            kept, carried = follows.to(held.positions.device), None
-            if decoding.carries:
-                carried = decoding.carry(held._context(decoding, order))
-        elif window is None:
-            kept, carried = decoding.decide(held._context(decoding, order))
+        carries = decoding.carries
+        carried = carried_for(self.observed, self.keys, carries) if carries else None
+        if carried is not None and order is not None:
+            carried = gather_slots(carried, order)
+        if due is None:
+            kept, carried = held._decided(decoding, window, implementation, follows, carried)
         else:
-            near = Near.of(held.positions, held.tokens.lengths, window, implementation)
-            chosen = carried = None
-            if near.leaves_short_rows:
-                chosen, carried = decoding.decide(held._context(decoding, order))
-            kept = near.kept(chosen)
-        # Queries that the next choice may look at, if fewer tokens than it asks for come before.
-        asked, tokens = decoding.num_queries, self.tokens
-        if not asked or (asked <= decoding.every and not tokens.padded):
-            return Chosen(held, order, kept, carried, None)
-        again = self.layer.observed.last(asked, tokens, tokens.unbroken)
-        return Chosen(held, order, kept, carried, again)
+            rows = due.rows.to(self.keys.device)
+            follows = None if follows is None else follows.to(rows.device)[rows]
+            part, own = held._of_rows(due, rows), None if carried is None else carried[rows]
+            kept, own = part._decided(decoding, window, implementation, follows, own)
+            kept = held._with_others(kept, rows)
+            if carried is not None and own is not None:
+                carried = carried.index_copy(0, rows, own)
+        return Chosen(held, order, kept, carried, self._still_looked_at(decoding, due))
+
+    def _decided(
+        self,
+        decoding: DecodingEviction,
+        window: int | None,
+        implementation: str,
+        follows: Tensor | None,
+        carried: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What all rows keep, and what their scorer carries on; see `choose`."""
+        if follows is not None:
+            if carried is not None:
+                carried = decoding.carry(self._context(decoding, carried))
+            return follows.to(self.positions.device), carried
+        if window is None:
+            return decoding.decide(self._context(decoding, carried))
+        near = Near.of(self.positions, self.tokens.lengths, window, implementation)
+        if not near.leaves_short_rows:
+            return near.kept(None), None
+        chosen, carried = decoding.decide(self._context(decoding, carried))
+        return near.kept(chosen), carried
+
+    def _of_rows(self, due: Due, rows: Tensor) -> Held:
+        """What is held of the rows that are due, which are ``rows`` on the layer's device."""
+        keys, values, *stored, positions = (
+            each.index_select(0, rows)
+            for each in (self.keys, self.values, *self.stored, self.positions)
+        )
+        return attrs.evolve(
+            self,
+            keys=keys,
+            values=values,
+            stored=(stored[0], stored[1]),
+            positions=positions,
+            tokens=due.tokens,
+            observed=self.observed.rows(rows),
+        )
+
+    def _with_others(self, kept: Tensor, rows: Tensor) -> Tensor:
+        """What the rows that are due keep, and all that the others hold."""
+        slots = torch.arange(self.positions.shape[2], device=kept.device)
+        whole = torch.where(self.positions >= 0, slots, -1)
+        own = pad(kept, (len(slots) - kept.shape[2], 0), value=-1)
+        whole = whole.index_copy(0, rows, own)
+        return whole[:, :, int((whole < 0).all(dim=0).all(dim=0).sum()) :]
+
+    def _still_looked_at(self, decoding: DecodingEviction, due: Due | None) -> Observed | None:
+        """Queries that the next choice looks at besides those to come; None for none."""
+        asked, tokens, observed = decoding.num_queries, self.tokens, self.observed
+        if due is None and (not asked or asked <= decoding.every):
+            return None
+        if asked is None and due is not None:  # of the rows that have not chosen, those since
+            observed = observed.without_rows(due.rows)
+            asked = max(count for count in tokens.since if count < decoding.every)
+        return observed.last(asked, tokens, tokens.unbroken) if asked else None
 
     def _padding_first(self) -> tuple[Held, Tensor | None]:
         """With padding on the left, as rows may have some among an answer's columns."""
@@ -175,12 +254,10 @@ class Held:
         )
         return ordered, order
 
-    def _context(self, decoding: DecodingEviction, order: Tensor | None) -> LayerContext:
+    def _context(self, decoding: DecodingEviction, carried: Tensor | None) -> LayerContext:
         device, layer, tokens = self.keys.device, self.layer, self.tokens
-        observed, kv_heads = layer.observed, self.keys.shape[1]
-        new = (tokens.appended >= 0).sum(dim=1)[:, None]
-        count = min(tokens.appended.shape[1], self.keys.shape[2])
-        slots = torch.arange(count, device=new.device)
+        observed, kv_heads = self.observed, self.keys.shape[1]
+        new, slots = on_device(tokens.since, device), torch.arange(max(tokens.since), device=device)
         positions = self.positions.expand(-1, kv_heads, -1)
         held_as_shown = self.stored[0].shape[1] == kv_heads
         places = None
@@ -189,7 +266,7 @@ class Held:
         else:
             batch, _, _, head_dim = self.keys.shape
             queries = self.keys.new_empty(batch, layer.query_heads, 0, head_dim)
-        context = LayerContext(
+        return LayerContext(
             layer_idx=self.index,
             num_layers=self.num_layers,
             queries=queries,
@@ -198,22 +275,17 @@ class Held:
             stored=None if held_as_shown and not layer.one_choice else self.stored,
             positions=positions,
             kinds=tokens.kinds_at(positions),
-            new_valid=(slots >= count - new).to(device),
+            new_valid=slots >= len(slots) - new[:, None],
             seen_len=tuple(tokens.lengths.tolist()),
             scaling=self.scores.scaling,
             softcap=self.scores.softcap,
             sinks=self.scores.sinks,
             heads=layer.spread.heads(layer.query_heads),
             query_positions=places,
+            carried=carried,
             rotary=self._rotary() if decoding.needs_rotary else None,
             output_weight=layer.weight(self.values) if decoding.needs_output_weight else None,
         ).showing(decoding.num_queries)
-        if not decoding.carries:
-            return context
-        carried = carried_for(observed, context, decoding.carries)
-        return attrs.evolve(
-            context, carried=carried if order is None else gather_slots(carried, order)
-        )
 
     def _rotary(self) -> LayerRotary:
         assert self.layer.turns is not None

@@ -129,6 +129,7 @@ class StaticChoice:
             positions=positions,
             scores=layer.scores,
             tokens=tokens,
+            observed=layer.observed,
         )
         window = self.windows[index]
         near = window if window is not None and window < tokens.seen else None
@@ -143,16 +144,37 @@ class StaticChoice:
             self.pending[0].store(room=0)
             self.pending.pop(0)
 
-    def capacity_for(self, index: int, layer: PolicyLayer) -> int:
-        """Slots that a layer needs for what it holds and one interval."""
-        most = None if self.windows[index] is not None else self.decoding.most_tokens
-        return max(layer.kept_len, most or 0) + self.decoding.every
+    def capacity_for(self, index: int, layer: PolicyLayer, until: int, left: int) -> int:
+        """Slots that a layer needs.
 
-    def fits(self, index: int, layer: PolicyLayer, capacity: int) -> bool:
-        """Whether buffers of a capacity are what a layer needs, and not more for nothing."""
-        needed = self.capacity_for(index, layer)
+        Args:
+            index: The layer's.
+            layer: What it holds.
+            until: Tokens until layers choose.
+            left: Tokens of the answer that there is to be memory for.
+        """
+        return min(self._bound(index, layer, until), layer.kept_len + left)
+
+    def _bound(self, index: int, layer: PolicyLayer, until: int) -> int:
+        """Slots that a layer needs for an answer of any length."""
+        most = None if self.windows[index] is not None else self.decoding.most_tokens
+        bound = layer.kept_len + until
+        return bound if most is None else max(bound, most + self.decoding.every)
+
+    def fits(self, index: int, layer: PolicyLayer, capacity: int, left: int) -> bool:
+        """Whether a layer that has just chosen goes into buffers, which are not longer for nothing.
+
+        Args:
+            index: The layer's.
+            layer: What it holds.
+            capacity: The buffers' slots.
+            left: See `capacity_for`.
+        """
+        every = self.decoding.every
+        if self.capacity_for(index, layer, every, left) > capacity:
+            return False
         varies = layer.ragged or self.windows[index] is not None
-        return needed == capacity or (needed < capacity and varies)
+        return varies or capacity <= self._bound(index, layer, every)
 
 
 def not_shown() -> UnsupportedModelError:

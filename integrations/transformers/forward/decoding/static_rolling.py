@@ -204,8 +204,8 @@ class RollingDecoding:
             tokens out; None where they are those that the model is given.
         places: What stands where.
         filled: ``[layers, 1]`` int64, those of the layers.
-        padded: Whether rows may have padding among their tokens, so that one may pause later and
-            choose by a query from before.
+        left: Tokens of the answer that there is memory for, where layers then hold less than their
+            bound; None where there is memory for that.
         steps: Tokens whose forward has been asked for since layers last chose, 0 or 1.
         checked: Whether attention has been seen to show its queries.
     """
@@ -214,7 +214,7 @@ class RollingDecoding:
     positions: Tensor | None
     places: Places
     filled: Tensor
-    padded: bool
+    left: int | None
     steps: int = 0
     checked: bool = False
 
@@ -228,6 +228,7 @@ class RollingDecoding:
         tokens: SeenTokens,
         windows: Sequence[int | None],
         implementation: str,
+        left: int,
         decoding: DecodingEviction,
     ) -> RollingDecoding | None:
         """Take up what a prompt has left; None where layers cannot be decoded like this.
@@ -237,6 +238,7 @@ class RollingDecoding:
             tokens: Those seen.
             windows: Each layer's sliding window; None where it sees all.
             implementation: The model's attention implementation.
+            left: The most tokens to come.
             decoding: What bounds the layers.
         """
         most = decoding.most_tokens
@@ -247,11 +249,13 @@ class RollingDecoding:
         if not fits or not _are_alike(layers) or any(each is not None for each in windows):
             return None
         first = decoding.selector.protected_first
-        places = Places.of(layers, tokens, implementation, most + 1, first)
+        longest = max(layer.kept_len for layer in layers) + left
+        capacity, ends = min(most + 1, longest), longest <= most
+        places = Places.of(layers, tokens, implementation, capacity, first)
         filled = places.slots.new_zeros(len(layers), 1)
         buffers = []
         for index, layer in enumerate(layers):
-            keys, values = layer.claim(most + 1)
+            keys, values = layer.claim(capacity)
             weights, slot = places.weights[index], places.slots[index]
             query = keys.new_zeros(keys.shape[0], layer.query_heads, 1, keys.shape[3])
             assert layer.scores is not None
@@ -262,7 +266,7 @@ class RollingDecoding:
                 torch._dynamo.mark_static_address(tensor)
             buffers.append(RollingKeys(keys, values, slot, filled[index], mask, queries))
         positions = None if tokens.skipped is None else torch.zeros_like(tokens.lengths)[:, None]
-        return RollingDecoding(buffers, positions, places, filled, tokens.padded)
+        return RollingDecoding(buffers, positions, places, filled, left if ends else None)
 
     def advance(self, positions: Tensor, rotary: Tensor) -> None:
         """See `StaticDecoding.advance`."""
@@ -270,6 +274,8 @@ class RollingDecoding:
         if self.positions is not None:
             self.positions.copy_(rotary)
         self.steps += 1
+        if self.left is not None:
+            self.left -= 1
 
     def follow(self, layers: Sequence[PolicyLayer], tokens: SeenTokens) -> None:
         """See `StaticDecoding.follow`; what the layers hold is in no order."""
@@ -277,8 +283,12 @@ class RollingDecoding:
             layer.follow(tokens)
             layer.loosen(functools.partial(self._sorted, index, tokens.appended.shape[1]))
 
-    def choose(self) -> None:
+    def choose(self) -> bool:
         """Let one entry of every head go, where there is no room for another.
+
+        Returns:
+            Whether there is memory for the next token: else nothing has gone, as layers hold less
+            than their bound.
 
         Raises:
             UnsupportedModelError: Attention did not show its queries.
@@ -287,9 +297,12 @@ class RollingDecoding:
             if bool(self.places.weights.isnan().any()):
                 raise not_shown()
             self.checked = True
-        self.places.choose()
         self.filled.zero_()
         self.steps = 0
+        if self.left == 0:
+            return False
+        self.places.choose()
+        return True
 
     def unwritten(self) -> int:
         """See `StaticDecoding.unwritten`."""
@@ -297,10 +310,9 @@ class RollingDecoding:
 
     def read_queries(self, layers: Sequence[PolicyLayer], seen: int) -> None:
         """See `StaticDecoding.read_queries`."""
-        wanted = self.steps or (self.padded and self.checked)
         for layer, buffers in zip(layers, self.layers, strict=True):
             query = buffers.queries.query.clone()
-            layer.observed = Observed(query, seen) if wanted else Observed()
+            layer.observed = Observed(query, seen) if self.steps else Observed()
 
     def _sorted(self, index: int, appended: int) -> tuple[Tensor, Tensor, Tensor]:
         """A layer's keys and values by position, and the positions without those appended."""

@@ -1,0 +1,194 @@
+"""Where a prompt cannot be cut in two, since tokens before the cut see tokens behind it.
+
+Vision-language models may let the tokens of an image see each other both ways (Gemma 3, Molmo 2),
+or all of a prompt (PaliGemma). Their masks are made of the tokens' types. So the model itself is
+asked for the mask of a few tokens whose types follow each other as those of the prompt do.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from itertools import groupby
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
+from kvpolicy.integrations.transformers.model.call_arguments import signature
+
+_TYPES = ("token_type_ids", "mm_token_type_ids")
+_MASKS = "create_masks_for_generate"
+
+
+def types_in(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What a call says of the types of tokens, by name."""
+    named = ((name, arguments.get(name)) for name in _TYPES)
+    return {name: each for name, each in named if isinstance(each, Tensor)}
+
+
+@attrs.frozen(eq=False)
+class Cuts:
+    """At which columns a prompt may be cut.
+
+    Args:
+        forbidden: ``[columns + 1]`` bool: whether a token before a column sees it or one behind it.
+    """
+
+    forbidden: Tensor
+
+    def around(self, column: int) -> tuple[int, int | None]:
+        """The nearest columns, before and behind one, at which the prompt may be cut.
+
+        None where nothing is known of one behind it: at the end of what is known.
+        """
+        allowed = [each for each in range(len(self.forbidden)) if not self.forbidden[each]]
+        behind = [each for each in allowed if each > column and each < len(self.forbidden) - 1]
+        return max(each for each in allowed if each <= column), min(behind, default=None)
+
+    def refused(self, column: int, seen: int) -> UnsupportedModelError:
+        """What is said of a cut at a column.
+
+        Args:
+            column: The column.
+            seen: Columns read before the prompt.
+        """
+        before, behind = self.around(column)
+        ends = [f"at column {before}"] if before > seen else []
+        ends += [] if behind is None else [f"at column {behind}"]
+        last = " or ".join(ends) if ends else "behind the last of them"
+        return UnsupportedModelError(
+            f"a chunk of a prompt must not end at column {column}, where tokens see later ones, as "
+            f"those of an image see each other; let the chunk end {last}"
+        )
+
+    def check_size(self, size: int, seen: int) -> None:
+        """Check that no chunk of a prompt ends where it may not.
+
+        Args:
+            size: Columns of a chunk.
+            seen: Columns read before the prompt.
+
+        Raises:
+            UnsupportedGenerationError: One does.
+        """
+        end = len(self.forbidden) - 1
+
+        def cut(each: int) -> int | None:
+            ends = range(seen + each, end, each)
+            return next((column for column in ends if self.forbidden[column]), None)
+
+        column = cut(size)
+        if column is None:
+            return
+        larger = next((each for each in range(size + 1, end - seen) if cut(each) is None), None)
+        more = "" if larger is None else f"{larger}, or "
+        raise UnsupportedGenerationError(
+            f"prefill_chunk_size must not be such that a chunk ends at column {column}, where "
+            f"tokens see later ones, as those of an image see each other, got {size}; give {more}"
+            "None"
+        )
+
+
+def cuts_of(model: Any, arguments: Mapping[str, Any], valid: Tensor, seen: int) -> Cuts | None:
+    """Where a prompt may be cut, by what a call of the model is given.
+
+    Args:
+        model: The model.
+        arguments: Of the call, by name.
+        valid: ``[batch, columns]`` bool, False on padding, of all columns so far.
+        seen: Columns read before the prompt.
+
+    Returns:
+        Of as many columns as types are given of; None where the model's masks go by none.
+
+    Raises:
+        UnsupportedModelError: Types are given of some columns only, which models read by position.
+    """
+    makes = getattr(type(model), _MASKS, None)
+    known: Collection[str] = () if makes is None else signature(makes).parameters
+    given = [each for each in types_in(arguments).items() if each[0] in known]
+    if not given:
+        return None
+    name, types = given[0]
+    if types.ndim != 2 or types.shape[0] != valid.shape[0]:
+        return None
+    asked = _Masks(model, name)
+    columns = types.shape[1]
+    if columns < valid.shape[1]:
+        if not any(
+            asked.sees([each for each, _ in groupby(row)]).triu(1).any() for row in types.tolist()
+        ):
+            return None
+        raise UnsupportedModelError(
+            f"{name} must be given of all columns up to a chunk's end, [batch, {valid.shape[1]}], "
+            f"since {type(model).__name__} reads them by position, got {list(types.shape)}"
+        )
+    valid = pad(valid, (0, columns - valid.shape[1]), value=True)
+    forbidden = torch.zeros(columns + 1, dtype=torch.bool)
+    for row, own in zip(types.tolist(), valid.tolist(), strict=True):
+        asked.forbid(forbidden, row, [each for each in range(seen, columns) if own[each]])
+    return Cuts(forbidden)
+
+
+class _Masks:
+    """The masks that a model makes.
+
+    Args:
+        model: The model.
+        name: What it calls the types of tokens.
+    """
+
+    def __init__(self, model: Any, name: str) -> None:
+        self._makes = getattr(type(model), _MASKS)
+        self._name = name
+        self._config = copy.deepcopy(model.config)
+        self._config._attn_implementation = "eager"  # whose masks say everything
+        self._made: dict[tuple[int, ...], Tensor] = {}
+
+    def sees(self, types: list[int]) -> Tensor:
+        """Which tokens see which: bool, of two tokens for each of the types given."""
+        key = tuple(types)
+        if key not in self._made:
+            self._made[key] = self._sees(torch.tensor(types).repeat_interleave(2)[None])
+        return self._made[key]
+
+    def _sees(self, types: Tensor) -> Tensor:
+        count = types.shape[1]
+        made: Any = self._makes(
+            config=self._config,
+            inputs_embeds=torch.zeros(1, count, 1),
+            attention_mask=torch.ones(1, count, dtype=torch.int64),
+            past_key_values=None,
+            position_ids=torch.arange(count)[None],
+            is_first_iteration=True,
+            **{self._name: types},
+        )
+        sees = torch.zeros(count, count, dtype=torch.bool)
+        for mask in made.values() if isinstance(made, dict) else [made]:
+            if isinstance(mask, Tensor) and mask.ndim == 4:
+                own = mask[0, 0]
+                sees |= own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+        return sees
+
+    def forbid(self, forbidden: Tensor, types: list[int], columns: list[int]) -> None:
+        """Add the columns at which a row may not be cut.
+
+        Args:
+            forbidden: See `Cuts`.
+            types: By column.
+            columns: Those of the row's tokens, ascending.
+        """
+        runs = [list(run) for _, run in groupby(columns, key=lambda column: types[column])]
+        if not runs:
+            return
+        sees = self.sees([types[run[0]] for run in runs])
+        for index, run in enumerate(runs):
+            # Two tokens stand for a run: it is cut before the first of them, or between the two.
+            if bool(sees[: 2 * index, 2 * index :].any()):
+                forbidden[run[0]] = True
+            if bool(sees[: 2 * index + 1, 2 * index + 1 :].any()):
+                forbidden[run[0] + 1 : run[-1] + 1] = True

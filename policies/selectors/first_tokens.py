@@ -1,0 +1,137 @@
+"""The first tokens of a context are kept beyond the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.budgets import Budget
+from kvpolicy.checks import check_count
+from kvpolicy.context import LayerContext
+from kvpolicy.interfaces import KVSelector
+from kvpolicy.known import known_counts
+from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
+from kvpolicy.policies.selectors.wrapping import WrappingSelector
+from kvpolicy.selection import compress
+
+
+@attrs.frozen
+class FirstTokensWholeSelector(WrappingSelector):
+    """Keeps the first tokens of the context; of those behind them what a selector keeps.
+
+    The selector is shown the tokens behind alone, at their own positions, as if no others had been
+    seen: a rate is a rate of these, and a number of tokens comes on top of the first ones.
+    ``protect`` of other selectors keeps first tokens too, but counts them in the budget.
+
+    Args:
+        selector: Chooses among the tokens behind.
+        whole_tokens: First tokens of the context that are kept, such as those of a system prompt,
+            at least 0.
+
+    Raises:
+        TypeError: ``selector`` is not a `KVSelector`, or ``whole_tokens`` not an int.
+        ValueError: ``whole_tokens`` is below 0.
+
+    Example:
+        >>> FirstTokensWholeSelector(GQAGroupSelector(0.1), 100).kept_rates(2, context_len=1000)
+        [0.19, 0.19]
+
+    Source: KVzip (arXiv 2505.23416), whose code keeps the system prompt so.
+    """
+
+    paper: ClassVar[str] = "arXiv 2505.23416"
+
+    selector: KVSelector = attrs.field(default=GQAGroupSelector())
+    whole_tokens: int = 4
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        check_count("whole_tokens", self.whole_tokens)
+
+    @property
+    def protected_first(self) -> int:
+        """The first tokens, and those of the selector."""
+        return max(self.whole_tokens, self.selector.protected_first)
+
+    @property
+    def budget(self) -> Budget | None:
+        """None, since no rate of the whole context is kept, unless there are no first tokens."""
+        return None if self.whole_tokens else self.selector.budget
+
+    @property
+    def decides_together(self) -> bool:
+        """As the selector."""
+        return self.selector.decides_together
+
+    @property
+    def equal_counts(self) -> bool:
+        """As the selector, unless that protects first tokens behind these.
+
+        Heads that hold as many protected tokens may then hold unlike numbers of the first ones.
+        """
+        own = self.selector.protected_first <= self.whole_tokens or not self.whole_tokens
+        return own and self.selector.equal_counts
+
+    def protected(self, context: LayerContext) -> Tensor:
+        """The first tokens, and those of the selector; see `KVSelector.protected`."""
+        first = context.is_first(self.whole_tokens)
+        return first | self.selector.protected(self._behind(context))
+
+    def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
+        """The first tokens' share, and that of the selector; see `KVSelector.kept_rates`."""
+        if context_len is None:
+            return self.selector.kept_rates(num_layers)
+        first = min(self.whole_tokens, check_count("context_len", context_len, minimum=1))
+        if first == context_len:
+            return [1.0] * check_count("num_layers", num_layers, minimum=1)
+        behind = context_len - first
+        rates = self.selector.kept_rates(num_layers, behind)
+        return [(first + rate * behind) / context_len for rate in rates]
+
+    def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
+        """The first tokens, and what the selector says; see `KVSelector.kept_counts`."""
+        behind = known_counts(self.selector, self._behind(context))
+        if behind is None:
+            return None
+        # The layer holds the whole context, or nothing were known of the tokens behind.
+        return tuple(
+            min(seen, self.whole_tokens) + count
+            for seen, count in zip(context.seen_len, behind, strict=True)
+        )
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        return self._with_first(self.selector.select(saliency, self._behind(context)), context)
+
+    def select_together(
+        self, saliencies: Sequence[Tensor], contexts: Sequence[LayerContext]
+    ) -> list[Tensor]:
+        """Return what every layer keeps; see `KVSelector.select_together`."""
+        found = self.selector.select_together(saliencies, [self._behind(each) for each in contexts])
+        return [self._with_first(*each) for each in zip(found, contexts, strict=True)]
+
+    def _behind(self, context: LayerContext) -> LayerContext:
+        """The context as if the first tokens were padding."""
+        seen_len = tuple(max(each - self.whole_tokens, 0) for each in context.seen_len)
+        # Where some tokens are not held, so may be some of the first; and a selector that protects
+        # first tokens would take those behind for them, since as many are held as it hears of.
+        whole = context.held_len == context.seen_len and not self.selector.protected_first
+        return attrs.evolve(
+            context,
+            positions=context.positions.masked_fill(context.is_first(self.whole_tokens), -1),
+            new_valid=context.new_valid & ~context.is_new_first(self.whole_tokens),
+            seen_len=seen_len,
+            held_len=seen_len if whole else None,
+        )
+
+    def _with_first(self, kept: Tensor, context: LayerContext) -> Tensor:
+        """Indices that were chosen among the tokens behind, with those of the first tokens."""
+        first = context.is_first(self.whole_tokens)
+        found = torch.cat([compress(first, first.shape[-1]), kept], dim=-1).sort(dim=-1).values
+        counts = known_counts(self, context)
+        most = max(counts) if counts is not None else int((found >= 0).sum(dim=-1).max())
+        return found[..., found.shape[-1] - most :]

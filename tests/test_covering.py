@@ -1,0 +1,104 @@
+"""What `make test` runs where it does not run every case."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Hashable
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.covering import WHOLE, case_of, chosen_items, covering
+
+VALUES = st.one_of(st.integers(0, 3), st.booleans(), st.sampled_from("abc"), st.none())
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> list[dict[str, Hashable]]:
+    axes = draw(st.lists(st.sampled_from("uvwxyz"), unique=True, max_size=4))
+    return draw(st.lists(st.fixed_dictionaries(dict.fromkeys(axes, VALUES)), max_size=40))
+
+
+def values_of(some: list[dict[str, Hashable]]) -> set[tuple[str, str]]:
+    return {(axis, repr(value)) for case in some for axis, value in case.items()}
+
+
+@given(cases())
+def test_every_value_of_every_axis_is_chosen(drawn: list[dict[str, Hashable]]) -> None:
+    chosen = covering(drawn)
+    assert chosen == sorted(set(chosen))
+    assert values_of([drawn[at] for at in chosen]) == values_of(drawn)
+    assert len(chosen) <= max(1, len(values_of(drawn)))
+
+
+def test_a_product_needs_as_many_cases_as_its_longest_axis() -> None:
+    grid = [{"x": x, "y": y, "z": z} for x, y, z in product("abc", "de", range(3))]
+    chosen = [tuple(grid[at].values()) for at in covering(grid)]
+    assert chosen == [("a", "d", 0), ("b", "e", 1), ("c", "d", 2)]
+
+
+def test_equal_values_of_unlike_types_are_two() -> None:
+    assert covering([{"x": 1}, {"x": True}, {"x": 1.0}, {"x": 1}]) == [0, 1, 2]
+
+
+def test_a_test_without_parameters_is_chosen() -> None:
+    assert covering([{}]) == [0]
+    assert covering([{}, {}]) == [0]
+    assert covering([]) == []
+
+
+def test_of_this_suite_every_value_is_chosen(request: pytest.FixtureRequest) -> None:
+    items = request.session.items
+    chosen = chosen_items(items)
+    names = {item: (item.path, getattr(item, "originalname", item.name)) for item in items}
+
+    def taken(some: list[pytest.Item]) -> set[tuple[object, ...]]:
+        return {
+            (names[item], axis, type(value), value)
+            for item in some
+            for axis, value in case_of(item).items()
+        } | {names[item] for item in some}
+
+    assert taken(chosen) == taken(items)
+    whole = [item for item in items if WHOLE & set(item.path.parts)]
+    assert set(whole) <= set(chosen)
+
+
+def test_what_is_never_sampled_is_there(request: pytest.FixtureRequest) -> None:
+    tests = request.config.rootpath / "tests"
+    assert {path.name for path in tests.rglob("*")} >= WHOLE
+
+
+GRID = """
+import pytest
+
+@pytest.mark.parametrize("x", range(3))
+@pytest.mark.parametrize("y", range(4))
+def test_grid(x, y):
+    assert x + y >= 0
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_run_says_what_it_left_out(
+    request: pytest.FixtureRequest, tmp_path: Path, workers: str
+) -> None:
+    """With processes of pytest-xdist, which print nothing themselves, as without."""
+    (tmp_path / "test_grid.py").write_text(GRID)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", workers, "-p", "tests.conftest"]
+    run = subprocess.run(
+        [*command, "--covering", str(tmp_path)],
+        cwd=request.config.rootpath,
+        env={key: value for key, value in os.environ.items() if "PYTEST_" not in key},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "4 passed" in run.stdout
+    assert "8 cases left out" in run.stdout
+    assert re.search(r"^ *8 of +12 ", run.stdout, re.MULTILINE)
