@@ -2,7 +2,7 @@
 
 Run as ``python -m benchmarks.compress --chooser DIR``. The bundled model of word tasks answers; the
 model that chooses is one of the same language with other weights, such as ``python -m
-benchmarks.ruler_words.train --seed 11 --minutes 18 --out DIR`` leaves in ``DIR/weights``. Answers
+training.ruler_words.train --seed 11 --minutes 18 --out DIR`` leaves in ``DIR/weights``. Answers
 to the whole prompt, to the middle cut out, and to chunks at random stand beside it, all as text.
 ``python -m benchmarks.compress --table`` prints the tables of the results.
 """
