@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -77,6 +78,33 @@ def timed(device: torch.device, run: Callable[[], T]) -> tuple[T, Interval]:
 
 def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class TokenTimes:
+    """A streamer of `generate` that writes down when the prompt and every token came.
+
+    Args:
+        clock: Tells the seconds.
+
+    Attributes:
+        times: The readings, that of the prompt first.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.times: list[float] = []
+        self._clock = clock
+
+    def put(self, value: Tensor) -> None:
+        """A prompt or a token."""
+        self.times.append(self._clock())
+
+    def end(self) -> None:
+        """Nothing more comes."""
+
+    def steps(self, left_out: int) -> list[float]:
+        """Milliseconds of each token but for those at the start that are left out."""
+        ends = self.times[1 + left_out :]  # after the prompt
+        return [(end - start) * 1e3 for start, end in itertools.pairwise(ends)]
 
 
 class TimedPolicy(CachePolicy):
