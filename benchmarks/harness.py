@@ -107,7 +107,9 @@ class Option:
         shown = self.default
         if isinstance(shown, list | tuple):
             shown = ("," if "nargs" not in self.how else " ").join(map(str, shown))
-        said = self.help if shown is None else f"{self.help}; default {shown}".removeprefix("; ")
+        said = (
+            self.help if shown in (None, "") else f"{self.help}; default {shown}".removeprefix("; ")
+        )
         kind = self.kind or kinds.get(type(self.default), str)
         parser.add_argument(f"--{self.name}", type=kind, help=said, **self.how)
 
@@ -351,14 +353,16 @@ def in_turns(
     rounds: int,
     *,
     warm_up: bool = True,
+    rotate: bool = True,
     done: Callable[[int], None] = lambda turn: None,
 ) -> dict[str, list[T]]:
-    """Let contenders take turns in rounds; who goes first moves on by one in every round.
+    """Let contenders take turns in rounds.
 
     Args:
         contenders: By name, what is run when its turn has come.
         rounds: That count.
         warm_up: Whether a round before them is run and left out.
+        rotate: Whether who goes first moves on by one in every round.
         done: Told of the number of every round that is over, 0 for the one that is left out.
 
     Returns:
@@ -371,7 +375,7 @@ def in_turns(
     """
     names, taken = list(contenders), {name: list[T]() for name in contenders}
     for turn in range(0 if warm_up else 1, rounds + 1):
-        start = turn % len(names)
+        start = turn % len(names) if rotate else 0
         for name in [*names[start:], *names[:start]]:
             found = contenders[name]()
             if turn:
@@ -391,7 +395,7 @@ def middle(key: str, unit: float = 1.0) -> Callable[[Row], float]:
 
 
 def extent(key: str, digits: int = 2) -> Callable[[Row], str]:
-    """For a column: a row's median and, in brackets, the lowest and the highest.
+    """For a column: a row's median and, in brackets, the lowest and the highest; empty for None.
 
     Example:
         >>> extent("x")({"x": {"median": 2.0, "lowest": 1.5, "highest": 4.0}})
@@ -399,6 +403,8 @@ def extent(key: str, digits: int = 2) -> Callable[[Row], str]:
     """
 
     def said(row: Row) -> str:
+        if row[key] is None:
+            return ""
         middle, lowest, highest = (f"{each:.{digits}f}" for each in row[key].values())
         return f"{middle} ({lowest}-{highest})"
 
