@@ -325,15 +325,15 @@ class Benchmark:
 
     def text(self, record: dict[str, Any]) -> str:
         """All tables of a record."""
-        return "\n".join(table.text(record) for table in self.tables)
+        return "\n".join(filter(None, (table.text(record) for table in self.tables)))
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """Measure, print and write, or show a result; and draw it."""
         options = self.options_of(arguments)
         folder = out_folder(options)
-        torch.set_num_threads(options.threads)
         file = f"{self.name}.json" if self.file is None else self.file(options)
         if options.show is None:
+            torch.set_num_threads(options.threads)
             run = Run(options, folder, self.name, file, self.tables)
             self.measure(run)
             record = run.record
