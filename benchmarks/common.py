@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 
 from kvpolicy import CachePolicy, build
 from kvpolicy.evaluation import ModelShape, estimate, shape_of
-from kvpolicy.evaluation.results import check_folder, environment, write_all
+from kvpolicy.evaluation.results import environment, write_all
 
 # The model without kvpolicy, on the cache that Transformers itself would use.
 BASELINE = "dynamic_cache"
@@ -225,75 +224,3 @@ def facts(device: torch.device) -> dict[str, Any]:
         found["machine"]["gpu_bytes"] = properties.total_memory
         found["versions"]["cuda"] = torch.version.cuda
     return found
-
-
-# Until all scripts are on the harness.
-RESULTS = Path(__file__).resolve().parent / "results"
-# Where a quick run writes, so that it never takes the place of a real one.
-QUICK_RESULTS = Path("results") / "benchmarks"
-
-
-def allowed_prefill(policy: CachePolicy, shape: ModelShape, context: int) -> float:
-    """How many times faster the prefill can be by the count of its operations."""
-    return estimate(policy, shape, context).speedup
-
-
-def whole_numbers(text: str) -> list[int]:
-    """Comma-separated numbers of at least 1, ascending, each once.
-
-    Raises:
-        argparse.ArgumentTypeError: They are not.
-    """
-    try:
-        found = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        found = [0]
-    if found[0] < 1:
-        raise argparse.ArgumentTypeError(
-            f"must be whole numbers of at least 1 with commas between, such as 2048,8192, got "
-            f"{text!r}"
-        )
-    return found
-
-
-def at_least(minimum: int) -> Any:
-    """A type of argparse: a whole number of at least ``minimum``."""
-
-    def whole_number(text: str) -> int:
-        if not re.fullmatch(r"\d+", text) or int(text) < minimum:
-            raise argparse.ArgumentTypeError(
-                f"must be a whole number of at least {minimum}, got {text!r}"
-            )
-        return int(text)
-
-    return whole_number
-
-
-def parser_of(description: str) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have.
-
-    Args:
-        description: A script's docstring, of which the first line is shown.
-    """
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny run, to see that it works")
-    parser.add_argument("--threads", type=at_least(1), default=2, help="of torch; default 2")
-    parser.add_argument("--out", type=Path, help="folder of the results")
-    parser.add_argument(
-        "--show", type=Path, metavar="FILE", help="measure nothing; table and picture of a result"
-    )
-    return parser
-
-
-def out_folder(options: argparse.Namespace) -> Path:
-    """Where results go; checked before anything is measured.
-
-    Raises:
-        ValueError: It cannot be written to.
-    """
-    if options.out is None and options.show is not None:
-        folder = options.show.parent
-    else:
-        folder = options.out or (QUICK_RESULTS if options.quick else RESULTS)
-    check_folder(folder)
-    return Path(folder)

@@ -257,6 +257,7 @@ class Run:
         self.options, self.folder, self.name, self.file = options, folder, name, file
         self.record: dict[str, Any] = {}
         self._tables = {each.part: each for each in tables if isinstance(each, Table) and each.live}
+        self._headed: set[str] = set()
 
     def begin(self, settings: dict[str, Any], *parts: str, device: Any = "cpu") -> dict[str, Any]:
         """Begin the record: the benchmark, its settings, versions and machine, and empty parts.
@@ -272,13 +273,17 @@ class Run:
 
     def add(self, part: str, *rows: Row) -> None:
         """Add rows to a part, print them as lines of its table, and write the file."""
-        table = self._tables.get(part)
-        if table is not None:
-            if not self.record[part]:
-                print(table.header, flush=True)
-            print("\n".join(map(table.line, rows)), flush=True)
+        self.head(part)
+        if part in self._tables:
+            print("\n".join(map(self._tables[part].line, rows)), flush=True)
         self.record[part] += rows
         self.write()
+
+    def head(self, part: str) -> None:
+        """Print the header of a part's table, once."""
+        if part in self._tables and part not in self._headed:
+            print(self._tables[part].header, flush=True)
+            self._headed.add(part)
 
     def write(self) -> None:
         """Replace the file in one step."""

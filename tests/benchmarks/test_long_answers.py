@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.common import RESULTS
+from benchmarks.harness import RESULTS
 from benchmarks.long_answers import measure
 from kvpolicy.evaluation.tasks.long_answers import KINDS
 
@@ -14,11 +14,11 @@ from kvpolicy.evaluation.tasks.long_answers import KINDS
 def test_lines_by_hand() -> None:
     row = {"kind": "loop", "rule": "TOVA", "budget": 32, "every": 1, "steps": 4}
     row["right"] = [4, 2, 4, 2]
-    words = measure.line_of(row)
+    words = measure.TABLE.line(row)
     assert len(words) <= 80
     # Shares of 1 and 1/2: a mean of 3/4, a deviation of sqrt(1/12), half of it times 1.96.
     assert words.split() == ["loop", "TOVA", "32", "1", "75.0%", "±", "28.3%", "50%"]
-    none = measure.line_of({**row, "budget": None, "every": None})
+    none = measure.TABLE.line({**row, "budget": None, "every": None})
     assert none.split()[2:4] == ["-", "-"]
 
 
