@@ -84,27 +84,30 @@ class TokenTimes:
     """A streamer of `generate` that writes down when the prompt and every token came.
 
     Args:
-        clock: Tells the seconds.
+        clock: Tells the seconds; the machine's clock if None.
 
     Attributes:
-        times: The readings, that of the prompt first.
+        seconds: The readings, the first at the start of the prompt.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.times: list[float] = []
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self.seconds: list[float] = []
+        self._clock = clock or time.perf_counter
 
     def put(self, value: Tensor) -> None:
-        """A prompt or a token."""
-        self.times.append(self._clock())
+        """Take the prompt, or one token of each row."""
+        self.seconds.append(self._clock())
 
     def end(self) -> None:
         """Nothing more comes."""
 
-    def steps(self, left_out: int) -> list[float]:
-        """Milliseconds of each token but for those at the start that are left out."""
-        ends = self.times[1 + left_out :]  # after the prompt
-        return [(end - start) * 1e3 for start, end in itertools.pairwise(ends)]
+    def steps_ms(self, first: int = 0) -> list[float]:
+        """Milliseconds between readings from the given one on.
+
+        From 0 on they are the prefill's, then each further token's.
+        """
+        pairs = itertools.pairwise(self.seconds[first:])
+        return [(after - before) * 1e3 for before, after in pairs]
 
 
 class TimedPolicy(CachePolicy):

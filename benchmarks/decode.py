@@ -124,7 +124,7 @@ def take_turn(
         **how,
     )
     held = max(layer.keys.shape[2] for layer in cache.layers)
-    return median(clock.steps(WARM_UP)), held
+    return median(clock.steps_ms(1 + WARM_UP)), held
 
 
 def rows_of(context: int, taken: dict[str, list[tuple[float, int]]]) -> list[Row]:

@@ -104,7 +104,7 @@ def token_ms(
         streamer=clock,
         disable_compile=True,
     )
-    return fmean(clock.steps(1))
+    return fmean(clock.steps_ms(2))
 
 
 def costs(

@@ -19,12 +19,12 @@ from benchmarks.common import TINY, allowed_decode, as_json, random_prompt, spre
 from kvpolicy.evaluation import shape_of
 from kvpolicy.policies import FullContext, StreamingLLM
 
-MODULES = [info.name for info in pkgutil.iter_modules(benchmarks.__path__) if not info.ispkg]
+MODULES = [info.name for info in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.")]
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name: str) -> None:
-    failures, _ = doctest.testmod(importlib.import_module(f"benchmarks.{name}"))
+    failures, _ = doctest.testmod(importlib.import_module(name))
     assert failures == 0
 
 

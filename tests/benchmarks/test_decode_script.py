@@ -12,8 +12,8 @@ from benchmarks.clocks import TokenTimes
 
 def test_steps_are_those_of_tokens_after_the_first() -> None:
     clock = TokenTimes()
-    clock.times = [0.0, 1.0, 2.0, 3.0, 4.0, 4.5, 4.6, 4.8]  # a prompt, then seven tokens
-    assert clock.steps(decode.WARM_UP) == pytest.approx([100.0, 200.0])
+    clock.seconds = [0.0, 1.0, 2.0, 3.0, 4.0, 4.5, 4.6, 4.8]  # a prompt, then seven tokens
+    assert clock.steps_ms(1 + decode.WARM_UP) == pytest.approx([100.0, 200.0])
 
 
 def test_a_row_fits_the_table() -> None:
