@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def continuations(
     return torch.cat(tokens, dim=1)
 
 
-def word_score(tokenizer: Any, generated: Tensor, outputs: Any) -> float:
+def word_score(tokenizer: Any, generated: Tensor | list[int], outputs: Sequence[str]) -> float:
     """The part of the expected words in what was generated, up to the end of the answer."""
     text, _, _ = tokenizer.decode(generated).partition(tokenizer.eos_token)
     return score(text, outputs)

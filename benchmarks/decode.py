@@ -82,23 +82,27 @@ def _static(model: PreTrainedModel, context: int, count: int) -> StaticCache:
     return StaticCache(config=model.config, max_cache_len=context + count)
 
 
+def _dynamic(model: PreTrainedModel, context: int, count: int) -> DynamicCache:
+    return DynamicCache(config=model.config)
+
+
+def _growing(policy: CachePolicy, model: PreTrainedModel, context: int, count: int) -> PolicyCache:
+    return PolicyCache(policy)
+
+
+def _fixed(policy: CachePolicy, model: PreTrainedModel, context: int, count: int) -> PolicyCache:
+    return PolicyCache(policy, max_new_tokens=count)
+
+
 def contenders(*, compiled: bool) -> dict[str, Contender]:
     """By name, the static cache first."""
-    found = {
-        STATIC: Contender(_static),
-        DYNAMIC: Contender(lambda model, context, count: DynamicCache(config=model.config)),
-    }
+    found = {STATIC: Contender(_static), DYNAMIC: Contender(_dynamic)}
     for name, policy in POLICIES.items():
-        found[f"{name}, growing"] = Contender(
-            lambda model, context, count, policy=policy: PolicyCache(policy)
-        )
+        found[f"{name}, growing"] = Contender(partial(_growing, policy))
     for name, policy in POLICIES.items():
-        fixed = Contender(
-            lambda model, context, count, policy=policy: PolicyCache(policy, max_new_tokens=count)
-        )
-        found[f"{name}, fixed"] = fixed
+        found[f"{name}, fixed"] = Contender(partial(_fixed, policy))
         if compiled:
-            found[f"{name}, compiled"] = attrs.evolve(fixed, compiled=True)
+            found[f"{name}, compiled"] = Contender(partial(_fixed, policy), compiled=True)
     if compiled:
         found[f"{STATIC}, compiled"] = Contender(_static, compiled=True)
     return found

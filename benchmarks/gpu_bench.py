@@ -207,6 +207,7 @@ class Bench:
         memory, policy = turns[0].memory, self.plans[name].policy
         prefill_ms = tuple(each.wall_ms for each in prefill)
         decode_ms = tuple(each.wall_ms for each in decode)
+        limits = allowed(policy, context, self.model)
         return Cell(
             policy=name,
             context=context,
@@ -221,7 +222,8 @@ class Bench:
             prefill_peak_bytes=None if memory is None else memory.prefill_peak,
             decode_peak_bytes=None if memory is None else memory.decode_peak,
             generate_ms=median(prefill_ms) + math.fsum(decode_ms) if decode_ms else None,
-            **allowed(policy, context, self.model),
+            prefill_allowed=limits["prefill_allowed"],
+            decode_allowed=limits["decode_allowed"],
         )
 
 
