@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpolicy.evaluation.comparison.tables import byte_unit
-from kvpolicy.evaluation.suite.statistics import Difference
+from kvpolicy.evaluation.intervals import Difference
 from kvpolicy.evaluation.suite.summary import Figure
 
 MINUS = "\N{MINUS SIGN}"
