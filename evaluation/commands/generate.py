@@ -25,9 +25,9 @@ from kvpolicy.evaluation.commands.options import (
     TSPLayerOption,
     policy_options,
 )
-from kvpolicy.evaluation.commands.stream import encode_prompt, stream
+from kvpolicy.evaluation.commands.stream import stream
 from kvpolicy.evaluation.commands.terminal import DeviceOption, DtypeOption, load_shown
-from kvpolicy.evaluation.models import default_tsp_layer
+from kvpolicy.evaluation.models import default_tsp_layer, encode_prompt
 from kvpolicy.evaluation.tasks.prompts import read_prompt
 
 DEFAULT = "fastkv"

@@ -14,38 +14,6 @@ if TYPE_CHECKING:
     from kvpolicy.integrations.transformers import PolicyCache
 
 
-def encode_prompt(loaded: Loaded, text: str, *, chat: bool | None = None) -> torch.Tensor:
-    """Turn a prompt into tokens.
-
-    Args:
-        loaded: The model and its tokenizer.
-        text: The prompt.
-        chat: Whether it is a user's turn of a chat; None for yes if the tokenizer has a template.
-
-    Returns:
-        int64 ``[1, prompt_len]`` on the model's device.
-
-    Raises:
-        ValueError: A template is asked for and there is none, or no token comes of the text.
-    """
-    template = getattr(loaded.tokenizer, "chat_template", None)
-    if chat and not template:
-        raise ValueError(
-            f"--chat needs a chat template, but the tokenizer of {loaded.name} has none"
-        )
-    if template and chat is not False:
-        turns = [{"role": "user", "content": text}]
-        encoded = loaded.tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, return_dict=True
-        )
-    else:
-        encoded = loaded.tokenizer(text)
-    ids = encoded["input_ids"]
-    if not ids:
-        raise ValueError("prompt must have at least one token, got none")
-    return torch.tensor([ids], device=loaded.model.device)
-
-
 def stream(
     loaded: Loaded,
     input_ids: torch.Tensor,

@@ -7,7 +7,7 @@ is the sums: every chunk's queries have seen then what a prompt's would have.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
@@ -18,14 +18,12 @@ from kvpolicy.asking import advanced
 from kvpolicy.context import LayerContext
 from kvpolicy.integrations.transformers.forward.append import Forward
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
+from kvpolicy.integrations.transformers.forward.staged_prompt import StagedPrompt
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.interfaces import Scorer
 from kvpolicy.policies import AccumulatedAttentionScorer
 from kvpolicy.policy import CachePolicy
 from kvpolicy.selection import gather_slots
-
-if TYPE_CHECKING:
-    from kvpolicy.integrations.transformers.forward.stages import StagedPrompt
 
 
 @attrs.frozen(eq=False)
