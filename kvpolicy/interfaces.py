@@ -65,6 +65,26 @@ class Scorer(Part, abc.ABC):
         """Numbers that it carries for each key from one choice to the next; 0 for none."""
         return 0
 
+    @property
+    def accumulates(self) -> bool:
+        """True if `advance` over parts of the queries ends with the saliency of all of them.
+
+        Asked for one part after the other, it ends with what `score` says of all queries at once,
+        or with the mean of that over each KV group. A prompt that is read in chunks then holds what
+        is carried in place of its queries. A class that overrides `score`, `advance`, `carries` or
+        `num_queries` has to say so anew, or it is not believed.
+        """
+        return False
+
+    @property
+    def scores_last_attention(self) -> bool:
+        """True if `score` returns how much the last query attends to each key, and nothing else.
+
+        A compiled step of a bounded answer may then take the attention that it has computed anyway.
+        A class that overrides `score` or `num_queries` has to say so anew, or it is not believed.
+        """
+        return False
+
     def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
         """The saliency, and what is carried on, where a policy evicts while it decodes.
 
@@ -132,6 +152,24 @@ class KVSelector(Part, abc.ABC):
         """Whether it keeps as many tokens of a row in all heads of all layers.
 
         If all tokens reach them. A policy without gaps needs it, see `CachePolicy`.
+        """
+        return False
+
+    @property
+    def keeps_all(self) -> bool:
+        """True if it keeps every token, so that there is nothing to act on.
+
+        A class that overrides `select` has to say so anew, or it is not believed.
+        """
+        return False
+
+    @property
+    def keeps_highest(self) -> bool:
+        """True if each KV head keeps the protected, and the highest means over its group.
+
+        As many as the budget says, of two equals the earlier; what is protected is said by
+        `protected_tail` and `protected_first`. A class that overrides `select` or
+        `protected` has to say so anew, or it is not believed.
         """
         return False
 

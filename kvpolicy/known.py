@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvpolicy.budgets import Budget
 from kvpolicy.context import LayerContext
+from kvpolicy.declarations import still_holds
 from kvpolicy.interfaces import KVSelector
 
 
@@ -25,12 +26,7 @@ def known_counts(selector: KVSelector, context: LayerContext) -> tuple[int, ...]
     """
     if context.held_len is None:
         return None
-    classes = type(selector).__mro__
-
-    def defined(name: str) -> int:
-        return next(place for place, each in enumerate(classes) if name in vars(each))
-
-    if defined("kept_counts") > min(defined("select"), defined("protected")):
+    if not still_holds(selector, "kept_counts", "select", "protected"):
         return None
     return selector.kept_counts(context)
 

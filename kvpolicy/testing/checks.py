@@ -30,6 +30,7 @@ from kvpolicy.testing.declared import (
     check_tensor,
     require,
 )
+from kvpolicy.testing.results import check_kept, check_scored
 from kvpolicy.testing.shares import (
     check_kept_in_shares,
     check_passed_in_shares,
@@ -88,6 +89,7 @@ def check_scorer(component: Scorer) -> None:
             )
         check_scores_in_shares(component, context, saliency, TOLERANCE)
         _check_advance(component, context, saliency)
+        check_scored(component, context, saliency)
 
     run()
 
@@ -174,6 +176,7 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
             _check_bounded(component, context, saliency)
         if component.equal_counts:
             _check_equal_counts(context, protected, kept)
+        check_kept(component, context, saliency, kept)
 
     run()
 

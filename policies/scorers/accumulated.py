@@ -42,6 +42,11 @@ class AccumulatedAttentionScorer(Scorer):
         """The sum, of a KV head."""
         return 1
 
+    @property
+    def accumulates(self) -> bool:
+        """Yes."""
+        return True
+
     def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
         """The sums over all queries since the prompt's first; see `Scorer.advance`."""
         sums = group_mean(causal_attention_sums(context), context.kv_heads)

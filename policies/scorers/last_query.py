@@ -34,6 +34,11 @@ class LastQueryScorer(Scorer):
         """The last one."""
         return 1
 
+    @property
+    def scores_last_attention(self) -> bool:
+        """Yes."""
+        return True
+
     def score(self, context: LayerContext) -> Tensor:
         """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
         return causal_attention_sums(context)

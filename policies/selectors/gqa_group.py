@@ -66,6 +66,11 @@ class GQAGroupSelector(KVSelector):
         """Yes."""
         return True
 
+    @property
+    def keeps_highest(self) -> bool:
+        """Yes."""
+        return True
+
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
         """The budget's; see `KVSelector.kept_counts`."""
         fixed = protected_counts(context, tail=self.protected_tail, first=self.protected_first)

@@ -30,6 +30,11 @@ class KeepAllSelector(KVSelector):
         """Yes."""
         return True
 
+    @property
+    def keeps_all(self) -> bool:
+        """Yes."""
+        return True
+
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
         """All that there are; see `KVSelector.kept_counts`."""
         return context.held_len

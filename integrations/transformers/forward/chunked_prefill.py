@@ -16,12 +16,12 @@ from torch.nn.functional import pad
 
 from kvpolicy.asking import advanced
 from kvpolicy.context import LayerContext
+from kvpolicy.declarations import declares
 from kvpolicy.integrations.transformers.forward.append import Forward
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.integrations.transformers.forward.staged_prompt import StagedPrompt
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.interfaces import Scorer
-from kvpolicy.policies import AccumulatedAttentionScorer
 from kvpolicy.policy import CachePolicy
 from kvpolicy.selection import gather_slots
 
@@ -164,14 +164,16 @@ class ContinuedScorer(Scorer):
 
 
 def sums_over_all(policy: CachePolicy) -> bool:
-    """Whether a policy looks at all queries of a prompt, and a sum over them says as much.
+    """Whether a policy looks at all queries of a prompt, and what its scorer carries says as much.
 
-    What other scorers make of all queries need not be the same of their sums over chunks.
+    What other scorers make of all queries need not be the same chunk by chunk.
     """
-    carries = policy.decoding is not None and policy.decoding.carries
-    sums = isinstance(policy.scorer, AccumulatedAttentionScorer)
-    # Later layers are shown what the scorer says of every query head.
-    return sums and not carries and not policy.history_layers
+    if policy.scorer is None or policy.history_layers:
+        return False  # later layers are shown what the scorer says of every query head
+    if policy.decoding is not None and policy.decoding.carries:
+        return False
+    said_of = ("score", "advance", "carries", "num_queries")
+    return declares(policy.scorer, "accumulates", *said_of)
 
 
 def _wider(carried: Tensor, key_len: int) -> Tensor:

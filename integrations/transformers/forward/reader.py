@@ -12,6 +12,7 @@ import attrs
 from torch import Tensor, nn
 
 from kvpolicy.checks import check_count
+from kvpolicy.declarations import declares
 from kvpolicy.errors import (
     CacheInUseError,
     NotAttachedError,
@@ -53,7 +54,6 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.recurrent import link
 from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
-from kvpolicy.policies import KeepAllSelector
 from kvpolicy.policy import CachePolicy
 
 
@@ -77,8 +77,8 @@ def keeps_everything(policy: CachePolicy, num_layers: int) -> bool:
         num_layers: Layers of the model.
     """
     selector = policy.selector
-    budget = None if isinstance(selector, KeepAllSelector) else selector.budget
-    keeps = isinstance(selector, KeepAllSelector) or (budget is not None and budget.rate == 1)
+    whole = selector.budget is not None and selector.budget.rate == 1
+    keeps = whole or declares(selector, "keeps_all", "select")
     return keeps and not policy.propagation.acting_layers(num_layers)
 
 
