@@ -1,4 +1,4 @@
-"""Asking the parts of a policy, and checking what they return."""
+"""Calls the parts of a policy and checks what they return, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpolicy.known import known_counts, on_device
 
 
 class Checks:
-    """What must not be, looked at together at the end: every look waits for the device.
+    """Collects conditions on tensors, and looks at them together: a look waits for the device.
 
     A message must hold on to nothing large, since the end may be that of all layers.
     """
@@ -31,12 +31,12 @@ class Checks:
         self._messages.append(message)
 
     def join(self, more: Checks) -> None:
-        """Look at what others are to look at as well, after what there is."""
+        """Append another collection's conditions."""
         self._conditions += more._conditions
         self._messages += more._messages
 
     def look(self) -> None:
-        """Raise ValueError for the first condition that holds; then all are done with."""
+        """Raise ValueError for the first condition that holds, and forget all of them."""
         conditions, messages = self._conditions, self._messages
         self._conditions, self._messages = [], []
         if not conditions:
@@ -49,7 +49,7 @@ class Checks:
 
 
 def shown_to(part: Part, context: LayerContext) -> LayerContext:
-    """A layer as a part is shown it: with history, rotary and weights only if it asks for them."""
+    """Hide history, rotary embedding and output weights from a part that declares no need."""
     if not context.history and context.rotary is None and context.output_weight is None:
         return context
     return context.with_no_more(
@@ -60,7 +60,7 @@ def shown_to(part: Part, context: LayerContext) -> LayerContext:
 
 
 def saliency_of(scorer: Scorer, context: LayerContext, checks: Checks) -> Tensor:
-    """What a scorer that carries nothing says of a layer, of which it may be shown too much.
+    """Ask a scorer for the saliency of a layer, showing it no more queries than it wants.
 
     Raises:
         TypeError: It is no tensor of floats.
@@ -73,7 +73,7 @@ def saliency_of(scorer: Scorer, context: LayerContext, checks: Checks) -> Tensor
 
 
 def advanced(scorer: Scorer, context: LayerContext, checks: Checks) -> tuple[Tensor, Tensor]:
-    """What a scorer says of a layer, and what it carries on; see `Scorer.advance`.
+    """Ask a scorer for a saliency and what it carries on; see `Scorer.advance`.
 
     Raises:
         TypeError: The saliency is no tensor of floats, or what is carried no tensor.
@@ -95,7 +95,7 @@ def advanced(scorer: Scorer, context: LayerContext, checks: Checks) -> tuple[Ten
 def kept_by(
     selector: KVSelector, saliency: Tensor | None, context: LayerContext, checks: Checks
 ) -> tuple[Tensor, tuple[int, ...] | None]:
-    """What a selector keeps of a layer; one choice for all heads where they share what is stored.
+    """Ask a selector what it keeps of a layer; one choice for heads that share storage.
 
     Returns:
         The indices; and for each row how many every head keeps, where that is known without
@@ -140,7 +140,7 @@ def _check_counts(
 
 
 def as_stored(saliency: Tensor | None, context: LayerContext) -> tuple[Tensor | None, LayerContext]:
-    """A layer as a selector is shown it: of one head where all heads share what is stored."""
+    """Reduce a layer to one head for a selector, if its heads share what is stored."""
     if context.stored is not None and saliency is not None:
         saliency = context.heads.mean(saliency)[:, None]  # [batch, 1, key_len]
     return saliency, context.for_selector()
@@ -149,7 +149,7 @@ def as_stored(saliency: Tensor | None, context: LayerContext) -> tuple[Tensor | 
 def passed_on_by(
     propagation: PropagationPolicy, saliency: Tensor | None, context: LayerContext, checks: Checks
 ) -> Tensor | None:
-    """What a propagation policy passes on of a layer's new tokens; None for all.
+    """Ask a propagation policy which new tokens of a layer go on; None for all.
 
     Raises:
         TypeError: It returns something else than a tensor or None.

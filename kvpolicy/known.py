@@ -1,4 +1,4 @@
-"""Numbers of tokens that are known without looking at a tensor.
+"""Counts tokens on the host, without reading a tensor.
 
 To read a number off a tensor, the processor waits until a GPU has computed it and all that was
 asked of it before, and cannot ask for what comes next meanwhile. How many tokens a layer sees, and
@@ -19,7 +19,7 @@ from kvpolicy.interfaces import KVSelector
 
 
 def known_counts(selector: KVSelector, context: LayerContext) -> tuple[int, ...] | None:
-    """What a selector says it keeps of each row of a layer, see `KVSelector.kept_counts`.
+    """Ask a selector how many tokens it keeps of each row; see `KVSelector.kept_counts`.
 
     None where that is not known, and where a class that overrides `select` or `protected` says
     nothing of its own: what it inherits need not be true of it.
@@ -34,7 +34,7 @@ def known_counts(selector: KVSelector, context: LayerContext) -> tuple[int, ...]
 def protected_counts(
     context: LayerContext, *, tail: int, first: int
 ) -> tuple[tuple[int, int], ...] | None:
-    """The fewest and the most tokens of each row that a head protects.
+    """Count the fewest and the most tokens of each row that a head protects.
 
     Args:
         context: The layer.
@@ -57,7 +57,7 @@ def counts_under(
     context: LayerContext,
     protected: Sequence[tuple[int, int]] | None,
 ) -> tuple[int, ...] | None:
-    """How many tokens of each row a head keeps under a budget.
+    """Count the tokens of each row that a head keeps under a budget.
 
     Args:
         budget: The budget.
@@ -78,7 +78,7 @@ def counts_under(
 
 
 def on_device(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Numbers as an int64 tensor on a device, without waiting for it."""
+    """Put numbers into an int64 tensor on a device, without waiting for it."""
     # What is not pinned is copied aside at once, so that nothing has to stay for the device; but
     # not so with MPS, which reads the numbers later.
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=device.type != "mps")

@@ -81,7 +81,7 @@ class Repetition:
         later: str = LATER_INSTRUCTION,
         **parameters: Any,
     ) -> Repetition:
-        """One that asks in words.
+        """Make a repetition that asks in words.
 
         Args:
             tokenizer: Whose ``encode(text, add_special_tokens=False)`` gives ids.
@@ -93,12 +93,12 @@ class Repetition:
         return cls(**parameters, **dict(zip(("instruction_ids", "later_ids"), asked, strict=True)))
 
     def spans(self, length: int) -> list[tuple[int, int]]:
-        """First and last position, the second excluded, of every chunk of a context."""
+        """Return first and last position, the second excluded, of every chunk of a context."""
         starts = range(0, length, self.chunk_size)
         return [(start, min(start + self.chunk_size, length)) for start in starts]
 
     def before(self, start: int) -> tuple[tuple[int, ...], int]:
-        """What the chunk at a position is repeated behind.
+        """Return the tokens behind which the chunk at a position is repeated.
 
         Args:
             start: Its first position.
@@ -110,7 +110,7 @@ class Repetition:
         return (later if start else self.instruction_ids), min(start, self.overlap)
 
     def compute_rate(self, context_len: int | None = None) -> float:
-        """Tokens that the second reading computes over those of the context.
+        """Divide the tokens that the second reading computes by those of the context.
 
         Args:
             context_len: Tokens of the context; None for one so long that its last chunk is full.

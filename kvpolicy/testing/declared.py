@@ -24,7 +24,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def check_component(component: object, kind: type) -> None:
-    """Check that what an author hands in is a part of a kind, built and not its class.
+    """Check that a component is a part of a kind, an instance and not its class.
 
     Raises:
         TypeError: It is not.

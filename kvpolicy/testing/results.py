@@ -81,7 +81,7 @@ def _near(found: Tensor, expected: Tensor, context: LayerContext) -> bool:
 
 
 def _second_part(component: Scorer, context: LayerContext) -> LayerContext:
-    """The later half of a layer's new tokens, with what is carried on from the earlier half."""
+    """Cut a layer to the later half of its new tokens, and carry on from the earlier half."""
     count = context.new_len // 2
     first = slice(0, context.key_len - count)
     kinds = None if context.kinds is None else context.kinds[:, :, first]

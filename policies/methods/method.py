@@ -20,7 +20,7 @@ Parts = tuple[Scorer | None, KVSelector, PropagationPolicy]
 
 
 def _as_given(decoding: DecodingEviction | int | None) -> DecodingEviction | None:
-    """For what a type checker sees: a number becomes a rule once the parts are there."""
+    """Tell type checkers that a number is a rule: it becomes one once the parts are there."""
     return decoding  # type: ignore[return-value]
 
 
@@ -65,10 +65,10 @@ kernel_size=7)
 
     @abstractmethod
     def _parts(self) -> Parts:
-        """The scorer, the selector and the propagation policy for these arguments."""
+        """Make the scorer, the selector and the propagation policy for these arguments."""
 
     def _reading(self) -> Repetition | None:
-        """How the prompt is read again; None where it is not."""
+        """Say how the prompt is read a second time; None if it is not."""
         return None
 
     def __attrs_post_init__(self) -> None:
@@ -81,7 +81,7 @@ kernel_size=7)
         self._drop_rates_that_gave_way()
 
     def decoding_rule(self, tokens: int, every: int | None = None) -> DecodingEviction:
-        """The method's own rule while an answer is decoded: its scorer and selector, bounded.
+        """Make the method's own bound for answers: its scorer and selector under a budget.
 
         Args:
             tokens: Entries that a layer keeps of all it holds, at least 1.
@@ -120,7 +120,7 @@ kernel_size=7)
         return self.decoding_rule(tokens)
 
     def _drop_rates_that_gave_way(self) -> None:
-        """A default rate that gave way to a number of tokens shall not show in the repr."""
+        """Hide a default rate that gave way to a number of tokens from the repr."""
         for field in attrs.fields(type(self)):
             tokens = field.name.removesuffix("_rate") + "_tokens"
             yields = isinstance(getattr(self, field.name), DefaultRate)
@@ -129,7 +129,7 @@ kernel_size=7)
 
 
 def _tokens_of(selector: KVSelector) -> int | None:
-    """The number of tokens in a selector's budget; None where it has no such budget."""
+    """Read the number of tokens off a selector's budget; None if it has no such budget."""
     while isinstance(selector, WrappingSelector):
         selector = selector.selector
     tokens: int | None = getattr(selector, "retention_tokens", None)
@@ -137,7 +137,7 @@ def _tokens_of(selector: KVSelector) -> int | None:
 
 
 def _under(selector: KVSelector, tokens: int) -> KVSelector | None:
-    """The selector under a number of tokens; None where it has no budget."""
+    """Bound a selector by a number of tokens; None if it has no budget."""
     if isinstance(selector, WrappingSelector):
         within = _under(selector.selector, tokens)
         return None if within is None else selector.around(within)

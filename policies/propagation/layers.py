@@ -8,7 +8,7 @@ from kvpolicy.checks import check_count
 
 
 def as_layers(layers: object) -> tuple[int, ...] | None:
-    """Layers as a tuple in ascending order; None where they are left open.
+    """Convert layers to a tuple in ascending order; None leaves them open.
 
     Args:
         layers: An iterable of layer indices, from 0, or None.
@@ -32,7 +32,7 @@ def as_layers(layers: object) -> tuple[int, ...] | None:
 
 
 def within(layers: tuple[int, ...], num_layers: int, *, first: int = 0) -> frozenset[int]:
-    """Layers that are named, in a model.
+    """Check that named layers lie in a model, and return them.
 
     Args:
         layers: Their indices.

@@ -22,21 +22,21 @@ class KeepAllSelector(KVSelector):
 
     @property
     def needs_saliency(self) -> bool:
-        """No."""
+        """False: no saliency is read."""
         return False
 
     @property
     def equal_counts(self) -> bool:
-        """Yes."""
+        """True: every head keeps as many."""
         return True
 
     @property
     def keeps_all(self) -> bool:
-        """Yes."""
+        """True: nothing is evicted."""
         return True
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """All that there are; see `KVSelector.kept_counts`."""
+        """Return how many tokens there are; see `KVSelector.kept_counts`."""
         return context.held_len
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
