@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy, Decision, LayerContext
-from kvpolicy.asking import Checks
 from kvpolicy.later import Undecided
+from kvpolicy.part_calls import DeferredChecks
 
 T = TypeVar("T")
 
@@ -101,7 +101,11 @@ class TimedPolicy(CachePolicy):
         object.__setattr__(self, "_spans", [])
 
     def decide(
-        self, context: LayerContext, *, remembered: bool = False, checks: Checks | None = None
+        self,
+        context: LayerContext,
+        *,
+        remembered: bool = False,
+        checks: DeferredChecks | None = None,
     ) -> Decision:
         """The policy's decision; see `CachePolicy.decide`."""
         how: dict[str, Any] = {"remembered": remembered, "checks": checks}

@@ -6,11 +6,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.asking import Checks, advanced, kept_by, saliency_of
 from kvpolicy.brief import brief
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
+from kvpolicy.part_calls import DeferredChecks, advanced, kept_by, saliency_of
 
 
 @attrs.frozen
@@ -128,7 +128,7 @@ class DecodingEviction:
             ShapeError: See `CachePolicy.decide`.
             ValueError: See `CachePolicy.decide`.
         """
-        checks = Checks()
+        checks = DeferredChecks()
         saliency = carried = None
         # Autocast would round the scores to half precision, where many tokens tie.
         with torch.autocast(context.keys.device.type, enabled=False):
@@ -147,7 +147,7 @@ class DecodingEviction:
             context: The layer, with the queries since the last choice.
         """
         assert self.scorer is not None
-        checks = Checks()
+        checks = DeferredChecks()
         with torch.autocast(context.keys.device.type, enabled=False):
             _, carried = advanced(self.scorer, context, checks)
         checks.look()

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import attrs
 from torch import Tensor
 
-from kvpolicy.asking import Checks, as_stored, check_indices, kept_by
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, Part, Scorer
+from kvpolicy.part_calls import DeferredChecks, as_stored, check_indices, kept_by
 from kvpolicy.repetition import Repetition
 
 
@@ -44,7 +44,9 @@ class Undecided:
         return attrs.evolve(self, context=context)
 
 
-def kept_of_all(selector: KVSelector, layers: Sequence[Undecided], checks: Checks) -> list[Tensor]:
+def kept_of_all(
+    selector: KVSelector, layers: Sequence[Undecided], checks: DeferredChecks
+) -> list[Tensor]:
     """Ask a selector what it keeps of every layer.
 
     Args:

@@ -11,7 +11,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.asking import Checks, advanced, kept_by, passed_on_by, saliency_of
 from kvpolicy.brief import brief
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
@@ -19,6 +18,7 @@ from kvpolicy.decoding import DecodingEviction, check_tail
 from kvpolicy.gapless import check_acting, check_gapless
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 from kvpolicy.later import Undecided, check_later, kept_of_all
+from kvpolicy.part_calls import DeferredChecks, advanced, kept_by, passed_on_by, saliency_of
 from kvpolicy.repetition import Repetition
 
 
@@ -258,7 +258,7 @@ class CachePolicy:
         context: LayerContext,
         *,
         remembered: bool = False,
-        checks: Checks | None = None,
+        checks: DeferredChecks | None = None,
     ) -> Decision:
         """Choose what one layer keeps and passes on; the saliency is computed once, if at all.
 
@@ -280,7 +280,7 @@ class CachePolicy:
                 selector said, or the last token is not passed on.
         """
         check_kind("context", context, LayerContext)
-        own = Checks() if checks is None else checks
+        own = DeferredChecks() if checks is None else checks
         # Autocast would round the scores to half precision, where many tokens tie.
         with torch.autocast(context.keys.device.type, enabled=False):
             decision = self._decide(context, own, remembered)
@@ -288,7 +288,7 @@ class CachePolicy:
             own.look()
         return decision
 
-    def _decide(self, context: LayerContext, checks: Checks, remembered: bool) -> Decision:
+    def _decide(self, context: LayerContext, checks: DeferredChecks, remembered: bool) -> Decision:
         propagates = not self.propagation.restarts and self._acts_at(context)
         selects = self.selector.needs_saliency and self.reading is None
         needed = selects or (propagates and self.propagation.needs_saliency) or remembered
@@ -319,7 +319,7 @@ class CachePolicy:
             ValueError: As `decide`.
         """
         assert self.scorer is not None
-        checks = Checks()
+        checks = DeferredChecks()
         with torch.autocast(context.keys.device.type, enabled=False):
             saliency = saliency_of(self.scorer, context, checks)
         checks.look()
@@ -341,7 +341,7 @@ class CachePolicy:
         """
         if not layers:
             return []
-        checks = Checks()
+        checks = DeferredChecks()
         with torch.autocast(layers[0].context.keys.device.type, enabled=False):
             kept = kept_of_all(self.selector, layers, checks)
         checks.look()
@@ -357,7 +357,7 @@ class CachePolicy:
         """
         assert self.propagation.restarts
         assert self._acts_at(context)
-        checks = Checks()
+        checks = DeferredChecks()
         with torch.autocast(context.keys.device.type, enabled=False):
             saliency = None
             if self.propagation.needs_saliency:

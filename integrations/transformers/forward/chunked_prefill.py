@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvpolicy.asking import advanced
 from kvpolicy.context import LayerContext
 from kvpolicy.declarations import declares
 from kvpolicy.integrations.transformers.forward.append import Forward
@@ -22,6 +21,7 @@ from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.integrations.transformers.forward.staged_prompt import StagedPrompt
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.interfaces import Scorer
+from kvpolicy.part_calls import advanced
 from kvpolicy.policy import CachePolicy
 from kvpolicy.selection import gather_slots
 

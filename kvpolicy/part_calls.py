@@ -15,7 +15,7 @@ from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 from kvpolicy.known import known_counts, on_device
 
 
-class Checks:
+class DeferredChecks:
     """Collects conditions on tensors, and looks at them together: a look waits for the device.
 
     A message must hold on to nothing large, since the end may be that of all layers.
@@ -30,7 +30,7 @@ class Checks:
         self._conditions.append(condition.any())
         self._messages.append(message)
 
-    def join(self, more: Checks) -> None:
+    def join(self, more: DeferredChecks) -> None:
         """Append another collection's conditions."""
         self._conditions += more._conditions
         self._messages += more._messages
@@ -59,7 +59,7 @@ def shown_to(part: Part, context: LayerContext) -> LayerContext:
     )
 
 
-def saliency_of(scorer: Scorer, context: LayerContext, checks: Checks) -> Tensor:
+def saliency_of(scorer: Scorer, context: LayerContext, checks: DeferredChecks) -> Tensor:
     """Ask a scorer for the saliency of a layer, showing it no more queries than it wants.
 
     Raises:
@@ -72,7 +72,9 @@ def saliency_of(scorer: Scorer, context: LayerContext, checks: Checks) -> Tensor
     return saliency
 
 
-def advanced(scorer: Scorer, context: LayerContext, checks: Checks) -> tuple[Tensor, Tensor]:
+def advanced(
+    scorer: Scorer, context: LayerContext, checks: DeferredChecks
+) -> tuple[Tensor, Tensor]:
     """Ask a scorer for a saliency and what it carries on; see `Scorer.advance`.
 
     Raises:
@@ -93,7 +95,7 @@ def advanced(scorer: Scorer, context: LayerContext, checks: Checks) -> tuple[Ten
 
 
 def kept_by(
-    selector: KVSelector, saliency: Tensor | None, context: LayerContext, checks: Checks
+    selector: KVSelector, saliency: Tensor | None, context: LayerContext, checks: DeferredChecks
 ) -> tuple[Tensor, tuple[int, ...] | None]:
     """Ask a selector what it keeps of a layer; one choice for heads that share storage.
 
@@ -122,7 +124,7 @@ def kept_by(
 
 
 def _check_counts(
-    selector: KVSelector, kept: Tensor, counts: tuple[int, ...], checks: Checks
+    selector: KVSelector, kept: Tensor, counts: tuple[int, ...], checks: DeferredChecks
 ) -> None:
     """Check that a selector has kept as many as it said."""
 
@@ -147,7 +149,10 @@ def as_stored(saliency: Tensor | None, context: LayerContext) -> tuple[Tensor | 
 
 
 def passed_on_by(
-    propagation: PropagationPolicy, saliency: Tensor | None, context: LayerContext, checks: Checks
+    propagation: PropagationPolicy,
+    saliency: Tensor | None,
+    context: LayerContext,
+    checks: DeferredChecks,
 ) -> Tensor | None:
     """Ask a propagation policy which new tokens of a layer go on; None for all.
 
@@ -173,7 +178,7 @@ def passed_on_by(
 
 
 def _check_saliency(
-    scorer: Scorer, saliency: object, context: LayerContext, checks: Checks
+    scorer: Scorer, saliency: object, context: LayerContext, checks: DeferredChecks
 ) -> None:
     if not isinstance(saliency, Tensor) or not saliency.is_floating_point():
         raise TypeError(f"score of {scorer} must return a tensor of floats, got {saliency!r}")
@@ -193,7 +198,7 @@ def _check_saliency(
 
 
 def check_indices(
-    part: object, indices: object, rows: tuple[int, ...], length: int, checks: Checks
+    part: object, indices: object, rows: tuple[int, ...], length: int, checks: DeferredChecks
 ) -> Tensor:
     """Check the indices that a part has chosen.
 
