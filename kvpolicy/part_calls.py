@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from kvpolicy.context import LayerContext
 from kvpolicy.errors import ShapeError, UnsupportedModelError
+from kvpolicy.host_counts import known_counts, on_device
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
-from kvpolicy.known import known_counts, on_device
 
 
 class DeferredChecks:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.budgets import Budget
-from kvpolicy.known import on_device
+from kvpolicy.host_counts import on_device
 
 
 def head_budgets(

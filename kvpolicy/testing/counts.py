@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
+from kvpolicy.host_counts import known_counts
 from kvpolicy.interfaces import KVSelector
-from kvpolicy.known import known_counts
 from kvpolicy.testing.declared import require
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpolicy.attention import group_mean
 from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
-from kvpolicy.known import on_device
+from kvpolicy.host_counts import on_device
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.selectors.shared_budget import SharedBudgetSelector
 from kvpolicy.selection import compress, ranks

@@ -11,8 +11,8 @@ from torch import Tensor
 from kvpolicy.attention import BLOCK_BYTES, OTHER_BLOCK_BYTES, group_mean
 from kvpolicy.checks import check_amount, check_rate
 from kvpolicy.context import LayerContext
+from kvpolicy.host_counts import known_counts
 from kvpolicy.interfaces import KVSelector
-from kvpolicy.known import known_counts
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 from kvpolicy.policies.selectors.wrapping import WrappingSelector
 from kvpolicy.selection import ranks, select_top

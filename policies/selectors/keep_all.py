@@ -6,8 +6,8 @@ import attrs
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
+from kvpolicy.host_counts import known_counts
 from kvpolicy.interfaces import KVSelector
-from kvpolicy.known import known_counts
 from kvpolicy.selection import compress
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpolicy.attention import group_mean
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
-from kvpolicy.known import known_counts, protected_counts
+from kvpolicy.host_counts import known_counts, protected_counts
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.selectors.shared_budget import SharedBudgetSelector
 from kvpolicy.selection import select_top

@@ -11,8 +11,8 @@ from torch import Tensor
 from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
+from kvpolicy.host_counts import counts_under, known_counts, protected_counts
 from kvpolicy.interfaces import KVSelector
-from kvpolicy.known import counts_under, known_counts, protected_counts
 from kvpolicy.policies.documentation import documented
 from kvpolicy.selection import head_budgets, select_top
 
