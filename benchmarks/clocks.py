@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy, Decision, LayerContext
-from kvpolicy.later import Undecided
+from kvpolicy.deferred_selection import DeferredLayer
 from kvpolicy.part_calls import DeferredChecks
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class TimedPolicy(CachePolicy):
         how: dict[str, Any] = {"remembered": remembered, "checks": checks}
         return self._timed(lambda: super(TimedPolicy, self).decide(context, **how))
 
-    def decide_layers(self, layers: Sequence[Undecided]) -> list[Tensor]:
+    def decide_layers(self, layers: Sequence[DeferredLayer]) -> list[Tensor]:
         """The policy's choice for all layers; see `CachePolicy.decide_layers`."""
         return self._timed(lambda: super(TimedPolicy, self).decide_layers(layers))
 

@@ -15,9 +15,9 @@ from kvpolicy.brief import brief
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.decoding import DecodingEviction, check_tail
+from kvpolicy.deferred_selection import DeferredLayer, check_later, kept_of_all
 from kvpolicy.gapless import check_acting, check_gapless
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
-from kvpolicy.later import Undecided, check_later, kept_of_all
 from kvpolicy.part_calls import DeferredChecks, advanced, kept_by, passed_on_by, saliency_of
 from kvpolicy.repetition import Repetition
 
@@ -43,7 +43,7 @@ class Decision:
     passed_on: Tensor | None
     carried: Tensor | None = None
     saliency: Tensor | None = None
-    undecided: Undecided | None = None
+    undecided: DeferredLayer | None = None
     counts: tuple[int, ...] | None = None
 
 
@@ -302,7 +302,7 @@ class CachePolicy:
             saliency = saliency_of(self.scorer, context, checks)
         kept = undecided = counts = None
         if self.decides_later:
-            undecided = Undecided.of(context, saliency if selects else None)
+            undecided = DeferredLayer.of(context, saliency if selects else None)
         else:
             kept, counts = kept_by(self.selector, saliency, context, checks)
         passed = None
@@ -325,7 +325,7 @@ class CachePolicy:
         checks.look()
         return saliency
 
-    def decide_layers(self, layers: Sequence[Undecided]) -> list[Tensor]:
+    def decide_layers(self, layers: Sequence[DeferredLayer]) -> list[Tensor]:
         """Choose what all layers keep, where the policy `decides_later`.
 
         Args:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext
-from kvpolicy.later import Undecided
+from kvpolicy.deferred_selection import DeferredLayer
 from kvpolicy.policies import (
     GlobalThresholdSelector,
     GQAGroupSelector,
@@ -72,7 +72,7 @@ def test_a_layer_that_shares_what_it_stores_is_one_head() -> None:
     policy = CachePolicy(
         PeakAttentionScorer(), GlobalThresholdSelector(0.5, 0), PassAllPropagation()
     )
-    layers = [Undecided.of(shared, SCORES[0]), Undecided.of(SECOND, SCORES[1])]
+    layers = [DeferredLayer.of(shared, SCORES[0]), DeferredLayer.of(SECOND, SCORES[1])]
     found = policy.decide_layers(layers)
     # The means are 0.6, 0.4, 0.45, 0.15; two and two of the heads there are.
     assert [each.tolist() for each in found] == [[[[0, 1, 2]]], [[[0]]]]
@@ -96,7 +96,7 @@ class OneTooFew(GlobalThresholdSelector):
 
 def test_what_is_chosen_is_checked() -> None:
     policy = CachePolicy(PeakAttentionScorer(), OneTooFew(0.5), PassAllPropagation())
-    layers = [Undecided.of(FIRST, SCORES[0]), Undecided.of(SECOND, SCORES[1])]
+    layers = [DeferredLayer.of(FIRST, SCORES[0]), DeferredLayer.of(SECOND, SCORES[1])]
     with pytest.raises(TypeError, match="must return a list of 2 tensors"):
         policy.decide_layers(layers)
 

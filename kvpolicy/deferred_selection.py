@@ -14,7 +14,7 @@ from kvpolicy.repetition import Repetition
 
 
 @attrs.frozen(eq=False)
-class Undecided:
+class DeferredLayer:
     """A layer whose tokens are chosen once all layers were scored.
 
     Args:
@@ -26,18 +26,18 @@ class Undecided:
     saliency: Tensor | None = None
 
     @staticmethod
-    def of(context: LayerContext, saliency: Tensor | None) -> Undecided:
+    def of(context: LayerContext, saliency: Tensor | None) -> DeferredLayer:
         """Record a layer as it was scored; see `LayerContext.outlined`."""
         if saliency is None:
-            return Undecided(context.outlined())
+            return DeferredLayer(context.outlined())
         saliency, context = as_stored(saliency, context.outlined())
-        return Undecided(context, saliency)
+        return DeferredLayer(context, saliency)
 
-    def with_saliency(self, saliency: Tensor) -> Undecided:
+    def with_saliency(self, saliency: Tensor) -> DeferredLayer:
         """Add a saliency that was found later, ``[batch, heads, key_len]``."""
-        return Undecided.of(self.context, saliency)
+        return DeferredLayer.of(self.context, saliency)
 
-    def among(self, rows: Tensor) -> Undecided:
+    def among(self, rows: Tensor) -> DeferredLayer:
         """Leave the layer something to choose in these rows alone, ``[batch, 1, 1]`` bool."""
         positions = self.context.positions.masked_fill(~rows, -1)
         context = attrs.evolve(self.context, positions=positions, held_len=None)
@@ -45,7 +45,7 @@ class Undecided:
 
 
 def kept_of_all(
-    selector: KVSelector, layers: Sequence[Undecided], checks: DeferredChecks
+    selector: KVSelector, layers: Sequence[DeferredLayer], checks: DeferredChecks
 ) -> list[Tensor]:
     """Ask a selector what it keeps of every layer.
 
