@@ -6,11 +6,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.brief import brief
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 from kvpolicy.part_calls import DeferredChecks, advanced, kept_by, saliency_of
+from kvpolicy.short_repr import brief
 
 
 @attrs.frozen

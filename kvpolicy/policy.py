@@ -11,7 +11,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.brief import brief
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.decoding import DecodingEviction, check_tail
@@ -20,6 +19,7 @@ from kvpolicy.gapless import check_acting, check_gapless
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 from kvpolicy.part_calls import DeferredChecks, advanced, kept_by, passed_on_by, saliency_of
 from kvpolicy.repetition import Repetition
+from kvpolicy.short_repr import brief
 
 
 @attrs.frozen(eq=False)

@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.brief import brief
 from kvpolicy.checks import check_count
+from kvpolicy.short_repr import brief
 
 # What KVzip asks for, behind the context; in later chunks the overlap follows.
 FIRST_INSTRUCTION = "\n\nRepeat the previous context exactly."

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import attrs
 
-from kvpolicy.brief import brief
 from kvpolicy.budgets import DefaultRate
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.decoding import DecodingEviction
@@ -19,6 +18,7 @@ from kvpolicy.policies.scorers.peak import PeakAttentionScorer
 from kvpolicy.policies.selectors.global_threshold import GlobalThresholdSelector
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 from kvpolicy.repetition import Repetition
+from kvpolicy.short_repr import brief
 
 
 def _ids(given: Iterable[int]) -> tuple[int, ...]:

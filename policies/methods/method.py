@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import attrs
 
-from kvpolicy.brief import brief
 from kvpolicy.budgets import DefaultRate
 from kvpolicy.checks import check_count
 from kvpolicy.decoding import DecodingEviction
@@ -15,6 +14,7 @@ from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.policies.selectors.wrapping import WrappingSelector
 from kvpolicy.policy import CachePolicy
 from kvpolicy.repetition import Repetition
+from kvpolicy.short_repr import brief
 
 Parts = tuple[Scorer | None, KVSelector, PropagationPolicy]
 
