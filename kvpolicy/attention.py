@@ -1,4 +1,4 @@
-"""The attention mathematics that scorers share; everything is scored in float32."""
+"""Computes the attention that scorers share, in float32."""
 
 from __future__ import annotations
 

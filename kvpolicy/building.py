@@ -1,4 +1,4 @@
-"""Policies built from names and values, as command lines and model arguments give them."""
+"""Builds policies from names and values, as command lines and model arguments give them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What parts declare of their methods, and whether it is still true in a subclass."""
+"""Says whether what a part declares of its methods still holds in a subclass."""
 
 from __future__ import annotations
 

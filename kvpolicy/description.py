@@ -1,4 +1,4 @@
-"""A policy as plain data, and back: what a saved cache says of the policy that filled it."""
+"""Turns a policy into plain data and back: a saved cache says so which policy filled it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the heads of a layer are: all in this process, or shared out among several."""
+"""Says where the heads of a layer are: in this process, or shared out among several."""
 
 from __future__ import annotations
 

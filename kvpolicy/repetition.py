@@ -1,4 +1,4 @@
-"""A second reading of a prompt: it is fed again, and what it attends to is what matters."""
+"""Declares a second reading of a prompt: it is fed again, and scored by what that attends to."""
 
 from __future__ import annotations
 

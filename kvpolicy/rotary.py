@@ -1,4 +1,4 @@
-"""The rotary embedding of a layer, both ways."""
+"""Turns keys and queries by a layer's rotary embedding, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choosing the best tokens under a budget: the one place where saliency becomes indices."""
+"""Chooses tokens under a budget: the one place where saliency becomes indices."""
 
 from __future__ import annotations
 

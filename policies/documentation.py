@@ -1,4 +1,4 @@
-"""Docstrings of methods and parts, completed with what all of them say alike."""
+"""Completes docstrings of methods and parts with what all of them have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `kvpolicy.testing` holds of any choice of tokens, in plain Python.
+"""Checks what must hold of any choice of tokens, in plain Python.
 
 Part of `kvpolicy.testing`.
 """

@@ -1,4 +1,4 @@
-"""What a selector says of how much it keeps, where no tensor is looked at.
+"""Checks what a selector says of how much it keeps before any tensor is read.
 
 Part of `kvpolicy.testing`.
 """

@@ -1,4 +1,4 @@
-"""What a part declares of itself, and the types of what it returns.
+"""Checks the types of what a part declares and returns.
 
 Part of `kvpolicy.testing`. A value of a wrong type may pass through a small test and fail deep
 inside a model, far from the line that returned it.

@@ -1,4 +1,4 @@
-"""What parts declare of their results, held against them; part of the contract."""
+"""Checks results against what parts declare of them."""
 
 from __future__ import annotations
 

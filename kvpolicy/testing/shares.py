@@ -1,4 +1,4 @@
-"""A part on shares of a layer's heads, as under tensor parallelism, against the whole layer.
+"""Checks a part on shares of a layer's heads, as under tensor parallelism.
 
 Part of `kvpolicy.testing`. Every KV head gets a thread, with the slots that a process of its own
 would hold.

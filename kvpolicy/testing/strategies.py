@@ -1,4 +1,4 @@
-"""Hypothesis strategies of layers and saliencies, and a row of a layer on its own.
+"""Draws layers and saliencies by hypothesis, and cuts out rows.
 
 Part of `kvpolicy.testing`, which exports them.
 """

@@ -1,4 +1,4 @@
-"""What a selector chooses for several layers together; see `kvpolicy.testing`.
+"""Checks what a selector chooses for several layers together.
 
 Part of `kvpolicy.testing`.
 """

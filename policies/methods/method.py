@@ -1,4 +1,4 @@
-"""What all named methods are: arguments, and the parts made of them."""
+"""Holds the base of all named methods: arguments, and the parts made of them."""
 
 from __future__ import annotations
 

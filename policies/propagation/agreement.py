@@ -1,4 +1,4 @@
-"""Tokens are dropped once, where two layers agree on them."""
+"""Drops tokens once, after the first layer that agrees with the one before it."""
 
 from __future__ import annotations
 

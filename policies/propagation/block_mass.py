@@ -1,4 +1,4 @@
-"""Blocks of tokens go on until they hold most of the saliency."""
+"""Lets blocks of tokens go on until they hold a share of the saliency."""
 
 from __future__ import annotations
 

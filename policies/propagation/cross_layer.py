@@ -1,4 +1,4 @@
-"""Tokens are dropped once, by what several layers say of them."""
+"""Drops tokens once, by the saliency of several layers."""
 
 from __future__ import annotations
 

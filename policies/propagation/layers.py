@@ -1,4 +1,4 @@
-"""Layers that an argument names: several, or none for a default."""
+"""Reads arguments that name layers: several, or None for a default."""
 
 from __future__ import annotations
 

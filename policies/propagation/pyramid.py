@@ -1,4 +1,4 @@
-"""A little less goes on after every layer."""
+"""Lets a little less go on after every layer."""
 
 from __future__ import annotations
 

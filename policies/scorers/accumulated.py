@@ -1,4 +1,4 @@
-"""What all queries together attend to."""
+"""Scores tokens by what all queries together attend to."""
 
 from __future__ import annotations
 

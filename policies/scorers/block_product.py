@@ -1,4 +1,4 @@
-"""Raw products of the last queries with short runs of keys, by blocks."""
+"""Scores blocks by raw products of the last queries with short runs of keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tokens near each other attend to, looking both ways."""
+"""Scores tokens by what tokens near them attend to, looking both ways."""
 
 from __future__ import annotations
 

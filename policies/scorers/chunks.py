@@ -1,4 +1,4 @@
-"""Neighbours that stand or fall together."""
+"""Gives neighbours one saliency, so that they are kept or evicted together."""
 
 from __future__ import annotations
 

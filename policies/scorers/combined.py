@@ -1,4 +1,4 @@
-"""Scorers made of other scorers."""
+"""Combines scorers: by their sum, or by the largest."""
 
 from __future__ import annotations
 

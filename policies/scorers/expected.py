@@ -1,4 +1,4 @@
-"""What the queries to come are expected to attend to."""
+"""Scores tokens by what queries to come are expected to attend to."""
 
 from __future__ import annotations
 

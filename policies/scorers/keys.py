@@ -1,4 +1,4 @@
-"""What keys alone tell; no query is looked at."""
+"""Scores tokens by their keys alone; no query is looked at."""
 
 from __future__ import annotations
 

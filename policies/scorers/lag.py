@@ -1,4 +1,4 @@
-"""How keys and values vary against those that follow; no query is looked at."""
+"""Scores tokens by keys and values against those that follow; no query is looked at."""
 
 from __future__ import annotations
 

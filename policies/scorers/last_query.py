@@ -1,4 +1,4 @@
-"""What the last query attends to."""
+"""Scores tokens by what the last query attends to."""
 
 from __future__ import annotations
 

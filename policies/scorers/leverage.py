@@ -1,4 +1,4 @@
-"""How much of their surroundings' keys and values tokens make up; no query is looked at."""
+"""Scores tokens by their share of the keys and values around them; no query is looked at."""
 
 from __future__ import annotations
 

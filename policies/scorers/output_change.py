@@ -1,4 +1,4 @@
-"""How far the output moves if a token alone is evicted."""
+"""Scores tokens by how far the output moves if one is evicted."""
 
 from __future__ import annotations
 

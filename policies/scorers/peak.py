@@ -1,4 +1,4 @@
-"""The most that any query attends to a token."""
+"""Scores tokens by the most that any query attends to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chance: the control."""
+"""Scores tokens at random: the control."""
 
 from __future__ import annotations
 

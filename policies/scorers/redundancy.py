@@ -1,4 +1,4 @@
-"""What the last tokens attend to, less what resembles other keys."""
+"""Scores tokens by what the last ones attend to, less what resembles other keys."""
 
 from __future__ import annotations
 

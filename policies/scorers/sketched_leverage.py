@@ -1,4 +1,4 @@
-"""How much of the space that keys span each of them makes up."""
+"""Scores tokens by how much of the space that keys span their key makes up."""
 
 from __future__ import annotations
 

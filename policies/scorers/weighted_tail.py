@@ -1,4 +1,4 @@
-"""What a share of the context attends to, later queries more."""
+"""Scores tokens by what a share of the context attends to, later queries more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the observation window attends to."""
+"""Scores tokens by what the observation window attends to."""
 
 from __future__ import annotations
 

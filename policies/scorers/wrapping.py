@@ -1,4 +1,4 @@
-"""Scorers that change what another scorer says."""
+"""Wraps scorers: changes what another scorer says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One budget for all KV heads of a layer."""
+"""Shares one budget among all KV heads of a layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Half of a budget by attention alone, half by what a token's value adds to the output."""
+"""Keeps half of a budget by attention, half by what a token's value adds to the output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first layers keep everything."""
+"""Keeps everything in the first layers."""
 
 from __future__ import annotations
 

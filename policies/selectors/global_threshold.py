@@ -1,4 +1,4 @@
-"""One budget for all layers and heads."""
+"""Shares one budget among all layers and heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The highest saliency of each KV head."""
+"""Keeps the highest saliency of each KV head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything stays."""
+"""Keeps everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Budgets that fall with depth."""
+"""Keeps more in early layers than in late ones."""
 
 from __future__ import annotations
 

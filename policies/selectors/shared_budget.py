@@ -1,4 +1,4 @@
-"""What selectors share whose layers or heads share a budget."""
+"""Holds the base of selectors whose layers or heads share a budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""First and most recent tokens."""
+"""Keeps the first and the most recent tokens."""
 
 from __future__ import annotations
 

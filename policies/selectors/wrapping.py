@@ -1,4 +1,4 @@
-"""Selectors that change what another selector keeps."""
+"""Wraps selectors: changes what another selector keeps."""
 
 from __future__ import annotations
 
