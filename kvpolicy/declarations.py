@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from kvpolicy.interfaces import Part
 
+# What each declaration is about: who overrides one of these has to declare it anew.
+ABOUT = {
+    "accumulates": ("score", "advance", "carries", "num_queries"),
+    "scores_last_attention": ("score", "num_queries"),
+    "keeps_all": ("select",),
+    "keeps_highest": ("select", "protected"),
+}
+
 
 def still_holds(part: Part, declaration: str, *methods: str) -> bool:
     """True if no class overrides a method without saying anew what is declared of it.
@@ -23,12 +31,17 @@ def still_holds(part: Part, declaration: str, *methods: str) -> bool:
     return defined(declaration) <= min(map(defined, methods))
 
 
-def declares(part: Part, declaration: str, *methods: str) -> bool:
+def declares(part: Part, declaration: str) -> bool:
     """True if a part declares something of its methods, and it still holds.
+
+    Args:
+        part: A scorer or a selector.
+        declaration: One of `ABOUT`.
 
     Example:
         >>> from kvpolicy.policies import AccumulatedAttentionScorer
-        >>> declares(AccumulatedAttentionScorer(), "accumulates", "score", "advance")
+        >>> declares(AccumulatedAttentionScorer(), "accumulates")
         True
     """
-    return bool(getattr(part, declaration)) and still_holds(part, declaration, *methods)
+    declared: bool = getattr(part, declaration)
+    return declared and still_holds(part, declaration, *ABOUT[declaration])

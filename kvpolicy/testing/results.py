@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from kvpolicy.attention import causal_attention_sums, group_mean
 from kvpolicy.context import LayerContext
+from kvpolicy.declarations import declares
 from kvpolicy.interfaces import KVSelector, Scorer
 from kvpolicy.selection import head_budgets, select_top
 from kvpolicy.testing.declared import require
@@ -23,14 +24,14 @@ def check_scored(component: Scorer, context: LayerContext, saliency: Tensor) -> 
     Raises:
         AssertionError: It is not so.
     """
-    if component.scores_last_attention:
+    if declares(component, "scores_last_attention"):
         expected = causal_attention_sums(context.showing(1))
         require(
             component.num_queries == 1 and _near(saliency, expected, context),
             "a scorer that declares scores_last_attention must look at one query, and score what "
             "that attends to",
         )
-    if component.accumulates:
+    if declares(component, "accumulates"):
         require(
             component.num_queries is None and component.carries > 0,
             "a scorer that declares accumulates must look at all queries (num_queries of None) and "
@@ -54,10 +55,10 @@ def check_kept(
     Raises:
         AssertionError: It is not so.
     """
-    if component.keeps_all:
+    if declares(component, "keeps_all"):
         same = torch.equal((kept >= 0).sum(dim=-1), context.valid.sum(dim=-1))
         require(same, "a selector that declares keeps_all must keep every token")
-    if component.keeps_highest:
+    if declares(component, "keeps_highest"):
         fixed = context.is_tail(component.protected_tail)
         fixed = fixed | context.is_first(component.protected_first)
         budget = component.budget

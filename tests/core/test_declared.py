@@ -185,20 +185,28 @@ def scored_by(score: Any) -> dict[str, Any]:
     return {"score": lambda self, context: score(context)}
 
 
+def with_num_queries(count: int) -> dict[str, Any]:
+    return {"num_queries": property(lambda self: count)}
+
+
 @pytest.mark.parametrize(
     ("base", "changed", "message"),
     [
         (AccumulatedAttentionScorer, scored_by(causal_attention_peaks), "the same in two parts"),
-        (AccumulatedAttentionScorer, {"num_queries": property(lambda self: 4)}, "num_queries=4"),
+        (AccumulatedAttentionScorer, with_num_queries(4), "num_queries=4"),
         (LastQueryScorer, scored_by(lambda layer: causal_attention_sums(layer) ** 2), "attends"),
-        (LastQueryScorer, {"num_queries": property(lambda self: 2)}, "must look at one query"),
+        (LastQueryScorer, with_num_queries(2), "must look at one query"),
     ],
 )
 def test_what_scorers_declare_of_saliencies(
     base: type, changed: dict[str, Any], message: str
 ) -> None:
+    own = attrs.frozen(type("Own", (base,), changed))
+    if "score" in changed:
+        check_scorer(own())  # what is declared of the parent's score is not believed
+    name = "accumulates" if base is AccumulatedAttentionScorer else "scores_last_attention"
     with pytest.raises(AssertionError, match=message):
-        check_scorer(attrs.frozen(type("Odd", (base,), changed))())
+        check_scorer(with_property(own, name, True))
 
 
 def test_what_selectors_declare_of_what_they_keep() -> None:

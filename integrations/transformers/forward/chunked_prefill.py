@@ -172,8 +172,7 @@ def sums_over_all(policy: CachePolicy) -> bool:
         return False  # later layers are shown what the scorer says of every query head
     if policy.decoding is not None and policy.decoding.carries:
         return False
-    said_of = ("score", "advance", "carries", "num_queries")
-    return declares(policy.scorer, "accumulates", *said_of)
+    return declares(policy.scorer, "accumulates")
 
 
 def _wider(carried: Tensor, key_len: int) -> Tensor:

@@ -78,7 +78,7 @@ def keeps_everything(policy: CachePolicy, num_layers: int) -> bool:
     """
     selector = policy.selector
     whole = selector.budget is not None and selector.budget.rate == 1
-    keeps = whole or declares(selector, "keeps_all", "select")
+    keeps = whole or declares(selector, "keeps_all")
     return keeps and not policy.propagation.acting_layers(num_layers)
 
 

@@ -32,8 +32,8 @@ def takes_places(decoding: DecodingEviction) -> bool:
     return (
         decoding.every == 1
         and decoding.scorer is not None
-        and declares(decoding.scorer, "scores_last_attention", "score", "num_queries")
-        and declares(decoding.selector, "keeps_highest", "select", "protected")
+        and declares(decoding.scorer, "scores_last_attention")
+        and declares(decoding.selector, "keeps_highest")
         and decoding.selector.protected_tail == 1
     )
 
