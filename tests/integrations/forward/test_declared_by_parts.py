@@ -1,5 +1,7 @@
 """A declaration is believed of anybody's part, and of no subclass that changes what it is of."""
 
+from typing import Any
+
 import attrs
 import pytest
 import torch
@@ -8,7 +10,10 @@ from torch import Tensor
 from kvpolicy import CachePolicy, DecodingEviction, KVSelector, LayerContext, Scorer
 from kvpolicy.attention import group_mean
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.forward.decoding.static_rolling import takes_places
+from kvpolicy.integrations.transformers.forward.decoding.static_rolling import (
+    RollingDecoding,
+    takes_places,
+)
 from kvpolicy.integrations.transformers.forward.reader import keeps_everything
 from kvpolicy.policies import (
     AccumulatedAttentionScorer,
@@ -24,6 +29,7 @@ from tests.integrations.forward.test_chunked_prefill import (
     PROMPT,
     TOLERANCE,
     assert_as_whole,
+    generate,
     model_of,
 )
 
@@ -212,6 +218,28 @@ def test_slots_are_taken_where_parts_say_that_the_least_attended_goes() -> None:
     assert not takes_places(
         rule(LastQueryScorer(), GQAGroupSelector(retention_tokens=16, window_size=2))
     )
+
+
+def test_a_third_partys_last_attention_is_decoded_as_tovas(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[RollingDecoding | None] = []
+    rolling = RollingDecoding.of
+
+    def recorded(*arguments: Any) -> RollingDecoding | None:
+        taken.append(rolling(*arguments))
+        return taken[-1]
+
+    monkeypatch.setattr(RollingDecoding, "of", staticmethod(recorded))
+    least = GQAGroupSelector(retention_tokens=16, window_size=1)
+    said = []
+    for scorer in (LastAttention(), LastQueryScorer()):
+        bound = rule(scorer)
+        policy = CachePolicy(scorer, least, PassAllPropagation(), decoding=bound)
+        cache = PolicyCache(policy, max_new_tokens=24)
+        said.append(generate(model_of("llama"), cache, max_new_tokens=24))
+        assert {layer.kept_len for layer in cache.layers} <= {16, 17}
+    assert torch.equal(*said)
+    assert len(taken) == 2
+    assert all(each is not None for each in taken)
 
 
 @pytest.mark.parametrize("scorer", [SummingSquares(), LastAttention()], ids=str)
