@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy, Decision, LayerContext
-from kvpolicy.asking import Checks
-from kvpolicy.later import Undecided
+from kvpolicy.deferred_selection import DeferredLayer
+from kvpolicy.part_calls import DeferredChecks
 
 T = TypeVar("T")
 
@@ -132,13 +132,17 @@ class TimedPolicy(CachePolicy):
         object.__setattr__(self, "_spans", [])
 
     def decide(
-        self, context: LayerContext, *, remembered: bool = False, checks: Checks | None = None
+        self,
+        context: LayerContext,
+        *,
+        remembered: bool = False,
+        checks: DeferredChecks | None = None,
     ) -> Decision:
         """The policy's decision; see `CachePolicy.decide`."""
         how: dict[str, Any] = {"remembered": remembered, "checks": checks}
         return self._timed(lambda: super(TimedPolicy, self).decide(context, **how))
 
-    def decide_layers(self, layers: Sequence[Undecided]) -> list[Tensor]:
+    def decide_layers(self, layers: Sequence[DeferredLayer]) -> list[Tensor]:
         """The policy's choice for all layers; see `CachePolicy.decide_layers`."""
         return self._timed(lambda: super(TimedPolicy, self).decide_layers(layers))
 

@@ -1,4 +1,4 @@
-"""The attention mathematics that scorers share; everything is scored in float32."""
+"""Computes the attention that scorers share, in float32."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEW_QUERIES = 64
 
 
 def query_key_products(queries: Tensor, keys: Tensor) -> Tensor:
-    """Products of every query with every key of its KV group, in float32, unscaled.
+    """Multiply every query with every key of its KV group, in float32, unscaled.
 
     Args:
         queries: ``[batch, query_heads, query_len, head_dim]``.
@@ -42,7 +42,7 @@ def query_key_products(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = None) -> Tensor:
-    """Attention that the shown queries give each key, summed over the queries.
+    """Sum the attention that the shown queries give each key.
 
     Softmax over all keys that a query sees: its own, those before it, no padding; and over the
     head's sink, where there is one, whose share no key gets. Computed in blocks of KV heads and of
@@ -70,7 +70,7 @@ def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = 
 
 
 def causal_attention_peaks(context: LayerContext) -> Tensor:
-    """The most attention that any shown query gives each key; see `causal_attention_sums`.
+    """Take the most attention that any shown query gives each key.
 
     Returns:
         float32 ``[batch, query_heads, key_len]``; 0 on padding.
@@ -86,14 +86,14 @@ def causal_attention_peaks(context: LayerContext) -> Tensor:
 
 
 def _nothing(context: LayerContext) -> Tensor:
-    """float32 ``[batch, query_heads, key_len]`` of zeros."""
+    """Make zeros, float32 ``[batch, query_heads, key_len]``."""
     queries = context.queries  # refused where there are none: zeros would pass for an answer
     shape = (*queries.shape[:2], context.key_len)
     return torch.zeros(shape, dtype=torch.float32, device=queries.device)
 
 
 def _blocks(context: LayerContext) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Blocks of query heads and queries, with their weights ``[batch, heads, queries, keys]``.
+    """Yield blocks of heads and queries with their weights ``[batch, heads, queries, keys]``.
 
     The keys are those up to the block's last query.
     """
@@ -114,7 +114,7 @@ def _blocks(context: LayerContext) -> Iterator[tuple[slice, slice, Tensor]]:
 
 
 def _is_padded(context: LayerContext) -> bool:
-    """Whether any key or query may be padding, but for which two passes over weights are spared."""
+    """True if any key or query may be padding; if not, two passes over the weights are saved."""
     if context.held_len is not None:
         return min(context.held_len) < context.key_len
     # To ask waits for the device, which few queries' weights are too small for.
@@ -123,7 +123,7 @@ def _is_padded(context: LayerContext) -> bool:
 
 
 def _block_sizes(context: LayerContext) -> tuple[int, int]:
-    """KV heads and queries whose logits, and whose keys in float32, fit a block."""
+    """Count the KV heads and queries whose logits and float32 keys fit a block."""
     limit = BLOCK_BYTES.get(context.keys.device.type, OTHER_BLOCK_BYTES)
     row_bytes = 4 * context.batch * context.key_len
     group = context.query_heads // context.kv_heads
@@ -136,7 +136,7 @@ def _block_sizes(context: LayerContext) -> tuple[int, int]:
 def _block_weights(
     context: LayerContext, heads: slice, keys: Tensor, valid: Tensor | None, shown: slice
 ) -> Tensor:
-    """Attention of some queries of some heads over the keys up to the last of them."""
+    """Compute the attention of a block of queries over the keys up to the last of them."""
     queries = context.queries[:, heads, shown].float() * context.scaling
     count = queries.shape[2]
     places = context.query_positions
@@ -169,7 +169,7 @@ def _block_weights(
 
 
 def group_mean(saliency: Tensor, kv_heads: int) -> Tensor:
-    """Mean over the query heads of each KV group; a saliency per KV head is returned as it is.
+    """Average over the query heads of each KV group; return a saliency per KV head as it is.
 
     Args:
         saliency: ``[batch, query_heads or kv_heads, key_len]``.
@@ -186,7 +186,7 @@ def group_mean(saliency: Tensor, kv_heads: int) -> Tensor:
 
 
 def standardized(saliency: Tensor, scored: Tensor) -> Tensor:
-    """Saliencies at mean 0 and deviation 1 over the tokens that are scored; 0 where all are equal.
+    """Shift and scale saliencies to mean 0 and deviation 1 over scored tokens; 0 if all are equal.
 
     Args:
         saliency: float ``[batch, heads, length]``.

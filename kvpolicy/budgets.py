@@ -8,7 +8,7 @@ from kvpolicy.checks import check_count, check_kind, check_rate
 
 
 class DefaultRate(float):
-    """A rate that stands in a signature as its default and yields to a number of tokens.
+    """A default rate of a signature, which gives way to a number of tokens.
 
     ``SnapKV(retention_tokens=512)`` leaves ``retention_rate`` at its default; a plain float there
     could not be told from one that the caller wrote, and writing both is an error.
@@ -56,7 +56,7 @@ class Budget:
             object.__setattr__(self, "rate", check_rate(f"{self.name}_rate", self.rate))
 
     def count(self, *, seen_len: int, available: int, protected: int) -> int:
-        """Number of tokens to keep: ``min(available, max(int(seen_len * rate), protected, 1))``.
+        """Count the tokens to keep: ``min(available, max(int(seen_len * rate), protected, 1))``.
 
         Args:
             seen_len: Tokens of the row's whole context so far; a rate is a rate of these, also in
@@ -73,7 +73,7 @@ class Budget:
         return min(available, max(wanted, protected, 1))
 
     def fraction(self, context_len: int | None = None, *, protected: int = 0) -> float:
-        """The budget as a fraction of a prompt: the rate, or the number of tokens over its length.
+        """Express the budget as a fraction of a prompt: the rate, or tokens over its length.
 
         Args:
             context_len: Tokens of the prompt, needed where the budget is a number of tokens; None
@@ -96,7 +96,7 @@ class Budget:
         return kept / context_len
 
     def _rate_of(self, context_len: int, protected: int) -> float:
-        """The rate, not rounded to tokens, but of no fewer than the protected ones."""
+        """Return the rate, not rounded to tokens, of no fewer tokens than the protected."""
         assert self.rate is not None
         return max(self.rate, min(max(protected, 1), context_len) / context_len)
 
@@ -108,7 +108,7 @@ class Budget:
         return amount
 
     def exceeds(self, other: Budget) -> bool:
-        """Whether this budget is larger than ``other`` for every context.
+        """True if this budget is larger than ``other`` for every context.
 
         A rate and a number of tokens cannot be compared before the context is known: False.
 

@@ -1,4 +1,4 @@
-"""Policies built from names and values, as command lines and model arguments give them."""
+"""Builds policies from names and values, as command lines and model arguments give them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARTS = {"scorer": "window_max_pool", "selector": "gqa_group", "propagation": "p
 
 @attrs.frozen
 class PartOption:
-    """A part of a composition as it is written: a registered name, and parameters.
+    """A part as it is written on a command line: a registered name, and parameters.
 
     Args:
         name: Under which it is registered.
@@ -48,7 +48,7 @@ class PartOption:
 
 
 def parse_assignments(assignments: Iterable[str], option: str) -> dict[str, Any]:
-    """Values by name, of texts such as ``"window_size=16"``.
+    """Read texts such as ``"window_size=16"`` to values by name.
 
     Args:
         assignments: The texts.
@@ -75,7 +75,7 @@ def parse_assignments(assignments: Iterable[str], option: str) -> dict[str, Any]
 
 
 def _value(text: str) -> Any:
-    """The value that a text means; NaN where it means none."""
+    """Read the value that a text means; NaN if it means none."""
     named = {"none": None, "true": True, "false": False}
     if text.lower() in named:
         return named[text.lower()]
@@ -87,7 +87,7 @@ def _value(text: str) -> Any:
 
 
 def parameters_of(factory: Callable[..., Any]) -> dict[str, Any]:
-    """The parameters a factory takes by name, with their defaults.
+    """List the parameters that a factory takes by name, with their defaults.
 
     Returns:
         `inspect.Parameter.empty` where there is no default. Empty for a factory whose signature
@@ -102,7 +102,7 @@ def parameters_of(factory: Callable[..., Any]) -> dict[str, Any]:
 
 
 def factory_of(name: str, kind: str = "policy") -> Callable[..., Part]:
-    """The registered factory of a name; ``-`` counts as ``_``.
+    """Look up the registered factory of a name; ``-`` counts as ``_``.
 
     Raises:
         TypeError: ``name`` is not a str.

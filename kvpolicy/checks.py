@@ -1,4 +1,4 @@
-"""Checks of arguments shared by the parts: each names the argument, the rule and the value."""
+"""Checks arguments for the parts; messages name the argument, the rule and the value."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ class LayerContext:
         check_kind("heads", self.heads, Heads)
 
     def outlined(self) -> LayerContext:
-        """The context without what attention is computed of: keys and values have no width.
+        """Drop keys, values and queries from the context: they have no width then.
 
         What holds all layers until they were scored holds no more of each than its tokens.
         """
@@ -229,7 +229,7 @@ class LayerContext:
         )
 
     def for_selector(self) -> LayerContext:
-        """The context in which a selector chooses: itself, or one of a single KV head.
+        """Return the context in which a selector chooses: itself, or one of a single KV head.
 
         The second where all heads share what is stored. The head's keys and values are then what
         is stored, side by side if that has several heads, and no queries are shown; what it says of
@@ -255,7 +255,7 @@ class LayerContext:
         )
 
     def showing(self, num_queries: int | None) -> LayerContext:
-        """The context with no more than the last ``num_queries`` queries; all if None.
+        """Show no more than the last ``num_queries`` queries; all if None.
 
         Args:
             num_queries: As `Scorer.num_queries`.
@@ -272,7 +272,7 @@ class LayerContext:
     def with_no_more(
         self, *, history_layers: int, rotary: bool, output_weight: bool
     ) -> LayerContext:
-        """The context without what is not asked for of these three.
+        """Hide those of history, rotary embedding and output weights that are not asked for.
 
         Args:
             history_layers: As `Part.history_layers`.
@@ -324,57 +324,57 @@ class LayerContext:
 
     @property
     def batch(self) -> int:
-        """Rows."""
+        """The number of rows."""
         return self.keys.shape[0]
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads shown; see `heads`."""
+        """The number of key/value heads that are shown; see `heads`."""
         return self.keys.shape[1]
 
     @property
     def query_heads(self) -> int:
-        """Query heads: ``group * kv_heads``."""
+        """The number of query heads: ``group * kv_heads``."""
         return self._queries.shape[1]
 
     @property
     def key_len(self) -> int:
-        """Slots of keys, with padding."""
+        """The number of slots of keys, padding included."""
         return self.keys.shape[2]
 
     @property
     def query_len(self) -> int:
-        """Trailing queries shown."""
+        """The number of trailing queries that are shown."""
         return self._queries.shape[2]
 
     @property
     def new_len(self) -> int:
-        """Slots of the layer's new tokens, with padding."""
+        """The number of slots of the layer's new tokens, padding included."""
         return self.new_valid.shape[1]
 
     def is_tail(self, size: int) -> Tensor:
-        """``[batch, kv_heads, key_len]`` bool: the last ``size`` tokens, fewer where there are."""
+        """Mark the last ``size`` tokens or all there are, ``[batch, kv_heads, key_len]`` bool."""
         tail = torch.arange(self.key_len, device=self.keys.device) >= self.key_len - size
         return tail & self.valid
 
     def is_new_tail(self, size: int) -> Tensor:
-        """``[batch, new_len]`` bool: the last ``size`` new tokens, fewer where there are."""
+        """Mark the last ``size`` new tokens or all there are, ``[batch, new_len]`` bool."""
         tail = torch.arange(self.new_len, device=self.keys.device) >= self.new_len - size
         return tail & self.new_valid
 
     def is_first(self, size: int) -> Tensor:
-        """``[batch, kv_heads, key_len]`` bool: the row's first ``size`` tokens, if they are here.
+        """Mark the row's first ``size`` tokens if held, ``[batch, kv_heads, key_len]`` bool.
 
         By original position: a token that the layer does not hold is not made up for by another.
         """
         return self.valid & (self.positions < size)
 
     def is_new_first(self, size: int) -> Tensor:
-        """``[batch, new_len]`` bool: those of the row's first ``size`` tokens that are new here."""
+        """Mark the new tokens among the row's first ``size``, ``[batch, new_len]`` bool."""
         return self.new_valid & (self.positions[:, 0, self.key_len - self.new_len :] < size)
 
     def is_kind(self, *kinds: TokenKind) -> Tensor:
-        """``[batch, kv_heads, key_len]`` bool: the tokens of one of these kinds.
+        """Mark the tokens of one of these kinds, ``[batch, kv_heads, key_len]`` bool.
 
         All tokens are text where the model reads text only.
         """
@@ -385,5 +385,5 @@ class LayerContext:
         return self.valid & functools.reduce(torch.logical_or, named, torch.zeros_like(self.valid))
 
     def is_new_kind(self, *kinds: TokenKind) -> Tensor:
-        """``[batch, new_len]`` bool: the new tokens of one of these kinds."""
+        """Mark the new tokens of one of these kinds, ``[batch, new_len]`` bool."""
         return self.new_valid & self.is_kind(*kinds)[:, 0, self.key_len - self.new_len :]

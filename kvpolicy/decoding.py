@@ -6,11 +6,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.asking import Checks, advanced, kept_by, saliency_of
-from kvpolicy.brief import brief
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
+from kvpolicy.part_calls import DeferredChecks, advanced, kept_by, saliency_of
+from kvpolicy.short_repr import brief
 
 
 @attrs.frozen
@@ -82,23 +82,23 @@ class DecodingEviction:
 
     @property
     def num_queries(self) -> int | None:
-        """Last decoded queries that are looked at: 0 none, None all since the last choice."""
+        """A choice looks at so many last queries: 0 none, None all since the last choice."""
         needed = self.scorer is not None and (self.selector.needs_saliency or self.scorer.carries)
         return self.scorer.num_queries if needed and self.scorer is not None else 0
 
     @property
     def carries(self) -> int:
-        """Numbers that the scorer carries for each key; see `Scorer.carries`."""
+        """The scorer carries so many numbers for each key; see `Scorer.carries`."""
         return 0 if self.scorer is None else self.scorer.carries
 
     @property
     def needs_rotary(self) -> bool:
-        """Whether the scorer or the selector turns keys or queries."""
+        """True if the scorer or the selector turns keys or queries."""
         return any(part.needs_rotary for part in self._parts)
 
     @property
     def needs_output_weight(self) -> bool:
-        """Whether the scorer or the selector reads the weights of a layer's output projection."""
+        """True if the scorer or the selector reads a layer's output weights."""
         return any(part.needs_output_weight for part in self._parts)
 
     @property
@@ -107,7 +107,7 @@ class DecodingEviction:
 
     @property
     def most_tokens(self) -> int | None:
-        """The most entries that a head holds after a choice; None where it depends on the model."""
+        """A head holds at most so many entries after a choice; None if models differ."""
         budget, selector = self.selector.budget, self.selector
         if budget is None or budget.tokens is None:
             return None
@@ -128,7 +128,7 @@ class DecodingEviction:
             ShapeError: See `CachePolicy.decide`.
             ValueError: See `CachePolicy.decide`.
         """
-        checks = Checks()
+        checks = DeferredChecks()
         saliency = carried = None
         # Autocast would round the scores to half precision, where many tokens tie.
         with torch.autocast(context.keys.device.type, enabled=False):
@@ -141,13 +141,13 @@ class DecodingEviction:
         return kept, carried
 
     def carry(self, context: LayerContext) -> Tensor:
-        """What the scorer carries on for each key, where nothing is to be chosen.
+        """Ask the scorer what it carries on for each key, if nothing is to be chosen.
 
         Args:
             context: The layer, with the queries since the last choice.
         """
         assert self.scorer is not None
-        checks = Checks()
+        checks = DeferredChecks()
         with torch.autocast(context.keys.device.type, enabled=False):
             _, carried = advanced(self.scorer, context, checks)
         checks.look()

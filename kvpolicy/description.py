@@ -1,4 +1,4 @@
-"""A policy as plain data, and back: what a saved cache says of the policy that filled it."""
+"""Turns a policy into plain data and back: a saved cache says so which policy filled it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Description = dict[str, Any]
 
 
 def describe(part: Part) -> Description:
-    """A policy or part as data for JSON: its class and its fields, parts within parts.
+    """Turn a policy or part into data for JSON: its class and its fields, parts within parts.
 
     Two parts are equal where their descriptions are; a description of registered classes can be
     built again with `from_description`.
@@ -76,7 +76,7 @@ def from_description(description: Description) -> CachePolicy:
 
 
 def _own_class(kind: str) -> object:
-    """The class that this package calls ``module:name``; None if it has no such part."""
+    """Find this package's class ``module:name``; None if it has no such part."""
     module, _, name = kind.partition(":")
     if not module.startswith("kvpolicy."):
         return None
@@ -89,7 +89,7 @@ def _own_class(kind: str) -> object:
 
 
 def _attrs_class(kind: type[CachePolicy]) -> Any:
-    """The class, or the first of its bases, whose ``__init__`` takes the fields."""
+    """Find the first class of a class and its bases whose ``__init__`` takes the fields."""
     return next(each for each in kind.__mro__ if "__attrs_attrs__" in vars(each))
 
 

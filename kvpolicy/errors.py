@@ -29,7 +29,7 @@ class CacheInUseError(KVPolicyError):
 
     @classmethod
     def by(cls, thread: threading.Thread) -> CacheInUseError:
-        """The error that names the thread that has the cache."""
+        """Make the error that names the thread that has the cache."""
         return cls(
             f"cache must be used by one thread at a time, but thread {thread.name!r} is using it; "
             "give every thread a copy of its own (copy.deepcopy(cache)) or a new cache"

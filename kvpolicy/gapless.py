@@ -1,4 +1,4 @@
-"""Which parts fit a policy whose tokens stand without gaps."""
+"""Checks which parts fit a policy whose tokens stand without gaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the heads of a layer are: all in this process, or shared out among several."""
+"""Says where the heads of a layer are: in this process, or shared out among several."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @attrs.frozen
 class Heads:
-    """All heads of a layer are here: a context shows every one of them.
+    """The heads of a layer that are all here: a context shows every one of them.
 
     Under tensor parallelism a process computes a share of the heads only (`HeadShare`), and all of
     them have to pass on the same tokens. So a part takes what is for all heads together from here;
@@ -20,16 +20,16 @@ class Heads:
 
     @property
     def share(self) -> int:
-        """Which share of the heads is here, from 0; shares are equal and in the order of heads."""
+        """The index of the share of heads that is here, from 0; shares are equal and in order."""
         return 0
 
     @property
     def shares(self) -> int:
-        """How many shares there are."""
+        """The number of shares."""
         return 1
 
     def mean(self, per_head: Tensor) -> Tensor:
-        """Mean over all heads of the layer.
+        """Average over all heads of the layer.
 
         Args:
             per_head: float ``[batch, heads, length]``, of the heads here; of one length everywhere.
@@ -44,7 +44,7 @@ class Heads:
         return sum_of_heads(per_head) / per_head.shape[1]
 
     def gather(self, per_head: Tensor) -> Tensor:
-        """What the heads here have, with what all others have.
+        """Gather a tensor of the heads here with those of all other heads.
 
         Args:
             per_head: ``[batch, heads, length]``; processes may differ in ``length``.
@@ -72,17 +72,17 @@ class HeadShare(Heads, abc.ABC):
 
     @abc.abstractmethod
     def exchange(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors that all shares give, in their order; of one shape and dtype, not bool."""
+        """Exchange tensors with all shares, in their order; of one shape and dtype, not bool."""
 
     def mean(self, per_head: Tensor) -> Tensor:
-        """Mean over all heads of the layer; see `Heads.mean`."""
+        """Average over all heads of the layer; see `Heads.mean`."""
         # Sums are exchanged, not reduced on the way: every process then adds the same numbers in
         # the same order, whatever the collective does.
         sums = torch.stack(self.exchange(sum_of_heads(per_head)))
         return sums.sum(dim=0) / (self.shares * per_head.shape[1])
 
     def gather(self, per_head: Tensor) -> Tensor:
-        """What all heads have; see `Heads.gather`."""
+        """Gather a tensor of all heads; see `Heads.gather`."""
         batch, heads, length = per_head.shape
         lengths = self.exchange(torch.tensor([length], device=per_head.device))
         missing = max(int(each) for each in lengths) - length
@@ -93,7 +93,7 @@ class HeadShare(Heads, abc.ABC):
 
 
 def sum_of_heads(per_head: Tensor) -> Tensor:
-    """Sum over heads, in the same order for every token.
+    """Add up over heads, in the same order for every token.
 
     Tokens that are equal in all heads, as pooling makes neighbours, stay equal: a sum along any
     other axis than the innermost adds up some columns in another order than the rest.

@@ -14,14 +14,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpolicy.brief import brief
 from kvpolicy.budgets import Budget
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
+from kvpolicy.short_repr import brief
 
 
 class Part:
-    """What the three have in common: what they may ask for of a layer, free where nobody does."""
+    """Base of scorers, selectors and propagation policies: what they may ask for of a layer."""
 
     paper: ClassVar[str] = ""
 
@@ -30,7 +30,7 @@ class Part:
 
     @property
     def history_layers(self) -> int:
-        """Layers before whose saliencies it looks at, in `LayerContext.history`; 0 for none.
+        """It looks at the saliencies of so many layers before (`LayerContext.history`); 0 for none.
 
         Of those at which the policy chooses, the last so many.
         """
@@ -38,35 +38,55 @@ class Part:
 
     @property
     def needs_rotary(self) -> bool:
-        """Whether it turns keys or queries by `LayerContext.rotary`."""
+        """True if it turns keys or queries by `LayerContext.rotary`."""
         return False
 
     @property
     def needs_output_weight(self) -> bool:
-        """Whether it reads `LayerContext.output_weight`."""
+        """True if it reads `LayerContext.output_weight`."""
         return False
 
 
 class Scorer(Part, abc.ABC):
-    """How much does each token matter at this layer?"""
+    """Decides how much each token matters at this layer."""
 
     @property
     def num_queries(self) -> int | None:
-        """Trailing queries that `score` looks at: 0 none, None all."""
+        """`score` looks at so many trailing queries: 0 none, None all."""
         return 0
 
     @property
     def unscored_tail(self) -> int:
-        """Trailing tokens that `score` gives no saliency, because they are always to be kept."""
+        """`score` gives so many trailing tokens no saliency, because they are always to be kept."""
         return 0
 
     @property
     def carries(self) -> int:
-        """Numbers that it carries for each key from one choice to the next; 0 for none."""
+        """It carries so many numbers for each key from one choice to the next; 0 for none."""
         return 0
 
+    @property
+    def accumulates(self) -> bool:
+        """True if `advance` over parts of the queries ends with the saliency of all of them.
+
+        Asked for one part after the other, it ends with what `score` says of all queries at once,
+        or with the mean of that over each KV group. A prompt that is read in chunks then holds what
+        is carried in place of its queries. A class that overrides `score`, `advance`, `carries` or
+        `num_queries` has to say so anew, or it is not believed.
+        """
+        return False
+
+    @property
+    def scores_last_attention(self) -> bool:
+        """True if `score` returns how much the last query attends to each key, and nothing else.
+
+        A compiled step of a bounded answer may then take the attention that it has computed anyway.
+        A class that overrides `score` or `num_queries` has to say so anew, or it is not believed.
+        """
+        return False
+
     def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """The saliency, and what is carried on, where a policy evicts while it decodes.
+        """Return the saliency and what is carried on, if a policy evicts while it decodes.
 
         Asked once for every choice, from the prompt's on: ``context.carried`` is what was carried
         before, ``context.queries`` those of all tokens since. Between two choices nothing is
@@ -97,31 +117,31 @@ class Scorer(Part, abc.ABC):
 
 
 class KVSelector(Part, abc.ABC):
-    """Which keys and values does this layer keep for decoding?"""
+    """Decides which keys and values this layer keeps for decoding."""
 
     @property
     def needs_saliency(self) -> bool:
-        """Whether `select` reads the saliency; without, it may be given None."""
+        """True if `select` reads the saliency; if not, it may be given None."""
         return True
 
     @property
     def protected_tail(self) -> int:
-        """Trailing tokens that are always kept."""
+        """So many trailing tokens are always kept."""
         return 0
 
     @property
     def protected_first(self) -> int:
-        """First tokens of the row's context that are kept wherever they are held."""
+        """So many first tokens of the row's context are kept wherever they are held."""
         return 0
 
     @property
     def budget(self) -> Budget | None:
-        """How many tokens each row keeps; None where no one number holds for layers and heads."""
+        """The number of tokens that each row keeps; None if layers or heads differ."""
         return None
 
     @property
     def decides_together(self) -> bool:
-        """Whether it chooses once all layers were scored, in `select_together`.
+        """True if it chooses once all layers were scored, in `select_together`.
 
         Every layer then holds all tokens until the last one has been scored.
         """
@@ -129,23 +149,41 @@ class KVSelector(Part, abc.ABC):
 
     @property
     def equal_counts(self) -> bool:
-        """Whether it keeps as many tokens of a row in all heads of all layers.
+        """True if it keeps as many tokens of a row in all heads of all layers.
 
         If all tokens reach them. A policy without gaps needs it, see `CachePolicy`.
         """
         return False
 
     @property
+    def keeps_all(self) -> bool:
+        """True if it keeps every token, so that there is nothing to act on.
+
+        A class that overrides `select` has to say so anew, or it is not believed.
+        """
+        return False
+
+    @property
+    def keeps_highest(self) -> bool:
+        """True if each KV head keeps the protected, and the highest means over its group.
+
+        As many as the budget says, of two equals the earlier; what is protected is said by
+        `protected_tail` and `protected_first`. A class that overrides `select` or
+        `protected` has to say so anew, or it is not believed.
+        """
+        return False
+
+    @property
     def is_bounded(self) -> bool:
-        """Whether what is kept does not grow with the context: a budget is a number of tokens."""
+        """True if what is kept does not grow with the context: its budget is a number of tokens."""
         return self.budget is not None and self.budget.tokens is not None
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Bool ``[batch, kv_heads, key_len]``: the tokens that are kept whatever their saliency."""
+        """Mark the tokens that are always kept, bool ``[batch, kv_heads, key_len]``."""
         return context.is_tail(self.protected_tail) | context.is_first(self.protected_first)
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Fraction of a prompt's tokens that each layer keeps, if all of them reach it.
+        """Return the fraction of a prompt's tokens that each layer keeps, if all reach it.
 
         The mean over the KV heads; 1 where the selector has no budget and does not say otherwise.
 
@@ -165,7 +203,7 @@ class KVSelector(Part, abc.ABC):
         return [self.budget.fraction(context_len, protected=fixed)] * num_layers
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """How many tokens of each row every head keeps, where that is known without looking.
+        """Count what every head keeps of each row, if computable from lengths, without a tensor.
 
         By ``context.held_len``, budgets and other numbers: what is read off a tensor waits for the
         device, at every layer of a prompt. What is said here is held against what `select` returns
@@ -219,7 +257,7 @@ class KVSelector(Part, abc.ABC):
 
 
 class PropagationPolicy(Part, abc.ABC):
-    """Which tokens go on to the next layer during prefill?
+    """Decides which tokens go on to the next layer during prefill.
 
     Two ways to act: the layers after an acting one continue with the tokens that go on (*drop*), or
     what was computed serves for the choice only, and the prefill runs again from the embeddings on
@@ -229,27 +267,27 @@ class PropagationPolicy(Part, abc.ABC):
 
     @property
     def restarts(self) -> bool:
-        """Whether the prefill runs again on the tokens that go on; then one layer acts."""
+        """True if the prefill runs again on the tokens that go on; then one layer acts."""
         return False
 
     @property
     def needs_saliency(self) -> bool:
-        """Whether `propagate` reads the saliency; without, it may be given None."""
+        """True if `propagate` reads the saliency; if not, it may be given None."""
         return True
 
     @property
     def protected_tail(self) -> int:
-        """Trailing tokens that always go on, at least 1: the last predicts the next."""
+        """So many trailing tokens always go on, at least 1: the last predicts the next."""
         return 1
 
     @property
     def protected_first(self) -> int:
-        """First tokens of the row's context that go on wherever they are new."""
+        """So many first tokens of the row's context go on wherever they are new."""
         return 0
 
     @property
     def budget(self) -> Budget | None:
-        """How many tokens of each row go on; None where no one number holds for all.
+        """The number of tokens of each row that go on; None if no one number holds for all.
 
         Where several layers act with budgets of their own, the smallest.
         """
@@ -257,7 +295,7 @@ class PropagationPolicy(Part, abc.ABC):
 
     @property
     def decides_by_content(self) -> bool:
-        """Whether how many tokens go on depends on what a prompt says, not on its length alone.
+        """True if the number of tokens that go on depends on the prompt's content.
 
         Then it is known only once the prompt is read: there is no `budget`, and `layer_rates` are
         the most that can reach each layer.
@@ -265,11 +303,11 @@ class PropagationPolicy(Part, abc.ABC):
         return False
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Bool ``[batch, new_len]``: the new tokens that go on whatever their saliency."""
+        """Mark the new tokens that always go on, bool ``[batch, new_len]``."""
         return context.is_new_tail(self.protected_tail) | context.is_new_first(self.protected_first)
 
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """What a layer's new tokens are ranked by: the mean of the saliency over all heads.
+        """Rank a layer's new tokens: by the mean of the saliency over all heads.
 
         Args:
             saliency: As given to `propagate`.
@@ -282,7 +320,7 @@ class PropagationPolicy(Part, abc.ABC):
         return context.heads.mean(saliency[..., context.key_len - context.new_len :])
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
-        """Layers after which `propagate` is asked.
+        """Return the layers after which `propagate` is asked.
 
         Raises:
             ValueError: The policy's layers do not lie in a model of ``num_layers`` layers.
@@ -290,7 +328,7 @@ class PropagationPolicy(Part, abc.ABC):
         return frozenset()
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """The same policy with the layers that it leaves open chosen for a model.
+        """Choose, for a model, the layers that the policy leaves open.
 
         Args:
             num_layers: Layers of the model.
@@ -300,7 +338,7 @@ class PropagationPolicy(Part, abc.ABC):
         return self
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Fraction of the prompt's tokens that reach each layer, and whose keys it sees.
+        """Return the fraction of the prompt's tokens that reach each layer.
 
         Where it `decides_by_content`, the most.
 
@@ -316,7 +354,7 @@ class PropagationPolicy(Part, abc.ABC):
     def prefill_passes(
         self, num_layers: int, context_len: int | None = None
     ) -> tuple[list[float], ...]:
-        """Fraction of the prompt's tokens that each layer computes, for every pass of the prefill.
+        """Return, for every pass of the prefill, the fraction of tokens that each layer computes.
 
         The last pass is that of `layer_rates`; a policy that restarts has one before it, in which
         layers it does not reach compute 0.
@@ -347,7 +385,7 @@ class PropagationPolicy(Part, abc.ABC):
 
 
 def nearest_layer(wanted: int, eligible: Sequence[int]) -> int:
-    """The eligible layer nearest to a layer, the later of two that are as near.
+    """Find the eligible layer nearest to a layer, the later of two that are as near.
 
     Example:
         >>> nearest_layer(3, [1, 2, 4, 5])

@@ -6,7 +6,7 @@ import enum
 
 
 class TokenKind(enum.IntEnum):
-    """What a token stands for, as numbers that a tensor can hold.
+    """Numbers what a token can stand for: text, an image, a video or sound.
 
     A token is of a kind when its embedding comes from there: the placeholders that features of an
     image take the place of are of the kind image, the tokens that mark where it begins and ends

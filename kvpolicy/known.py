@@ -1,88 +1,19 @@
-"""Numbers of tokens that are known without looking at a tensor.
-
-To read a number off a tensor, the processor waits until a GPU has computed it and all that was
-asked of it before, and cannot ask for what comes next meanwhile. How many tokens a layer sees, and
-how many a budget leaves of them, are numbers that it mostly has already.
-"""
+"""Deprecated: `kvpolicy.host_counts` under its earlier name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from kvpolicy.budgets import Budget
-from kvpolicy.context import LayerContext
-from kvpolicy.interfaces import KVSelector
+from kvpolicy import host_counts
 
 
-def known_counts(selector: KVSelector, context: LayerContext) -> tuple[int, ...] | None:
-    """What a selector says it keeps of each row of a layer, see `KVSelector.kept_counts`.
-
-    None where that is not known, and where a class that overrides `select` or `protected` says
-    nothing of its own: what it inherits need not be true of it.
-    """
-    if context.held_len is None:
-        return None
-    classes = type(selector).__mro__
-
-    def defined(name: str) -> int:
-        return next(place for place, each in enumerate(classes) if name in vars(each))
-
-    if defined("kept_counts") > min(defined("select"), defined("protected")):
-        return None
-    return selector.kept_counts(context)
-
-
-def protected_counts(
-    context: LayerContext, *, tail: int, first: int
-) -> tuple[tuple[int, int], ...] | None:
-    """The fewest and the most tokens of each row that a head protects.
-
-    Args:
-        context: The layer.
-        tail: Trailing tokens that are protected.
-        first: First tokens of the row's context that are, of which a later turn may hold fewer.
-
-    Returns:
-        None where the lengths of rows are not known.
-    """
-    if context.held_len is None:
-        return None
-    return tuple(
-        (min(held, tail + first if held == seen else tail), min(held, tail + first))
-        for held, seen in zip(context.held_len, context.seen_len, strict=True)
+def __getattr__(name: str) -> Any:
+    """Take a name from `kvpolicy.host_counts`."""
+    found = getattr(host_counts, name)
+    warnings.warn(
+        f"kvpolicy.known.{name} is deprecated, use kvpolicy.host_counts.{name}",
+        DeprecationWarning,
+        stacklevel=2,
     )
-
-
-def counts_under(
-    budget: Budget,
-    context: LayerContext,
-    protected: Sequence[tuple[int, int]] | None,
-) -> tuple[int, ...] | None:
-    """How many tokens of each row a head keeps under a budget.
-
-    Args:
-        budget: The budget.
-        context: The layer.
-        protected: See `protected_counts`.
-
-    Returns:
-        None where it depends on what is not known.
-    """
-    if context.held_len is None or protected is None:
-        return None
-    rows = zip(context.seen_len, context.held_len, protected, strict=True)
-    counts = [
-        {budget.count(seen_len=seen, available=held, protected=fixed) for fixed in bounds}
-        for seen, held, bounds in rows
-    ]
-    return None if any(len(each) > 1 for each in counts) else tuple(min(each) for each in counts)
-
-
-def on_device(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Numbers as an int64 tensor on a device, without waiting for it."""
-    # What is not pinned is copied aside at once, so that nothing has to stay for the device; but
-    # not so with MPS, which reads the numbers later.
-    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=device.type != "mps")
+    return found

@@ -11,20 +11,20 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.asking import Checks, advanced, kept_by, passed_on_by, saliency_of
-from kvpolicy.brief import brief
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.decoding import DecodingEviction, check_tail
+from kvpolicy.deferred_selection import DeferredLayer, check_later, kept_of_all
 from kvpolicy.gapless import check_acting, check_gapless
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
-from kvpolicy.later import Undecided, check_later, kept_of_all
+from kvpolicy.part_calls import DeferredChecks, advanced, kept_by, passed_on_by, saliency_of
 from kvpolicy.repetition import Repetition
+from kvpolicy.short_repr import brief
 
 
 @attrs.frozen(eq=False)
 class Decision:
-    """What a policy decided at one layer; see `KVSelector.select` and its like.
+    """Holds what a policy decided at one layer.
 
     Args:
         kept: ``[batch, kv_heads, kept_len]``; of one head where all heads share what is stored.
@@ -43,13 +43,13 @@ class Decision:
     passed_on: Tensor | None
     carried: Tensor | None = None
     saliency: Tensor | None = None
-    undecided: Undecided | None = None
+    undecided: DeferredLayer | None = None
     counts: tuple[int, ...] | None = None
 
 
 @attrs.frozen
 class CachePolicy:
-    """Which tokens a model keeps, layer by layer, while it reads a prompt.
+    """Decides which tokens a model keeps, layer by layer, while it reads a prompt.
 
     The methods of the literature are subclasses that only choose the parts. ``str()`` of a
     method is as it is written, of any other policy its parts; what is at its default is left out.
@@ -147,12 +147,12 @@ class CachePolicy:
 
     @property
     def decides_later(self) -> bool:
-        """Whether layers keep all tokens until all of them were scored; see `decide_layers`."""
+        """True if layers keep all tokens until every one was scored; see `decide_layers`."""
         return self.selector.decides_together or self.reading is not None
 
     @property
     def num_queries(self) -> int | None:
-        """Trailing queries of a prompt that are looked at: 0 none, None all.
+        """The policy looks at so many trailing queries of a prompt: 0 none, None all.
 
         Not those of a second reading, of which the scorer is shown as many as it asks for.
         """
@@ -165,7 +165,7 @@ class CachePolicy:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Those that act on a prompt: the scorer if there is one, the selector, the propagation.
+        """The parts that act on a prompt: the scorer if there is one, selector and propagation.
 
         And the scorer of what is decoded later, where it carries something from the prompt on.
         """
@@ -177,21 +177,21 @@ class CachePolicy:
 
     @property
     def history_layers(self) -> int:
-        """Layers before whose saliencies any part looks at."""
+        """A part looks at the saliencies of at most so many layers before."""
         return max(part.history_layers for part in self.parts)
 
     @property
     def needs_rotary(self) -> bool:
-        """Whether any part turns keys or queries of a prompt."""
+        """True if any part turns keys or queries of a prompt."""
         return any(part.needs_rotary for part in self.parts)
 
     @property
     def needs_output_weight(self) -> bool:
-        """Whether any part reads the weights of a layer's output projection in a prompt."""
+        """True if any part reads a layer's output weights in a prompt."""
         return any(part.needs_output_weight for part in self.parts)
 
     def remembered_layers(self, num_layers: int, choosing: Sequence[int]) -> frozenset[int]:
-        """Layers whose saliency a later layer looks at.
+        """Return the layers whose saliency a later layer looks at.
 
         Args:
             num_layers: Layers of the model.
@@ -240,7 +240,7 @@ class CachePolicy:
             )
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> CachePolicy:
-        """The policy with the layers that its propagation leaves open chosen for a model.
+        """Choose, for a model, the layers that the propagation policy leaves open.
 
         Args:
             num_layers: Layers of the model.
@@ -258,7 +258,7 @@ class CachePolicy:
         context: LayerContext,
         *,
         remembered: bool = False,
-        checks: Checks | None = None,
+        checks: DeferredChecks | None = None,
     ) -> Decision:
         """Choose what one layer keeps and passes on; the saliency is computed once, if at all.
 
@@ -280,7 +280,7 @@ class CachePolicy:
                 selector said, or the last token is not passed on.
         """
         check_kind("context", context, LayerContext)
-        own = Checks() if checks is None else checks
+        own = DeferredChecks() if checks is None else checks
         # Autocast would round the scores to half precision, where many tokens tie.
         with torch.autocast(context.keys.device.type, enabled=False):
             decision = self._decide(context, own, remembered)
@@ -288,7 +288,7 @@ class CachePolicy:
             own.look()
         return decision
 
-    def _decide(self, context: LayerContext, checks: Checks, remembered: bool) -> Decision:
+    def _decide(self, context: LayerContext, checks: DeferredChecks, remembered: bool) -> Decision:
         propagates = not self.propagation.restarts and self._acts_at(context)
         selects = self.selector.needs_saliency and self.reading is None
         needed = selects or (propagates and self.propagation.needs_saliency) or remembered
@@ -302,7 +302,7 @@ class CachePolicy:
             saliency = saliency_of(self.scorer, context, checks)
         kept = undecided = counts = None
         if self.decides_later:
-            undecided = Undecided.of(context, saliency if selects else None)
+            undecided = DeferredLayer.of(context, saliency if selects else None)
         else:
             kept, counts = kept_by(self.selector, saliency, context, checks)
         passed = None
@@ -311,7 +311,7 @@ class CachePolicy:
         return Decision(kept, passed, carried, saliency, undecided, counts)
 
     def score(self, context: LayerContext) -> Tensor:
-        """The scorer's saliency of a layer at which nothing is chosen, for later ones to look at.
+        """Score a layer at which nothing is chosen, for later layers to look at.
 
         Raises:
             TypeError: As `decide`.
@@ -319,13 +319,13 @@ class CachePolicy:
             ValueError: As `decide`.
         """
         assert self.scorer is not None
-        checks = Checks()
+        checks = DeferredChecks()
         with torch.autocast(context.keys.device.type, enabled=False):
             saliency = saliency_of(self.scorer, context, checks)
         checks.look()
         return saliency
 
-    def decide_layers(self, layers: Sequence[Undecided]) -> list[Tensor]:
+    def decide_layers(self, layers: Sequence[DeferredLayer]) -> list[Tensor]:
         """Choose what all layers keep, where the policy `decides_later`.
 
         Args:
@@ -341,7 +341,7 @@ class CachePolicy:
         """
         if not layers:
             return []
-        checks = Checks()
+        checks = DeferredChecks()
         with torch.autocast(layers[0].context.keys.device.type, enabled=False):
             kept = kept_of_all(self.selector, layers, checks)
         checks.look()
@@ -357,7 +357,7 @@ class CachePolicy:
         """
         assert self.propagation.restarts
         assert self._acts_at(context)
-        checks = Checks()
+        checks = DeferredChecks()
         with torch.autocast(context.keys.device.type, enabled=False):
             saliency = None
             if self.propagation.needs_saliency:
@@ -383,7 +383,7 @@ class CachePolicy:
         return context.layer_idx in self.propagation.acting_layers(context.num_layers)
 
     def prefill_compute_rate(self, num_layers: int, context_len: int | None = None) -> float:
-        """Layer-tokens computed in prefill over layer-tokens of a full prefill.
+        """Divide the layer-tokens computed in prefill by those of a full prefill.
 
         Args:
             num_layers: Layers of the model.

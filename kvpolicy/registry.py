@@ -38,7 +38,7 @@ _KINDS: dict[str, type] = {
 
 
 def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
-    """The registered factories by name, in alphabetical order.
+    """List the registered factories by name, in alphabetical order.
 
     Args:
         kind: ``"policy"``, ``"scorer"``, ``"selector"`` or ``"propagation"``; None for all.
@@ -84,7 +84,7 @@ def _warn_of(entry: EntryPoint, reason: str) -> None:
 
 
 def kind_of(factory: Callable[..., Part]) -> str:
-    """The kind of part that a factory builds.
+    """Find the kind of part that a factory builds.
 
     Raises:
         TypeError: It cannot be called without arguments, or builds no part of a policy.

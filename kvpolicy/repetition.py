@@ -1,4 +1,4 @@
-"""A second reading of a prompt: it is fed again, and what it attends to is what matters."""
+"""Declares a second reading of a prompt: it is fed again, and scored by what that attends to."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.brief import brief
 from kvpolicy.checks import as_tuple, check_count
+from kvpolicy.short_repr import brief
 
 # What KVzip asks for, behind the context; in later chunks the overlap follows.
 FIRST_INSTRUCTION = "\n\nRepeat the previous context exactly."
@@ -94,7 +94,7 @@ class Repetition:
         later: str = LATER_INSTRUCTION,
         **parameters: Any,
     ) -> Repetition:
-        """One that asks in words.
+        """Make a repetition that asks in words.
 
         Args:
             tokenizer: Whose ``encode(text, add_special_tokens=False)`` gives ids.
@@ -106,12 +106,12 @@ class Repetition:
         return cls(**parameters, **dict(zip(("instruction_ids", "later_ids"), asked, strict=True)))
 
     def spans(self, length: int) -> list[tuple[int, int]]:
-        """First and last position, the second excluded, of every chunk of a context."""
+        """Return first and last position, the second excluded, of every chunk of a context."""
         starts = range(self.unrepeated, length, self.chunk_size)
         return [(start, min(start + self.chunk_size, length)) for start in starts]
 
     def before(self, start: int) -> tuple[tuple[int, ...], int]:
-        """What the chunk at a position is repeated behind.
+        """Return the tokens behind which the chunk at a position is repeated.
 
         Args:
             start: Its first position.
@@ -124,7 +124,7 @@ class Repetition:
         return (later if repeated else self.instruction_ids), min(repeated, self.overlap)
 
     def compute_rate(self, context_len: int | None = None) -> float:
-        """Tokens that the second reading computes over those of the context.
+        """Divide the tokens that the second reading computes by those of the context.
 
         Args:
             context_len: Tokens of the context; None for one so long that its last chunk is full.

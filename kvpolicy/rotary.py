@@ -1,4 +1,4 @@
-"""The rotary embedding of a layer, both ways."""
+"""Turns keys and queries by a layer's rotary embedding, and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RotaryEmbedding(abc.ABC):
 
     @abc.abstractmethod
     def turned(self, states: Tensor, positions: Tensor) -> Tensor:
-        """States as they are at positions.
+        """Turn states to positions.
 
         Args:
             states: ``[batch, heads, length, head_dim]``, not turned.
@@ -30,12 +30,12 @@ class RotaryEmbedding(abc.ABC):
 
     @abc.abstractmethod
     def turned_back(self, states: Tensor, positions: Tensor) -> Tensor:
-        """States as they were before they were turned to positions; the inverse of `turned`."""
+        """Turn states back to what they were before `turned`."""
 
 
 @attrs.frozen
 class PlainRotary(RotaryEmbedding):
-    """The rotation of Llama: pairs of channels half a head apart, frequencies by one base.
+    """Rotates as Llama does: pairs of channels half a head apart, frequencies by one base.
 
     Args:
         head_dim: Channels of a head, an even number.
@@ -51,11 +51,11 @@ class PlainRotary(RotaryEmbedding):
     theta: float = 10000.0
 
     def turned(self, states: Tensor, positions: Tensor) -> Tensor:
-        """See `RotaryEmbedding.turned`."""
+        """Turn states to positions; see `RotaryEmbedding.turned`."""
         return self._turned(states, positions, 1.0)
 
     def turned_back(self, states: Tensor, positions: Tensor) -> Tensor:
-        """See `RotaryEmbedding.turned_back`."""
+        """Turn states back; see `RotaryEmbedding.turned_back`."""
         return self._turned(states, positions, -1.0)
 
     def _turned(self, states: Tensor, positions: Tensor, sign: float) -> Tensor:

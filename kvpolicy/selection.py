@@ -1,4 +1,4 @@
-"""Choosing the best tokens under a budget: the one place where saliency becomes indices."""
+"""Chooses tokens under a budget: the one place where saliency becomes indices."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from kvpolicy.budgets import Budget
-from kvpolicy.known import on_device
+from kvpolicy.host_counts import on_device
 
 
 def head_budgets(
     budget: Budget, seen_len: tuple[int, ...], *, valid: Tensor, protected: Tensor
 ) -> list[list[int]]:
-    """Each head's number of tokens under a budget, read off what a layer shows.
+    """Count each head's tokens under a budget, read off what a layer shows.
 
     That waits for the device; see `counts_under` for what is known without.
 
@@ -41,7 +41,7 @@ def head_budgets(
 def row_budgets(
     budget: Budget, seen_len: tuple[int, ...], *, valid: Tensor, protected: Tensor
 ) -> list[int]:
-    """Each row's number of tokens under a budget: what the head with the fewest has.
+    """Count each row's tokens under a budget: what the head with the fewest has.
 
     Args:
         budget: See `head_budgets`.
@@ -54,7 +54,7 @@ def row_budgets(
 
 
 def ranks(saliency: Tensor, candidates: Tensor) -> Tensor:
-    """The place of every candidate among those of its row: 0 for the most salient.
+    """Rank every candidate among those of its row: 0 for the most salient.
 
     Among equals the earlier comes first. NaN counts as lowest.
 
@@ -83,7 +83,7 @@ def select_top(
     valid: Tensor,
     protected: Tensor,
 ) -> Tensor:
-    """Indices of the protected tokens and the most salient others, up to each row's budget.
+    """Choose the protected tokens and the most salient others, up to each row's budget.
 
     Protection is a set, not a score: the protected take their places first, whatever their
     saliency. Among equals the earlier token wins, so that a larger budget only adds tokens. NaN
@@ -119,7 +119,7 @@ def select_top(
 
 
 def highest(saliency: Tensor, candidates: Tensor, counts: Sequence[int]) -> Tensor:
-    """The most salient candidates of every row, the earlier of equals; NaN counts as lowest.
+    """Choose the most salient candidates of every row, the earlier of equals; NaN is lowest.
 
     As `ranks` below ``counts``, without a place for each: for rows of all layers at once.
 
@@ -150,7 +150,7 @@ def highest(saliency: Tensor, candidates: Tensor, counts: Sequence[int]) -> Tens
 
 
 def compress(chosen: Tensor, length: int) -> Tensor:
-    """Indices where ``chosen`` is True, ascending, as the last of ``length`` slots.
+    """List the indices where ``chosen`` is True, ascending, in the last of ``length`` slots.
 
     Args:
         chosen: bool ``[..., size]`` with at most ``length`` True in every row.

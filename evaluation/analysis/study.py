@@ -16,10 +16,10 @@ from kvpolicy.evaluation.analysis.attention import Overlap, overlap_of, recall_o
 from kvpolicy.evaluation.analysis.distances import OutputDistances, output_distances
 from kvpolicy.evaluation.analysis.inputs import check_k, check_ks, check_layers, check_prompts
 from kvpolicy.evaluation.analysis.plots import plot_distances, plot_overlap, plot_recall
-from kvpolicy.evaluation.commands.stream import encode_prompt
 from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import NEEDLE, Loaded
 from kvpolicy.evaluation.progress import Progress, silent
+from kvpolicy.evaluation.prompt_tokens import encode_prompt
 from kvpolicy.evaluation.readable import check_positions, positions_notes
 from kvpolicy.evaluation.results import check_folder, environment, write_all
 from kvpolicy.evaluation.tasks.prompts import needle_prompts, read_prompt

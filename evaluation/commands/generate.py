@@ -25,7 +25,7 @@ from kvpolicy.evaluation.commands.options import (
     TSPLayerOption,
     policy_options,
 )
-from kvpolicy.evaluation.commands.stream import encode_prompt, stream
+from kvpolicy.evaluation.commands.stream import stream
 from kvpolicy.evaluation.commands.terminal import (
     BeyondPositionsOption,
     DeviceOption,
@@ -33,6 +33,7 @@ from kvpolicy.evaluation.commands.terminal import (
     load_shown,
 )
 from kvpolicy.evaluation.models import default_tsp_layer
+from kvpolicy.evaluation.prompt_tokens import encode_prompt
 from kvpolicy.evaluation.readable import check_positions, positions_notes
 from kvpolicy.evaluation.tasks.prompts import read_prompt
 

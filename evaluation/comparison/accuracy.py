@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
+from kvpolicy.evaluation.intervals import share_interval
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.tasks.prompts import Prompt
 from kvpolicy.policy import CachePolicy
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 # Tokens that one batch reads at most: enough to keep a processor busy at 1024 tokens a prompt.
 BATCH_TOKENS = 16384
-_NORMAL_95 = 1.959964
 
 
 @attrs.frozen
@@ -47,11 +46,8 @@ class Score:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95% interval of the fraction (Wilson's, which is right near 0 and 1 too)."""
-        spread = _NORMAL_95**2 / self.count
-        middle = self.rate + spread / 2
-        half = math.sqrt(spread * (self.rate * (1 - self.rate) + spread / 4))
-        return (max(middle - half, 0.0) / (1 + spread), min((middle + half) / (1 + spread), 1.0))
+        """The 95% interval of the fraction."""
+        return share_interval(self.rate, self.count)
 
 
 def measure_accuracy(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from math import comb
 from statistics import median
 
 import attrs
+
+from kvpolicy.evaluation.intervals import median_interval
 
 # Of the median: the width of its interval up to which rounds are said to agree.
 STEADY = 0.2
@@ -45,14 +46,7 @@ class Speed:
             >>> Speed((1.0, 9.0, 2.0, 4.0, 3.0)).interval, Speed((1.0, 9.0, 2.0, 4.0)).interval
             ((1.0, 9.0), None)
         """
-        ordered, count = sorted(self.rounds), len(self.rounds)
-        left_out, outside = None, 0.0
-        for index in range((count + 1) // 2):
-            outside += 2 * comb(count, index) / 2**count
-            if 1 - outside < _COVERAGE:
-                break
-            left_out = index
-        return None if left_out is None else (ordered[left_out], ordered[count - 1 - left_out])
+        return median_interval(self.rounds, _COVERAGE)
 
     @property
     def steady(self) -> bool:

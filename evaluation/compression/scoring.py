@@ -11,7 +11,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.brief import brief
 from kvpolicy.checks import check_count, check_kernel_size, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.errors import UnsupportedModelError
@@ -27,6 +26,7 @@ from kvpolicy.policies import (
     RestartPropagation,
 )
 from kvpolicy.policy import CachePolicy
+from kvpolicy.short_repr import brief
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvpolicy.asking import Checks, kept_by, saliency_of
 from kvpolicy.context import LayerContext
 from kvpolicy.evaluation.cost.live_bytes import LiveBytes
 from kvpolicy.evaluation.cost.model_shape import LayerShape
+from kvpolicy.part_calls import DeferredChecks, kept_by, saliency_of
 from kvpolicy.policy import CachePolicy
 from kvpolicy.rotary import PlainRotary
 
@@ -156,7 +156,7 @@ def _choose(policy: CachePolicy, context: LayerContext, acts: bool) -> None:
         policy, (context.layer_idx, context.num_layers)
     ):
         saliency = torch.rand(1, context.query_heads, context.key_len)
-    kept_by(policy.selector, saliency, context, Checks())
+    kept_by(policy.selector, saliency, context, DeferredChecks())
     if acts:
         policy.propagation.propagate(saliency, context)
 
@@ -166,7 +166,7 @@ def _scoring(policy: CachePolicy, context: LayerContext) -> int:
     assert policy.scorer is not None
     nothing_padded = _NothingPadded()  # type: ignore[no-untyped-call]
     with torch.no_grad(), nothing_padded, LiveBytes(_tensors(context)) as live:
-        saliency_of(policy.scorer, context, Checks())
+        saliency_of(policy.scorer, context, DeferredChecks())
     return int(live.peak)
 
 

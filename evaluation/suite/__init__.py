@@ -4,11 +4,11 @@
 folder for each sample; `load` reads a folder, finished or not; `write_report` makes its page.
 """
 
+from kvpolicy.evaluation.intervals import Difference, paired_difference
 from kvpolicy.evaluation.suite.folder import Results, load
 from kvpolicy.evaluation.suite.report import write_report
 from kvpolicy.evaluation.suite.runner import Listener
 from kvpolicy.evaluation.suite.sample import Answer, Cell, Document, Method, Sample
-from kvpolicy.evaluation.suite.statistics import Difference, paired_difference
 from kvpolicy.evaluation.suite.study import Settings, run
 from kvpolicy.evaluation.suite.summary import Cost, Figure, Summary
 

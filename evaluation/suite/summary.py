@@ -7,9 +7,9 @@ from statistics import fmean, median
 
 import attrs
 
+from kvpolicy.evaluation.intervals import Difference, paired_difference
 from kvpolicy.evaluation.suite.folder import Results
 from kvpolicy.evaluation.suite.sample import FULL_CONTEXT, Cell, Method, Sample
-from kvpolicy.evaluation.suite.statistics import Difference, paired_difference
 
 
 @attrs.frozen

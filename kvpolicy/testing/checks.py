@@ -30,6 +30,7 @@ from kvpolicy.testing.declared import (
     check_tensor,
     require,
 )
+from kvpolicy.testing.results import check_kept, check_scored
 from kvpolicy.testing.shares import (
     check_kept_in_shares,
     check_passed_in_shares,
@@ -88,12 +89,13 @@ def check_scorer(component: Scorer) -> None:
             )
         check_scores_in_shares(component, context, saliency, TOLERANCE)
         _check_advance(component, context, saliency)
+        check_scored(component, context, saliency)
 
     run()
 
 
 def _check_advance(component: Scorer, context: LayerContext, saliency: Tensor) -> None:
-    """What is carried is of every key; a scorer that carries nothing advances as it scores."""
+    """Check the shape of what is carried; a scorer that carries nothing advances as it scores."""
     before = snapshot(context)
     advanced, carried = component.advance(context)
     require(snapshot(context) == before, "advance must not modify the context")
@@ -174,12 +176,13 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
             _check_bounded(component, context, saliency)
         if component.equal_counts:
             _check_equal_counts(context, protected, kept)
+        check_kept(component, context, saliency, kept)
 
     run()
 
 
 def _check_equal_counts(context: LayerContext, protected: Tensor, kept: Tensor) -> None:
-    """Heads keep as many tokens of a row, where as many reach them and are protected."""
+    """Check that heads keep as many tokens of a row, if as many reach them and are protected."""
     shown = torch.stack([context.valid.sum(dim=-1), protected.sum(dim=-1)])
     alike = (shown == shown[:, :, :1]).all(dim=0)  # as the first head
     counts = (kept >= 0).sum(dim=-1)
@@ -191,7 +194,7 @@ def _check_equal_counts(context: LayerContext, protected: Tensor, kept: Tensor) 
 
 
 def _check_bounded(component: KVSelector, context: LayerContext, saliency: Tensor) -> None:
-    """What is kept of the same keys does not depend on how long a long context is."""
+    """Check that what is kept does not depend on how long a long context is."""
     once, twice = (
         component.select(
             saliency, attrs.evolve(context, seen_len=tuple(n + more for n in context.seen_len))
@@ -270,7 +273,7 @@ def check_propagation(component: PropagationPolicy) -> None:
 def _check_counts(
     component: PropagationPolicy, context: LayerContext, saliency: Tensor, passed: Tensor | None
 ) -> None:
-    """As many tokens go on whatever they say."""
+    """Check that the number of tokens that go on does not depend on the saliency."""
     other = attrs.evolve(context, keys=context.values, values=context.keys)
     found = component.propagate(saliency.amax() - saliency, other)
     counts = [
@@ -287,7 +290,7 @@ def _check_counts(
 def _at_acting_layer(
     component: PropagationPolicy, context: LayerContext, data: st.DataObject
 ) -> LayerContext:
-    """The same tokens at a layer where the component acts, if it names one."""
+    """Move the tokens to a layer where the component acts, if it names one."""
     num_layers = data.draw(st.sampled_from([8, 32, 36]))
     acting = sorted(component.acting_layers(num_layers))
     if not acting:
@@ -298,7 +301,7 @@ def _at_acting_layer(
 
 
 def _acts_often(component: PropagationPolicy, context: LayerContext) -> bool:
-    """Whether several layers act, with budgets of which the declared one is the smallest."""
+    """True if several layers act, with budgets of which the declared one is the smallest."""
     return len(component.acting_layers(context.num_layers)) > 1
 
 

@@ -1,4 +1,4 @@
-"""What `kvpolicy.testing` holds of any choice of tokens, in plain Python.
+"""Checks what must hold of any choice of tokens, in plain Python.
 
 Part of `kvpolicy.testing`.
 """
@@ -22,7 +22,7 @@ from kvpolicy.testing.declared import (
 
 
 def snapshot(context: LayerContext, *more: Tensor) -> list[object]:
-    """All that a part is given, to compare with what it leaves."""
+    """Copy all that a part is given, to compare with what it leaves."""
 
     def copied(value: object) -> object:
         if isinstance(value, tuple):
@@ -90,13 +90,13 @@ def check_choice(
 
 
 def decides_alone(part: KVSelector | PropagationPolicy) -> bool:
-    """Whether the saliency decides, with nothing that the part asks for besides."""
+    """True if the saliency alone decides what the part keeps."""
     more = part.history_layers > 0 or part.needs_rotary or part.needs_output_weight
     return part.needs_saliency and not more
 
 
 def says_how_it_ranks(part: PropagationPolicy) -> bool:
-    """Whether tokens go on in the order of `PropagationPolicy.ranking`: the saliency's or its own.
+    """True if tokens go on in the order of `PropagationPolicy.ranking`.
 
     One that asks for more and leaves the ranking as it is may rank by whatever it likes.
     """

@@ -1,4 +1,4 @@
-"""What a selector says of how much it keeps, where no tensor is looked at.
+"""Checks what a selector says of how much it keeps before any tensor is read.
 
 Part of `kvpolicy.testing`.
 """
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
+from kvpolicy.host_counts import known_counts
 from kvpolicy.interfaces import KVSelector
-from kvpolicy.known import known_counts
 from kvpolicy.testing.declared import require
 
 

@@ -1,4 +1,4 @@
-"""What a part declares of itself, and the types of what it returns.
+"""Checks the types of what a part declares and returns.
 
 Part of `kvpolicy.testing`. A value of a wrong type may pass through a small test and fail deep
 inside a model, far from the line that returned it.
@@ -24,7 +24,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def check_component(component: object, kind: type) -> None:
-    """Check that what an author hands in is a part of a kind, built and not its class.
+    """Check that a component is a part of a kind, an instance and not its class.
 
     Raises:
         TypeError: It is not.
@@ -43,6 +43,8 @@ def check_scorer_declares(scorer: Scorer) -> None:
     _require_count("unscored_tail", scorer.unscored_tail)
     _check_asked(scorer)
     _require_count("carries", scorer.carries)
+    _require_flag("accumulates", scorer.accumulates)
+    _require_flag("scores_last_attention", scorer.scores_last_attention)
 
 
 def check_selector_declares(selector: KVSelector) -> None:
@@ -55,6 +57,8 @@ def check_selector_declares(selector: KVSelector) -> None:
     _require_flag("is_bounded", selector.is_bounded)
     _require_flag("decides_together", selector.decides_together)
     _require_flag("equal_counts", selector.equal_counts)
+    _require_flag("keeps_all", selector.keeps_all)
+    _require_flag("keeps_highest", selector.keeps_highest)
 
 
 def check_propagation_declares(propagation: PropagationPolicy) -> None:

@@ -1,4 +1,4 @@
-"""A part on shares of a layer's heads, as under tensor parallelism, against the whole layer.
+"""Checks a part on shares of a layer's heads, as under tensor parallelism.
 
 Part of `kvpolicy.testing`. Every KV head gets a thread, with the slots that a process of its own
 would hold.
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class _Meeting:
-    """Where threads, one a share, leave a tensor each and take all of them."""
+    """Lets threads, one a share, leave a tensor each and take all of them."""
 
     def __init__(self, shares: int) -> None:
         self.tensors = [torch.empty(0)] * shares
@@ -47,7 +47,7 @@ class _ThreadHeads(HeadShare):
 
 
 def _shares_of(context: LayerContext) -> list[LayerContext]:
-    """Every KV head of a layer, with as many slots as it needs by itself."""
+    """Split a layer into its KV heads, each with as many slots as it needs."""
     group = context.query_heads // context.kv_heads
     meeting, weight = _Meeting(context.kv_heads), context.output_weight
     shares = []
@@ -90,7 +90,7 @@ def _run(shares: list[LayerContext], function: Callable[[LayerContext], Result])
 
 
 def _own(saliency: Tensor, share: LayerContext) -> Tensor:
-    """What a share has of the whole layer's saliency."""
+    """Cut the whole layer's saliency to a share's heads."""
     heads = saliency.shape[1] // share.heads.shares
     first = share.heads.share * heads
     return saliency[:, first : first + heads, saliency.shape[2] - share.key_len :].clone()
@@ -147,7 +147,7 @@ def check_kept_in_shares(
 def kept_in_shares(
     selector: KVSelector, contexts: Sequence[LayerContext], saliencies: Sequence[Tensor]
 ) -> list[list[list[list[int]]]]:
-    """What every KV head keeps by itself of several layers, by head, layer and row.
+    """Ask what every KV head keeps by itself, by head, layer and row.
 
     Args:
         selector: A selector that decides together.

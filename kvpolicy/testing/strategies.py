@@ -1,4 +1,4 @@
-"""Hypothesis strategies of layers and saliencies, and a row of a layer on its own.
+"""Draws layers and saliencies by hypothesis, and cuts out rows.
 
 Part of `kvpolicy.testing`, which exports them.
 """
@@ -23,7 +23,7 @@ HIDDEN = 13
 def layer_contexts(
     draw: st.DrawFn, num_queries: int | None = None, part: Part | None = None
 ) -> LayerContext:
-    """Layers of one to three rows, padded or not, at a first prompt or in a later turn.
+    """Draw layers of one to three rows, padded or not, at a first prompt or in a later turn.
 
     In a later turn the KV heads of a row may hold unlike numbers of tokens. Some layers say of
     which kind their tokens are. Every axis has a prime length of its own where it can, so that
@@ -89,7 +89,7 @@ def layer_contexts(
 
 @st.composite
 def _kinds(draw: st.DrawFn, positions: Tensor) -> Tensor | None:
-    """None, or for each token one of two kinds, by its position in its row."""
+    """Draw None, or for each token one of two kinds, by its position in its row."""
     share = draw(st.sampled_from([None, 0.1, 0.6, 1.0]))
     if share is None:
         return None
@@ -103,7 +103,7 @@ def _kinds(draw: st.DrawFn, positions: Tensor) -> Tensor | None:
 
 @st.composite
 def _held_lens(draw: st.DrawFn, batch: int, kv_heads: int) -> list[list[int]]:
-    """For each row and KV head, the tokens held: none, as many in each head, or unlike numbers."""
+    """Draw how many tokens each row and KV head holds: none, as many, or unlike numbers."""
     if not draw(st.booleans()):
         return [[0] * kv_heads] * batch
     held = draw(st.lists(st.integers(1, 17), min_size=batch, max_size=batch))
@@ -114,7 +114,7 @@ def _held_lens(draw: st.DrawFn, batch: int, kv_heads: int) -> list[list[int]]:
 
 
 def saliencies(context: LayerContext) -> st.SearchStrategy[Tensor]:
-    """Saliencies ``[batch, kv_heads, key_len]`` of a layer, with many ties in some."""
+    """Draw saliencies ``[batch, kv_heads, key_len]`` of a layer, with many ties in some."""
     shape = (context.batch, context.kv_heads, context.key_len)
 
     def make(seed: int, levels: int) -> Tensor:
@@ -125,7 +125,7 @@ def saliencies(context: LayerContext) -> st.SearchStrategy[Tensor]:
 
 
 def row_alone(context: LayerContext, row: int) -> LayerContext:
-    """One row of a layer as it would be in a batch of its own, without padding."""
+    """Cut one row out of a layer, without padding, as in a batch of its own."""
     held = int(context.valid[row].sum(dim=-1).max())
     new = int(context.new_valid[row].sum())
     keys = slice(context.key_len - held, None)

@@ -1,4 +1,4 @@
-"""What a selector chooses for several layers together; see `kvpolicy.testing`.
+"""Checks what a selector chooses for several layers together.
 
 Part of `kvpolicy.testing`.
 """
@@ -35,7 +35,7 @@ def check_alone(component: KVSelector, context: LayerContext, saliency: Tensor) 
 
 @st.composite
 def _layers(draw: st.DrawFn, context: LayerContext) -> list[tuple[Tensor, LayerContext]]:
-    """One to three layers of the same rows with their saliencies, heads and tokens unlike.
+    """Draw one to three layers of the same rows with saliencies, heads and tokens unlike.
 
     After a drop fewer tokens reach a layer; where a window is bound enough for a row, nothing of it
     is to be chosen.
@@ -114,7 +114,7 @@ def check_together(
 
 
 def _tokens(kept: Tensor, head: int) -> list[list[int]]:
-    """For each row, the indices that a head keeps."""
+    """List the indices that a head keeps of each row."""
     return [[index for index in row.tolist() if index >= 0] for row in kept[:, head]]
 
 
@@ -124,7 +124,7 @@ def _check_row(
     kept: Sequence[Tensor],
     row: int,
 ) -> None:
-    """Indices are right in every layer, and nothing dropped outscores what is kept in any."""
+    """Check one row's indices, and that nothing dropped outscores what is kept in any layer."""
     worst, best = float("inf"), float("-inf")
     for (saliency, context), indices in zip(drawn, kept, strict=True):
         protected = component.protected(context)
@@ -158,7 +158,7 @@ def _check_row_alone(
     kept: Sequence[Tensor],
     row: int,
 ) -> None:
-    """A row keeps what it keeps alone; where it has nothing to choose, nothing."""
+    """Check that a row keeps what it keeps alone."""
     there = [bool(context.valid[row].any()) for _, context in drawn]
     layers = [each for each, any_there in zip(drawn, there, strict=True) if any_there]
     alone = [row_alone(context, row) for _, context in layers]

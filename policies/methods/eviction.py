@@ -18,7 +18,7 @@ from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 @documented
 @attrs.frozen
 class EvictionMethod(Method):
-    """One scorer ranks the tokens of every layer; prefill is complete.
+    """Base of methods where one scorer ranks the tokens of every layer; prefill is complete.
 
     A method names its scorer, and adds arguments as fields. They stand behind ``window_size`` in
     its signature; ``retention_tokens`` and ``protect`` are given by name.
@@ -43,16 +43,16 @@ class EvictionMethod(Method):
 
     @abstractmethod
     def _scorer(self) -> Scorer:
-        """The scorer that ranks the tokens."""
+        """Make the scorer that ranks the tokens."""
 
     def _selector(self) -> KVSelector:
-        """The selector under the shared budget: the same number for every layer and KV head."""
+        """Make the selector: the same number of tokens for every layer and KV head."""
         return GQAGroupSelector(
             self.retention_rate, self.window_size, self.retention_tokens, protect=self.protect
         )
 
     def _parts(self) -> Parts:
-        """The two, and `PassAllPropagation`."""
+        """Make the scorer, the selector and `PassAllPropagation`."""
         return self._scorer(), self._selector(), PassAllPropagation()
 
 

@@ -1,4 +1,4 @@
-"""The baseline of every comparison."""
+"""Keeps everything: the baseline of every comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all named methods are: arguments, and the parts made of them."""
+"""Holds the base of all named methods: arguments, and the parts made of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import attrs
 
-from kvpolicy.brief import brief
 from kvpolicy.budgets import DefaultRate
 from kvpolicy.checks import check_count
 from kvpolicy.decoding import DecodingEviction
@@ -15,12 +14,13 @@ from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.policies.selectors.wrapping import WrappingSelector
 from kvpolicy.policy import CachePolicy
 from kvpolicy.repetition import Repetition
+from kvpolicy.short_repr import brief
 
 Parts = tuple[Scorer | None, KVSelector, PropagationPolicy]
 
 
 def _as_given(decoding: DecodingEviction | int | None) -> DecodingEviction | None:
-    """For what a type checker sees: a number becomes a rule once the parts are there."""
+    """Tell type checkers that a number is a rule: it becomes one once the parts are there."""
     return decoding  # type: ignore[return-value]
 
 
@@ -65,10 +65,10 @@ kernel_size=7, group_first=False)
 
     @abstractmethod
     def _parts(self) -> Parts:
-        """The scorer, the selector and the propagation policy for these arguments."""
+        """Make the scorer, the selector and the propagation policy for these arguments."""
 
     def _reading(self) -> Repetition | None:
-        """How the prompt is read again; None where it is not."""
+        """Say how the prompt is read a second time; None if it is not."""
         return None
 
     def __attrs_post_init__(self) -> None:
@@ -86,7 +86,7 @@ kernel_size=7, group_first=False)
         return self.reading is None and under_tokens(self.selector, 1) is not None
 
     def decoding_rule(self, tokens: int, every: int | None = None) -> DecodingEviction:
-        """The method's own rule while an answer is decoded: its scorer and selector, bounded.
+        """Make the method's own bound for answers: its scorer and selector under a budget.
 
         Args:
             tokens: Entries that a layer keeps of all it holds, at least 1.
@@ -131,7 +131,7 @@ kernel_size=7, group_first=False)
         return self.decoding_rule(tokens)
 
     def _drop_rates_that_gave_way(self) -> None:
-        """A default rate that gave way to a number of tokens shall not show in the repr."""
+        """Hide a default rate that gave way to a number of tokens from the repr."""
         for field in attrs.fields(type(self)):
             tokens = field.name.removesuffix("_rate") + "_tokens"
             yields = isinstance(getattr(self, field.name), DefaultRate)
@@ -140,7 +140,7 @@ kernel_size=7, group_first=False)
 
 
 def _tokens_of(selector: KVSelector) -> int | None:
-    """The number of tokens in a selector's budget; None where it has no such budget."""
+    """Read the number of tokens off a selector's budget; None if it has no such budget."""
     while isinstance(selector, WrappingSelector):
         selector = selector.selector
     tokens: int | None = getattr(selector, "retention_tokens", None)
@@ -148,7 +148,7 @@ def _tokens_of(selector: KVSelector) -> int | None:
 
 
 def under_tokens(selector: KVSelector, tokens: int) -> KVSelector | None:
-    """The selector under a number of tokens in place of its budget; None where it has no budget."""
+    """Bound a selector by a number of tokens; None if it has no budget."""
     if isinstance(selector, WrappingSelector):
         within = under_tokens(selector.selector, tokens)
         return None if within is None else selector.around(within)

@@ -1,4 +1,4 @@
-"""The control of every comparison."""
+"""Keeps tokens at random: the control of every comparison."""
 
 from __future__ import annotations
 

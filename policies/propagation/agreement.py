@@ -1,4 +1,4 @@
-"""Tokens are dropped once, where two layers agree on them."""
+"""Drops tokens once, after the first layer that agrees with the one before it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEPTHS = (0.25, 0.5)
 
 @attrs.frozen
 class AgreementPropagation(PropagationPolicy):
-    """After the first layer that agrees with the one before it, only the most salient tokens go on.
+    """Drops tokens after the first layer that agrees with the one before it.
 
     A row's tokens are ranked by the mean of the saliency over all query heads, at the layer and at
     the one before. Where at least ``agreement`` of the best that are not protected are the same at
@@ -67,17 +67,17 @@ class AgreementPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The window."""
+        """The whole observation window is protected."""
         return self.window_size
 
     @property
     def decides_by_content(self) -> bool:
-        """Yes: after which layer, and so how many reach those behind it."""
+        """True: the prompt decides after which layer tokens are dropped."""
         return True
 
     @property
     def history_layers(self) -> int:
-        """The layer before."""
+        """It looks at one layer before."""
         return 1
 
     @property
@@ -85,14 +85,14 @@ class AgreementPropagation(PropagationPolicy):
         return Budget(self.tsp_rate, self.tsp_tokens, name="tsp")
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
-        """The layers that may act; raises ValueError if one lies outside the model."""
+        """Return the layers that may act; raise ValueError if one lies outside the model."""
         if self.drop_layers is None:
             first, last = (max(int(num_layers * depth) - 1, 1) for depth in DEPTHS)
             return frozenset(range(first, last + 1)) & frozenset(range(num_layers))
         return within(self.drop_layers, num_layers, first=1)
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Without ``drop_layers``, at the eligible of the default ones, or the nearest to them."""
+        """Choose the eligible default layers, or the nearest, if ``drop_layers`` is None."""
         wanted = self.acting_layers(num_layers)
         if self.drop_layers is not None or wanted <= set(eligible):
             return self
@@ -103,7 +103,7 @@ class AgreementPropagation(PropagationPolicy):
         return attrs.evolve(self, drop_layers=tuple(sorted(found)))
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """1 up to the last layer that may act, the rate after it: the most."""
+        """Return the most: 1 up to the last layer that may act, the rate after it."""
         rate = self._going_on.fraction(context_len, protected=self.window_size)
         last = max(self.acting_layers(num_layers), default=num_layers)
         return [1.0 if index <= last else rate for index in range(num_layers)]
@@ -122,7 +122,7 @@ class AgreementPropagation(PropagationPolicy):
         return None if counts[0] == counts[1] else compress(goes, max(counts[0]))
 
     def _acts(self, best: Tensor, budgets: Sequence[int], context: LayerContext) -> Tensor:
-        """``[batch]`` bool: the rows whose best go on after this layer."""
+        """Mark the rows, ``[batch]`` bool, whose best go on after this layer."""
         last = context.layer_idx == max(self.acting_layers(context.num_layers))
         if last or not context.history:
             return torch.full((context.batch,), last, device=best.device)
@@ -134,7 +134,7 @@ class AgreementPropagation(PropagationPolicy):
 
     @staticmethod
     def _best(ranking: Tensor, budgets: Sequence[int], valid: Tensor, protected: Tensor) -> Tensor:
-        """``[batch, new_len]`` bool: the best of each row, the protected among them."""
+        """Mark each row's best, ``[batch, new_len]`` bool, the protected among them."""
         chosen = select_top(ranking[:, None], budgets, valid=valid, protected=protected)[:, 0]
         slots = torch.zeros(ranking.shape[0], ranking.shape[1] + 1, device=ranking.device)
         slots.scatter_(1, torch.where(chosen < 0, ranking.shape[1], chosen), 1.0)

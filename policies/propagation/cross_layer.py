@@ -1,4 +1,4 @@
-"""Tokens are dropped once, by what several layers say of them."""
+"""Drops tokens once, by the saliency of several layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REDUCTIONS = ("max", "mean")
 
 @attrs.frozen
 class CrossLayerPropagation(TokenSelectivePropagation):
-    """After one layer only the tokens go on that are salient to any of the last layers.
+    """Lets only tokens go on after one layer that are salient to any of the last layers.
 
     ``ranking[j] = max over layers l and KV heads g of a[l, g, j]`` with ``a[l, g]`` the mean of the
     saliency over the query heads of ``g``, over the ``voting_layers`` layers that end with the
@@ -71,11 +71,11 @@ class CrossLayerPropagation(TokenSelectivePropagation):
 
     @property
     def history_layers(self) -> int:
-        """The layers before the acting one that have a say."""
+        """It looks at the layers before the acting one that have a say."""
         return self.voting_layers - 1
 
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """The largest over layers and KV heads; see `PropagationPolicy.ranking`."""
+        """Rank by the largest over layers and KV heads; see `PropagationPolicy.ranking`."""
         own = saliency[..., context.key_len - context.new_len :]
         before = context.history[max(len(context.history) - self.history_layers, 0) :]
         per_head = [group_mean(each, context.kv_heads) for each in (*before, own)]

@@ -1,4 +1,4 @@
-"""Layers that an argument names: several, or none for a default."""
+"""Reads arguments that name layers: several, or None for a default."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvpolicy.checks import as_tuple, check_count
 
 
 def as_layers(layers: object) -> tuple[int, ...] | None:
-    """Layers as a tuple in ascending order; None where they are left open.
+    """Convert layers to a tuple in ascending order; None leaves them open.
 
     Args:
         layers: An iterable of layer indices, from 0, or None.
@@ -29,7 +29,7 @@ def as_layers(layers: object) -> tuple[int, ...] | None:
 
 
 def within(layers: tuple[int, ...], num_layers: int, *, first: int = 0) -> frozenset[int]:
-    """Layers that are named, in a model.
+    """Check that named layers lie in a model, and return them.
 
     Args:
         layers: Their indices.

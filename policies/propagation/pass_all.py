@@ -20,7 +20,7 @@ class PassAllPropagation(PropagationPolicy):
 
     @property
     def needs_saliency(self) -> bool:
-        """No."""
+        """False: no saliency is read."""
         return False
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> None:

@@ -17,7 +17,7 @@ from kvpolicy.selection import row_budgets, select_top
 
 @attrs.frozen
 class RestartPropagation(PropagationPolicy):
-    """The most salient tokens at one layer are all that the prefill then runs on, from the start.
+    """Runs the prefill again on the most salient tokens of one layer.
 
     The first pass ends at the filter layer, of which it computes no more than queries, keys and
     values. The second reads the chosen tokens at positions without gaps, and generation continues
@@ -62,21 +62,21 @@ class RestartPropagation(PropagationPolicy):
 
     @property
     def restarts(self) -> bool:
-        """Yes."""
+        """True: the prefill runs again on the chosen tokens."""
         return True
 
     @property
     def protected_tail(self) -> int:
-        """The window."""
+        """The whole observation window is protected."""
         return self.window_size
 
     @property
     def budget(self) -> Budget:
-        """How many tokens of each row are chosen."""
+        """The number of tokens of each row that are chosen."""
         return Budget(self.retention_rate, self.retention_tokens)
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
-        """The filter layer; raises ValueError if it lies outside the model."""
+        """Return the filter layer; raise ValueError if it lies outside the model."""
         if self.filter_layer is None:
             return frozenset({max(num_layers // 2 - 1, 0)})
         if self.filter_layer >= num_layers:
@@ -87,7 +87,7 @@ class RestartPropagation(PropagationPolicy):
         return frozenset({self.filter_layer})
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Without ``filter_layer``, at the eligible layer nearest to the default one."""
+        """Choose the eligible layer nearest to the default if ``filter_layer`` is None."""
         (wanted,) = self.acting_layers(num_layers)
         if self.filter_layer is not None or wanted in eligible:
             return self
@@ -95,18 +95,18 @@ class RestartPropagation(PropagationPolicy):
 
     @property
     def protected_first(self) -> int:
-        """``protect``."""
+        """The first ``protect`` tokens go on."""
         return self.protect
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """The rate, everywhere; see `PropagationPolicy.layer_rates`."""
+        """Return the rate for every layer; see `PropagationPolicy.layer_rates`."""
         fixed = self.window_size + self.protect
         return [self.budget.fraction(context_len, protected=fixed)] * num_layers
 
     def prefill_passes(
         self, num_layers: int, context_len: int | None = None
     ) -> tuple[list[float], ...]:
-        """1 below the filter layer, then the rate everywhere.
+        """Return two passes: 1 below the filter layer, then the rate everywhere.
 
         See `PropagationPolicy.prefill_passes`. The first pass leaves the filter layer after its
         projections, which are not counted.

@@ -23,7 +23,7 @@ def _as_tuple(stages: object) -> tuple[object, ...]:
 
 @attrs.frozen
 class StagedPropagation(PropagationPolicy):
-    """Several propagation policies in one prefill, each dropping tokens at layers of its own.
+    """Joins several propagation policies in one prefill, each dropping at layers of its own.
 
     Where a stage acts, it chooses among the new tokens that reached its layer, under its own
     budget, which is one of the row's whole context, not of what reached the layer.
@@ -65,22 +65,22 @@ class StagedPropagation(PropagationPolicy):
 
     @property
     def needs_saliency(self) -> bool:
-        """Whether any stage does."""
+        """True if any stage reads the saliency."""
         return any(stage.needs_saliency for stage in self.stages)
 
     @property
     def protected_tail(self) -> int:
-        """The shortest of the stages'."""
+        """The shortest protected tail of the stages."""
         return min(stage.protected_tail for stage in self.stages)
 
     @property
     def protected_first(self) -> int:
-        """The fewest of the stages'."""
+        """The fewest first tokens that a stage protects."""
         return min(stage.protected_first for stage in self.stages)
 
     @property
     def budget(self) -> Budget | None:
-        """The smallest of the stages'; None where they cannot be compared."""
+        """The smallest budget of the stages; None if they cannot be compared."""
         budgets = [stage.budget for stage in self.stages]
         known = [budget for budget in budgets if budget is not None]
         if len(known) < len(budgets) or len({budget.rate is None for budget in known}) > 1:
@@ -89,37 +89,37 @@ class StagedPropagation(PropagationPolicy):
 
     @property
     def decides_by_content(self) -> bool:
-        """Whether any stage does."""
+        """True if any stage decides by content."""
         return any(stage.decides_by_content for stage in self.stages)
 
     @property
     def history_layers(self) -> int:
-        """As many as the stage that looks back furthest."""
+        """The stage that looks back furthest looks at so many layers."""
         return max(stage.history_layers for stage in self.stages)
 
     @property
     def needs_rotary(self) -> bool:
-        """Whether any stage does."""
+        """True if any stage needs the rotary embedding."""
         return any(stage.needs_rotary for stage in self.stages)
 
     @property
     def needs_output_weight(self) -> bool:
-        """Whether any stage does."""
+        """True if any stage reads the output weights."""
         return any(stage.needs_output_weight for stage in self.stages)
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Those of the stage that acts at the layer; see `PropagationPolicy.protected`."""
+        """Mark what the layer's stage protects; see `PropagationPolicy.protected`."""
         stage = self._acting(context.num_layers).get(context.layer_idx)
         return super().protected(context) if stage is None else stage.protected(context)
 
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """That of the stage that acts at the layer; see `PropagationPolicy.ranking`."""
+        """Rank as the layer's stage does; see `PropagationPolicy.ranking`."""
         stage = self._acting(context.num_layers).get(context.layer_idx)
         of_all = super().ranking if stage is None else stage.ranking
         return of_all(saliency, context)
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
-        """The layers of all stages.
+        """Return the layers of all stages.
 
         Raises:
             ValueError: A stage's layer lies outside the model, or two stages act after the same.
@@ -127,7 +127,7 @@ class StagedPropagation(PropagationPolicy):
         return frozenset(self._acting(num_layers))
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Every stage at eligible layers of its own; see `PropagationPolicy.placed`.
+        """Place every stage at eligible layers of its own; see `PropagationPolicy.placed`.
 
         Stages that leave one layer open keep their order: each takes the layer nearest to its
         default that lies behind the stage before and leaves a layer for every stage to come.
@@ -161,18 +161,18 @@ class StagedPropagation(PropagationPolicy):
         return self if unchanged else attrs.evolve(self, stages=tuple(stages))
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """The lowest of the stages' so far; see `PropagationPolicy.layer_rates`."""
+        """Return the lowest rate of the stages so far; see `PropagationPolicy.layer_rates`."""
         self._acting(num_layers)
         rates = [stage.layer_rates(num_layers, context_len) for stage in self.stages]
         return [min(of_layer) for of_layer in zip(*rates, strict=True)]
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """What the stage passes on that acts at the layer; see `PropagationPolicy.propagate`."""
+        """Ask the stage that acts at the layer; see `PropagationPolicy.propagate`."""
         stage = self._acting(context.num_layers).get(context.layer_idx)
         return None if stage is None else stage.propagate(saliency, context)
 
     def _fewest_layers(self) -> int | None:
-        """Layers of the smallest model in which all stages act after layers of their own."""
+        """Count the layers of the smallest model in which each stage has its own."""
         for num_layers in range(1, MOST_LAYERS + 1):
             try:
                 acting = [stage.acting_layers(num_layers) for stage in self.stages]

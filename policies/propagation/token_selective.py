@@ -17,7 +17,7 @@ from kvpolicy.selection import row_budgets, select_top
 
 @attrs.frozen
 class TokenSelectivePropagation(PropagationPolicy):
-    """After one layer only the most salient tokens go on, with the last ones.
+    """Lets only the most salient tokens and the last ones go on after one layer.
 
     The saliency is the mean over all query heads of the layer; tokens keep their original rotary
     positions. In a later turn the new tokens compete for a budget of the whole context so far,
@@ -73,21 +73,21 @@ class TokenSelectivePropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The window."""
+        """The whole observation window is protected."""
         return self.window_size
 
     @property
     def protected_first(self) -> int:
-        """Those of ``protect``."""
+        """The first ``protect`` tokens are kept."""
         return self.protect
 
     @property
     def budget(self) -> Budget:
-        """How many tokens of each row go on."""
+        """The number of tokens of each row that go on."""
         return Budget(self.tsp_rate, self.tsp_tokens, name="tsp")
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
-        """The TSP layer; raises ValueError if it lies outside the model."""
+        """Return the TSP layer; raise ValueError if it lies outside the model."""
         if self.tsp_layer is None:
             depth = 0.5 if self.tsp_depth is None else self.tsp_depth
             return frozenset({max(int(num_layers * depth) - 1, 0)})
@@ -99,14 +99,14 @@ class TokenSelectivePropagation(PropagationPolicy):
         return frozenset({self.tsp_layer})
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Without ``tsp_layer``, at the eligible layer nearest to the default one."""
+        """Choose the eligible layer nearest to the default if ``tsp_layer`` is None."""
         (wanted,) = self.acting_layers(num_layers)
         if self.tsp_layer is not None or wanted in eligible:
             return self
         return attrs.evolve(self, tsp_layer=nearest_layer(wanted, eligible), tsp_depth=None)
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """1 up to the TSP layer, the TSP rate after it; see `PropagationPolicy.layer_rates`."""
+        """Return 1 up to the TSP layer, the rate after it; see `PropagationPolicy.layer_rates`."""
         (layer,) = self.acting_layers(num_layers)
         rate = self.budget.fraction(context_len, protected=self.window_size + self.protect)
         return [1.0 if index <= layer else rate for index in range(num_layers)]

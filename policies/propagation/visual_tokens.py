@@ -16,7 +16,7 @@ from kvpolicy.selection import select_top
 
 @attrs.frozen
 class VisualTokenPropagation(PropagationPolicy):
-    """After one layer only the most salient tokens of images and videos go on, with all text.
+    """Lets all text and only the most salient visual tokens go on after one layer.
 
     The saliency is the mean over all query heads of the layer; tokens keep their original rotary
     positions. Unlike other rates, ``visual_rate`` is one of the visual tokens that are new and that
@@ -54,15 +54,15 @@ class VisualTokenPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The window."""
+        """The whole observation window is protected."""
         return self.window_size
 
     def protected(self, context: LayerContext) -> Tensor:
-        """The window and all that is not visual; see `PropagationPolicy.protected`."""
+        """Mark the window and all that is not visual; see `PropagationPolicy.protected`."""
         return super().protected(context) | (context.new_valid & ~context.is_new_kind(*VISUAL))
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
-        """The one layer; raises ValueError if it lies outside the model."""
+        """Return the one layer; raise ValueError if it lies outside the model."""
         if self.drop_layer >= num_layers:
             raise ValueError(
                 f"drop_layer must be in [0, {num_layers - 1}] for a model of {num_layers} layers, "
@@ -71,7 +71,7 @@ class VisualTokenPropagation(PropagationPolicy):
         return frozenset({self.drop_layer})
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """1 everywhere: of a prompt of text, the most; how much of one is images is not known."""
+        """Return the most, 1 everywhere: how much of a prompt is images is not known."""
         self.acting_layers(num_layers)
         return [1.0] * num_layers
 

@@ -1,4 +1,4 @@
-"""What all queries together attend to."""
+"""Scores tokens by what all queries together attend to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class AccumulatedAttentionScorer(Scorer):
-    """Attention that all tokens of the prompt give each token, summed over them.
+    """Sums the attention that all tokens of the prompt give each token.
 
     ``saliency[h, j] = sum over queries i >= j of softmax(q_i . k_j * scaling)`` per query head
     ``h``, in float32, every query attending causally. Computed in blocks: the memory is that of few
@@ -34,16 +34,21 @@ class AccumulatedAttentionScorer(Scorer):
 
     @property
     def num_queries(self) -> None:
-        """All of them."""
+        """It looks at all queries (None)."""
         return
 
     @property
     def carries(self) -> int:
-        """The sum, of a KV head."""
+        """It carries one number for each key: the sum of a KV head."""
         return 1
 
+    @property
+    def accumulates(self) -> bool:
+        """True: the saliency is a sum over queries."""
+        return True
+
     def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """The sums over all queries since the prompt's first; see `Scorer.advance`."""
+        """Return the sums over all queries since the prompt's first; see `Scorer.advance`."""
         sums = group_mean(causal_attention_sums(context), context.kv_heads)
         if context.carried is not None:
             sums = sums + context.carried[..., 0]

@@ -1,4 +1,4 @@
-"""Raw products of the last queries with short runs of keys, by blocks."""
+"""Scores blocks by raw products of the last queries with short runs of keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class BlockProductScorer(Scorer):
-    """How strongly any short run of keys in a token's block answers to the last queries.
+    """Scores tokens by how strongly a run of keys in their block answers the last queries.
 
     Keys are parted, by position, into units of ``unit_size`` tokens, and ``block_units`` of these
     make a block. ``saliency[j] = max over units m of the block of j of mean over query heads h of
@@ -53,7 +53,7 @@ class BlockProductScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """The window's queries."""
+        """It looks at the queries of the observation window."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
@@ -73,7 +73,7 @@ class BlockProductScorer(Scorer):
 
 
 def _unit_means(products: Tensor, context: LayerContext, size: int, count: int) -> Tensor:
-    """``[batch, query_heads, count]``, 0 for units of which a head holds nothing."""
+    """Average over units, ``[batch, query_heads, count]``; 0 for units without a key."""
     group = context.query_heads // context.kv_heads
     at = (context.positions.clamp(min=0) // size).repeat_interleave(group, dim=1)
     real = context.valid.repeat_interleave(group, dim=1).to(products.dtype)

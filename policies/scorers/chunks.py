@@ -1,4 +1,4 @@
-"""Neighbours that stand or fall together."""
+"""Gives neighbours one saliency, so that they are kept or evicted together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvpolicy.policies.scorers.wrapping import WrappingScorer
 
 @attrs.frozen
 class ChunkMeanScorer(WrappingScorer):
-    """The mean of a scorer's saliency over chunks of consecutive tokens and over all heads.
+    """Averages a scorer's saliency over chunks of consecutive tokens and over all heads.
 
     ``saliency'[h, j]`` is the mean of ``saliency[h', i]`` over all heads ``h'`` of the layer and
     the tokens ``i`` with ``position_i // chunk_length = position_j // chunk_length`` that a head
@@ -67,6 +67,6 @@ class ChunkMeanScorer(WrappingScorer):
 
 
 def _sums(numbers: Tensor, chunks: Tensor, count: int) -> Tensor:
-    """``[batch, heads, count]`` of ``[batch, heads, key_len]``."""
+    """Add up ``[batch, heads, key_len]`` by chunk to ``[batch, heads, count]``."""
     sums = torch.zeros(*numbers.shape[:2], count, dtype=numbers.dtype, device=numbers.device)
     return sums.scatter_add_(-1, chunks, numbers)

@@ -1,4 +1,4 @@
-"""Scorers made of other scorers."""
+"""Combines scorers: by their sum, or by the largest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _as_scorers(scorers: object) -> tuple[Any, ...]:
 
 @attrs.frozen
 class _CombinedScorer(Scorer):
-    """Several scorers on one layer; saliencies per KV head are repeated over their group."""
+    """Base of scorers that join the saliencies of several."""
 
     scorers: tuple[Scorer, ...] = attrs.field(converter=_as_scorers)
 
@@ -31,28 +31,28 @@ class _CombinedScorer(Scorer):
 
     @property
     def num_queries(self) -> int | None:
-        """As many as the scorer that looks at most."""
+        """It looks at as many queries as the scorer that wants most."""
         wanted = [scorer.num_queries for scorer in self.scorers]
         return None if None in wanted else max(count or 0 for count in wanted)
 
     @property
     def unscored_tail(self) -> int:
-        """The longest of the scorers'."""
+        """The longest unscored tail of the combined scorers."""
         return max(scorer.unscored_tail for scorer in self.scorers)
 
     @property
     def carries(self) -> int:
-        """What all of them carry, one after the other."""
+        """The combined scorers carry so many numbers together, one after the other."""
         return sum(scorer.carries for scorer in self.scorers)
 
     @property
     def needs_rotary(self) -> bool:
-        """Whether any scorer does."""
+        """True if any of the combined scorers needs the rotary embedding."""
         return any(scorer.needs_rotary for scorer in self.scorers)
 
     @property
     def needs_output_weight(self) -> bool:
-        """Whether any scorer does."""
+        """True if any of the combined scorers reads the output weights."""
         return any(scorer.needs_output_weight for scorer in self.scorers)
 
     def score(self, context: LayerContext) -> Tensor:
@@ -60,23 +60,23 @@ class _CombinedScorer(Scorer):
         return self._combined([each.score(shown) for each, shown in self._shown(context)])
 
     def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """See `Scorer.advance`."""
+        """Advance every scorer and join what they say and carry; see `Scorer.advance`."""
         found = [each.advance(shown) for each, shown in self._shown(context)]
         carried = torch.cat([of_scorer for _, of_scorer in found], dim=-1)
         return self._combined([saliency for saliency, _ in found]), carried
 
     def _combined(self, found: list[Tensor]) -> Tensor:
-        """One saliency of those of the scorers, of which some may be of KV heads."""
+        """Join saliencies, of which some may be per KV head."""
         heads = max(saliency.shape[1] for saliency in found)
         repeated = [each.repeat_interleave(heads // each.shape[1], dim=1) for each in found]
         return self._of_all(torch.stack(repeated))
 
     @abc.abstractmethod
     def _of_all(self, saliencies: Tensor) -> Tensor:
-        """Of ``[scorers, batch, heads, key_len]``."""
+        """Reduce ``[scorers, batch, heads, key_len]`` to one saliency."""
 
     def _shown(self, context: LayerContext) -> Iterator[tuple[Scorer, LayerContext]]:
-        """Each scorer, with what it asks for and what it carries."""
+        """Yield each scorer with the context that it is shown."""
         end = 0
         for scorer in self.scorers:
             start, end = end, end + scorer.carries
@@ -98,7 +98,7 @@ def _as_weights(weights: object) -> tuple[float, ...]:
 
 @attrs.frozen
 class SumScorer(_CombinedScorer):
-    """The sum of several saliencies, each with a weight.
+    """Adds several saliencies, each with a weight.
 
     Args:
         scorers: At least one.
@@ -135,7 +135,7 @@ class SumScorer(_CombinedScorer):
 
 @attrs.frozen
 class MaxScorer(_CombinedScorer):
-    """The largest of several saliencies: a token matters if it matters to any.
+    """Takes the largest of several saliencies: a token matters if it matters to any.
 
     Args:
         scorers: At least one.

@@ -1,4 +1,4 @@
-"""What keys alone tell; no query is looked at."""
+"""Scores tokens by their keys alone; no query is looked at."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class KeyNormScorer(Scorer):
-    """Minus the norm of each key: keys of small norm tend to draw attention.
+    """Scores tokens by minus the norm of their keys: small ones tend to draw attention.
 
     ``saliency[h, j] = -||k_j||_2`` per KV head ``h``, after rotary embedding, which keeps norms.
 
@@ -37,7 +37,7 @@ class KeyNormScorer(Scorer):
 
 @attrs.frozen
 class KeyDiffScorer(Scorer):
-    """How little each key resembles the others: keys that stand out are kept.
+    """Scores tokens by how little their keys resemble the others.
 
     ``saliency[h, j] = -cos(k_j, m)`` with ``m`` the mean of ``k_i / ||k_i||`` over the row's tokens
     ``i``, per KV head ``h``, after rotary embedding.

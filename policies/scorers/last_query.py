@@ -1,4 +1,4 @@
-"""What the last query attends to."""
+"""Scores tokens by what the last query attends to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class LastQueryScorer(Scorer):
-    """Attention that the last token of the prompt gives each token.
+    """Scores tokens by the attention that the last token of the prompt gives them.
 
     ``saliency[h, j] = softmax(q_last . k_j * scaling)`` per query head ``h``, in float32.
 
@@ -31,8 +31,13 @@ class LastQueryScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """The last one."""
+        """It looks at the last query alone."""
         return 1
+
+    @property
+    def scores_last_attention(self) -> bool:
+        """True: the saliency is the last query's attention."""
+        return True
 
     def score(self, context: LayerContext) -> Tensor:
         """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
@@ -41,7 +46,7 @@ class LastQueryScorer(Scorer):
 
 @attrs.frozen
 class LastQueryProductScorer(Scorer):
-    """Raw products of the last token's query with every key, average-pooled.
+    """Scores tokens by the last query's raw products with their keys, average-pooled.
 
     ``saliency[h, j] = sum over |j' - j| <= kernel_size // 2 of q_last . k_j' / kernel_size`` per
     query head ``h``, in float32, unscaled and without softmax; keys beyond the edges count as 0.
@@ -75,7 +80,7 @@ class LastQueryProductScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """The last one."""
+        """It looks at the last query alone."""
         return 1
 
     def score(self, context: LayerContext) -> Tensor:

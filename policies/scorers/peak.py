@@ -1,4 +1,4 @@
-"""The most that any query attends to a token."""
+"""Scores tokens by the most that any query attends to them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class PeakAttentionScorer(Scorer):
-    """The most attention that any token of the prompt gives each token.
+    """Takes the most attention that any token of the prompt gives each token.
 
     ``saliency[g, j] = max over queries i >= j and the query heads h of KV head g of
     softmax(q_i . k_j * scaling)``, in float32, every query attending causally. Computed in blocks,
@@ -35,7 +35,7 @@ class PeakAttentionScorer(Scorer):
 
     @property
     def num_queries(self) -> None:
-        """All of them."""
+        """It looks at all queries (None)."""
         return
 
     def score(self, context: LayerContext) -> Tensor:

@@ -1,4 +1,4 @@
-"""Chance: the control."""
+"""Scores tokens at random: the control."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class RandomScorer(Scorer):
-    """Random numbers: the control that every method should beat.
+    """Draws random numbers: the control that every method should beat.
 
     A token's number depends on the seed, the layer, the KV head and its position, so that a row
     gets the same in any batch, and the same again.
@@ -48,11 +48,11 @@ class RandomScorer(Scorer):
 
 
 def _signed(value: int) -> int:
-    """The int64 of a number's lowest 64 bits."""
+    """Return the int64 of a number's lowest 64 bits."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _shifted(state: Tensor, by: int) -> Tensor:
-    """A logical shift to the right; that of int64 brings the sign along."""
+    """Shift to the right logically; the shift of int64 brings the sign along."""
     return (state >> by) & ((1 << (64 - by)) - 1)

@@ -1,4 +1,4 @@
-"""What the last tokens attend to, less what resembles other keys."""
+"""Scores tokens by what the last ones attend to, less what resembles other keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUN = 64
 
 @attrs.frozen
 class RedundancyScorer(Scorer):
-    """Attention of the last tokens against how much a key resembles the others.
+    """Weighs the last tokens' attention against how much a key resembles the others.
 
     ``saliency[h, j] = importance * I[h, j] - (1 - importance) * R[h, j]`` per KV head ``h``, in
     float32, for the tokens before the window. ``I`` is the softmax, over these tokens, of the
@@ -63,12 +63,12 @@ class RedundancyScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """The window's queries."""
+        """It looks at the queries of the observation window."""
         return self.window_size
 
     @property
     def unscored_tail(self) -> int:
-        """The window."""
+        """The observation window gets no saliency: it is always kept."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
@@ -82,7 +82,7 @@ class RedundancyScorer(Scorer):
         return saliency
 
     def _importance(self, context: LayerContext, before: int) -> Tensor:
-        """``[batch, kv_heads, before]``."""
+        """Compute the window's attention, ``[batch, kv_heads, before]``."""
         products = query_key_products(context.queries, context.keys[:, :, :before])
         grouped = products.view(context.batch, context.kv_heads, -1, *products.shape[2:])
         highest = grouped.amax(dim=2) * context.scaling
@@ -94,7 +94,7 @@ class RedundancyScorer(Scorer):
         )
 
     def _redundancy(self, context: LayerContext) -> Tensor:
-        """``[batch, kv_heads, key_len]``."""
+        """Compute how much each key resembles the others, ``[batch, kv_heads, key_len]``."""
         valid = context.valid
         keys = context.keys.detach().float()  # detached, for memory to be written to again
         directions = functional.normalize(keys, dim=-1) * valid[..., None]
@@ -133,7 +133,7 @@ class RedundancyScorer(Scorer):
                 sums[own].scatter_add_(-1, last, -copied)
 
     def _last_copies(self, cosines: Tensor) -> tuple[Tensor, Tensor]:
-        """The last key that resembles each of some, and its cosine; 0 and 0 where there is none.
+        """Find the last key that resembles each, and its cosine; 0 and 0 if there is none.
 
         Runs of keys are looked through by their highest cosine, and one of them key by key.
 
@@ -156,6 +156,6 @@ class RedundancyScorer(Scorer):
 
 
 def _softmax(scores: Tensor, valid: Tensor) -> Tensor:
-    """Over the last axis, of what is valid; 0 elsewhere."""
+    """Take the softmax over the last axis of what is valid; 0 elsewhere."""
     lowest = torch.finfo(scores.dtype).min  # finite, where nothing is valid
     return scores.masked_fill(~valid, lowest).softmax(dim=-1) * valid

@@ -1,4 +1,4 @@
-"""How much of the space that keys span each of them makes up."""
+"""Scores tokens by how much of the space that keys span their key makes up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RIDGE = 1e-2
 
 @attrs.frozen
 class LeverageScorer(Scorer):
-    """Leverage of each key among those of its head, before rotary embedding; needs no query.
+    """Scores tokens by the leverage of their keys, before rotary embedding; needs no query.
 
     With ``X`` the keys of a row and KV head less their mean and ``Y = X Phi``, ``Phi`` Gaussian of
     ``sketch_size`` columns and variance ``1 / sketch_size``, the leverage of key ``j`` is
@@ -63,12 +63,12 @@ class LeverageScorer(Scorer):
 
     @property
     def unscored_tail(self) -> int:
-        """The window."""
+        """The observation window gets no saliency: it is always kept."""
         return self.window_size
 
     @property
     def needs_rotary(self) -> bool:
-        """Yes: keys are compared before they were turned."""
+        """True: keys are compared before they were turned."""
         return True
 
     def score(self, context: LayerContext) -> Tensor:
@@ -86,7 +86,7 @@ class LeverageScorer(Scorer):
         return standardized(leverage, scored).masked_fill_(~scored, 0.0)
 
     def _sketch(self, context: LayerContext) -> Tensor:
-        """``[head_dim, sketch_size]``, drawn on the CPU: the same on every device."""
+        """Draw ``[head_dim, sketch_size]`` on the CPU: the same on every device."""
         seed = (self.seed * 1_000_003 + context.layer_idx) % (1 << 63)
         drawn = torch.randn(
             context.keys.shape[3], self.sketch_size, generator=torch.Generator().manual_seed(seed)
@@ -95,7 +95,7 @@ class LeverageScorer(Scorer):
 
 
 def _leverage(keys: Tensor, scored: Tensor, sketch: Tensor) -> Tensor:
-    """``[batch, key_len]`` of ``[batch, key_len, head_dim]``, in float64.
+    """Compute the leverage ``[batch, key_len]`` of keys ``[batch, key_len, head_dim]``, in float64.
 
     Keys that are fewer than channels differ in little but the ridge's part, and what they differ in
     is what counts.

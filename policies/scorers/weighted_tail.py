@@ -1,4 +1,4 @@
-"""What a share of the context attends to, later queries more."""
+"""Scores tokens by what a share of the context attends to, later queries more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpolicy.interfaces import Scorer
 
 
 def tail_lens(context: LayerContext, recent_rate: float) -> list[int]:
-    """For each row, the tokens of its tail: ``1 + int(seen_len * recent_rate)``, if there are."""
+    """Count each row's tail: ``1 + int(seen_len * recent_rate)`` tokens, if there are."""
     new_lens = context.new_valid.sum(dim=1).tolist()
     return [
         min(1 + int(seen * recent_rate), new)
@@ -26,7 +26,7 @@ def tail_lens(context: LayerContext, recent_rate: float) -> list[int]:
 
 @attrs.frozen
 class WeightedTailScorer(Scorer):
-    """Attention that the tail of the prompt gives each token, later queries weighing more.
+    """Scores tokens by the attention of the prompt's tail, later queries weighing more.
 
     ``saliency[h, j] = mean over tail queries i of w_i * softmax(q_i . k_j * scaling)`` per query
     head ``h``, in float32, causal, ``w = linspace(1, distance_weight)`` over the tail, the last
@@ -65,7 +65,7 @@ class WeightedTailScorer(Scorer):
 
     @property
     def num_queries(self) -> None:
-        """All: how many make the tail depends on the prompt."""
+        """It looks at all queries: how many make the tail depends on the prompt."""
         return
 
     def score(self, context: LayerContext) -> Tensor:

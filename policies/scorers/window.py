@@ -1,4 +1,4 @@
-"""What the observation window attends to."""
+"""Scores tokens by what the observation window attends to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class _PooledWindowScorer(Scorer):
-    """What the observation window attends to before it, pooled over neighbours."""
+    """Base of scorers that pool the observation window's attention over neighbours."""
 
     window_size: int = attrs.field(default=8)
     kernel_size: int = attrs.field(default=7)
@@ -29,12 +29,12 @@ class _PooledWindowScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """The window's queries."""
+        """It looks at the queries of the observation window."""
         return self.window_size
 
     @property
     def unscored_tail(self) -> int:
-        """The window."""
+        """The observation window gets no saliency: it is always kept."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
@@ -52,12 +52,12 @@ class _PooledWindowScorer(Scorer):
 
     @abc.abstractmethod
     def _pooled(self, attention: Tensor) -> Tensor:
-        """Of ``[batch, heads, before]``, 0 on padding, the same shape."""
+        """Pool ``[batch, heads, before]``, 0 on padding, to the same shape."""
 
 
 @attrs.frozen
 class WindowMaxPoolScorer(_PooledWindowScorer):
-    """Attention that the last tokens of the context give each token before them, max-pooled.
+    """Scores tokens by the attention of the last tokens of the context, max-pooled.
 
     ``saliency[h, j] = max over |j' - j| <= kernel_size // 2 of sum over window queries i of
     softmax(q_i . k_j' * scaling)``, per query head ``h``, in float32, causal inside the window;
@@ -115,7 +115,7 @@ class WindowMaxPoolScorer(_PooledWindowScorer):
 
 @attrs.frozen
 class WindowMeanPoolScorer(_PooledWindowScorer):
-    """Attention that the last tokens of the context give each token before them, average-pooled.
+    """Scores tokens by the attention of the last tokens of the context, average-pooled.
 
     ``saliency[h, j] = sum over |j' - j| <= kernel_size // 2 of a_j' / kernel_size`` with
     ``a_j' = sum over window queries i of softmax(q_i . k_j' * scaling)``, per query head ``h``, in
@@ -148,7 +148,7 @@ class WindowMeanPoolScorer(_PooledWindowScorer):
 
 @attrs.frozen
 class WindowAttentionScorer(Scorer):
-    """Attention that the last tokens of the context give each token, themselves included.
+    """Scores tokens by the attention of the last tokens, these themselves included.
 
     ``saliency[h, j] = mean over window queries i of softmax(q_i . k_j * scaling)`` per query head
     ``h``, in float32, causal inside the window, and the maximum of a token's neighbourhood of
@@ -181,7 +181,7 @@ class WindowAttentionScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """The window's queries."""
+        """It looks at the queries of the observation window."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:

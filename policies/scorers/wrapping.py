@@ -1,4 +1,4 @@
-"""Scorers that change what another scorer says."""
+"""Wraps scorers: changes what another scorer says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class WrappingScorer(Scorer):
-    """Another scorer's saliency, changed; needs and carries what that one does."""
+    """Changes another scorer's saliency; needs and carries what that one does."""
 
     scorer: Scorer
 
@@ -25,36 +25,36 @@ class WrappingScorer(Scorer):
 
     @property
     def num_queries(self) -> int | None:
-        """Those of the scorer."""
+        """It looks at as many queries as the wrapped scorer."""
         return self.scorer.num_queries
 
     @property
     def unscored_tail(self) -> int:
-        """That of the scorer."""
+        """The wrapped scorer leaves so many trailing tokens without a saliency."""
         return self.scorer.unscored_tail
 
     @property
     def carries(self) -> int:
-        """What the scorer carries."""
+        """The wrapped scorer carries so many numbers for each key."""
         return self.scorer.carries
 
     @property
     def history_layers(self) -> int:
-        """What the scorer asks for."""
+        """The wrapped scorer looks at so many layers before."""
         return self.scorer.history_layers
 
     @property
     def needs_rotary(self) -> bool:
-        """What the scorer asks for."""
+        """True if the wrapped scorer needs the rotary embedding."""
         return self.scorer.needs_rotary
 
     @property
     def needs_output_weight(self) -> bool:
-        """What the scorer asks for."""
+        """True if the wrapped scorer reads the output weights."""
         return self.scorer.needs_output_weight
 
     def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """See `Scorer.advance`."""
+        """Change the saliency that the wrapped scorer advances to; see `Scorer.advance`."""
         saliency, carried = self.scorer.advance(context)
         return self._changed(saliency, context), carried
 
@@ -64,12 +64,12 @@ class WrappingScorer(Scorer):
 
     @abc.abstractmethod
     def _changed(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """The saliency to return, a new tensor, in the place of the scorer's."""
+        """Return the changed saliency, a new tensor."""
 
 
 @attrs.frozen
 class ValueAwareScorer(WrappingScorer):
-    """A scorer's saliency times the norm of each token's value.
+    """Multiplies a scorer's saliency by the norm of each token's value.
 
     ``saliency'[h, j] = saliency[h, j] * ||v_j||_2``: attention to a token whose value is small
     moves the output little. Meant for saliencies that are not negative, as attention is.

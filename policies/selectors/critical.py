@@ -1,4 +1,4 @@
-"""Half of a budget by attention alone, half by what a token's value adds to the output."""
+"""Keeps half of a budget by attention, half by what a token's value adds to the output."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from kvpolicy.attention import BLOCK_BYTES, OTHER_BLOCK_BYTES, group_mean
 from kvpolicy.checks import check_amount, check_rate
 from kvpolicy.context import LayerContext
+from kvpolicy.host_counts import known_counts
 from kvpolicy.interfaces import KVSelector
-from kvpolicy.known import known_counts
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 from kvpolicy.policies.selectors.wrapping import WrappingSelector
 from kvpolicy.selection import ranks, select_top
@@ -58,21 +58,21 @@ class CriticalSelector(WrappingSelector):
 
     @property
     def equal_counts(self) -> bool:
-        """As the selector."""
+        """True if the wrapped selector keeps as many in every head."""
         return self.selector.equal_counts
 
     @property
     def needs_saliency(self) -> bool:
-        """Yes."""
+        """True: the first stage goes by the saliency."""
         return True
 
     @property
     def needs_output_weight(self) -> bool:
-        """Yes."""
+        """True: the second stage goes by what values add to the output."""
         return True
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """What the selector says; see `KVSelector.kept_counts`."""
+        """Return the wrapped selector's numbers; see `KVSelector.kept_counts`."""
         return known_counts(self.selector, context)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
@@ -91,7 +91,7 @@ class CriticalSelector(WrappingSelector):
 
 
 def output_norms(context: LayerContext) -> Tensor:
-    """L1 norm of what the output projection makes of each value, the mean over its KV group.
+    """Compute the L1 norm of each value's output, the mean over its KV group.
 
     Args:
         context: The layer, with its output weights.

@@ -1,4 +1,4 @@
-"""The first layers keep everything."""
+"""Keeps everything in the first layers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from kvpolicy.budgets import Budget
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
+from kvpolicy.host_counts import known_counts
 from kvpolicy.interfaces import KVSelector
-from kvpolicy.known import known_counts
 from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 from kvpolicy.policies.selectors.wrapping import WrappingSelector
@@ -47,34 +47,34 @@ class FirstLayersWholeSelector(WrappingSelector):
 
     @property
     def budget(self) -> Budget | None:
-        """None, since layers differ, unless no layer is whole."""
+        """None holds for all layers, unless no layer is whole."""
         return None if self.whole_layers else self.selector.budget
 
     @property
     def equal_counts(self) -> bool:
-        """Only where no layer is whole, and the selector does."""
+        """True if no layer is whole and the wrapped selector keeps as many in every head."""
         return self.whole_layers == 0 and self.selector.equal_counts
 
     @property
     def is_bounded(self) -> bool:
-        """Only where no layer is whole, and the selector is."""
+        """True if no layer is whole and the wrapped selector is bounded."""
         return self.whole_layers == 0 and self.selector.is_bounded
 
     def protected(self, context: LayerContext) -> Tensor:
-        """All in the first layers; see `KVSelector.protected`."""
+        """Mark every token in the first layers; see `KVSelector.protected`."""
         return context.valid if self._is_whole(context) else self.selector.protected(context)
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """1 in the first layers; see `KVSelector.kept_rates`."""
+        """Return 1 for the first layers; see `KVSelector.kept_rates`."""
         rates = self.selector.kept_rates(num_layers, context_len)
         return [1.0 if layer < self.whole_layers else rate for layer, rate in enumerate(rates)]
 
     def around(self, selector: KVSelector) -> KVSelector:
-        """The other selector in every layer: one that is whole has no bound."""
+        """Return the other selector for every layer: one that is whole has no bound."""
         return attrs.evolve(self, selector=selector, whole_layers=0)
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """All in the first layers, else what the selector says; see `KVSelector.kept_counts`."""
+        """Return all in the first layers, else the selector's; see `KVSelector.kept_counts`."""
         whole = self._is_whole(context)
         return context.held_len if whole else known_counts(self.selector, context)
 

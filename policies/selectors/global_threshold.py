@@ -1,4 +1,4 @@
-"""One budget for all layers and heads."""
+"""Shares one budget among all layers and heads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvpolicy.selection import compress, head_budgets, highest
 @documented
 @attrs.frozen
 class GlobalThresholdSelector(SharedBudgetSelector):
-    """All layers and KV heads share one budget: one threshold for the whole model.
+    """Lets all layers and KV heads share one budget: one threshold for the whole model.
 
     Chosen once every layer was scored. The budget of a row is the sum of what every KV head of
     every layer would keep by itself under the rate or number of tokens, of the tokens that it has;
@@ -46,11 +46,11 @@ class GlobalThresholdSelector(SharedBudgetSelector):
 
     @property
     def decides_together(self) -> bool:
-        """True."""
+        """True: one threshold holds for all layers."""
         return True
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """The mean budget's; see `KVSelector.kept_rates`."""
+        """Return the mean budget's rate for every layer; see `KVSelector.kept_rates`."""
         check_count("num_layers", num_layers, minimum=1)
         fixed = self.window_size + self.protect
         return [self.mean_budget.fraction(context_len, protected=fixed)] * num_layers
@@ -94,7 +94,7 @@ class GlobalThresholdSelector(SharedBudgetSelector):
 
 @attrs.frozen(eq=False)
 class _Layer:
-    """All heads of a layer, those of other processes too, ``[batch, all heads, key_len]``."""
+    """Holds all heads of a layer, other processes' too, as ``[batch, all heads, key_len]``."""
 
     scores: Tensor
     valid: Tensor
@@ -104,12 +104,12 @@ class _Layer:
     def of(
         saliency: Tensor, context: LayerContext, protected: Tensor, device: torch.device
     ) -> _Layer:
-        """On a device of all layers, which may lie on several."""
+        """Gather a layer on the device that is shared by layers of several devices."""
         parts = (group_mean(saliency, context.kv_heads), context.valid, protected)
         return _Layer(*(context.heads.gather(part).to(device) for part in parts))
 
     def kept(self, taken: Tensor, context: LayerContext) -> Tensor:
-        """The indices that the heads of a context keep, ``taken`` ``[batch, all]`` with them."""
+        """Return the indices that a context's heads keep, ``taken`` ``[batch, all]`` with them."""
         chosen = self.protected | taken.view_as(self.protected)
         first = context.heads.share * context.kv_heads
         here = chosen[:, first : first + context.kv_heads, chosen.shape[2] - context.key_len :]

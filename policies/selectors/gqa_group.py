@@ -1,4 +1,4 @@
-"""The highest saliency of each KV head."""
+"""Keeps the highest saliency of each KV head."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvpolicy.attention import group_mean
 from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
+from kvpolicy.host_counts import counts_under, known_counts, protected_counts
 from kvpolicy.interfaces import KVSelector
-from kvpolicy.known import counts_under, known_counts, protected_counts
 from kvpolicy.policies.documentation import documented
 from kvpolicy.selection import head_budgets, select_top
 
@@ -48,26 +48,31 @@ class GQAGroupSelector(KVSelector):
 
     @property
     def protected_tail(self) -> int:
-        """The window."""
+        """The whole observation window is protected."""
         return self.window_size
 
     @property
     def protected_first(self) -> int:
-        """Those of ``protect``."""
+        """The first ``protect`` tokens are kept."""
         return self.protect
 
     @property
     def budget(self) -> Budget:
-        """How many tokens each row keeps."""
+        """The number of tokens that each row keeps."""
         return Budget(self.retention_rate, self.retention_tokens)
 
     @property
     def equal_counts(self) -> bool:
-        """Yes."""
+        """True: every head keeps as many."""
+        return True
+
+    @property
+    def keeps_highest(self) -> bool:
+        """True: the means over each group decide, and nothing else."""
         return True
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """The budget's; see `KVSelector.kept_counts`."""
+        """Return how many the budget leaves; see `KVSelector.kept_counts`."""
         fixed = protected_counts(context, tail=self.protected_tail, first=self.protected_first)
         return counts_under(self.budget, context, fixed)
 

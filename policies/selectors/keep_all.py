@@ -1,4 +1,4 @@
-"""Everything stays."""
+"""Keeps everything."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import attrs
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
+from kvpolicy.host_counts import known_counts
 from kvpolicy.interfaces import KVSelector
-from kvpolicy.known import known_counts
 from kvpolicy.selection import compress
 
 
@@ -22,16 +22,21 @@ class KeepAllSelector(KVSelector):
 
     @property
     def needs_saliency(self) -> bool:
-        """No."""
+        """False: no saliency is read."""
         return False
 
     @property
     def equal_counts(self) -> bool:
-        """Yes."""
+        """True: every head keeps as many."""
+        return True
+
+    @property
+    def keeps_all(self) -> bool:
+        """True: nothing is evicted."""
         return True
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """All that there are; see `KVSelector.kept_counts`."""
+        """Return how many tokens there are; see `KVSelector.kept_counts`."""
         return context.held_len
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:

@@ -1,4 +1,4 @@
-"""Budgets that fall with depth."""
+"""Keeps more in early layers than in late ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpolicy.attention import group_mean
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
-from kvpolicy.known import known_counts, protected_counts
+from kvpolicy.host_counts import known_counts, protected_counts
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.selectors.shared_budget import SharedBudgetSelector
 from kvpolicy.selection import select_top
@@ -53,7 +53,7 @@ class PyramidSelector(SharedBudgetSelector):
         check_count("beta", self.beta, minimum=1)
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Falling with depth; without ``context_len`` those of a long prompt.
+        """Return rates that fall with depth; without ``context_len`` those of a long prompt.
 
         See `KVSelector.kept_rates`.
         """
@@ -73,7 +73,7 @@ class PyramidSelector(SharedBudgetSelector):
         return [mean + max(min(fall, 1 - mean), mean - 1) for fall in falls]
 
     def count(self, seen_len: int, protected: int, layer_idx: int, num_layers: int) -> int:
-        """Number of tokens that a layer keeps of a row, if all of them reach it.
+        """Count the tokens that a layer keeps of a row, if all of them reach it.
 
         Args:
             seen_len: Tokens of the row's whole context so far.
@@ -91,7 +91,7 @@ class PyramidSelector(SharedBudgetSelector):
         return protected + (most if layer_idx == first else 2 * free - most)
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Those of the layer; see `KVSelector.kept_counts`."""
+        """Return how many this layer's budget leaves; see `KVSelector.kept_counts`."""
         fixed = protected_counts(context, tail=self.protected_tail, first=self.protected_first)
         if context.held_len is None or fixed is None or any(len(set(each)) > 1 for each in fixed):
             return None
@@ -99,7 +99,7 @@ class PyramidSelector(SharedBudgetSelector):
         return tuple(self._of_layer(context, seen, held, most) for seen, held, (_, most) in rows)
 
     def _of_layer(self, context: LayerContext, seen: int, held: int, protected: int) -> int:
-        """How many a layer keeps of a row's ``held`` tokens."""
+        """Count what a layer keeps of a row's ``held`` tokens."""
         return min(held, self.count(seen, protected, context.layer_idx, context.num_layers))
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
@@ -111,7 +111,7 @@ class PyramidSelector(SharedBudgetSelector):
         return select_top(scores, budgets, valid=valid, protected=protected)
 
     def _budgets(self, context: LayerContext, valid: Tensor, protected: Tensor) -> list[list[int]]:
-        """Each head's number of tokens, read off what the layer shows."""
+        """Count each head's tokens, read off what the layer shows."""
         available, fixed = torch.stack([valid.sum(dim=-1), protected.sum(dim=-1)]).tolist()
         return [
             [self._of_layer(context, seen, *head) for head in zip(*heads, strict=True)]

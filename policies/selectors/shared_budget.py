@@ -1,4 +1,4 @@
-"""What selectors share whose layers or heads share a budget."""
+"""Holds the base of selectors whose layers or heads share a budget."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpolicy.interfaces import KVSelector
 
 @attrs.frozen
 class SharedBudgetSelector(KVSelector):
-    """What both selectors have: a budget that holds on average, a window and first tokens."""
+    """Base of selectors whose budget holds on average over layers or heads."""
 
     retention_rate: float | None = DefaultRate(0.1)
     window_size: int = 8
@@ -26,25 +26,25 @@ class SharedBudgetSelector(KVSelector):
 
     @property
     def protected_tail(self) -> int:
-        """The window."""
+        """The whole observation window is protected."""
         return self.window_size
 
     @property
     def protected_first(self) -> int:
-        """Those of ``protect``."""
+        """The first ``protect`` tokens are kept."""
         return self.protect
 
     @property
     def mean_budget(self) -> Budget:
-        """How many tokens each row keeps on average over layers and heads."""
+        """The mean over layers and heads of how many tokens each row keeps."""
         return Budget(self.retention_rate, self.retention_tokens)
 
     @property
     def is_bounded(self) -> bool:
-        """Whether the mean budget is a number of tokens."""
+        """True if the mean budget is a number of tokens."""
         return self.mean_budget.tokens is not None
 
     def _free(self, seen_len: int, protected: int) -> int:
-        """Tokens of the mean budget beside the protected ones, if all tokens are there."""
+        """Count the mean budget's tokens beside the protected ones, if all tokens are there."""
         count = self.mean_budget.count(seen_len=seen_len, available=seen_len, protected=protected)
         return count - protected

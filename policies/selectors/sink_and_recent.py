@@ -1,4 +1,4 @@
-"""First and most recent tokens."""
+"""Keeps the first and the most recent tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
+from kvpolicy.host_counts import counts_under, known_counts, protected_counts
 from kvpolicy.interfaces import KVSelector
-from kvpolicy.known import counts_under, known_counts, protected_counts
 from kvpolicy.policies.documentation import documented
 from kvpolicy.selection import head_budgets, select_top
 
@@ -50,31 +50,31 @@ class SinkAndRecentSelector(KVSelector):
 
     @property
     def needs_saliency(self) -> bool:
-        """No: recency decides."""
+        """False: recency decides."""
         return False
 
     @property
     def protected_first(self) -> int:
-        """The sinks and those of ``protect``."""
+        """The sinks and the first ``protect`` tokens are kept."""
         return max(self.num_sinks, self.protect)
 
     @property
     def budget(self) -> Budget:
-        """How many tokens each row keeps."""
+        """The number of tokens that each row keeps."""
         return Budget(self.retention_rate, self.retention_tokens)
 
     def protected(self, context: LayerContext) -> Tensor:
-        """The sinks and those of ``protect``; see `KVSelector.protected`."""
+        """Mark the sinks and the first ``protect`` tokens; see `KVSelector.protected`."""
         sinks = context.valid & (context.valid.cumsum(dim=-1) <= self.num_sinks)
         return sinks | super().protected(context)
 
     @property
     def equal_counts(self) -> bool:
-        """Yes."""
+        """True: every head keeps as many."""
         return True
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """The budget's; see `KVSelector.kept_counts`."""
+        """Return how many the budget leaves; see `KVSelector.kept_counts`."""
         # Sinks are the first of what is held, and so as many whatever is held.
         more = self.protected_first - self.num_sinks
         fixed = protected_counts(context, tail=self.num_sinks, first=more)

@@ -1,4 +1,4 @@
-"""Selectors that change what another selector keeps."""
+"""Wraps selectors: changes what another selector keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpolicy.interfaces import KVSelector
 
 @attrs.frozen
 class WrappingSelector(KVSelector):
-    """Another selector's choice, changed; needs and protects what that one does."""
+    """Changes another selector's choice; needs and protects what that one does."""
 
     selector: KVSelector
 
@@ -22,52 +22,52 @@ class WrappingSelector(KVSelector):
 
     @property
     def history_layers(self) -> int:
-        """What the selector asks for."""
+        """The wrapped selector looks at so many layers before."""
         return self.selector.history_layers
 
     @property
     def needs_rotary(self) -> bool:
-        """What the selector asks for."""
+        """True if the wrapped selector needs the rotary embedding."""
         return self.selector.needs_rotary
 
     @property
     def needs_output_weight(self) -> bool:
-        """What the selector asks for."""
+        """True if the wrapped selector reads the output weights."""
         return self.selector.needs_output_weight
 
     @property
     def needs_saliency(self) -> bool:
-        """What the selector asks for."""
+        """True if the wrapped selector reads the saliency."""
         return self.selector.needs_saliency
 
     @property
     def protected_tail(self) -> int:
-        """That of the selector."""
+        """The wrapped selector protects so many trailing tokens."""
         return self.selector.protected_tail
 
     @property
     def protected_first(self) -> int:
-        """Those of the selector."""
+        """The wrapped selector protects so many first tokens."""
         return self.selector.protected_first
 
     @property
     def budget(self) -> Budget | None:
-        """That of the selector."""
+        """The wrapped selector's budget holds."""
         return self.selector.budget
 
     @property
     def is_bounded(self) -> bool:
-        """As the selector."""
+        """True if the wrapped selector is bounded."""
         return self.selector.is_bounded
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Those of the selector; see `KVSelector.protected`."""
+        """Return what the wrapped selector protects; see `KVSelector.protected`."""
         return self.selector.protected(context)
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Those of the selector; see `KVSelector.kept_rates`."""
+        """Return the wrapped selector's rates; see `KVSelector.kept_rates`."""
         return self.selector.kept_rates(num_layers, context_len)
 
     def around(self, selector: KVSelector) -> KVSelector:
-        """The same around another selector, one under a bound, for every layer of an answer."""
+        """Wrap another selector, one under a bound, for every layer of an answer."""
         return attrs.evolve(self, selector=selector)

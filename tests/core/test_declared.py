@@ -8,16 +8,22 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext
+from kvpolicy.attention import causal_attention_peaks, causal_attention_sums
 from kvpolicy.policies import (
+    AccumulatedAttentionScorer,
     AdaptiveHeadSelector,
     GQAGroupSelector,
     KeepAllSelector,
+    LastQueryScorer,
     PassAllPropagation,
     RestartPropagation,
+    SinkAndRecentSelector,
     TokenSelectivePropagation,
     WindowMaxPoolScorer,
 )
 from kvpolicy.testing import check_propagation, check_scorer, check_selector
+from kvpolicy.testing.results import check_kept
+from tests.policies.scorers.support import layer_of
 
 pytestmark = pytest.mark.usefixtures("first_find")
 
@@ -175,3 +181,51 @@ class CountsInTensors(GQAGroupSelector):
 def test_indices_of_another_dtype() -> None:
     with pytest.raises(AssertionError, match="must be torch.int64, got torch.int16"):
         check_selector(CountsInTensors())
+
+
+def scored_by(score: Any) -> dict[str, Any]:
+    return {"score": lambda self, context: score(context)}
+
+
+def with_num_queries(count: int) -> dict[str, Any]:
+    return {"num_queries": property(lambda self: count)}
+
+
+@pytest.mark.parametrize(
+    ("base", "changed", "message"),
+    [
+        (AccumulatedAttentionScorer, scored_by(causal_attention_peaks), "the same in two parts"),
+        (AccumulatedAttentionScorer, with_num_queries(4), "num_queries=4"),
+        (LastQueryScorer, scored_by(lambda layer: causal_attention_sums(layer) ** 2), "attends"),
+        (LastQueryScorer, with_num_queries(2), "must look at one query"),
+    ],
+)
+def test_what_scorers_declare_of_saliencies(
+    base: type, changed: dict[str, Any], message: str
+) -> None:
+    own = attrs.frozen(type("Own", (base,), changed))
+    if "score" in changed:
+        check_scorer(own())  # what is declared of the parent's score is not believed
+    name = "accumulates" if base is AccumulatedAttentionScorer else "scores_last_attention"
+    with pytest.raises(AssertionError, match=message):
+        check_scorer(with_property(own, name, True))
+
+
+def test_what_selectors_declare_of_what_they_keep() -> None:
+    context = layer_of(torch.zeros(53, 5))
+    saliency = torch.linspace(1.0, 0.0, 53).expand(1, 1, 53)
+    for base, given, name, message in (
+        (
+            SinkAndRecentSelector,
+            {"retention_rate": 0.5},
+            "keeps_highest",
+            "keeps_highest must keep",
+        ),
+        (GQAGroupSelector, {"retention_rate": 0.5}, "keeps_all", "keeps_all must keep every token"),
+        (KeepAllSelector, {}, "keeps_highest", "must have a budget"),
+    ):
+        kept = base(**given).select(saliency, context)
+        check_kept(base(**given), context, saliency, kept)
+        odd = attrs.evolve(with_property(base, name, True), **given)
+        with pytest.raises(AssertionError, match=message):
+            check_kept(odd, context, saliency, kept)

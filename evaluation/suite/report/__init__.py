@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.results import check_folder, write_all
 from kvpolicy.evaluation.suite.folder import Results
 from kvpolicy.evaluation.suite.report.markdown import markdown
@@ -24,7 +25,9 @@ def write_report(results: Results, out: Path) -> list[Path]:
 
     Raises:
         ValueError: ``out`` is no name of a page, or cannot be written.
+        MissingExtraError: jinja2 is not installed.
     """
+    require("jinja2", extra="cli")
     if out.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"out must be a file that ends in .html, got {out}")
     beside = out.with_suffix(".md")

@@ -1,145 +1,176 @@
-"""Scatter plots, bars and heat maps."""
+"""What the page's charts show of a folder's figures; what is not finished is left out."""
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as Tree
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 import attrs
 
-from kvpolicy.evaluation.suite.report.axes import WIDTH, Axis, Frame, chart, mark, text
-from kvpolicy.evaluation.suite.report.markup import node
+from kvpolicy.evaluation.suite.report import words
+from kvpolicy.evaluation.suite.report.axes import Axis
+from kvpolicy.evaluation.suite.sample import FULL_CONTEXT
+from kvpolicy.evaluation.suite.summary import Cost, Figure, Summary, mean_cost, mean_score
 
-SCORES = Axis("score, %", 0.0, 100.0, (0.0, 20.0, 40.0, 60.0, 80.0, 100.0))
-_ROW, _LABEL, _NUMBERS = 26, 128, 62
+DEPTHS = 5
+
+
+@attrs.frozen
+class Method:
+    """A method whose tasks are all finished, at one length and question.
+
+    Args:
+        name: With its rate.
+        series: The number of its policy, which gives its mark.
+        score: The mean over tasks, in percent.
+        cost: The mean over tasks.
+    """
+
+    name: str
+    series: int
+    score: float
+    cost: Cost
+
+
+@attrs.frozen
+class Place:
+    """A length and a question, under which methods can be held against each other.
+
+    Args:
+        title: Its name.
+        methods: Those that are finished.
+        missing: Names of the others.
+    """
+
+    title: str
+    methods: Sequence[Method]
+    missing: Sequence[str]
+
+    @property
+    def full(self) -> Cost | None:
+        """What full context costs; without it there is nothing to draw."""
+        costs = (each.cost for each in self.methods if each.name == FULL_CONTEXT)
+        return next(costs, None)
 
 
 @attrs.frozen
 class Point:
-    """A method in a scatter plot.
-
-    Args:
-        series: The number of its policy, which gives its mark.
-        x: What it costs.
-        score: In percent.
-        title: What is said of it under the pointer.
-    """
+    """A method in a scatter plot: where its cost lies on the axis, and a text for the pointer."""
 
     series: int
-    x: float
+    cost: float
     score: float
     title: str
 
 
-def scatter(
-    points: Sequence[Point], x: Axis, label: str, *, tick: Callable[[float], str] = "{:g}".format
-) -> Tree.Element:
-    """Scores against costs; the points of a policy, at several rates, are joined.
+@attrs.frozen
+class Scatter:
+    """Scores in percent against costs."""
 
-    Args:
-        points: At least one.
-        x: The axis of costs.
-        label: What it shows, for who cannot see it.
-        tick: How costs are written.
-    """
-    frame = Frame(x, SCORES)
-    drawn = frame.draw(tick)
-    by_series: dict[int, list[Point]] = {}
-    for point in sorted(points, key=lambda point: point.x):
-        by_series.setdefault(point.series, []).append(point)
-    for series, own in by_series.items():
-        places = [frame.place(point.x, point.score) for point in own]
-        line = " ".join(f"{across:.1f},{down:.1f}" for across, down in places)
-        drawn.append(node("polyline", class_=f"line c{series % 8}", points=line))
-        drawn += [
-            mark(series, across, down, point.title)
-            for (across, down), point in zip(places, own, strict=True)
+    costs: Axis
+    points: Sequence[Point]
+
+    @classmethod
+    def of_memory(cls, place: Place, full: Cost) -> Scatter:
+        """Costs are the bytes held, as a share of full context's."""
+        held = [each.cost.bytes_held for each in place.methods]
+        shares = [100 * each / full.bytes_held for each in held]
+        points = [
+            _point(each, share, words.memory(size))
+            for each, share, size in zip(place.methods, shares, held, strict=True)
         ]
-    return chart(frame.top + frame.height + 42, label, drawn)
+        return cls(Axis.in_factors("KV memory, % of full context's", shares, 100.0), points)
+
+    @classmethod
+    def of_prefill(cls, place: Place) -> Scatter:
+        """Costs are the seconds of the prefill."""
+        times = [each.cost.prefill_seconds for each in place.methods]
+        unit, factor = ("s", 1.0) if max(times) >= 1 else ("ms", 1000.0)
+        points = [
+            _point(each, factor * time, words.duration(time))
+            for each, time in zip(place.methods, times, strict=True)
+        ]
+        return cls(Axis.from_zero(f"prefill, {unit} a prompt", factor * max(times)), points)
 
 
 @attrs.frozen
-class Bar:
-    """A row of bars.
+class NeedleMap:
+    """A method's scores by length and depth of the needle.
 
     Args:
-        name: At its left.
-        parts: Lengths that follow each other.
-        numbers: At its right.
+        method: Its name.
+        lengths: In tokens, with a star where samples are missing.
+        depths: Of the rows, from the top, in percent.
+        values: By column and row, the score in percent and of how many samples it is.
+        finished: Whether all samples are there.
     """
 
-    name: str
-    parts: tuple[float, ...]
-    numbers: str
+    method: str
+    lengths: Sequence[str]
+    depths: Sequence[str]
+    values: Mapping[tuple[int, int], tuple[float, int]]
+    finished: bool
+
+    @classmethod
+    def of(cls, summary: Summary, method: str, figures: Sequence[Figure]) -> NeedleMap:
+        """The map of a method's figures, one a length."""
+        values: dict[tuple[int, int], tuple[float, int]] = {}
+        for column, figure in enumerate(figures):
+            if not figure.finished:
+                continue
+            by_depth: dict[int, list[float]] = {}
+            scores = summary.percents(figure.cell)
+            for sample, score in zip(summary.samples[figure.cell], scores, strict=True):
+                if sample.depth is not None:
+                    row = min(int(sample.depth * DEPTHS), DEPTHS - 1)
+                    by_depth.setdefault(row, []).append(score)
+            values |= {(column, row): (fmean(each), len(each)) for row, each in by_depth.items()}
+        lengths = [f"{each.cell.length:,}" + ("" if each.finished else "*") for each in figures]
+        step = 100 // DEPTHS
+        depths = [f"{step * row}\N{EN DASH}{step * (row + 1)}" for row in range(DEPTHS)]
+        return cls(method, lengths, depths, values, all(each.finished for each in figures))
 
 
-def bars(rows: Sequence[Bar], label: str) -> Tree.Element:
-    """Rows of bars, each of parts that follow each other.
-
-    Args:
-        rows: At least one.
-        label: What they show, for who cannot see it.
-    """
-    longest = max(sum(row.parts) for row in rows) or 1.0
-    drawn = []
-    for index, row in enumerate(rows):
-        top = index * _ROW
-        drawn.append(text(row.name, _LABEL - 8, top + 17, anchor="end"))
-        start = float(_LABEL)
-        for number, part in enumerate(row.parts):
-            length = part / longest * (WIDTH - _LABEL - _NUMBERS)
-            drawn.append(
-                node("rect", class_=f"part p{number}", x=start, y=top + 5, width=length, height=16)
-            )
-            start += length
-        drawn.append(text(row.numbers, start + 6, top + 17))
-    return chart(len(rows) * _ROW + 4, label, drawn)
+def places(summary: Summary) -> list[Place]:
+    """All methods at every length and question."""
+    numbers = series(summary)
+    found = []
+    for length, question in summary.places:
+        methods, missing = [], []
+        for name, figures in summary.under(length, question).items():
+            score, cost = mean_score(figures), mean_cost(figures)
+            if score is None or cost is None:
+                missing.append(name)
+            else:
+                methods.append(Method(name, numbers[figures[0].method.policy], score, cost))
+        found.append(Place(words.place(length, question), methods, missing))
+    return found
 
 
-def heat_map(
-    columns: Sequence[str],
-    rows: Sequence[str],
-    values: Mapping[tuple[int, int], tuple[float, int]],
-    label: str,
-    titles: tuple[str, str],
-) -> Tree.Element:
-    """Scores by two sides, each on a colour as strong as the score is high.
-
-    Args:
-        columns: Names of columns, at least one.
-        rows: Names of rows, from the top.
-        values: By column and row, the score in percent and of how many samples it is; a place that
-            has none stays hatched.
-        label: What it shows, for who cannot see it.
-        titles: Of the columns and of the rows.
-    """
-    left, top = 62, 36
-    width = min((WIDTH - left) / len(columns), 72)
-    drawn = [
-        text(titles[0], left, 12),
-        text(titles[1], left - 8, top - 7, anchor="end"),
-    ]
-    for row, name in enumerate(rows):
-        drawn.append(text(name, left - 8, top + row * _ROW + 17, anchor="end"))
-    for column, name in enumerate(columns):
-        x = left + column * width
-        drawn.append(text(name, x + width / 2, top - 7, anchor="middle"))
-        for row in range(len(rows)):
-            drawn += _heat_cell(x, top + row * _ROW, width, values.get((column, row)))
-    return chart(top + len(rows) * _ROW + 4, label, drawn)
+def needle_maps(summary: Summary) -> dict[str, list[NeedleMap]]:
+    """Maps of all methods for each task and question that hides needles."""
+    with_needles = {
+        cell.task
+        for cell, samples in summary.samples.items()
+        if any(sample.depth is not None for sample in samples)
+    }
+    found: dict[str, dict[str, list[Figure]]] = {}
+    for cell, figure in summary.figures.items():
+        if cell.task in with_needles and cell.length is not None:
+            of_task = found.setdefault(f"{cell.task}, question {cell.question}", {})
+            of_task.setdefault(cell.method, []).append(figure)
+    return {
+        title: [NeedleMap.of(summary, method, figures) for method, figures in methods.items()]
+        for title, methods in found.items()
+    }
 
 
-def _heat_cell(
-    x: float, y: float, width: float, value: tuple[float, int] | None
-) -> list[Tree.Element]:
-    box = {"x": x + 1, "y": y + 1, "width": width - 2, "height": _ROW - 2}
-    if value is None:
-        return [node("rect", node("title", "no finished samples"), class_="none", **box)]
-    score, count = value
-    said = node("title", f"{score:.1f} % of {count} samples")
-    named = "strong" if score > 55 else None
-    return [
-        node("rect", class_="ground", **box),
-        node("rect", said, class_="heat", fill_opacity=max(score / 100, 0.02), **box),
-        text(f"{score:.0f}", x + width / 2, y + 17, anchor="middle", class_=named),
-    ]
+def series(summary: Summary) -> dict[str, int]:
+    """A number for each policy, by which it has the same mark everywhere."""
+    policies = dict.fromkeys(figure.method.policy for figure in summary.figures.values())
+    return {policy: number for number, policy in enumerate(policies)}
+
+
+def _point(method: Method, cost: float, said: str) -> Point:
+    title = f"{method.name}: {method.score:.1f} %, {said}"
+    return Point(method.series, cost, method.score, title)

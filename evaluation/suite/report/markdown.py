@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpolicy.evaluation.suite.folder import Results
-from kvpolicy.evaluation.suite.report.words import duration, interval, memory, signed, unfinished
+from kvpolicy.evaluation.suite.report.words import duration, memory, spread, unfinished
 from kvpolicy.evaluation.suite.summary import Figure, Summary
 
 HEADER = (
@@ -29,7 +29,7 @@ def markdown(results: Results) -> str:
 
 
 def _row(figure: Figure) -> tuple[str, ...]:
-    cell, cost, difference = figure.cell, figure.cost, figure.difference
+    cell, cost = figure.cell, figure.cost
     length = "" if cell.length is None else f"{cell.length:,}"
     named = (cell.task, length, cell.question, cell.method)
     if cost is None or figure.score is None:
@@ -37,7 +37,7 @@ def _row(figure: Figure) -> tuple[str, ...]:
     return (
         *named,
         f"{figure.score:.1f}",
-        "" if difference is None else f"{signed(difference.mean)} {interval(difference)}",
+        spread(figure.difference) or "",
         f"{cost.tokens_kept:,.0f}",
         memory(cost.bytes_held),
         duration(cost.prefill_seconds),

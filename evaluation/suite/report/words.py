@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvpolicy.evaluation.comparison.tables import byte_unit
-from kvpolicy.evaluation.suite.statistics import Difference
+from kvpolicy.evaluation.intervals import Difference
 from kvpolicy.evaluation.suite.summary import Figure
 
 MINUS = "\N{MINUS SIGN}"
@@ -23,6 +25,25 @@ def signed(points: float) -> str:
 def interval(difference: Difference) -> str:
     """A difference's 95% interval."""
     return f"[{signed(difference.low)}, {signed(difference.high)}]"
+
+
+def spread(difference: Difference | None) -> str | None:
+    """A difference and its 95% interval; None where there is none."""
+    if difference is None:
+        return None
+    return f"{signed(difference.mean)} {interval(difference)}"
+
+
+def verdict(difference: Difference | None) -> str | None:
+    """``worse`` or ``better`` where an interval leaves out 0, and None where it does not."""
+    if difference is None or not difference.clear:
+        return None
+    return "worse" if difference.mean < 0 else "better"
+
+
+def percents(metrics: Sequence[str]) -> list[str]:
+    """Headings of columns of scores."""
+    return [f"{metric} %" for metric in metrics]
 
 
 def unfinished(figure: Figure) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.host_counts import on_device
 from kvpolicy.integrations.transformers.forward.asked import Asked
 from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.indexers import new_places, with_positions
@@ -50,7 +51,6 @@ from kvpolicy.integrations.transformers.state.recurrent import (
     SharedLayer,
 )
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
-from kvpolicy.known import on_device
 from kvpolicy.policy import CachePolicy
 
 

@@ -7,26 +7,24 @@ is the sums: every chunk's queries have seen then what a prompt's would have.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kvpolicy.asking import advanced
 from kvpolicy.context import LayerContext
+from kvpolicy.declarations import declares
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.append import Forward
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
+from kvpolicy.integrations.transformers.forward.staged_prompt import StagedPrompt
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.interfaces import Scorer
-from kvpolicy.policies import AccumulatedAttentionScorer
+from kvpolicy.part_calls import advanced
 from kvpolicy.policy import CachePolicy
 from kvpolicy.selection import gather_slots
-
-if TYPE_CHECKING:
-    from kvpolicy.integrations.transformers.forward.stages import StagedPrompt
 
 
 @attrs.frozen(eq=False)
@@ -167,14 +165,15 @@ class ContinuedScorer(Scorer):
 
 
 def sums_over_all(policy: CachePolicy) -> bool:
-    """Whether a policy looks at all queries of a prompt, and a sum over them says as much.
+    """Whether a policy looks at all queries of a prompt, and what its scorer carries says as much.
 
-    What other scorers make of all queries need not be the same of their sums over chunks.
+    What other scorers make of all queries need not be the same chunk by chunk.
     """
-    carries = policy.decoding is not None and policy.decoding.carries
-    sums = isinstance(policy.scorer, AccumulatedAttentionScorer)
-    # Later layers are shown what the scorer says of every query head.
-    return sums and not carries and not policy.history_layers
+    if policy.scorer is None or policy.history_layers:
+        return False  # later layers are shown what the scorer says of every query head
+    if policy.decoding is not None and policy.decoding.carries:
+        return False
+    return declares(policy.scorer, "accumulates")
 
 
 def _wider(carried: Tensor, key_len: int) -> Tensor:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import attrs
 from torch import Tensor
 
+from kvpolicy.deferred_selection import DeferredLayer
 from kvpolicy.integrations.transformers.forward.decoding.choosing import Near
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.later import Undecided
 from kvpolicy.policy import CachePolicy
 
 
@@ -30,7 +30,7 @@ class Waiting:
     keys: Tensor
     values: Tensor
     positions: Tensor
-    undecided: Undecided
+    undecided: DeferredLayer
     carried: Tensor | None = None
     near: Near | None = None
 

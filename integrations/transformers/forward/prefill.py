@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kvpolicy.asking import Checks
 from kvpolicy.context import LayerContext
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
@@ -35,6 +34,7 @@ from kvpolicy.integrations.transformers.model.routing import (
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.part_calls import DeferredChecks
 from kvpolicy.policy import Decision
 from kvpolicy.selection import gather_positions, gather_slots
 
@@ -81,7 +81,7 @@ class ActingForward(Forward):
         choosing = [i for i, each in layers if each.attends and self._window(i) is None]
         self.history = History.of(self.policy, len(self.layers), choosing)
         self._row_lengths = RowLengths(self._before, self.new_valid, padded=self._padded)
-        self._checks = Checks()  # of what parts have answered at layers so far
+        self._checks = DeferredChecks()  # of what parts have answered at layers so far
         self._passed: Tensor | None = None  # of the tokens that reach the layer, those that go on
         # The slots that the last layer keeps, and how many of each row; see `Decision`.
         self._kept: tuple[Tensor, tuple[int, ...] | None] | None = None
@@ -310,7 +310,7 @@ class ActingForward(Forward):
         Where all tokens go on, the parts' answers are looked at when all layers have run: to look
         waits for the device, which has nothing to do meanwhile.
         """
-        checks = Checks()
+        checks = DeferredChecks()
         try:
             decision = self.policy.decide(context, remembered=remembered, checks=checks)
         except Exception:

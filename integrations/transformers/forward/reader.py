@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.checks import check_count
+from kvpolicy.declarations import declares
 from kvpolicy.errors import (
     CacheInUseError,
     NotAttachedError,
@@ -57,7 +58,6 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.recurrent import link
 from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
-from kvpolicy.policies import KeepAllSelector
 from kvpolicy.policy import CachePolicy
 
 
@@ -81,8 +81,8 @@ def keeps_everything(policy: CachePolicy, num_layers: int) -> bool:
         num_layers: Layers of the model.
     """
     selector = policy.selector
-    budget = None if isinstance(selector, KeepAllSelector) else selector.budget
-    keeps = isinstance(selector, KeepAllSelector) or (budget is not None and budget.rate == 1)
+    whole = selector.budget is not None and selector.budget.rate == 1
+    keeps = whole or declares(selector, "keeps_all")
     return keeps and not policy.propagation.acting_layers(num_layers)
 
 

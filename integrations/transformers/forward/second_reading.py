@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kvpolicy.asking import Checks, saliency_of
 from kvpolicy.context import LayerContext
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.append import Forward
@@ -21,6 +20,7 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.kinds import TokenKind
+from kvpolicy.part_calls import DeferredChecks, saliency_of
 from kvpolicy.policy import CachePolicy
 from kvpolicy.repetition import Repetition
 from kvpolicy.selection import compress, gather_positions, gather_slots
@@ -96,7 +96,7 @@ class RepetitionPass(Forward):
     def _score(self, index: int, inputs: AttentionInputs) -> None:
         assert self.policy.scorer is not None
         slots, of_chunk = self._shown(index, inputs)
-        checks = Checks()
+        checks = DeferredChecks()
         # Autocast would round the scores to half precision, where many tokens tie.
         with torch.autocast(inputs.keys.device.type, enabled=False):
             context = self._context(index, inputs, slots)

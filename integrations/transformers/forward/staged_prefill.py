@@ -21,11 +21,10 @@ from kvpolicy.integrations.transformers.forward.history import History
 from kvpolicy.integrations.transformers.forward.inputs import OF_TOKENS, Incoming
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, Narrowed
 from kvpolicy.integrations.transformers.forward.restart import check_positions
+from kvpolicy.integrations.transformers.forward.staged_prompt import Stage, StagedPrompt
 from kvpolicy.integrations.transformers.forward.stages import (
     Piece,
-    Stage,
     StageChunk,
-    StagedPrompt,
     StageEnd,
     StageForward,
     StageRead,

@@ -9,8 +9,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.host_counts import on_device
 from kvpolicy.integrations.transformers.state.storage import GROWTH_SHARE, Held, Plain, Storage
-from kvpolicy.known import on_device
 
 
 def wastes_slots(positions: Tensor, tokens: int) -> bool:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvpolicy.evaluation.suite import Summary, load, write_report
-from kvpolicy.evaluation.suite.report.axes import Axis, mark
-from kvpolicy.evaluation.suite.report.charts import SCORES, Bar, Point, bars, heat_map, scatter
-from kvpolicy.evaluation.suite.report.markup import written
+from kvpolicy.evaluation.suite.report.axes import Axis
+from kvpolicy.evaluation.suite.report.charts import Method, NeedleMap, Point, Scatter
+from kvpolicy.evaluation.suite.report.page import templates
+from kvpolicy.evaluation.suite.summary import Cost
 from tests.evaluation.suite.stand_in import StandIn, filled
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
@@ -166,29 +167,67 @@ def test_axes_by_hand() -> None:
     assert factors.share(50**0.5 * 10**0.5) == pytest.approx(0.5)
 
 
+def drawn(name: str, *given: object) -> str:
+    """A drawing of the page."""
+    return str(getattr(templates().get_template("drawings.html").module, name)(*given))
+
+
 def test_points_lie_where_their_numbers_are() -> None:
     axis = Axis.from_zero("ms", 300)
-    drawn = written(scatter([Point(1, 150, 50, "a"), Point(1, 300, 100, "b")], axis, "label"))
+    points = [Point(1, 300, 100, "b"), Point(1, 150, 50, "a")]
+    shown = drawn("scatter", Scatter(axis, points), "label")
     line = re.search(
-        r'polyline class="line c1" points="([\d.]+),([\d.]+) ([\d.]+),([\d.]+)"', drawn
+        r'polyline class="line c1" points="([\d.]+),([\d.]+) ([\d.]+),([\d.]+)"', shown
     )
     assert line is not None
     x1, y1, x2, y2 = map(float, line.groups())
     assert x2 - x1 == pytest.approx(x1 - 44, abs=0.2)  # half of the way is half of the width
     assert y1 - y2 == pytest.approx(10 + 190 - y1, abs=0.2)
-    assert SCORES.share(25) == 0.25
+    marks = re.findall(r'mark c1" transform="translate\(([\d.]+) ([\d.]+)\)"', shown)
+    assert [tuple(map(float, each)) for each in marks] == [(x1, y1), (x2, y2)]
+    ticks = re.findall(r'<text class="end" x="38" y="([\d.]+)">(\d+)<', shown)
+    heights = {int(score): float(y) - 4 for y, score in ticks}
+    assert heights[100] == pytest.approx(y2)
+    assert heights[20] - heights[40] == pytest.approx((heights[0] - heights[100]) / 5)
 
 
 def test_marks_of_32_policies_differ() -> None:
-    marks = {re.sub(r"<title.*", "", written(mark(number, 5, 5))) for number in range(32)}
+    marks = {drawn("mark", number, 5, 5) for number in range(32)}
     assert len(marks) == 32
+    assert all(each.strip().startswith("<path") for each in marks)
 
 
 def test_bars_and_maps_have_their_numbers() -> None:
-    drawn = written(bars([Bar("a", (1.0, 3.0), "4 s"), Bar("b", (2.0, 0.0), "2 s")], "x"))
-    widths = [float(each) for each in re.findall(r'width="([\d.]+)" height="16"', drawn)]
+    times = {"a": (1.0, 4.0), "b": (2.0, 2.0)}
+    rows = [Method(name, 0, 50.0, Cost(1, 1, 1, *each)) for name, each in times.items()]
+    shown = drawn("times", rows, "x")
+    widths = [float(each) for each in re.findall(r"<i style=.width: ([\d.]+)%", shown)]
     assert [width / widths[0] for width in widths] == pytest.approx([1, 3, 2, 0], abs=0.01)
-    drawn = written(heat_map(["256"], ["0-50", "50-100"], {(0, 1): (25.0, 4)}, "x", ("", "")))
-    assert "25.0 % of 4 samples" in drawn
-    assert drawn.count('class="none"') == 1
-    assert 'fill-opacity="0.25"' in drawn
+    assert widths[0] + widths[1] == 100
+    assert re.findall(r"</i>(\d s)</span>", shown) == ["4 s", "2 s"]
+    needles = NeedleMap("a", ["256"], ["0-50", "50-100"], {(0, 1): (25.0, 4)}, finished=True)
+    shown = drawn("heat_map", needles, "x")
+    assert "25.0 % of 4 samples" in shown
+    assert shown.count('class="none"') == 1
+    assert 'fill-opacity="0.25"' in shown
+
+
+def test_drawings_escape_their_texts() -> None:
+    row = Method("<b>&", 0, 50.0, Cost(1, 1, 1, 1.0, 2.0))
+    scatter = Scatter(Axis.from_zero("<b>&", 1.0), [Point(0, 1.0, 50, "<b>&")])
+    for shown in (drawn("times", [row], '"<b>&'), drawn("scatter", scatter, '"<b>&')):
+        assert "<b>" not in shown
+        assert 'aria-label="&#34;&lt;b&gt;&amp;"' in shown
+        assert shown.count("&lt;b&gt;&amp;") >= 2
+
+
+def test_the_same_results_are_the_same_page(tmp_path: Path) -> None:
+    results = filled(tmp_path)
+    first, second = (write_report(results, tmp_path / f"{name}.html")[0] for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_says_which_extra_brings_jinja2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"jinja2 is not installed.*kvpolicy\[cli\]"):
+        write_report(filled(tmp_path), tmp_path / "report.html")

@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from kvpolicy import CachePolicy, KVSelector, LayerContext, Scorer
+from kvpolicy.host_counts import known_counts
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.known import known_counts
 from kvpolicy.policies import (
     AdaptiveHeadSelector,
     GQAGroupSelector,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy
+from kvpolicy.host_counts import on_device
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.known import on_device
 from kvpolicy.policies import (
     H2O,
     TOVA,

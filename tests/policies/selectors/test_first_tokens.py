@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 
-from kvpolicy.known import known_counts
+from kvpolicy.host_counts import known_counts
 from kvpolicy.policies import (
     AdaptiveHeadSelector,
     FirstTokensWholeSelector,

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CachePolicy, LayerContext
-from kvpolicy.asking import Checks
-from kvpolicy.later import Undecided, kept_of_all
+from kvpolicy.deferred_selection import DeferredLayer, kept_of_all
+from kvpolicy.part_calls import DeferredChecks
 from kvpolicy.policies import (
     GlobalThresholdSelector,
     GQAGroupSelector,
@@ -73,7 +73,7 @@ def test_a_layer_that_shares_what_it_stores_is_one_head() -> None:
     policy = CachePolicy(
         PeakAttentionScorer(), GlobalThresholdSelector(0.5, 0), PassAllPropagation()
     )
-    layers = [Undecided.of(shared, SCORES[0]), Undecided.of(SECOND, SCORES[1])]
+    layers = [DeferredLayer.of(shared, SCORES[0]), DeferredLayer.of(SECOND, SCORES[1])]
     found = policy.decide_layers(layers)
     # The means are 0.6, 0.4, 0.45, 0.15; two and two of the heads there are.
     assert [each.tolist() for each in found] == [[[[0, 1, 2]]], [[[0]]]]
@@ -85,8 +85,8 @@ def test_rows_in_which_nothing_is_chosen_take_no_places() -> None:
     scores = torch.tensor([[[0.9, 0.8, 0.7, 0.6]], [[0.9, 0.8, 0.7, 0.6]]])
     other = torch.tensor([[[0.5, 0.4, 0.3, 0.2]]] * 2)
     short = torch.tensor([True, False])[:, None, None]
-    waiting = [Undecided.of(rows, scores).among(short), Undecided.of(rows, other)]
-    first, second = kept_of_all(GlobalThresholdSelector(0.5, 0), waiting, Checks())
+    waiting = [DeferredLayer.of(rows, scores).among(short), DeferredLayer.of(rows, other)]
+    first, second = kept_of_all(GlobalThresholdSelector(0.5, 0), waiting, DeferredChecks())
     assert first.tolist() == [[[0, 1, 2, 3]], [[-1, -1, -1, -1]]]
     assert second.tolist() == [[[-1, -1]], [[0, 1]]]
 
@@ -109,7 +109,7 @@ class OneTooFew(GlobalThresholdSelector):
 
 def test_what_is_chosen_is_checked() -> None:
     policy = CachePolicy(PeakAttentionScorer(), OneTooFew(0.5), PassAllPropagation())
-    layers = [Undecided.of(FIRST, SCORES[0]), Undecided.of(SECOND, SCORES[1])]
+    layers = [DeferredLayer.of(FIRST, SCORES[0]), DeferredLayer.of(SECOND, SCORES[1])]
     with pytest.raises(TypeError, match="must return a list of 2 tensors"):
         policy.decide_layers(layers)
 

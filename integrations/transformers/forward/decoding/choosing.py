@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from kvpolicy.context import LayerContext
 from kvpolicy.decoding import DecodingEviction
+from kvpolicy.host_counts import on_device
 from kvpolicy.integrations.transformers.model.masks import FLASH, first_seen
 from kvpolicy.integrations.transformers.model.rotary import LayerRotary
 from kvpolicy.integrations.transformers.model.routing import Scores
@@ -18,7 +19,6 @@ from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.observed import Observed
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
-from kvpolicy.known import on_device
 from kvpolicy.selection import compress, gather_positions, gather_slots
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvpolicy.declarations import declares
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.integrations.transformers.forward.decoding.static_choosing import not_shown
 from kvpolicy.integrations.transformers.model.masks import Visibility
@@ -23,7 +24,6 @@ from kvpolicy.integrations.transformers.model.routing import Scores
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.observed import Observed
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
-from kvpolicy.policies import GQAGroupSelector, LastQueryScorer
 from kvpolicy.selection import gather_slots
 
 
@@ -31,8 +31,9 @@ def takes_places(decoding: DecodingEviction) -> bool:
     """Whether a rule lets the entry go, at every step, that the last query attends to least."""
     return (
         decoding.every == 1
-        and type(decoding.scorer) is LastQueryScorer
-        and type(decoding.selector) is GQAGroupSelector
+        and decoding.scorer is not None
+        and declares(decoding.scorer, "scores_last_attention")
+        and declares(decoding.selector, "keeps_highest")
         and decoding.selector.protected_tail == 1
     )
 

@@ -1,4 +1,4 @@
-"""Asking the parts of a policy, and checking what they return."""
+"""Calls the parts of a policy and checks what they return, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.nn.functional import pad
 
 from kvpolicy.context import LayerContext
 from kvpolicy.errors import ShapeError, UnsupportedModelError
+from kvpolicy.host_counts import known_counts, on_device
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
-from kvpolicy.known import known_counts, on_device
 
 
-class Checks:
-    """What must not be, looked at together at the end: every look waits for the device.
+class DeferredChecks:
+    """Collects conditions on tensors, and looks at them together: a look waits for the device.
 
     A message must hold on to nothing large, since the end may be that of all layers.
     """
@@ -30,13 +30,13 @@ class Checks:
         self._conditions.append(condition.any())
         self._messages.append(message)
 
-    def join(self, more: Checks) -> None:
-        """Look at what others are to look at as well, after what there is."""
+    def join(self, more: DeferredChecks) -> None:
+        """Append another collection's conditions."""
         self._conditions += more._conditions
         self._messages += more._messages
 
     def look(self) -> None:
-        """Raise ValueError for the first condition that holds; then all are done with."""
+        """Raise ValueError for the first condition that holds, and forget all of them."""
         conditions, messages = self._conditions, self._messages
         self._conditions, self._messages = [], []
         if not conditions:
@@ -49,7 +49,7 @@ class Checks:
 
 
 def shown_to(part: Part, context: LayerContext) -> LayerContext:
-    """A layer as a part is shown it: with history, rotary and weights only if it asks for them."""
+    """Hide history, rotary embedding and output weights from a part that declares no need."""
     if not context.history and context.rotary is None and context.output_weight is None:
         return context
     return context.with_no_more(
@@ -59,8 +59,8 @@ def shown_to(part: Part, context: LayerContext) -> LayerContext:
     )
 
 
-def saliency_of(scorer: Scorer, context: LayerContext, checks: Checks) -> Tensor:
-    """What a scorer that carries nothing says of a layer, of which it may be shown too much.
+def saliency_of(scorer: Scorer, context: LayerContext, checks: DeferredChecks) -> Tensor:
+    """Ask a scorer for the saliency of a layer, showing it no more queries than it wants.
 
     Raises:
         TypeError: It is no tensor of floats.
@@ -72,8 +72,10 @@ def saliency_of(scorer: Scorer, context: LayerContext, checks: Checks) -> Tensor
     return saliency
 
 
-def advanced(scorer: Scorer, context: LayerContext, checks: Checks) -> tuple[Tensor, Tensor]:
-    """What a scorer says of a layer, and what it carries on; see `Scorer.advance`.
+def advanced(
+    scorer: Scorer, context: LayerContext, checks: DeferredChecks
+) -> tuple[Tensor, Tensor]:
+    """Ask a scorer for a saliency and what it carries on; see `Scorer.advance`.
 
     Raises:
         TypeError: The saliency is no tensor of floats, or what is carried no tensor.
@@ -93,9 +95,9 @@ def advanced(scorer: Scorer, context: LayerContext, checks: Checks) -> tuple[Ten
 
 
 def kept_by(
-    selector: KVSelector, saliency: Tensor | None, context: LayerContext, checks: Checks
+    selector: KVSelector, saliency: Tensor | None, context: LayerContext, checks: DeferredChecks
 ) -> tuple[Tensor, tuple[int, ...] | None]:
-    """What a selector keeps of a layer; one choice for all heads where they share what is stored.
+    """Ask a selector what it keeps of a layer; one choice for heads that share storage.
 
     Returns:
         The indices; and for each row how many every head keeps, where that is known without
@@ -122,7 +124,7 @@ def kept_by(
 
 
 def _check_counts(
-    selector: KVSelector, kept: Tensor, counts: tuple[int, ...], checks: Checks
+    selector: KVSelector, kept: Tensor, counts: tuple[int, ...], checks: DeferredChecks
 ) -> None:
     """Check that a selector has kept as many as it said."""
 
@@ -140,16 +142,19 @@ def _check_counts(
 
 
 def as_stored(saliency: Tensor | None, context: LayerContext) -> tuple[Tensor | None, LayerContext]:
-    """A layer as a selector is shown it: of one head where all heads share what is stored."""
+    """Reduce a layer to one head for a selector, if its heads share what is stored."""
     if context.stored is not None and saliency is not None:
         saliency = context.heads.mean(saliency)[:, None]  # [batch, 1, key_len]
     return saliency, context.for_selector()
 
 
 def passed_on_by(
-    propagation: PropagationPolicy, saliency: Tensor | None, context: LayerContext, checks: Checks
+    propagation: PropagationPolicy,
+    saliency: Tensor | None,
+    context: LayerContext,
+    checks: DeferredChecks,
 ) -> Tensor | None:
-    """What a propagation policy passes on of a layer's new tokens; None for all.
+    """Ask a propagation policy which new tokens of a layer go on; None for all.
 
     Raises:
         TypeError: It returns something else than a tensor or None.
@@ -173,7 +178,7 @@ def passed_on_by(
 
 
 def _check_saliency(
-    scorer: Scorer, saliency: object, context: LayerContext, checks: Checks
+    scorer: Scorer, saliency: object, context: LayerContext, checks: DeferredChecks
 ) -> None:
     if not isinstance(saliency, Tensor) or not saliency.is_floating_point():
         raise TypeError(f"score of {scorer} must return a tensor of floats, got {saliency!r}")
@@ -196,7 +201,7 @@ def _check_saliency(
 
 
 def check_indices(
-    part: object, indices: object, rows: tuple[int, ...], length: int, checks: Checks
+    part: object, indices: object, rows: tuple[int, ...], length: int, checks: DeferredChecks
 ) -> Tensor:
     """Check the indices that a part has chosen.
 

@@ -1,4 +1,4 @@
-"""How far a method is from full context on the same prompts, and how sure that is."""
+"""Confidence intervals: of shares, of medians and of paired differences."""
 
 from __future__ import annotations
 
@@ -9,6 +9,49 @@ from statistics import fmean
 import attrs
 
 _NORMAL_95 = 1.959964
+
+
+def share_interval(share: float, count: int) -> tuple[float, float]:
+    """The 95% interval of a share: Wilson's, which is right near 0 and 1 too.
+
+    Args:
+        share: Of the samples, in [0, 1].
+        count: Samples, at least 1.
+
+    Example:
+        >>> [round(bound, 3) for bound in share_interval(0.96, 100)]
+        [0.902, 0.984]
+    """
+    spread = _NORMAL_95**2 / count
+    middle = share + spread / 2
+    half = math.sqrt(spread * (share * (1 - share) + spread / 4))
+    return (max(middle - half, 0.0) / (1 + spread), min((middle + half) / (1 + spread), 1.0))
+
+
+def median_interval(values: Sequence[float], coverage: float) -> tuple[float, float] | None:
+    """The interval of a median: two of the values, as many from below as from above.
+
+    It asks for no distribution.
+
+    Args:
+        values: Samples.
+        coverage: The confidence that it has at least, below 1.
+
+    Returns:
+        The narrowest such pair; None where no two of the values reach the confidence.
+
+    Example:
+        >>> median_interval([1.0, 9.0, 2.0, 4.0, 3.0], 0.9), median_interval([1.0, 9.0], 0.9)
+        ((1.0, 9.0), None)
+    """
+    ordered, count = sorted(values), len(values)
+    left_out, outside = None, 0.0
+    for index in range((count + 1) // 2):
+        outside += 2 * math.comb(count, index) / 2**count
+        if 1 - outside < coverage:
+            break
+        left_out = index
+    return None if left_out is None else (ordered[left_out], ordered[count - 1 - left_out])
 
 
 @attrs.frozen

@@ -1,4 +1,4 @@
-"""Layers that were scored and are yet to choose, for what decides when all of them were."""
+"""Defers selection: layers are scored one by one, and choose once all of them were scored."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import attrs
 from torch import Tensor
 
-from kvpolicy.asking import Checks, as_stored, check_indices, kept_by
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, Part, Scorer
+from kvpolicy.part_calls import DeferredChecks, as_stored, check_indices, kept_by
 from kvpolicy.repetition import Repetition
 
 
 @attrs.frozen(eq=False)
-class Undecided:
+class DeferredLayer:
     """A layer whose tokens are chosen once all layers were scored.
 
     Args:
@@ -26,26 +26,28 @@ class Undecided:
     saliency: Tensor | None = None
 
     @staticmethod
-    def of(context: LayerContext, saliency: Tensor | None) -> Undecided:
-        """A layer as it was scored; see `LayerContext.outlined`."""
+    def of(context: LayerContext, saliency: Tensor | None) -> DeferredLayer:
+        """Record a layer as it was scored; see `LayerContext.outlined`."""
         if saliency is None:
-            return Undecided(context.outlined())
+            return DeferredLayer(context.outlined())
         saliency, context = as_stored(saliency, context.outlined())
-        return Undecided(context, saliency)
+        return DeferredLayer(context, saliency)
 
-    def with_saliency(self, saliency: Tensor) -> Undecided:
-        """The layer with a saliency that was found later, ``[batch, heads, key_len]``."""
-        return Undecided.of(self.context, saliency)
+    def with_saliency(self, saliency: Tensor) -> DeferredLayer:
+        """Add a saliency that was found later, ``[batch, heads, key_len]``."""
+        return DeferredLayer.of(self.context, saliency)
 
-    def among(self, rows: Tensor) -> Undecided:
-        """With nothing to choose but in the rows ``[batch, 1, 1]`` bool."""
+    def among(self, rows: Tensor) -> DeferredLayer:
+        """Leave the layer something to choose in these rows alone, ``[batch, 1, 1]`` bool."""
         positions = self.context.positions.masked_fill(~rows, -1)
         context = attrs.evolve(self.context, positions=positions, held_len=None)
         return attrs.evolve(self, context=context)
 
 
-def kept_of_all(selector: KVSelector, layers: Sequence[Undecided], checks: Checks) -> list[Tensor]:
-    """What a selector keeps of every layer.
+def kept_of_all(
+    selector: KVSelector, layers: Sequence[DeferredLayer], checks: DeferredChecks
+) -> list[Tensor]:
+    """Ask a selector what it keeps of every layer.
 
     Args:
         selector: One that decides together or, layer by layer, later than it was scored.

@@ -1,0 +1,47 @@
+"""Says whether what a part declares of its methods still holds in a subclass."""
+
+from __future__ import annotations
+
+from kvpolicy.interfaces import Part
+
+# What each declaration is about: who overrides one of these has to declare it anew.
+ABOUT = {
+    "accumulates": ("score", "advance", "carries", "num_queries"),
+    "scores_last_attention": ("score", "num_queries"),
+    "keeps_all": ("select",),
+    "keeps_highest": ("select", "protected"),
+}
+
+
+def still_holds(part: Part, declaration: str, *methods: str) -> bool:
+    """True if no class overrides a method without saying anew what is declared of it.
+
+    A declaration that a class inherits need not be true of a method that it overrides.
+
+    Args:
+        part: A scorer, a selector or a propagation policy.
+        declaration: Name of the property or method that declares something.
+        methods: Names of what it is declared of.
+    """
+    classes = type(part).__mro__
+
+    def defined(name: str) -> int:
+        return next(place for place, each in enumerate(classes) if name in vars(each))
+
+    return defined(declaration) <= min(map(defined, methods))
+
+
+def declares(part: Part, declaration: str) -> bool:
+    """True if a part declares something of its methods, and it still holds.
+
+    Args:
+        part: A scorer or a selector.
+        declaration: One of `ABOUT`.
+
+    Example:
+        >>> from kvpolicy.policies import AccumulatedAttentionScorer
+        >>> declares(AccumulatedAttentionScorer(), "accumulates")
+        True
+    """
+    declared: bool = getattr(part, declaration)
+    return declared and still_holds(part, declaration, *ABOUT[declaration])

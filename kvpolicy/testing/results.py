@@ -1,0 +1,107 @@
+"""Checks results against what parts declare of them."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvpolicy.attention import causal_attention_sums, group_mean
+from kvpolicy.context import LayerContext
+from kvpolicy.declarations import declares
+from kvpolicy.interfaces import KVSelector, Scorer
+from kvpolicy.selection import head_budgets, select_top
+from kvpolicy.testing.declared import require
+
+# A difference of summation order over up to 40 queries of magnitude 1 stays far below this.
+TOLERANCE = 1e-4
+
+
+def check_scored(component: Scorer, context: LayerContext, saliency: Tensor) -> None:
+    """Check what a scorer declares of a saliency.
+
+    Raises:
+        AssertionError: It is not so.
+    """
+    if declares(component, "scores_last_attention"):
+        expected = causal_attention_sums(context.showing(1))
+        require(
+            component.num_queries == 1 and _near(saliency, expected, context),
+            "a scorer that declares scores_last_attention must look at one query, and score what "
+            "that attends to",
+        )
+    if declares(component, "accumulates"):
+        require(
+            component.num_queries is None and component.carries > 0,
+            "a scorer that declares accumulates must look at all queries (num_queries of None) and "
+            f"carry something on, got num_queries={component.num_queries} and "
+            f"carries={component.carries}",
+        )
+        if context.new_len > 1:
+            found, _ = component.advance(_second_part(component, context))
+            require(
+                _near(found, saliency, context),
+                "a scorer that declares accumulates must come to the same in two parts as of all "
+                "queries at once",
+            )
+
+
+def check_kept(
+    component: KVSelector, context: LayerContext, saliency: Tensor, kept: Tensor
+) -> None:
+    """Check what a selector declares of what it keeps.
+
+    Raises:
+        AssertionError: It is not so.
+    """
+    if declares(component, "keeps_all"):
+        same = torch.equal((kept >= 0).sum(dim=-1), context.valid.sum(dim=-1))
+        require(same, "a selector that declares keeps_all must keep every token")
+    if declares(component, "keeps_highest"):
+        fixed = context.is_tail(component.protected_tail)
+        fixed = fixed | context.is_first(component.protected_first)
+        budget = component.budget
+        require(budget is not None, "a selector that declares keeps_highest must have a budget")
+        assert budget is not None
+        counts = head_budgets(budget, context.seen_len, valid=context.valid, protected=fixed)
+        scores = group_mean(saliency, context.kv_heads)
+        highest = select_top(scores, counts, valid=context.valid, protected=fixed)
+        width = max(kept.shape[2], highest.shape[2])
+        one, other = (pad(each, (width - each.shape[2], 0), value=-1) for each in (kept, highest))
+        require(
+            torch.equal(one, other),
+            "a selector that declares keeps_highest must keep the protected_tail, the "
+            "protected_first and the highest of each KV head, as many as its budget says",
+        )
+
+
+def _near(found: Tensor, expected: Tensor, context: LayerContext) -> bool:
+    one, other = (group_mean(each, context.kv_heads)[context.valid] for each in (found, expected))
+    return torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _second_part(component: Scorer, context: LayerContext) -> LayerContext:
+    """Cut a layer to the later half of its new tokens, and carry on from the earlier half."""
+    count = context.new_len // 2
+    first = slice(0, context.key_len - count)
+    kinds = None if context.kinds is None else context.kinds[:, :, first]
+    earlier = attrs.evolve(
+        context,
+        queries=context.queries[:, :, : context.query_len - count],
+        keys=context.keys[:, :, first],
+        values=context.values[:, :, first],
+        positions=context.positions[:, :, first],
+        new_valid=context.new_valid[:, : context.new_len - count],
+        kinds=kinds,
+        history=(),
+        held_len=None,
+    )
+    _, carried = component.advance(earlier)
+    return attrs.evolve(
+        context,
+        queries=context.queries[:, :, context.query_len - count :],
+        new_valid=context.new_valid[:, context.new_len - count :],
+        carried=pad(carried, (0, 0, 0, count)),
+        history=(),
+    )

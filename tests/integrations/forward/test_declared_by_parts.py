@@ -1,0 +1,251 @@
+"""A declaration is believed of anybody's part, and of no subclass that changes what it is of."""
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy import CachePolicy, DecodingEviction, KVSelector, LayerContext, Scorer
+from kvpolicy.attention import group_mean
+from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.integrations.transformers.forward.decoding.static_rolling import (
+    RollingDecoding,
+    takes_places,
+)
+from kvpolicy.integrations.transformers.forward.reader import keeps_everything
+from kvpolicy.policies import (
+    AccumulatedAttentionScorer,
+    GQAGroupSelector,
+    KeepAllSelector,
+    LastQueryScorer,
+    PassAllPropagation,
+    SnapKV,
+)
+from kvpolicy.testing import check_scorer, check_selector
+from tests.integrations.forward.test_chunked_prefill import (
+    ALL_ROWS,
+    PROMPT,
+    TOLERANCE,
+    assert_as_whole,
+    generate,
+    model_of,
+)
+
+
+def attention_of(context: LayerContext) -> Tensor:
+    """``[batch, query_heads, query_len, key_len]``: what the tokens that are shown attend to."""
+    group = context.query_heads // context.kv_heads
+    keys = context.keys.float().repeat_interleave(group, dim=1)
+    places = torch.arange(context.key_len)
+    behind = places > places[-context.query_len :, None] if context.query_len else places[:0, None]
+    hidden = behind | ~context.valid.repeat_interleave(group, dim=1)[:, :, None]
+    logits = (context.queries.float() @ keys.transpose(2, 3)) * context.scaling
+    shown = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    is_token = context.new_valid[:, context.new_len - context.query_len :]
+    return shown.nan_to_num() * is_token[:, None, :, None]
+
+
+@attrs.frozen
+class SquaredAttention(Scorer):
+    """Squares of what every token attends to, summed."""
+
+    @property
+    def num_queries(self) -> None:
+        return
+
+    def score(self, context: LayerContext) -> Tensor:
+        return attention_of(context).square().sum(dim=2)
+
+
+@attrs.frozen
+class SummingSquares(SquaredAttention):
+    """The same, by sums that are carried on."""
+
+    @property
+    def accumulates(self) -> bool:
+        return True
+
+    @property
+    def carries(self) -> int:
+        return 1
+
+    def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
+        sums = group_mean(self.score(context), context.kv_heads)
+        if context.carried is not None:
+            sums = sums + context.carried[..., 0]
+        return sums, sums[..., None]
+
+
+@attrs.frozen
+class ChangedSums(AccumulatedAttentionScorer):
+    """Changes what the sums are of, and says nothing of what is carried on."""
+
+    def score(self, context: LayerContext) -> Tensor:
+        return attention_of(context).square().sum(dim=2)
+
+
+def policy_of(scorer: Scorer) -> CachePolicy:
+    return CachePolicy(scorer, GQAGroupSelector(0.25, window_size=2), PassAllPropagation())
+
+
+@torch.no_grad()
+def read_in_chunks(
+    scorer: Scorer,
+) -> tuple[PolicyCache, Tensor, dict[int, Tensor], dict[int, Tensor]]:
+    """A prompt of 50 tokens in three chunks: what is held behind two of them, and the end."""
+    model, cache = model_of("llama"), PolicyCache(policy_of(scorer))
+    with cache.attached(model):
+        cache.start_turn(prompt_len=50)
+        for start in (0, 20):
+            model(PROMPT[:, start : start + 20], past_key_values=cache)
+        chunks = cache.reader.chunks
+        assert chunks is not None
+        logits = model(PROMPT[:, 40:], past_key_values=cache).logits
+    return cache, logits, chunks.queries, chunks.carried
+
+
+def test_sums_of_a_third_party_are_held_in_place_of_queries() -> None:
+    summing, logits, queries, sums = read_in_chunks(SummingSquares())
+    assert queries == {}
+    model = model_of("llama")
+    config = model.config
+    shape = (1, config.num_key_value_heads, 40, 1)
+    shapes = {index: tuple(each.shape) for index, each in sums.items()}
+    assert shapes == dict.fromkeys(range(config.num_hidden_layers), shape)
+    remembering, expected, queries, sums = read_in_chunks(SquaredAttention())
+    assert sums == {}
+    assert {each.shape[2] for each in queries.values()} == {40}
+    assert (logits[:, -1] - expected[:, -1]).abs().max() < TOLERANCE
+    whole = PolicyCache(policy_of(SquaredAttention()))
+    with torch.no_grad(), whole.attached(model):
+        model(PROMPT, past_key_values=whole)
+    for own, other, wanted in zip(summing.layers, remembering.layers, whole.layers, strict=True):
+        assert torch.equal(own.positions, wanted.positions)
+        assert torch.equal(other.positions, wanted.positions)
+
+
+@pytest.mark.parametrize("scorer", [SummingSquares(), ChangedSums()], ids=str)
+@pytest.mark.parametrize("rows", [(0,), ALL_ROWS], ids=["single", "padded"])
+def test_chunks_are_as_the_whole(scorer: Scorer, rows: tuple[int, ...]) -> None:
+    assert_as_whole(model_of("llama"), policy_of(scorer), rows, (13,))
+
+
+def test_a_subclass_that_changes_the_score_is_not_taken_for_its_parent() -> None:
+    _, _, queries, sums = read_in_chunks(ChangedSums())
+    assert sums == {}
+    assert {each.shape[2] for each in queries.values()} == {40}
+
+
+@attrs.frozen
+class Everything(KVSelector):
+    """Keeps all."""
+
+    @property
+    def needs_saliency(self) -> bool:
+        return False
+
+    @property
+    def keeps_all(self) -> bool:
+        return True
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        return KeepAllSelector().select(saliency, context)
+
+
+@attrs.frozen
+class AllButTheFirst(Everything):
+    """Changes what is kept, and says nothing of it."""
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        return super().select(saliency, context)[..., 1:]
+
+
+def test_who_keeps_everything_says_so() -> None:
+    def keeps(selector: KVSelector) -> bool:
+        return keeps_everything(CachePolicy(None, selector, PassAllPropagation()), 4)
+
+    assert keeps(Everything())
+    assert keeps(KeepAllSelector())
+    assert keeps_everything(SnapKV(1.0), 4)
+    assert not keeps(AllButTheFirst())
+    assert not keeps_everything(SnapKV(0.5), 4)
+
+
+@attrs.frozen
+class LastAttention(Scorer):
+    """What the last token attends to."""
+
+    @property
+    def num_queries(self) -> int:
+        return 1
+
+    @property
+    def scores_last_attention(self) -> bool:
+        return True
+
+    def score(self, context: LayerContext) -> Tensor:
+        return LastQueryScorer().score(context)
+
+
+@attrs.frozen
+class InverseAttention(LastQueryScorer):
+    """Changes what is scored, and says nothing of it."""
+
+    def score(self, context: LayerContext) -> Tensor:
+        return -super().score(context)
+
+
+@attrs.frozen
+class OtherTop(GQAGroupSelector):
+    """Changes what is kept, and says nothing of it."""
+
+    def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
+        return super().select(None if saliency is None else -saliency, context)
+
+
+def rule(scorer: Scorer, selector: KVSelector | None = None) -> DecodingEviction:
+    least = GQAGroupSelector(retention_tokens=16, window_size=1)
+    return DecodingEviction(scorer, selector or least, every=1)
+
+
+def test_slots_are_taken_where_parts_say_that_the_least_attended_goes() -> None:
+    assert takes_places(rule(LastAttention()))
+    assert takes_places(rule(LastQueryScorer()))
+    assert not takes_places(rule(InverseAttention()))
+    assert not takes_places(rule(LastQueryScorer(), OtherTop(retention_tokens=16, window_size=1)))
+    assert not takes_places(
+        rule(LastQueryScorer(), GQAGroupSelector(retention_tokens=16, window_size=2))
+    )
+
+
+def test_a_third_partys_last_attention_is_decoded_as_tovas(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[RollingDecoding | None] = []
+    rolling = RollingDecoding.of
+
+    def recorded(*arguments: Any) -> RollingDecoding | None:
+        taken.append(rolling(*arguments))
+        return taken[-1]
+
+    monkeypatch.setattr(RollingDecoding, "of", staticmethod(recorded))
+    least = GQAGroupSelector(retention_tokens=16, window_size=1)
+    said = []
+    for scorer in (LastAttention(), LastQueryScorer()):
+        bound = rule(scorer)
+        policy = CachePolicy(scorer, least, PassAllPropagation(), decoding=bound)
+        cache = PolicyCache(policy, max_new_tokens=24)
+        said.append(generate(model_of("llama"), cache, max_new_tokens=24))
+        assert {layer.kept_len for layer in cache.layers} <= {16, 17}
+    assert torch.equal(*said)
+    assert len(taken) == 2
+    assert all(each is not None for each in taken)
+
+
+@pytest.mark.parametrize("scorer", [SummingSquares(), LastAttention()], ids=str)
+def test_the_contract_holds_for_those_who_declare(scorer: Scorer) -> None:
+    check_scorer(scorer)
+
+
+def test_the_contract_holds_for_who_keeps_everything() -> None:
+    check_selector(Everything())
