@@ -76,17 +76,17 @@ families: $(VENV)/installed
 		--out results/families.json $(ARGS)
 
 $(TRANSFORMERS_TESTS)/installed: pyproject.toml constraints.txt \
-		benchmarks/transformers_tests/constraints.txt
+		tests/tools/generate_twice/constraints.txt
 	$(PYTHON) -m venv $(TRANSFORMERS_TESTS)
 	$(TRANSFORMERS_TESTS)/bin/pip install --quiet -c constraints.txt torch
 	$(TRANSFORMERS_TESTS)/bin/pip install --quiet -c constraints.txt \
-		-c benchmarks/transformers_tests/constraints.txt -e '.[test]' parameterized
+		-c tests/tools/generate_twice/constraints.txt -e '.[test]' parameterized
 	touch $@
 
 # Transformers' own generation tests, every call again with a cache of ours. TRANSFORMERS names a
 # checkout of its repository, of the pinned version.
 transformers-tests: $(TRANSFORMERS_TESTS)/installed
-	OMP_NUM_THREADS=1 $(TRANSFORMERS_TESTS)/bin/python benchmarks/transformers_tests/run.py \
+	OMP_NUM_THREADS=1 $(TRANSFORMERS_TESTS)/bin/python tests/tools/generate_twice/run.py \
 		$(TRANSFORMERS) --out results/transformers-tests.json $(ARGS)
 
 ifneq ($(filter transformers-tests,$(MAKECMDGOALS)),)

@@ -14,32 +14,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import attrs
-import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import (
-    BASELINE,
-    ModelSpec,
-    at_least,
-    facts,
-    number,
-    out_folder,
-    parser_of,
-    policy_of,
-    read_json,
-    spread,
-    whole_numbers,
-    write_json,
-)
+from benchmarks.common import BASELINE, ModelSpec, policies_said, spread
+from benchmarks.harness import Benchmark, Column, Option, Row, Run, Table, extent, in_turns
 from benchmarks.memory import try_peak
-from benchmarks.pictures import chunks_picture, draw
+from benchmarks.pictures import chunks_picture
 
 METHODS = (BASELINE, "snapkv", "h2o", "fastkv", "gem_filter", "pyramid_infer")
 TINY = ModelSpec(
@@ -50,129 +38,85 @@ TINY = ModelSpec(
     intermediate_size=128,
     max_positions=1 << 19,
 )
-CONTEXTS = [100_000]
-# Read in chunks only, once.
 GROWING = [16_384, 32_768, 65_536, 131_072, 262_144]
-HEADER = (
-    f"{'tokens':>7}  {'method':<15}{'chunk':>7}{'peak MiB':>10}{'CPU s':>9}"
-    f"{'of at once (range)':>22}"
+OPTIONS = (
+    Option("contexts", [100_000], quick=[256], help="tokens"),
+    Option("rounds", 3, quick=1),
+    Option("growing", GROWING, quick=[256, 512], help="tokens, read in chunks only, once"),
+    Option("chunks", 2048, quick=64, help="tokens of a forward"),
+    Option("methods", METHODS, lambda text: tuple(text.split(",")), help="with commas between"),
 )
 
 
-def line_of(row: dict[str, Any]) -> str:
-    """One prompt, at most 80 columns; of all rounds the highest peak and the median time."""
-    found = [each for each in row["peaks"] if each is not None]
-    growth = max((each["growth_bytes"] for each in found), default=None)
-    cpu = median(each["cpu_ms"] for each in found) if found else None
-    ratio, shown = row["cpu_of_whole"], ""
-    if ratio is not None:
-        shown = f"{ratio['median']:.2f} ({ratio['lowest']:.2f}-{ratio['highest']:.2f})"
-    return (
-        f"{row['context']:>7}  {row['policy']:<15}{row['chunk'] or '-':>7}"
-        f"{number(None if growth is None else growth / 2**20, 10, 1)}"
-        f"{number(None if cpu is None else cpu / 1e3, 9, 1)}{shown:>22}"
-    ).rstrip()
+def _of_peaks(key: str, unit: float, choose: Any) -> Any:
+    """Of a figure in the rounds that were measured; None without one."""
+
+    def value(row: Row) -> float | None:
+        found = [each[key] for each in row["peaks"] if each is not None]
+        return choose(found) / unit if found else None
+
+    return value
 
 
-def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--contexts", type=whole_numbers, help="tokens; default 100000")
-    parser.add_argument("--rounds", type=at_least(1), help="default 3")
-    parser.add_argument(
-        "--growing", type=whole_numbers, help="read in chunks only; default 16384,...,262144"
-    )
-    parser.add_argument("--chunks", type=at_least(1), help="tokens of a forward; default 2048")
-    parser.add_argument("--methods", help="names with commas between")
-    parser.set_defaults(threads=1)
-    options = parser.parse_args(arguments)
-    quick = options.quick
-    options.contexts = options.contexts or ([256] if quick else CONTEXTS)
-    options.rounds = options.rounds or (1 if quick else 3)
-    options.growing = options.growing or ([256, 512] if quick else GROWING)
-    options.chunks = options.chunks or (64 if quick else 2048)
-    options.methods = tuple(options.methods.split(",")) if options.methods else METHODS
-    return options
+TABLE = Table(
+    "prompts",
+    Column("tokens", 7, "context"),
+    Column("", 2, lambda row: ""),
+    Column("method", -15, "policy"),
+    Column("chunk", 7, "chunk"),
+    Column("peak MiB", 10, _of_peaks("growth_bytes", 2**20, max), ".1f"),
+    Column("CPU s", 9, _of_peaks("cpu_ms", 1e3, median), ".1f"),
+    Column("of at once (range)", 22, extent("cpu_of_whole")),
+)
 
 
-def rows_of(options: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+def rows_of(options: argparse.Namespace) -> Iterator[list[Row]]:
     """For each context and method, what each way of reading took in every round."""
-    ways = [(context, options.rounds, False) for context in options.contexts]
-    ways += [(context, 1, True) for context in options.growing]
-    for context, rounds, grows in ways:
-        chunks = (options.chunks,) if grows else (None, options.chunks)
+    prompts = [(context, options.rounds, False) for context in options.contexts]
+    prompts += [(context, 1, True) for context in options.growing]
+    for context, rounds, grows in prompts:
         for name in options.methods:
-            peaks: dict[int | None, list[dict[str, Any] | None]] = {each: [] for each in chunks}
-            for _ in range(rounds):
-                for chunk, found in peaks.items():
-                    found.append(
-                        try_peak(TINY, name, context, threads=options.threads, chunk=chunk)
-                    )
+            read = partial(try_peak, TINY, name, context, threads=options.threads)
+            chunks = (options.chunks,) if grows else (None, options.chunks)
+            ways = {str(chunk): partial(read, chunk=chunk) for chunk in chunks}
+            taken = in_turns(ways, rounds, warm_up=False, rotate=False)
             yield [
                 {
                     "context": context,
                     "grows": grows,
                     "policy": name,
                     "chunk": chunk,
-                    "peaks": found,
-                    "cpu_of_whole": _ratios(found, peaks[None])
-                    if chunk and None in peaks
-                    else None,
+                    "peaks": taken[str(chunk)],
+                    "cpu_of_whole": None if chunk is None or grows else _of_whole(taken, chunk),
                 }
-                for chunk, found in peaks.items()
+                for chunk in chunks
             ]
 
 
-def _ratios(
-    chunked: Sequence[dict[str, Any] | None], whole: Sequence[dict[str, Any] | None] | None
-) -> dict[str, float] | None:
-    """Of the processor's time, in the rounds in which both were measured."""
-    if whole is None:
-        return None
-    both = [
-        ours["cpu_ms"] / theirs["cpu_ms"]
-        for ours, theirs in zip(chunked, whole, strict=True)
-        if ours is not None and theirs is not None
-    ]
+def _of_whole(taken: dict[str, list[Any]], chunk: int) -> dict[str, float] | None:
+    """The processor's time over that of whole prompts, in the rounds where both were measured."""
+    pairs = zip(taken[str(chunk)], taken["None"], strict=True)
+    both = [ours["cpu_ms"] / theirs["cpu_ms"] for ours, theirs in pairs if ours and theirs]
     return spread(both) if both else None
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measure everything; the result is written after every method."""
-    record: dict[str, Any] = {
-        "benchmark": "chunks",
-        "settings": {
-            "model": attrs.asdict(TINY),
-            "dtype": "torch.float32",
-            "threads": options.threads,
-            "policies": {
-                name: repr(policy_of(name)) if policy_of(name) else "DynamicCache"
-                for name in options.methods
-            },
-        },
-        **facts(torch.device("cpu")),
-        "prompts": [],
+def measure(run: Run) -> None:
+    """Every prompt, by every method."""
+    settings = {
+        "model": attrs.asdict(TINY),
+        "dtype": "torch.float32",
+        "threads": run.options.threads,
+        "policies": policies_said(run.options.methods),
     }
-    print(HEADER, flush=True)
-    for rows in rows_of(options):
-        record["prompts"] += rows
-        print("\n".join(map(line_of, rows)), flush=True)
-        write_json(folder, "chunks.json", record)
-    return record
+    run.begin(settings, "prompts")
+    for rows in rows_of(run.options):
+        run.add("prompts", *rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and write."""
-    options = options_of(arguments)
-    folder = out_folder(options)
-    if options.show is None:
-        record = measure(options, folder)
-    else:
-        record = read_json(options.show)
-        print(HEADER)
-        print("\n".join(map(line_of, record["prompts"])))
-    draw(folder, "chunks.png", lambda: chunks_picture(record))
-
+BENCHMARK = Benchmark(
+    "chunks", __doc__, measure, OPTIONS, (TABLE,), picture=chunks_picture, threads=1
+)
+main, options_of = BENCHMARK.main, BENCHMARK.options_of
 
 if __name__ == "__main__":
     main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -77,6 +78,36 @@ def timed(device: torch.device, run: Callable[[], T]) -> tuple[T, Interval]:
 
 def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class TokenTimes:
+    """A streamer of `generate` that writes down when the prompt and every token came.
+
+    Args:
+        clock: Tells the seconds; the machine's clock if None.
+
+    Attributes:
+        seconds: The readings, the first at the start of the prompt.
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self.seconds: list[float] = []
+        self._clock = clock or time.perf_counter
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt, or one token of each row."""
+        self.seconds.append(self._clock())
+
+    def end(self) -> None:
+        """Nothing more comes."""
+
+    def steps_ms(self, first: int = 0) -> list[float]:
+        """Milliseconds between readings from the given one on.
+
+        From 0 on they are the prefill's, then each further token's.
+        """
+        pairs = itertools.pairwise(self.seconds[first:])
+        return [(after - before) * 1e3 for before, after in pairs]
 
 
 class TimedPolicy(CachePolicy):

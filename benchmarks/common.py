@@ -1,8 +1,7 @@
-"""What the benchmarks share: models of random weights, prompts, options, and results as files."""
+"""What the benchmarks measure with: models of random weights, prompts, limits, and files."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Sequence
@@ -13,15 +12,11 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from kvpolicy import CachePolicy, build
-from kvpolicy.evaluation import ModelShape, estimate
-from kvpolicy.evaluation.results import check_folder, environment, write_all
-
-RESULTS = Path(__file__).resolve().parent / "results"
-# Where a quick run writes, so that it never takes the place of a real one.
-QUICK_RESULTS = Path("results") / "benchmarks"
+from kvpolicy.evaluation import ModelShape, estimate, shape_of
+from kvpolicy.evaluation.results import environment, write_all
 
 # The model without kvpolicy, on the cache that Transformers itself would use.
 BASELINE = "dynamic_cache"
@@ -73,12 +68,31 @@ class ModelSpec:
             device: Of the weights.
             dtype: Of the weights.
         """
-        torch.manual_seed(0)
-        with torch.device(device):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                self.config(), dtype=dtype, attn_implementation="sdpa"
-            )
-        return model.eval()
+        return random_model(self.config(), device, dtype)
+
+
+SMALL = ModelSpec(hidden_size=256, num_layers=8, query_heads=4, kv_heads=2, intermediate_size=768)
+TINY = ModelSpec(
+    hidden_size=48, num_layers=4, query_heads=6, kv_heads=2, intermediate_size=80, vocab_size=97
+)
+
+
+def random_model(
+    config: PreTrainedConfig, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """A model of any configuration, made on its device, with the weights of seed 0."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa"
+        )
+    return model.eval()
+
+
+def policies_said(names: Sequence[str]) -> dict[str, str]:
+    """Policies by name, as results say them."""
+    found = {name: policy_of(name) for name in names}
+    return {name: "DynamicCache" if each is None else repr(each) for name, each in found.items()}
 
 
 def policy_of(name: str) -> CachePolicy | None:
@@ -108,9 +122,15 @@ def random_prompt(vocab_size: int, context: int, batch: int = 1) -> Tensor:
     return (vocab_size**drawn).long() - 1
 
 
-def allowed_prefill(policy: CachePolicy, shape: ModelShape, context: int) -> float:
-    """How many times faster the prefill can be by the count of its operations."""
-    return estimate(policy, shape, context).speedup
+def allowed(policy: CachePolicy | None, context: int, model: PreTrainedModel) -> dict[str, float]:
+    """The limits of a policy's speed-ups, as a row has them; 1 without a policy."""
+    if policy is None:
+        return {"prefill_allowed": 1.0, "decode_allowed": 1.0}
+    shape = shape_of(model.config)
+    return {
+        "prefill_allowed": estimate(policy, shape, context).speedup,
+        "decode_allowed": allowed_decode(policy, shape, context, model),
+    }
 
 
 def allowed_decode(
@@ -204,64 +224,3 @@ def facts(device: torch.device) -> dict[str, Any]:
         found["machine"]["gpu_bytes"] = properties.total_memory
         found["versions"]["cuda"] = torch.version.cuda
     return found
-
-
-def whole_numbers(text: str) -> list[int]:
-    """Comma-separated numbers of at least 1, ascending, each once.
-
-    Raises:
-        argparse.ArgumentTypeError: They are not.
-    """
-    try:
-        found = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        found = [0]
-    if found[0] < 1:
-        raise argparse.ArgumentTypeError(
-            f"must be whole numbers of at least 1 with commas between, such as 2048,8192, got "
-            f"{text!r}"
-        )
-    return found
-
-
-def at_least(minimum: int) -> Any:
-    """A type of argparse: a whole number of at least ``minimum``."""
-
-    def whole_number(text: str) -> int:
-        if not re.fullmatch(r"\d+", text) or int(text) < minimum:
-            raise argparse.ArgumentTypeError(
-                f"must be a whole number of at least {minimum}, got {text!r}"
-            )
-        return int(text)
-
-    return whole_number
-
-
-def parser_of(description: str) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have.
-
-    Args:
-        description: A script's docstring, of which the first line is shown.
-    """
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny run, to see that it works")
-    parser.add_argument("--threads", type=at_least(1), default=2, help="of torch; default 2")
-    parser.add_argument("--out", type=Path, help="folder of the results")
-    parser.add_argument(
-        "--show", type=Path, metavar="FILE", help="measure nothing; table and picture of a result"
-    )
-    return parser
-
-
-def out_folder(options: argparse.Namespace) -> Path:
-    """Where results go; checked before anything is measured.
-
-    Raises:
-        ValueError: It cannot be written to.
-    """
-    if options.out is None and options.show is not None:
-        folder = options.show.parent
-    else:
-        folder = options.out or (QUICK_RESULTS if options.quick else RESULTS)
-    check_folder(folder)
-    return Path(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -11,9 +10,8 @@ import attrs
 import torch
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel, StaticCache
-from transformers.generation.streamers import BaseStreamer
 
-from benchmarks.clocks import Deadline, OutOfTimeError
+from benchmarks.clocks import Deadline, OutOfTimeError, TokenTimes
 from benchmarks.turns import before_layers, peak, prefill_hook, restart_peak
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
@@ -64,8 +62,8 @@ class Compilations:
         )
 
 
-class TokenClock(BaseStreamer):
-    """Told of the prompt and then of every token by `generate`; reads the clock each time.
+class TokenClock(TokenTimes):
+    """As `TokenTimes`, waiting for the device, under a deadline.
 
     Args:
         device: Waited for before the clock is read.
@@ -73,14 +71,13 @@ class TokenClock(BaseStreamer):
         prefill_over: Called once the first token is there.
 
     Attributes:
-        seconds: The readings, the first at the start of the prompt.
-        tokens: ``[batch]``, one fewer.
+        tokens: ``[batch]``, one fewer than readings.
     """
 
     def __init__(
         self, device: torch.device, deadline: Deadline | None, prefill_over: Callable[[], None]
     ) -> None:
-        self.seconds: list[float] = []
+        super().__init__()
         self.tokens: list[Tensor] = []
         self._device = device
         self._deadline = deadline
@@ -90,21 +87,13 @@ class TokenClock(BaseStreamer):
         """Take the prompt, or one token of each row."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self.seconds.append(time.perf_counter())
+        super().put(value)
         if len(self.seconds) > 1:
             self.tokens.append(value)
         if len(self.seconds) == 2:
             self._prefill_over()
         if self._deadline is not None:
             self._deadline.check()
-
-    def end(self) -> None:
-        """Nothing is left to do."""
-
-    def steps_ms(self) -> list[float]:
-        """Milliseconds between readings: the prefill's, then each further token's."""
-        pairs = zip(self.seconds, self.seconds[1:], strict=False)
-        return [(after - before) * 1e3 for before, after in pairs]
 
 
 def compile_config(device: torch.device) -> CompileConfig | None:

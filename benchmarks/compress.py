@@ -2,7 +2,7 @@
 
 Run as ``python -m benchmarks.compress --chooser DIR``. The bundled model of word tasks answers; the
 model that chooses is one of the same language with other weights, such as ``python -m
-benchmarks.ruler_words.train --seed 11 --minutes 18 --out DIR`` leaves in ``DIR/weights``. Answers
+training.ruler_words.train --seed 11 --minutes 18 --out DIR`` leaves in ``DIR/weights``. Answers
 to the whole prompt, to the middle cut out, and to chunks at random stand beside it, all as text.
 ``python -m benchmarks.compress --table`` prints the tables of the results.
 """
@@ -13,7 +13,7 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.ruler_words.measure import continuations
+from benchmarks.answers import continuations, word_score
+from benchmarks.harness import RESULTS as FOLDER
+from benchmarks.harness import Ledger
 from kvpolicy import CachePolicy
 from kvpolicy.evaluation import (
     FilterLayerScorer,
@@ -35,10 +37,10 @@ from kvpolicy.evaluation import (
     load,
 )
 from kvpolicy.evaluation.results import environment
-from kvpolicy.evaluation.tasks.ruler_words import WordPrompt, prompts, score
+from kvpolicy.evaluation.tasks.ruler_words import WordPrompt, prompts
 from kvpolicy.policies import FullContext, SnapKV, WindowMaxPoolScorer
 
-RESULTS = Path(__file__).resolve().parent / "results" / "compress.json"
+RESULTS = FOLDER / "compress.json"
 RATES = (0.1, 0.2, 0.4)
 CHUNK_SIZE = 16
 # Those that are looked up in a document; the others count words, which every sample does.
@@ -104,8 +106,7 @@ def answered(answerer: Any, policy: CachePolicy, text: str, prompt: WordPrompt) 
     generated = continuations(
         answerer.model, policy, document, question, prompt.max_new_tokens, later=False
     )
-    said, _, _ = tokenizer.decode(generated[0]).partition(tokenizer.eos_token)
-    return score(said, prompt.outputs)
+    return word_score(tokenizer, generated[0], prompt.outputs)
 
 
 def measure(
@@ -145,10 +146,13 @@ def shortened(choosing: Any, way: Way, rate: float) -> Callable[[WordPrompt], st
     return shorten
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+PLACES = ("kind", "way", "rate", "chooser")
+
+
+def run(options: argparse.Namespace) -> None:
     """Every way to shorten, at every rate, on every kind of question; what is there is kept."""
     chooser, answerer = load(str(options.chooser)), load("ruler_words")
-    data: dict[str, Any] = {
+    head = {
         "environment": environment(answerer.model.device),
         "settings": {
             "length": options.length,
@@ -157,37 +161,31 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "seed": options.seed,
             "answerer": "ruler_words",
         },
-        "rows": [],
     }
-    if options.out.exists():
-        data = json.loads(options.out.read_text())
-    done = {(row["kind"], row["way"], row["rate"], row["chooser"]) for row in data["rows"]}
-
-    def note(
-        way: str, rate: float | None, measured: Callable[[], dict[str, float]], *, own: bool = True
-    ) -> None:
-        place = (kind, way, rate, options.chooser_is if own else None)
-        if place in done:
-            return
-        named = dict(zip(("kind", "way", "rate", "chooser"), place, strict=True))
-        data["rows"].append({**named, **measured()})
-        options.out.write_text(json.dumps(data, indent=1) + "\n")
-        print(*data["rows"][-1].values(), sep="  ", file=sys.stderr, flush=True)
-
+    ledger = Ledger(options.out, head, PLACES)
     for kind in options.kinds:
         asked = prompts(kind, options.length, options.count, options.seed)
-        note("whole", None, lambda: measure(answerer, asked, whole), own=False)  # noqa: B023
-        note("whole, asked of the chooser", None, lambda: measure(chooser, asked, whole))  # noqa: B023
-        for rate in options.rates:
-            kept, cut = SnapKV(retention_rate=rate), partial(middle_cut, rate=rate)
-            note("SnapKV", rate, partial(measure, answerer, asked, whole, kept), own=False)
-            note("middle cut out", rate, partial(measure, answerer, asked, cut), own=False)
-            for name, way in WAYS.items():
-                choosing = answerer if way.chooses == "answerer" else chooser
-                shorten = shortened(choosing, way, rate)
-                own = way.chooses == "chooser"
-                note(name, rate, partial(measure, answerer, asked, shorten), own=own)
-    return data
+        for way, rate, own, measured in cases(chooser, answerer, asked, options.rates):
+            place = (kind, way, rate, options.chooser_is if own else None)
+            if ledger.lacks(*place):
+                ledger.add({**dict(zip(PLACES, place, strict=True)), **measured()})
+                print(*ledger.data["rows"][-1].values(), sep="  ", file=sys.stderr, flush=True)
+
+
+def cases(
+    chooser: Any, answerer: Any, asked: Sequence[WordPrompt], rates: Sequence[float]
+) -> Iterator[tuple[str, float | None, bool, Callable[[], dict[str, float]]]]:
+    """The ways, each with its rate, whether it is the chooser's, and what measures it."""
+    yield "whole", None, False, partial(measure, answerer, asked, whole)
+    yield "whole, asked of the chooser", None, True, partial(measure, chooser, asked, whole)
+    for rate in rates:
+        kept, cut = SnapKV(retention_rate=rate), partial(middle_cut, rate=rate)
+        yield "SnapKV", rate, False, partial(measure, answerer, asked, whole, kept)
+        yield "middle cut out", rate, False, partial(measure, answerer, asked, cut)
+        for name, way in WAYS.items():
+            shorten = shortened(answerer if way.chooses == "answerer" else chooser, way, rate)
+            own = way.chooses == "chooser"
+            yield name, rate, own, partial(measure, answerer, asked, shorten)
 
 
 def table(data: dict[str, Any]) -> str:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,18 +28,9 @@ from transformers import DynamicCache, PreTrainedModel
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.clocks import timed
-from benchmarks.common import (
-    ModelSpec,
-    at_least,
-    facts,
-    out_folder,
-    parser_of,
-    random_prompt,
-    read_json,
-    write_json,
-)
+from benchmarks.common import TINY, ModelSpec, random_prompt
 from benchmarks.gpu import LLAMA
-from benchmarks.real_shape import TINY
+from benchmarks.harness import Benchmark, Column, Option, Row, Run, Table
 from benchmarks.turns import held_bytes
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
@@ -59,35 +50,47 @@ POLICIES: dict[str, CachePolicy | None] = {
     "fastkv": FastKV(tsp_rate=0.2, retention_rate=0.1),
 }
 AT_THE_ENDS = 5  # turns of which the first and the last are shown
-HEADER = (
-    f"{'policy':<14}{'doc. CPU s':>11}{'first turns ms':>16}{'last turns ms':>15}"
-    f"{'held MiB':>10}{'then':>9}"
+OPTIONS = (
+    Option("document", 50000, quick=400, help="tokens"),
+    Option("turns", 50, quick=6),
+    Option("new", 200, quick=20, help="tokens of a turn"),
+    Option("shape", "small", quick="tiny", how={"choices": tuple(SHAPES)}),
+    Option("device", "cpu"),
+)
+# The processor's time: another program's work does not count, as it would on the clock.
+TABLE = Table(
+    "rows",
+    Column("policy", -14, "policy"),
+    Column("doc. CPU s", 11, lambda row: row["document_cpu_ms"] / 1e3, ".2f"),
+    Column("first turns ms", 16, lambda row: median(row["turn_cpu_ms"][:AT_THE_ENDS]), ".1f"),
+    Column("last turns ms", 15, lambda row: median(row["turn_cpu_ms"][-AT_THE_ENDS:]), ".1f"),
+    Column("held MiB", 10, lambda row: row["held_bytes"][0] / 2**20, ",.1f"),
+    Column("then", 9, lambda row: row["held_bytes"][-1] / 2**20, ",.1f"),
 )
 
 
-def converse(model: PreTrainedModel, options: argparse.Namespace) -> list[dict[str, Any]]:
+def converse(model: PreTrainedModel, options: argparse.Namespace) -> list[Row]:
     """A row for each policy."""
     vocab_size, device = model.config.vocab_size, model.device
     document = random_prompt(vocab_size, options.document).to(device)
-    rows, caches = [], []
+    rows, caches = list[Row](), list[Any]()
     with ExitStack() as attached, torch.inference_mode():
         for name, policy in POLICIES.items():
             cache: Any = DynamicCache(config=model.config)
             if policy is not None:
                 cache = PolicyCache(policy)
                 attached.enter_context(cache.attached(model))
-            _, taken = timed(device, lambda cache=cache: _read(model, document, cache))
+            _, taken = timed(device, partial(_read, model, document, cache))
             caches.append(cache)
-            row = {"policy": name, "document_ms": taken.wall_ms, "document_cpu_ms": taken.cpu_ms}
-            row |= {"turn_ms": [], "turn_cpu_ms": [], "held_bytes": []}
-            row["held_bytes"].append(held_bytes(cache))
-            rows.append(row)
+            row: Row = {"policy": name, "document_ms": taken.wall_ms}
+            row |= {"document_cpu_ms": taken.cpu_ms, "turn_ms": [], "turn_cpu_ms": []}
+            rows.append({**row, "held_bytes": [held_bytes(cache)]})
         for turn in range(options.turns):
             new = random_prompt(vocab_size, options.new + turn)[:, turn:].to(device)
             for row, cache in zip(rows, caches, strict=True):
                 if isinstance(cache, PolicyCache):
                     cache.start_turn()
-                _, taken = timed(device, lambda cache=cache, new=new: _read(model, new, cache))
+                _, taken = timed(device, partial(_read, model, new, cache))
                 row["turn_ms"].append(taken.wall_ms)
                 row["turn_cpu_ms"].append(taken.cpu_ms)
                 row["held_bytes"].append(held_bytes(cache))
@@ -99,56 +102,19 @@ def _read(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
     return torch.as_tensor(output.logits[:, -1].argmax(dim=-1))
 
 
-def line_of(row: dict[str, Any]) -> str:
-    """One line of the table, at most 80 columns."""
-    turns = row["turn_cpu_ms"]  # another program's work does not count, as it would on the clock
-    first, last = turns[:AT_THE_ENDS], turns[-AT_THE_ENDS:]
-    before, after = (row["held_bytes"][index] / 2**20 for index in (0, -1))
-    return (
-        f"{row['policy']:<14}{row['document_cpu_ms'] / 1e3:>11.2f}{median(first):>16.1f}"
-        f"{median(last):>15.1f}{before:>10,.1f}{after:>9,.1f}"
-    )
+def measure(run: Run) -> None:
+    """The conversation, of all policies."""
+    options = run.options
+    spec, dtype = SHAPES[options.shape]
+    torch.backends.cuda.enable_cudnn_sdp(False)  # plans for every new length; see gpu.py
+    model = spec.build(options.device, dtype)
+    settings = {name: getattr(options, name) for name in ("document", "turns", "new", "shape")}
+    run.begin({**settings, "dtype": str(dtype)}, "rows", device=model.device)
+    run.add("rows", *converse(model, options))
 
 
-def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--document", type=at_least(1), help="tokens; default 50000")
-    parser.add_argument("--turns", type=at_least(1), help="default 50")
-    parser.add_argument("--new", type=at_least(1), help="tokens of a turn; default 200")
-    parser.add_argument("--shape", choices=SHAPES, help="default small")
-    parser.add_argument("--device", default="cpu")
-    options = parser.parse_args(arguments)
-    quick, real = (400, 6, 20, "tiny"), (50000, 50, 200, "small")
-    names = ("document", "turns", "new", "shape")
-    for name, default in zip(names, quick if options.quick else real, strict=True):
-        if getattr(options, name) is None:
-            setattr(options, name, default)
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and write."""
-    options = options_of(arguments)
-    folder = out_folder(options)
-    if options.show is None:
-        torch.set_num_threads(options.threads)
-        spec, dtype = SHAPES[options.shape]
-        torch.backends.cuda.enable_cudnn_sdp(False)  # plans for every new length; see gpu.py
-        model = spec.build(options.device, dtype)
-        settings = {name: getattr(options, name) for name in ("document", "turns", "new", "shape")}
-        record = {
-            "benchmark": "conversation",
-            "settings": {**settings, "dtype": str(dtype)},
-            **facts(model.device),
-            "rows": converse(model, options),
-        }
-        write_json(folder, "conversation.json", record)
-    else:
-        record = read_json(options.show)
-    print(HEADER)
-    print("\n".join(map(line_of, record["rows"])))
-
+BENCHMARK = Benchmark("conversation", __doc__, measure, OPTIONS, (TABLE,))
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     main()

@@ -21,9 +21,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import attrs
@@ -31,24 +30,15 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import gpu_compiled
 from benchmarks.clocks import Deadline
-from benchmarks.common import (
-    ModelSpec,
-    at_least,
-    facts,
-    number,
-    out_folder,
-    parser_of,
-    read_json,
-    whole_numbers,
-    write_json,
-)
+from benchmarks.common import TINY, ModelSpec
 from benchmarks.compiled import compile_config
 from benchmarks.gpu_bench import Bench
-from benchmarks.gpu_cells import FULL, MEASURED, Cell, Plan, Settings, in_order
-from benchmarks.gpu_compiled import CompiledBench, CompiledCell
-from benchmarks.pictures import draw, gpu_picture
+from benchmarks.gpu_cells import FULL, Plan, Settings, in_order
+from benchmarks.gpu_compiled import CompiledBench
+from benchmarks.gpu_tables import CELLS, COMPILED_CELLS
+from benchmarks.harness import Benchmark, Option, Run, at_least
+from benchmarks.pictures import gpu_picture
 from kvpolicy import DecodingEviction
 from kvpolicy.policies import (
     H2O,
@@ -77,9 +67,6 @@ LLAMA = ModelSpec(
         "original_max_position_embeddings": 8192,
     },
 )
-TINY = ModelSpec(
-    hidden_size=48, num_layers=4, query_heads=6, kv_heads=2, intermediate_size=80, vocab_size=97
-)
 PRESETS = {"llama-3.1-8b": (LLAMA, torch.bfloat16), "tiny": (TINY, torch.float32)}
 
 # What the comparison is about comes first, what may not fit comes last.
@@ -92,6 +79,19 @@ STAGES = (
 )
 # Those whose decoding is compiled, unless others are asked for by name.
 COMPILED = (FULL, "fastkv", "snapkv_fixed", "snapkv_bounded")
+
+
+OPTIONS = (
+    Option("preset", "llama-3.1-8b", quick="tiny", how={"choices": tuple(PRESETS)}),
+    Option("device", "cuda", quick="cpu"),
+    Option("contexts", [8192, 32768, 131072], quick=[256, 512]),
+    Option("new-tokens", 256, at_least(2), quick=4, help="generated"),
+    Option("repeats", 3, help="prefills at most"),
+    Option("minutes", 9.0, float, help="for everything"),
+    Option("policies", help="with commas between; default all"),
+    Option("no-compiled", False, help="without decoding that generate compiles"),
+    Option("cudnn", False, help="with cuDNN's attention, where torch takes it"),
+)
 
 
 def plans_for(spec: ModelSpec) -> dict[str, Plan]:
@@ -134,72 +134,8 @@ def sdpa_backend(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> s
         return "unknown"
 
 
-HEADER = (
-    f"{'policy':<14}{'tokens':>7}{'prefill s':>10}{'x':>6}{'allowed':>8}"
-    f"{'decode ms':>10}{'x':>6}{'peak GiB':>9}{'scoring':>8}"
-)
-
-
-def line_of(cell: dict[str, Any]) -> str:
-    """One line of the table, at most 80 columns."""
-    start = f"{cell['policy']:<14}{cell['context']:>7}"
-    if cell["status"] != MEASURED:
-        return f"{start}  {cell['status']}: {cell['note']}"[:80]
-    seconds, tokens = median(cell["prefill_ms"]) / 1e3, cell["decode_ms"]
-    peaks = [cell["prefill_peak_bytes"], cell["decode_peak_bytes"]]
-    peak = None if None in peaks else max(peaks) / 2**30
-    return (
-        f"{start}{seconds:>10.3f}{number(cell['prefill_speedup'], 6)}"
-        f"{number(cell['prefill_allowed'], 8)}{number(median(tokens) if tokens else None, 10)}"
-        f"{number(cell['decode_speedup'], 6)}{number(peak, 9, 1)}"
-        f"{number(cell['scoring_share'], 8, 1, percent=True)}"
-    )
-
-
-def table(record: dict[str, Any]) -> str:
-    """All cells, context by context, and what is to be said of those that were measured."""
-    text = _section(HEADER, line_of, record["cells"])
-    compiled = record.get("compiled", [])
-    if not compiled:
-        return text
-    return f"{text}\n\n{_section(gpu_compiled.HEADER, gpu_compiled.line_of, compiled)}"
-
-
-def _section(
-    header: str, line: Callable[[dict[str, Any]], str], cells: Sequence[dict[str, Any]]
-) -> str:
-    cells = sorted(cells, key=lambda cell: cell["context"])
-    notes = [
-        f"{cell['policy']}, {cell['context']} tokens: {cell['note']}"[:80]
-        for cell in cells
-        if cell["status"] == MEASURED and cell["note"]
-    ]
-    return "\n".join([header, *map(line, cells), *notes])
-
-
-def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--preset", choices=PRESETS, help="default llama-3.1-8b")
-    parser.add_argument("--device", help="default cuda")
-    parser.add_argument("--contexts", type=whole_numbers, help="default 8192,32768,131072")
-    parser.add_argument("--new-tokens", type=at_least(2), help="generated; default 256")
-    parser.add_argument("--repeats", type=at_least(1), default=3, help="prefills at most; 3")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything; default 9")
-    parser.add_argument("--policies", help="with commas between; default all")
-    parser.add_argument(
-        "--no-compiled", action="store_true", help="without decoding that generate compiles"
-    )
-    parser.add_argument(
-        "--cudnn", action="store_true", help="with cuDNN's attention, where torch takes it"
-    )
-    options = parser.parse_args(arguments)
-    quick = ("tiny", "cpu", [256, 512], 4)
-    real = ("llama-3.1-8b", "cuda", [8192, 32768, 131072], 256)
-    names = ("preset", "device", "contexts", "new_tokens")
-    for name, default in zip(names, quick if options.quick else real, strict=True):
-        if getattr(options, name) is None:
-            setattr(options, name, default)
+def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Find the policies that are named, those compiled among them; check what else is asked for."""
     looped = [name for stage in STAGES for name in stage]
     known = [*looped, *(name for name in COMPILED if name not in looped)]
     chosen = looped if options.policies is None else options.policies.split(",")
@@ -214,43 +150,33 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     compiled = COMPILED if options.policies is None else whole
     options.compiled = [] if options.no_compiled else list(compiled)
     options.policies = chosen
-    return options
 
 
-def measure(options: argparse.Namespace, folder: Path, clock: Callable[[], float]) -> None:
-    """Measure all cells; the result is written after each."""
-    deadline = Deadline(60 * options.minutes, clock)
+def measure(run: Run) -> None:
+    """All cells under the deadline; the result is written after each."""
+    options = run.options
+    deadline = Deadline(60 * options.minutes, time.monotonic)
     spec, dtype = PRESETS[options.preset]
     model = spec.build(options.device, dtype)
-    settings = Settings(options.new_tokens, options.repeats)
     torch.backends.cuda.enable_cudnn_sdp(options.cudnn)
-    bench = Bench(model, plans_for(spec), settings, deadline, clock)
+    settings = Settings(options.new_tokens, options.repeats)
+    bench = Bench(model, plans_for(spec), settings, deadline, time.monotonic)
     cells = [each for each in in_order(STAGES, options.contexts) if each[0] in options.policies]
     compiled = in_order([options.compiled], options.contexts)
-    record: dict[str, Any] = {
-        "benchmark": "gpu",
-        "complete": False,
-        "settings": settings_of(options, bench),
-        **facts(model.device),
-        "cells": [],
-        "compiled": [],
-    }
+    head = run.begin(settings_of(options, bench), "cells", "compiled", device=model.device)
+    run.record = {"benchmark": "gpu", "complete": False, **head}
 
-    def report(where: str, line: str, cell: Cell | CompiledCell) -> None:
-        print(line, flush=True)
-        record[where].append(attrs.asdict(cell))
-        done = len(record["cells"]) + len(record["compiled"])
-        record["complete"] = done == len(cells) + len(compiled)
-        write_json(folder, "gpu.json", record)
+    def report(part: str) -> Callable[[Any], None]:
+        def add(cell: Any) -> None:
+            done = len(run.record["cells"]) + len(run.record["compiled"]) + 1
+            run.record["complete"] = done == len(cells) + len(compiled)
+            run.add(part, attrs.asdict(cell))
 
-    print(HEADER, flush=True)
-    bench.run(cells, lambda cell: report("cells", line_of(attrs.asdict(cell)), cell))
-    if compiled:
-        print(f"\n{gpu_compiled.HEADER}", flush=True)
-        line = gpu_compiled.line_of
-        CompiledBench(bench).run(
-            compiled, lambda cell: report("compiled", line(attrs.asdict(cell)), cell)
-        )
+        return add
+
+    bench.run(cells, report("cells"))
+    CompiledBench(bench).run(compiled, report("compiled"))
+    print(f"\n{table(run.record)}")
 
 
 def settings_of(options: argparse.Namespace, bench: Bench) -> dict[str, Any]:
@@ -283,20 +209,16 @@ def settings_of(options: argparse.Namespace, bench: Bench) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, write and draw."""
-    options = options_of(arguments)
-    folder = out_folder(options)
-    torch.set_num_threads(options.threads)
-    path = options.show
-    if path is None:
-        path = folder / "gpu.json"
-        measure(options, folder, time.monotonic)
-    print()
-    record = read_json(path)
-    print(table(record))
-    draw(folder, "gpu.png", lambda: gpu_picture(record))
-
+BENCHMARK = Benchmark(
+    "gpu",
+    __doc__,
+    measure,
+    OPTIONS,
+    (CELLS, COMPILED_CELLS),
+    picture=gpu_picture,
+    settle=choose,
+)
+main, options_of, table = BENCHMARK.main, BENCHMARK.options_of, BENCHMARK.text
 
 if __name__ == "__main__":
     main()

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.clocks import Deadline, Interval, OutOfTimeError, TimedPolicy
-from benchmarks.common import allowed_decode, allowed_prefill, random_prompt
+from benchmarks.common import allowed, random_prompt
 from benchmarks.gpu_cells import (
     FAILED,
     FULL,
@@ -29,7 +29,6 @@ from benchmarks.gpu_cells import (
     Settings,
 )
 from benchmarks.turns import MaskWatch, Turn, take_turn
-from kvpolicy.evaluation import shape_of
 
 C = TypeVar("C")
 
@@ -61,7 +60,6 @@ class Bench:
         self.settings = settings
         self.deadline = deadline
         self.cells: list[Cell] = []
-        self._shape = shape_of(model.config)
         self.clock = clock
         self._warm: set[str] = set()
 
@@ -209,12 +207,7 @@ class Bench:
         memory, policy = turns[0].memory, self.plans[name].policy
         prefill_ms = tuple(each.wall_ms for each in prefill)
         decode_ms = tuple(each.wall_ms for each in decode)
-        allowed: tuple[float, float] = (1.0, 1.0)
-        if policy is not None:
-            allowed = (
-                allowed_prefill(policy, self._shape, context),
-                allowed_decode(policy, self._shape, context, self.model),
-            )
+        limits = allowed(policy, context, self.model)
         return Cell(
             policy=name,
             context=context,
@@ -228,9 +221,9 @@ class Bench:
             before_bytes=None if memory is None else memory.before,
             prefill_peak_bytes=None if memory is None else memory.prefill_peak,
             decode_peak_bytes=None if memory is None else memory.decode_peak,
-            prefill_allowed=allowed[0],
-            decode_allowed=allowed[1],
             generate_ms=median(prefill_ms) + math.fsum(decode_ms) if decode_ms else None,
+            prefill_allowed=limits["prefill_allowed"],
+            decode_allowed=limits["decode_allowed"],
         )
 
 

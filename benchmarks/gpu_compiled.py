@@ -10,11 +10,10 @@ from typing import Any
 import attrs
 
 from benchmarks.clocks import OutOfTimeError
-from benchmarks.common import allowed_decode, number, random_prompt
+from benchmarks.common import allowed, random_prompt
 from benchmarks.compiled import Answer, Compilations, fresh_compiler, generate_compiled
 from benchmarks.gpu_bench import Bench
 from benchmarks.gpu_cells import FULL, MEASURED, Cell
-from kvpolicy.evaluation import shape_of
 
 # The prompt's token, one whose forward is compiled, and enough for CUDA graphs to be recorded.
 WARM_UP_TOKENS = 5
@@ -152,9 +151,6 @@ class CompiledBench:
             "compiled again while measured" if again else "",
             "without CUDA graphs" if after.since(before).without_cuda_graphs else "",
         ]
-        allowed = 1.0
-        if policy is not None:
-            allowed = allowed_decode(policy, shape_of(bench.model.config), context, bench.model)
         return CompiledCell(
             policy=name,
             context=context,
@@ -165,7 +161,7 @@ class CompiledBench:
             prefill_ms=answer.prefill_ms,
             compiled_decode_ms=answer.decode_ms,
             peak_bytes=answer.peak_bytes,
-            decode_allowed=allowed,
+            decode_allowed=allowed(policy, context, bench.model)["decode_allowed"],
         )
 
     def _generate(self, name: str, context: int, count: int) -> Answer:
@@ -181,21 +177,3 @@ class CompiledBench:
         if answer is None or not answer.decode_ms:
             raise OutOfTimeError("no compiled token timed")
         return answer
-
-
-HEADER = (
-    f"{'compiled':<14}{'tokens':>7}{'compile s':>10}{'prefill s':>10}"
-    f"{'decode ms':>10}{'x static':>9}{'allowed':>8}{'x loop':>8}"
-)
-
-
-def line_of(cell: dict[str, Any]) -> str:
-    """One line of the table, at most 80 columns."""
-    start = f"{cell['policy']:<14}{cell['context']:>7}"
-    if cell["status"] != MEASURED:
-        return f"{start}  {cell['status']}: {cell['note']}"[:80]
-    return (
-        f"{start}{cell['compile_ms'] / 1e3:>10.1f}{cell['prefill_ms'] / 1e3:>10.3f}"
-        f"{number(median(cell['compiled_decode_ms']), 10)}{number(cell['speedup_to_static'], 9)}"
-        f"{number(cell['decode_allowed'], 8)}{number(cell['speedup_to_uncompiled'], 8)}"
-    )

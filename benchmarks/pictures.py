@@ -88,7 +88,7 @@ def scaling_picture(record: dict[str, Any]) -> bytes:
     names = list(dict.fromkeys(point["axis"] for point in record["points"]))
     rows: dict[str, Callable[[dict[str, Any]], float | None]] = {"prefill (ms)": _prefill_ms}
     if any(point["peak"] for point in record["points"]):
-        rows["peak memory of prefill (MiB)"] = _peak_mib
+        rows["peak memory of prefill (MiB)"] = peak_mib
     figure = _figure((12.5, 1.0 + 3.2 * len(rows)), "small random Llama: how time and memory grow")
     grid = figure.subplots(len(rows), len(names), squeeze=False)
     for label, row in zip(rows, grid, strict=True):
@@ -113,7 +113,7 @@ def chunks_picture(record: dict[str, Any]) -> bytes:
     axes = figure.subplots()
     axes.set_xlabel("tokens of the prompt")
     axes.set_ylabel("peak memory of prefill (MiB)")
-    _growth(axes, points, _peak_mib)
+    _growth(axes, points, peak_mib)
     return _finish(figure, axes, columns=3)
 
 
@@ -121,7 +121,8 @@ def _prefill_ms(point: dict[str, Any]) -> float:
     return float(median(point["prefill_ms"]))
 
 
-def _peak_mib(point: dict[str, Any]) -> float | None:
+def peak_mib(point: dict[str, Any]) -> float | None:
+    """Peak memory of a point in MiB; None where it was not measured."""
     peak = point["peak"]
     return None if peak is None else peak["growth_bytes"] / 2**20
 

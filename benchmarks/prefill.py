@@ -3,27 +3,31 @@
 Models of random weights (16 layers, hidden size 512) on the CPU read prompts of 4,096 and 8,192
 tokens: a Llama, one shaped like Qwen3-Next (three recurrent layers to one that attends) and one
 shaped like DeepSeek V3 (latent attention), both with experts. Every policy takes its turn in every
-round, so that a machine that slows down slows down all of them. Writes ``results/prefill.json``
-beside this file, or ``prefill_MODEL.json`` for others than the Llama, and prints a table.
+round, so that a machine that slows down slows down all of them. Writes ``prefill.json``, or
+``prefill_MODEL.json`` for others than the Llama.
 
     python benchmarks/prefill.py [--model llama] [--lengths 4096 8192] [--rounds 7] [--threads 2]
         [--out DIR]
+    python benchmarks/prefill.py --quick
+    python benchmarks/prefill.py --show FILE
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+from benchmarks.harness import Benchmark, Column, Option, Row, Run, Table, at_least, middle
 from kvpolicy import CachePolicy
 from kvpolicy.evaluation import Latencies, estimate, measure_latency, shape_of
-from kvpolicy.evaluation.results import environment, write_all
 from kvpolicy.policies import FastKV, FullContext, SnapKV, StreamingLLM
 
 LENGTHS = (4096, 8192)
@@ -81,6 +85,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+OPTIONS = (
+    Option("model", "llama", how={"choices": tuple(MODELS)}),
+    Option("rounds", 7, quick=1),
+    Option("lengths", LENGTHS, at_least(1), quick=(64,), how={"nargs": "+"}),
+)
+
+
+def _range(row: Row) -> str:
+    return f"{row['speedup']:.2f} ({row['speedup_lowest']:.2f}-{row['speedup_highest']:.2f})"
+
+
+TABLE = Table(
+    "rows",
+    Column("policy", -15, "policy"),
+    Column("tokens", 7, "context"),
+    Column("prefill ms", 12, middle("prefill_ms"), ".0f"),
+    Column("speed-up (range)", 21, _range),
+    Column("allowed", 9, "allowed", ".2f"),
+    Column("decode x", 10, "decode_speedup", ".2f"),
+)
+
+
 def random_model(name: str = "llama", **sizes: Any) -> PreTrainedModel:
     """The model all runs share; its weights are the same every time.
 
@@ -89,9 +115,7 @@ def random_model(name: str = "llama", **sizes: Any) -> PreTrainedModel:
         sizes: Of the configuration, instead of those that are said there.
     """
     kind, own = MODELS[name]
-    config = AutoConfig.for_model(kind, **{**_SIZES, **own, **sizes})
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return common.random_model(AutoConfig.for_model(kind, **{**_SIZES, **own, **sizes}))
 
 
 def allowed_speedup(config: PreTrainedConfig, policy: CachePolicy, context_len: int) -> float:
@@ -100,7 +124,7 @@ def allowed_speedup(config: PreTrainedConfig, policy: CachePolicy, context_len: 
     return found.full.layers / found.prefill.layers
 
 
-def row_of(name: str, length: int, measured: Latencies, model: PreTrainedModel) -> dict[str, Any]:
+def row_of(name: str, length: int, measured: Latencies, model: PreTrainedModel) -> Row:
     """The figures of one policy at one length."""
     timing, baseline = measured.timings[name], measured.baseline
     ratios = timing.prefill.speedups(baseline.prefill)
@@ -119,46 +143,24 @@ def row_of(name: str, length: int, measured: Latencies, model: PreTrainedModel) 
     }
 
 
-def show(row: dict[str, Any]) -> str:
-    """One line of the table."""
-    return (
-        f"{row['policy']:<15}{row['context']:>7}"
-        f"{sorted(row['prefill_ms'])[len(row['prefill_ms']) // 2]:>12.0f}"
-        f"{row['speedup']:>9.2f} ({row['speedup_lowest']:.2f}-{row['speedup_highest']:.2f})"
-        f"{row['allowed']:>9.2f}{row['decode_speedup']:>10.2f}"
-    )
+def file_of(options: argparse.Namespace) -> str:
+    """The Llama's file has no model's name in its own."""
+    return "prefill.json" if options.model == "llama" else f"prefill_{options.model}.json"
 
 
-def main() -> None:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, default="llama")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    model = random_model(options.model)
-    print(f"{'policy':<15}{'tokens':>7}{'prefill ms':>12}{'speed-up (range)':>21}", end="")
-    print(f"{'allowed':>9}{'decode x':>10}")
-    rows = []
+def measure(run: Run) -> None:
+    """Every length."""
+    options, model = run.options, random_model(run.options.model)
+    settings = {"rounds": options.rounds, "batch": 1, "model": model.config.to_dict()}
+    run.begin(settings, "rows")
     for length in options.lengths:
         prompt = torch.randint(model.config.vocab_size, (length,)).tolist()
         measured = measure_latency(model, prompt, POLICIES, rounds=options.rounds, new_tokens=16)
-        for name in POLICIES:
-            rows.append(row_of(name, length, measured, model))
-            print(show(rows[-1]))
-            sys.stdout.flush()
-    record = {
-        "settings": {"rounds": options.rounds, "batch": 1, "model": model.config.to_dict()},
-        **environment(model.device),
-        "rows": rows,
-    }
-    text = json.dumps(record, indent=1, default=str)
-    name = "prefill" if options.model == "llama" else f"prefill_{options.model}"
-    write_all(options.out, {f"{name}.json": text.encode()})
+        run.add("rows", *(row_of(name, length, measured, model) for name in POLICIES))
 
+
+BENCHMARK = Benchmark("prefill", __doc__, measure, OPTIONS, (TABLE,), file=file_of)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     main()

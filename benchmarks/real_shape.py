@@ -12,39 +12,36 @@ before. Writes ``real_shape.json``.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 import torch
 from transformers import PreTrainedModel
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import (
-    ModelSpec,
-    allowed_decode,
-    allowed_prefill,
-    at_least,
-    facts,
-    number,
-    out_folder,
-    parser_of,
-    random_prompt,
-    read_json,
-    spread,
-    whole_numbers,
-    write_json,
-)
+from benchmarks.common import TINY, ModelSpec, allowed, random_prompt, spread
 from benchmarks.gpu_cells import FULL, Plan
+from benchmarks.harness import (
+    Benchmark,
+    Column,
+    Option,
+    Row,
+    Run,
+    Table,
+    at_least,
+    extent,
+    in_turns,
+    middle,
+    ratios,
+)
 from benchmarks.memory import peak_bytes, reset_peak, resident_bytes
 from benchmarks.turns import take_turn
-from kvpolicy.evaluation import shape_of
 from kvpolicy.policies import FastKV, GemFilter, SnapKV
 
 LLAMA_1B = ModelSpec(
@@ -55,12 +52,32 @@ LLAMA_1B = ModelSpec(
     intermediate_size=8192,
     vocab_size=128256,
 )
-TINY = ModelSpec(
-    hidden_size=48, num_layers=4, query_heads=6, kv_heads=2, intermediate_size=80, vocab_size=97
+OPTIONS = (
+    Option("contexts", [4096, 8192], quick=[256]),
+    Option("rounds", 3),
+    Option("chunk", 1024, quick=96, help="tokens read at once"),
+    Option("new-tokens", 9, at_least(2), help="generated"),
+    Option("dtype", help="default the faster", how={"choices": ("float32", "bfloat16")}),
 )
-HEADER = (
-    f"{'policy':<15}{'tokens':>7}{'prefill s':>10}{'x (range)':>18}{'allowed':>8}"
-    f"{'token ms':>9}{'x':>6}"
+_PLACE = (Column("policy", -15, "policy"), Column("tokens", 7, "context"))
+TABLES = (
+    Table(
+        "rows",
+        *_PLACE,
+        Column("prefill s", 10, middle("prefill_ms", 1e3), ".2f"),
+        Column("x (range)", 18, extent("prefill_speedup")),
+        Column("allowed", 8, "prefill_allowed", ".2f"),
+        Column("token ms", 9, middle("decode_ms"), ".1f"),
+        Column("x", 6, lambda row: row["decode_speedup"]["median"], ".2f"),
+    ),
+    Table(  # what the prompt took, beyond the weights
+        "rows",
+        *_PLACE,
+        Column("peak MiB", 12, lambda row: max(row["growth_bytes"]) / 2**20, ",.0f"),
+        Column("held MiB", 12, lambda row: row["held_bytes"][0] / 2**20, ",.1f"),
+        live=False,
+        gap=True,
+    ),
 )
 
 
@@ -99,8 +116,8 @@ def free_memory() -> None:
         return
 
 
-def measure(model: PreTrainedModel, plan: Plan, context: int, new_tokens: int) -> dict[str, Any]:
-    """One turn: seconds of the prompt, on the clock and of the processor; tokens; memory."""
+def one_turn(model: PreTrainedModel, plan: Plan, context: int, new_tokens: int) -> Row:
+    """One turn: milliseconds of the prompt, of a token and of the processor; memory."""
     prompt = random_prompt(model.config.vocab_size, context)
     free_memory()
     reset_peak()
@@ -108,113 +125,55 @@ def measure(model: PreTrainedModel, plan: Plan, context: int, new_tokens: int) -
     turn = take_turn(model, prompt, plan.policy, new_tokens, chunk=plan.chunk)
     return {
         "prefill_ms": turn.prefill.wall_ms,
-        "decode_ms": sorted(each.wall_ms for each in turn.decode)[len(turn.decode) // 2],
+        "decode_ms": median(each.wall_ms for each in turn.decode),
         "turn_cpu_ms": (time.process_time() - cpu) * 1e3,
         "growth_bytes": max(peak_bytes() - before, 0),
         "held_bytes": turn.held_bytes,
     }
 
 
-def rows_of(model: PreTrainedModel, options: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
-    """For each context a row of each plan, from rounds in which all take their turn."""
-    shape = shape_of(model.config)
+def rows_at(run: Run, model: PreTrainedModel, context: int) -> list[Row]:
+    """A row of each plan, from rounds in which all take their turn."""
+    options, chosen = run.options, plans(run.options.chunk)
+    for plan in chosen.values():  # what a first call brings along is not the prompt's
+        take_turn(model, random_prompt(model.config.vocab_size, 64), plan.policy, 2)
+    turns = {
+        name: partial(one_turn, model, plan, context, options.new_tokens)
+        for name, plan in chosen.items()
+    }
+
+    def say(turn: int) -> None:
+        print(f"  {context} tokens, round {turn} of {options.rounds}", file=sys.stderr, flush=True)
+
+    taken = in_turns(turns, options.rounds, warm_up=False, done=say)
+    columns = {
+        name: {key: [each[key] for each in found] for key in found[0]}
+        for name, found in taken.items()
+    }
+    rows = []
+    for name, plan in chosen.items():
+        own, full = columns[name], columns[FULL]
+        row: Row = {"policy": name, "context": context, "chunk": plan.chunk, **own}
+        for key in ("prefill", "decode"):
+            row[f"{key}_speedup"] = spread(ratios(full[f"{key}_ms"], own[f"{key}_ms"]))
+        rows.append(row | allowed(plan.policy, context, model))
+    return rows
+
+
+def measure(run: Run) -> None:
+    """Every length."""
+    options, spec = run.options, TINY if run.options.quick else LLAMA_1B
+    dtype = getattr(torch, options.dtype) if options.dtype else faster_type()
+    model = spec.build(dtype=dtype)
+    settings = {name: getattr(options, name) for name in ("rounds", "chunk", "new_tokens")}
+    settings = {"dtype": str(dtype), **settings, "model": spec.config().to_dict()}
+    run.begin(settings, "rows")
     for context in options.contexts:
-        found = []
-        chosen = plans(options.chunk)
-        for plan in chosen.values():  # what a first call brings along is not the prompt's
-            take_turn(model, random_prompt(model.config.vocab_size, 64), plan.policy, 2)
-        rounds: list[dict[str, dict[str, Any]]] = []
-        for _ in range(options.rounds):
-            of_round = {}
-            for name, plan in chosen.items():
-                of_round[name] = measure(model, plan, context, options.new_tokens)
-                seconds = of_round[name]["prefill_ms"] / 1e3
-                print(f"  {name} {context} {seconds:.2f} s", file=sys.stderr, flush=True)
-            rounds.append(of_round)
-        for name, plan in chosen.items():
-            row: dict[str, Any] = {"policy": name, "context": context, "chunk": plan.chunk}
-            for key in rounds[0][name]:
-                row[key] = [each[name][key] for each in rounds]
-            for key in ("prefill", "decode"):
-                ratios = [each[FULL][f"{key}_ms"] / each[name][f"{key}_ms"] for each in rounds]
-                row[f"{key}_speedup"] = spread(ratios)
-            policy = plan.policy
-            row["prefill_allowed"] = (
-                1.0 if policy is None else allowed_prefill(policy, shape, context)
-            )
-            row["decode_allowed"] = (
-                1.0 if policy is None else allowed_decode(policy, shape, context, model)
-            )
-            found.append(row)
-        yield found
+        run.add("rows", *rows_at(run, model, context))
 
 
-def line_of(row: dict[str, Any]) -> str:
-    """One line of the table, at most 80 columns."""
-    middle = len(row["prefill_ms"]) // 2
-    prefill, token = (sorted(row[key])[middle] for key in ("prefill_ms", "decode_ms"))
-    speed = row["prefill_speedup"]
-    ratio = f"{speed['median']:.2f} ({speed['lowest']:.2f}-{speed['highest']:.2f})"
-    return (
-        f"{row['policy']:<15}{row['context']:>7}{prefill / 1e3:>10.2f}{ratio:>18}"
-        f"{number(row['prefill_allowed'], 8)}{token:>9.1f}"
-        f"{number(row['decode_speedup']['median'], 6)}"
-    )
-
-
-def memory_line(row: dict[str, Any]) -> str:
-    """What the prompt took, beyond the weights."""
-    growth, held = max(row["growth_bytes"]) / 2**20, row["held_bytes"][0] / 2**20
-    return f"{row['policy']:<15}{row['context']:>7}{growth:>12,.0f}{held:>12,.1f}"
-
-
-def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--contexts", type=whole_numbers, help="default 4096,8192")
-    parser.add_argument("--rounds", type=at_least(1), default=3)
-    parser.add_argument("--chunk", type=at_least(1), help="tokens read at once; default 1024")
-    parser.add_argument("--new-tokens", type=at_least(2), default=9, help="generated; default 9")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default the faster")
-    options = parser.parse_args(arguments)
-    options.contexts = options.contexts or ([256] if options.quick else [4096, 8192])
-    options.chunk = options.chunk or (96 if options.quick else 1024)
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and write."""
-    options = options_of(arguments)
-    folder = out_folder(options)
-    if options.show is None:
-        torch.set_num_threads(options.threads)
-        dtype = getattr(torch, options.dtype) if options.dtype else faster_type()
-        spec = TINY if options.quick else LLAMA_1B
-        model = spec.build(dtype=dtype)
-        settings = {
-            "dtype": str(dtype),
-            "rounds": options.rounds,
-            "chunk": options.chunk,
-            "new_tokens": options.new_tokens,
-            "model": spec.config().to_dict(),
-        }
-        rows: list[dict[str, Any]] = []
-        record = {
-            "benchmark": "real_shape",
-            "settings": settings,
-            **facts(model.device),
-            "rows": rows,
-        }
-        for of_context in rows_of(model, options):  # written at once: hours may lie between
-            rows += of_context
-            write_json(folder, "real_shape.json", record)
-    else:
-        record = read_json(options.show)
-    print(HEADER)
-    print("\n".join(map(line_of, record["rows"])))
-    print(f"\n{'policy':<15}{'tokens':>7}{'peak MiB':>12}{'held MiB':>12}")
-    print("\n".join(map(memory_line, record["rows"])))
-
+BENCHMARK = Benchmark("real_shape", __doc__, measure, OPTIONS, TABLES)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     main()

@@ -14,39 +14,62 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import attrs
-import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import (
     BASELINE,
+    TINY,
     ModelSpec,
-    at_least,
-    facts,
-    number,
-    out_folder,
-    parser_of,
+    policies_said,
     policy_of,
     random_prompt,
-    read_json,
-    spread,
-    write_json,
 )
 from benchmarks.fits import fits_of, table
+from benchmarks.harness import (
+    Benchmark,
+    Column,
+    Option,
+    Row,
+    Run,
+    Table,
+    Text,
+    at_least,
+    in_turns,
+    middle,
+)
 from benchmarks.memory import try_peak
-from benchmarks.pictures import draw, scaling_picture
-from benchmarks.turns import Turn, take_turn
+from benchmarks.pictures import peak_mib, scaling_picture
+from benchmarks.turns import take_turn
 from kvpolicy.evaluation import estimate, shape_of
 from kvpolicy.policies import FullContext
 
 METHODS = (BASELINE, "snapkv", "fastkv", "gem_filter", "pyramid_infer")
 SMALL = ModelSpec(hidden_size=128, num_layers=4, query_heads=4, kv_heads=2, intermediate_size=384)
-TINY = ModelSpec(
-    hidden_size=48, num_layers=4, query_heads=6, kv_heads=2, intermediate_size=80, vocab_size=97
+OPTIONS = (
+    Option("rounds", kind=at_least(1), quick=1, help="default 7, 3 and 2, by length"),
+    Option("new-tokens", 9, at_least(2), quick=2, help="generated, all but the first timed"),
+    Option("max-context", kind=at_least(1), help="leaves out longer prompts, which take longest"),
+    Option("no-memory", False, help="leave peak memory out"),
+)
+TABLES = (
+    Table(
+        "points",
+        Column("axis", -8, "axis"),
+        Column("at", 7, "at"),
+        Column("", 2, lambda row: ""),
+        Column("method", -15, "policy"),
+        Column("prefill s", 10, middle("prefill_ms", 1e3), ".3f"),
+        Column("CPU s", 9, middle("prefill_cpu_ms", 1e3), ".3f"),
+        Column("token ms", 10, middle("decode_ms"), ".2f"),
+        Column("held MiB", 9, lambda row: row["held_bytes"] / 2**20, ".1f"),
+        Column("peak MiB", 9, peak_mib, ".1f"),
+    ),
+    Text(lambda record: f"\n{table(record['fits'])}"),
 )
 
 
@@ -92,44 +115,29 @@ REAL = points_of(
 QUICK = points_of([64, 128], [1, 2], [2, 4], Point("", context=64, batch=1, layers=2))
 
 
-HEADER = (
-    f"{'axis':<8}{'at':>7}  {'method':<15}{'prefill s':>10}{'CPU s':>9}{'token ms':>10}"
-    f"{'held MiB':>9}{'peak MiB':>9}"
-)
-
-
-def line_of(row: dict[str, Any]) -> str:
-    """One measured point, at most 80 columns."""
-    peak = row["peak"]
-    return (
-        f"{row['axis']:<8}{row['at']:>7}  {row['policy']:<15}"
-        f"{spread(row['prefill_ms'])['median'] / 1e3:>10.3f}"
-        f"{spread(row['prefill_cpu_ms'])['median'] / 1e3:>9.3f}"
-        f"{spread(row['decode_ms'])['median']:>10.2f}{row['held_bytes'] / 2**20:>9.1f}"
-        f"{number(None if peak is None else peak['growth_bytes'] / 2**20, 9, 1)}"
-    )
-
-
 def rounds_for(point: Point) -> int:
     """Fewer of the long prompts, whose times vary less."""
     return 7 if point.context <= 8192 else 3 if point.context <= 16384 else 2
 
 
+def points_for(options: argparse.Namespace) -> list[Point]:
+    """The points that a run measures."""
+    points = QUICK if options.quick else REAL
+    most = options.max_context
+    return [point for point in points if most is None or point.context <= most]
+
+
 def measure_point(
     point: Point, spec: ModelSpec, names: Sequence[str], rounds: int, new_tokens: int
-) -> list[dict[str, Any]]:
-    """All methods at one point, in turns; a round before the first is not counted."""
-    spec = attrs.evolve(spec, num_layers=point.layers)
+) -> list[Row]:
+    """All methods at one point, in turns."""
     model = spec.build()
     prompt = random_prompt(spec.vocab_size, point.context, point.batch)
     policies = {name: policy_of(name) for name in names}
-    turns: dict[str, list[Turn]] = {name: [] for name in names}
-    for taken_rounds in range(rounds + 1):
-        for step in range(len(names)):
-            name = names[(taken_rounds + step) % len(names)]
-            turn = take_turn(model, prompt, policies[name], new_tokens)
-            if taken_rounds:
-                turns[name].append(turn)
+    turns = {
+        name: partial(take_turn, model, prompt, policy, new_tokens)
+        for name, policy in policies.items()
+    }
     shape = shape_of(model.config)
     return [
         {
@@ -144,86 +152,36 @@ def measure_point(
             * estimate(policies[name] or FullContext(), shape, point.context).prefill.total,
             "peak": None,
         }
-        for name, taken in turns.items()
+        for name, taken in in_turns(turns, rounds).items()
     ]
 
 
-def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=at_least(1), help="default 7, 3 and 2, by length")
-    parser.add_argument(
-        "--new-tokens", type=at_least(2), default=9, help="generated; default 9, 8 of them timed"
-    )
-    parser.add_argument(
-        "--max-context", type=at_least(1), help="leaves out longer prompts, which take longest"
-    )
-    parser.add_argument("--no-memory", action="store_true", help="leave peak memory out")
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.rounds, options.new_tokens = options.rounds or 1, 2
-    return options
-
-
-def points_for(options: argparse.Namespace) -> list[Point]:
-    """The points that a run measures."""
-    points = QUICK if options.quick else REAL
-    most = options.max_context
-    return [point for point in points if most is None or point.context <= most]
-
-
-def measure(options: argparse.Namespace, folder: Path) -> None:
-    """Measure everything; the result is written after every point."""
-    spec = TINY if options.quick else SMALL
+def measure(run: Run) -> None:
+    """Every point; the exponents are fitted again after each."""
+    options, small = run.options, TINY if run.options.quick else SMALL
     points = points_for(options)
-    record: dict[str, Any] = {
-        "benchmark": "scaling",
-        "settings": {
-            "model": attrs.asdict(spec),
-            "dtype": "torch.float32",
-            "rounds": [options.rounds or rounds_for(point) for point in points],
-            "new_tokens": options.new_tokens,
-            "policies": {
-                name: repr(policy_of(name)) if policy_of(name) else "DynamicCache"
-                for name in METHODS
-            },
-        },
-        **facts(torch.device("cpu")),
-        "points": [],
-        "fits": [],
+    rounds = [options.rounds or rounds_for(point) for point in points]
+    settings = {
+        "model": attrs.asdict(small),
+        "dtype": "torch.float32",
+        "rounds": rounds,
+        "new_tokens": options.new_tokens,
+        "policies": policies_said(METHODS),
     }
-    print(HEADER, flush=True)
-    for point in points:
-        rounds = options.rounds or rounds_for(point)
-        rows = measure_point(point, spec, METHODS, rounds, options.new_tokens)
-        for row in rows:
+    run.begin(settings, "points", "fits")
+    for point, count in zip(points, rounds, strict=True):
+        spec = attrs.evolve(small, num_layers=point.layers)
+        for row in measure_point(point, spec, METHODS, count, options.new_tokens):
             if not options.no_memory:
-                row["peak"] = try_peak(
-                    attrs.evolve(spec, num_layers=point.layers),
-                    row["policy"],
-                    point.context,
-                    batch=point.batch,
-                    threads=options.threads,
-                )
-            print(line_of(row), flush=True)
-        record["points"] += rows
-        record["fits"] = fits_of(record["points"])
-        write_json(folder, "scaling.json", record)
+                how = {"batch": point.batch, "threads": options.threads}
+                row["peak"] = try_peak(spec, row["policy"], point.context, **how)
+            run.add("points", row)
+        run.record["fits"] = fits_of(run.record["points"])
+        run.write()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, write and draw."""
-    options = options_of(arguments)
-    folder = out_folder(options)
-    torch.set_num_threads(options.threads)
-    path = options.show
-    if path is None:
-        path = folder / "scaling.json"
-        measure(options, folder)
-    record = read_json(path)
-    print(f"\n{table(record['fits'])}")
-    draw(folder, "scaling.png", lambda: scaling_picture(record))
-
+BENCHMARK = Benchmark("scaling", __doc__, measure, OPTIONS, TABLES, picture=scaling_picture)
+main, options_of = BENCHMARK.main, BENCHMARK.options_of
 
 if __name__ == "__main__":
     main()

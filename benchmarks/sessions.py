@@ -1,6 +1,7 @@
 """What sessions were estimated to hold, against what they held.
 
     python benchmarks/sessions.py [--device cuda] [--quick] [--out FOLDER]
+    python benchmarks/sessions.py --show FILE
 
 On the processor the bytes of live tensors are followed through a real run, and for some cells the
 kernel's high-water mark of a process of its own is read beside; on a GPU torch counts what it has
@@ -15,28 +16,26 @@ import gc
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import RESULTS
+from benchmarks.common import random_model
+from benchmarks.harness import Benchmark, Column, Option, Row, Run, Table
 from benchmarks.memory import peak_bytes, reset_peak, resident_bytes
 from kvpolicy import CachePolicy
 from kvpolicy.evaluation import shape_of
 from kvpolicy.evaluation.cost.activations import ModelMemory
 from kvpolicy.evaluation.cost.live_bytes import LiveBytes
 from kvpolicy.evaluation.cost.session import Session, session_of
-from kvpolicy.evaluation.results import environment, write_all
+from kvpolicy.evaluation.results import environment
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import H2O, AdaKV, FastKV, FullContext, GemFilter, SnapKV
-
-Cell = dict[str, Any]
 
 # Sizes by device: small ones of a processor; on a GPU those of 8B models, but for their depth.
 SIZES: dict[str, dict[str, Any]] = {
@@ -68,6 +67,31 @@ ANSWER, BOUND, EVERY = 160, 256, 64
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
+OPTIONS = (Option("device", "cpu", how={"choices": tuple(SIZES)}),)
+
+
+def _share(figure: str) -> Any:
+    return lambda row: row[f"{figure}_estimated"] / row[f"{figure}_measured"]
+
+
+def _refused(row: Row) -> str | None:
+    return f"{row['family']:<15}{row['policy']:<13}{row['refused']}" if "refused" in row else None
+
+
+TABLE = Table(
+    "rows",
+    Column("family", -15, "family"),
+    Column("policy", -13, "policy"),
+    Column("chunk", 6, "chunk"),
+    Column("answer", 9, lambda row: "bounded" if row["bounded"] else "all"),
+    Column("peak MB", 10, lambda row: row["peak_measured"] / 1e6, ".1f"),
+    Column("told", 6, _share("peak"), ".2f"),
+    Column("held MB", 10, lambda row: row["held_measured"] / 1e6, ".1f"),
+    Column("told", 6, _share("held"), ".2f"),
+    instead=_refused,
+)
+
+
 def policies(bounded: bool) -> dict[str, CachePolicy]:
     """Policies by name; bounded while an answer is decoded, those that have a rule for it."""
     rules = {
@@ -94,13 +118,7 @@ def build(family: str, device: str, context: int) -> PreTrainedModel:
         eos_token_id=None,
         pad_token_id=0,
     )
-    torch.manual_seed(0)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    with torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="sdpa"
-        )
-    return model.eval()
+    return random_model(config, device, torch.float32 if device == "cpu" else torch.bfloat16)
 
 
 def answered(
@@ -142,31 +160,30 @@ def random_prompt(model: PreTrainedModel, context: int) -> Tensor:
     return ids.to(model.device)
 
 
-def cells(family: str, device: str, context: int, chunk: int, names: list[str]) -> list[Cell]:
+def measure_family(run: Run, family: str, context: int, chunk: int) -> None:
     """Every policy, way of reading and way of answering, on one model."""
+    device = run.options.device
     model = build(family, device, context)
     memory = ModelMemory(model.config, family, model.dtype, "sdpa")
     shape = shape_of(model.config, family)
     prompt = random_prompt(model, context)
     answered(model, SnapKV(0.1), prompt[:, :128], None)  # code, workspaces
-    found = []
     for bounded in (False, True):
         for name, policy in policies(bounded).items():
-            for size in (None, chunk) if name in names else ():
+            for size in (None, chunk):
                 told = session_of(policy, shape, memory, context, ANSWER, chunk=size, device=device)
-                cell: Cell = {"family": family, "policy": name, "chunk": size, "bounded": bounded}
+                row: Row = {"family": family, "policy": name, "chunk": size, "bounded": bounded}
                 try:
                     peak, end = measured(model, policy, prompt, size)
                 except ValueError as error:  # such as a restart beyond a sliding window
-                    found.append({**cell, "refused": str(error)[:120]})
+                    run.add("rows", row | {"refused": str(error)[:120]})
                     continue
-                cell |= _numbers(told) | {"peak_measured": peak, "held_measured": end}
-                found.append(cell)
-                print(_line(cell), flush=True)
-    return found
+                run.add(
+                    "rows", row | _numbers(told) | {"peak_measured": peak, "held_measured": end}
+                )
 
 
-def _numbers(told: Session) -> Cell:
+def _numbers(told: Session) -> Row:
     return {
         "peak_estimated": told.peak,
         "peak_when": told.peak_when,
@@ -175,29 +192,17 @@ def _numbers(told: Session) -> Cell:
     }
 
 
-def _line(cell: Cell) -> str:
-    chunk = "whole" if cell["chunk"] is None else f"chunks of {cell['chunk']}"
-    ratio = cell["peak_estimated"] / cell["peak_measured"]
-    held = cell["held_estimated"] / cell["held_measured"]
-    answer = "bounded" if cell["bounded"] else "all"
-    return (
-        f"{cell['family']:<15}{cell['policy']:<13}{chunk:<15}{answer:<8}"
-        f"peak {cell['peak_measured'] / 1e6:>9.1f} MB, estimated {ratio:.2f} of it; "
-        f"held {cell['held_measured'] / 1e6:>8.1f} MB, {held:.2f}"
-    )
-
-
-def process_cell(context: int, policy: str, chunk: int | None) -> Cell:
+def process_row(context: int, policy: str, chunk: int | None) -> Row:
     """One session on the processor in a process of its own, by the kernel's high-water mark."""
     wanted = json.dumps({"context": context, "policy": policy, "chunk": chunk})
     command = [sys.executable, __file__, "--process", wanted]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found: Cell = json.loads(done.stdout.splitlines()[-1])
+    found: Row = json.loads(done.stdout.splitlines()[-1])
     print(found, flush=True)
     return found
 
 
-def in_process(wanted: Cell) -> Cell:
+def in_process(wanted: Row) -> Row:
     """What the process of its own does."""
     context, chunk = wanted["context"], wanted["chunk"]
     torch.set_num_threads(1)
@@ -218,47 +223,40 @@ def in_process(wanted: Cell) -> Cell:
     return {**wanted, "peak_estimated": told.peak, "growth_measured": growth, "reset": reset}
 
 
-def main() -> None:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=tuple(SIZES), default="cpu")
-    parser.add_argument("--quick", action="store_true", help="one family, short prompts")
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--process", default=None, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.process is not None:
-        print(json.dumps(in_process(json.loads(options.process))))
-        return
-    if options.device == "cpu":
-        torch.set_num_threads(1)
+def file_of(options: argparse.Namespace) -> str:
+    """A GPU's numbers have a file of their own."""
+    return "sessions.json" if options.device == "cpu" else "sessions_gpu.json"
+
+
+def measure(run: Run) -> None:
+    """All families, then a few sessions in processes of their own."""
+    options = run.options
     context, chunk = (4096, 512) if options.device == "cpu" else (32768, 2048)
     if options.quick:
         context, chunk = context // 4, chunk // 4
-    names = list(policies(False))
-    measure: Callable[[str], list[Cell]] = lambda family: cells(  # noqa: E731
-        family, options.device, context, chunk, names
-    )
-    families = list(FAMILIES)[:1] if options.quick else list(FAMILIES)
-    rows = [row for family in families for row in measure(family)]
-    processes = []
-    if options.device == "cpu" and not options.quick:
-        for name in ("full_context", "snapkv", "fastkv"):
-            for size in (None, 1024):
-                processes.append(process_cell(16384, name, size))
-    data = {
+    run.record = {
         "environment": environment(torch.device(options.device)),
         "device": options.device,
         "model": SIZES[options.device],
         "context": context,
         "answer": ANSWER,
         "bound": {"tokens": BOUND, "every": EVERY},
-        "rows": rows,
-        "processes": processes,
+        "rows": [],
+        "processes": [],
     }
-    folder = options.out or RESULTS
-    file = "sessions.json" if options.device == "cpu" else "sessions_gpu.json"
-    write_all(folder, {file: json.dumps(data, indent=1).encode()})
+    for family in list(FAMILIES)[:1] if options.quick else FAMILIES:
+        measure_family(run, family, context, chunk)
+    if options.device == "cpu" and not options.quick:
+        for name in ("full_context", "snapkv", "fastkv"):
+            for size in (None, 1024):
+                run.add("processes", process_row(16384, name, size))
 
+
+BENCHMARK = Benchmark("sessions", __doc__, measure, OPTIONS, (TABLE,), file=file_of, threads=1)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--process"]:
+        print(json.dumps(in_process(json.loads(sys.argv[2]))))
+    else:
+        main()

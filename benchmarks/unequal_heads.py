@@ -12,14 +12,11 @@ The bytes are also those of the bundled needle model, whose heads do not look at
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import attrs
 import torch
@@ -28,17 +25,20 @@ from transformers import PreTrainedModel
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import (
+from benchmarks.common import SMALL, TINY, random_prompt, spread
+from benchmarks.harness import (
+    Benchmark,
+    Column,
+    Option,
+    Row,
+    Run,
+    Table,
     at_least,
-    facts,
-    out_folder,
-    parser_of,
-    random_prompt,
-    read_json,
-    spread,
-    write_json,
+    extent,
+    in_turns,
+    middle,
+    ratios,
 )
-from benchmarks.methods import SMALL, TINY
 from kvpolicy.evaluation.tasks.needle import NeedleTask, load_model
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.state.packed import Packed
@@ -47,9 +47,23 @@ from kvpolicy.policies import AdaKV
 RATES = (0.02, 0.1, 0.2)
 # Tokens that one cache decodes before it is the other's turn.
 BLOCK = 16
-HEADER = (
-    f"{'model':<8}{'tokens':>7}{'rate':>6}{'kept':>7}{'held':>7}{'padded':>8}"
-    f"{'padded ms':>10}{'packed ms':>10}{'x (range)':>17}"
+OPTIONS = (Option("context", 8192, at_least(64), quick=64), Option("rounds", 21, quick=1))
+_SHARES = (
+    Column("model", -8, "model"),
+    Column("tokens", 7, "context"),
+    Column("rate", 6, "rate"),
+    Column("kept", 7, "kept", ".1%"),
+    Column("held", 7, "held", ".1%"),
+    Column("padded", 8, "padded", ".1%"),
+)
+TABLE = Table(
+    "rows",
+    *_SHARES,
+    Column("padded ms", 10, middle("padded_ms"), ".2f"),
+    Column("packed ms", 10, middle("packed_ms"), ".2f"),
+    Column("x (range)", 17, extent("of_padded")),
+    # Of the bundled model the bytes alone.
+    instead=lambda row: None if "of_padded" in row else "".join(c.cell(row) for c in _SHARES),
 )
 
 
@@ -90,91 +104,42 @@ def block_ms(model: PreTrainedModel, cache: PolicyCache) -> float:
         return 1e3 * (time.process_time() - start) / BLOCK
 
 
-def row_of(model: PreTrainedModel, context: int, rate: float, rounds: int) -> dict[str, Any]:
-    """One rate of a model with random weights; a round before the first does not count."""
+def row_of(model: PreTrainedModel, context: int, rate: float, rounds: int) -> Row:
+    """One rate of a model with random weights."""
     packed = read(model, random_prompt(model.config.vocab_size, context), rate)
-    caches = {"padded": padded(packed), "packed": packed}
     row = {"model": "random", "context": context, "rate": rate, **shares(packed)}
-    times: dict[str, list[float]] = {name: [] for name in caches}
-    for turn in range(rounds + 1):
-        for name in list(caches)[:: 1 if turn % 2 else -1]:
-            found = block_ms(model, caches[name])
-            if turn:
-                times[name].append(found)
-    pairs = zip(times["packed"], times["padded"], strict=True)
+    caches = {"padded": padded(packed), "packed": packed}
+    turns = {name: partial(block_ms, model, cache) for name, cache in caches.items()}
+    taken = in_turns(turns, rounds)
     return {
         **row,
-        "padded_ms": times["padded"],
-        "packed_ms": times["packed"],
-        "of_padded": spread([one / other for one, other in pairs]),
+        "padded_ms": taken["padded"],
+        "packed_ms": taken["packed"],
+        "of_padded": spread(ratios(taken["packed"], taken["padded"])),
     }
 
 
-def needle_row(rate: float) -> dict[str, Any]:
+def needle_row(rate: float) -> Row:
     """One rate of the bundled model, whose prompts have at most 1,024 tokens."""
     (prompt,) = NeedleTask(1024, 1).prompts(1, seed=1)
     cache = read(load_model(), torch.tensor([prompt.input_ids]), rate)
     return {"model": "needle", "context": 1024, "rate": rate, **shares(cache)}
 
 
-def line_of(row: dict[str, Any]) -> str:
-    """One line of the table, at most 80 columns."""
-    start = (
-        f"{row['model']:<8}{row['context']:>7}{row['rate']:>6}"
-        f"{row['kept']:>7.1%}{row['held']:>7.1%}{row['padded']:>8.1%}"
-    )
-    if "of_padded" not in row:
-        return start
-    middle, lowest, highest = (f"{each:.2f}" for each in row["of_padded"].values())
-    extent = f"{middle} ({lowest}-{highest})"
-    return f"{start}{median(row['padded_ms']):>10.2f}{median(row['packed_ms']):>10.2f}{extent:>17}"
-
-
-def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--context", type=at_least(64), help="default 8192")
-    parser.add_argument("--rounds", type=at_least(1), help="default 21")
-    options = parser.parse_args(arguments)
-    options.context = options.context or (64 if options.quick else 8192)
-    options.rounds = options.rounds or (1 if options.quick else 21)
-    return options
-
-
-def measure(options: argparse.Namespace, folder: Path) -> None:
-    """Measure everything; the result is written after every row."""
-    spec = TINY if options.quick else SMALL
+def measure(run: Run) -> None:
+    """Both models at every rate."""
+    options, spec = run.options, TINY if run.options.quick else SMALL
     model = spec.build()
     settings = {"model": attrs.asdict(spec), "rounds": options.rounds, "block": BLOCK}
-    record: dict[str, Any] = {
-        "benchmark": "unequal_heads",
-        "settings": settings,
-        **facts(model.device),
-        "rows": [],
-    }
-    print(HEADER, flush=True)
-    for name in ("needle", "random"):
-        for rate in RATES:
-            row = (
-                needle_row(rate)
-                if name == "needle"
-                else row_of(model, options.context, rate, options.rounds)
-            )
-            print(line_of(row), flush=True)
-            record["rows"].append(row)
-            write_json(folder, "unequal_heads.json", record)
+    run.begin(settings, "rows")
+    for rate in RATES:
+        run.add("rows", needle_row(rate))
+    for rate in RATES:
+        run.add("rows", row_of(model, options.context, rate, options.rounds))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and write."""
-    options = options_of(arguments)
-    folder = out_folder(options)
-    torch.set_num_threads(options.threads)
-    if options.show is None:
-        measure(options, folder)
-    else:
-        print("\n".join([HEADER, *map(line_of, read_json(options.show)["rows"])]))
-
+BENCHMARK = Benchmark("unequal_heads", __doc__, measure, OPTIONS, (TABLE,))
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     main()

@@ -54,7 +54,7 @@ def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
 
     Example:
         >>> list(registered("selector"))[:4]
-        ['adaptive_head', 'critical', 'first_layers_whole', 'global_threshold']
+        ['adaptive_head', 'critical', 'first_layers_whole', 'first_tokens_whole']
     """
     if kind is not None and kind not in list(_KINDS):
         raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {kind!r}")

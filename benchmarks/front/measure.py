@@ -9,7 +9,6 @@ is in the file already is not measured again.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,14 +20,15 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from benchmarks.answers import MODES, continuations, word_score
 from benchmarks.front.compositions import Composition, composed, compositions, method
+from benchmarks.harness import Ledger
 from kvpolicy import CachePolicy, registered
 from kvpolicy.evaluation.results import environment
 from kvpolicy.evaluation.tasks import needle, ruler_words
 from kvpolicy.integrations.transformers import PolicyCache
 
 RATES = (0.01, 0.02, 0.05, 0.1)
-MODES = ("with", "later")
 KINDS = {
     "needle": ("one-hop", "two-hop"),
     "words": tuple(kind for kind in ruler_words.KINDS if kind != "single"),
@@ -87,14 +87,12 @@ def word_questions(tokenizer: Any, kind: str, length: int, count: int, seed: int
         return torch.tensor(tokenizer([getattr(each, part) for each in prompts]).input_ids)
 
     def score(row: int, tokens: list[int]) -> float:
-        text, _, _ = tokenizer.decode(tokens).partition(tokenizer.eos_token)
-        return ruler_words.score(text, prompts[row].outputs)
+        return word_score(tokenizer, tokens, prompts[row].outputs)
 
     most = max(prompt.max_new_tokens for prompt in prompts)
     return Asked(ids("document"), ids("question"), most, score)
 
 
-@torch.no_grad()
 def measure(
     model: PreTrainedModel, policy: CachePolicy, asked: Asked, *, later: bool, batch: int
 ) -> Point:
@@ -108,23 +106,21 @@ def measure(
         batch: Prompts at a time.
     """
     scores, held, work = list[float](), list[float](), list[float]()
+
+    def chosen(cache: PolicyCache, first: Tensor) -> None:
+        total = cache.report().total
+        held.append(total.held_bytes / total.full_bytes)
+        work.append(work_of(policy, cache, first))
+
     for start in range(0, len(asked.documents), batch):
-        documents = asked.documents[start : start + batch].to(model.device)
-        questions = asked.questions[start : start + batch].to(model.device)
-        cache = PolicyCache(policy)
-        with cache.attached(model):
-            first = documents if later else torch.cat([documents, questions], dim=1)
-            logits = model(first, past_key_values=cache, logits_to_keep=1).logits
-            total = cache.report().total
-            held.append(total.held_bytes / total.full_bytes)
-            work.append(work_of(policy, cache, first))
-            if later:
-                logits = model(questions, past_key_values=cache, logits_to_keep=1).logits
-            tokens = [logits[:, -1:].argmax(dim=-1)]
-            while len(tokens) < asked.new_tokens:
-                logits = model(tokens[-1], past_key_values=cache).logits
-                tokens.append(logits[:, -1:].argmax(dim=-1))
-        for row, generated in enumerate(torch.cat(tokens, dim=1).tolist(), start):
+        rows = slice(start, start + batch)
+        documents, questions = (
+            each[rows].to(model.device) for each in (asked.documents, asked.questions)
+        )
+        found = continuations(
+            model, policy, documents, questions, asked.new_tokens, later=later, chosen=chosen
+        )
+        for row, generated in enumerate(found.tolist(), start):
             scores.append(asked.score(row, generated))
     return Point(scores, fmean(held), fmean(work))
 
@@ -157,17 +153,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = options.model or module.MODEL_DIR
     model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval().to(options.device)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-    data: dict[str, Any] = {
+    head = {
         "model": options.name or options.task,
         "task": options.task,
         "length": options.length,
         "count": options.count,
         **environment(model.device),
-        "rows": [],
     }
-    if options.out.exists():
-        data = json.loads(options.out.read_text())
-    done = {(row["name"], row["rate"], row["mode"], row["seed"]) for row in data["rows"]}
+    ledger = Ledger(options.out, head, ("name", "rate", "mode", "seed"))
     asked: dict[tuple[str, int], Asked] = {}
     for seed in options.seeds:
         for kind in options.kinds or KINDS[options.task]:
@@ -184,7 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             policy, before = None if policy == before else policy, policy  # some take no rate
             for mode in options.modes:
                 for seed in options.seeds:
-                    if policy is None or (composition.name, rate, mode, seed) in done:
+                    place = (composition.name, rate, mode, seed)
+                    if policy is None or not ledger.lacks(*place):
                         continue
                     points = {
                         kind: measure(
@@ -193,10 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         for (kind, of), each in asked.items()
                         if of == seed
                     }
-                    row = row_of(points, options.each)
-                    place = {"name": composition.name, "rate": rate, "mode": mode, "seed": seed}
-                    data["rows"].append({**place, **row})
-            options.out.write_text(json.dumps(data) + "\n")
+                    row = dict(zip(ledger.places, place, strict=True))
+                    ledger.add(row | row_of(points, options.each))
         print(composition.name, file=sys.stderr, flush=True)
 
 

@@ -12,24 +12,13 @@ measured again.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import torch
-
-from benchmarks.common import (
-    at_least,
-    facts,
-    out_folder,
-    parser_of,
-    read_json,
-    whole_numbers,
-    write_json,
-)
+from benchmarks.common import read_json
 from benchmarks.decoding import RULES as METHODS
+from benchmarks.harness import Benchmark, Column, Option, Row, Run, Table, at_least
 from kvpolicy import CachePolicy
 from kvpolicy.evaluation.comparison.accuracy import continuations
 from kvpolicy.evaluation.tasks.long_answers import KINDS, LongAnswerTask, load_model, right_steps
@@ -37,7 +26,6 @@ from kvpolicy.evaluation.tasks.prompts import Prompt
 from kvpolicy.policies import FullContext, Method, SnapKV
 
 FILE = "long_answers.json"
-BUDGETS = (64, 96, 128, 192)
 # As they are, and SnapKV with a window of a whole loop of 12 steps, also without pooling.
 RULES: dict[str, Method] = {
     **{method.__name__: method() for method in METHODS},
@@ -46,9 +34,12 @@ RULES: dict[str, Method] = {
 }
 SEED = 11
 BATCH = 64
-HEADER = (
-    f"{'kind':<7}{'rule':<15}{'budget':>7}{'every':>6}{'steps before the first wrong':>30}"
-    f"{'exact':>8}"
+PLACES = ("kind", "rule", "budget", "every")
+OPTIONS = (
+    Option("count", 48, quick=2, help="prompts of each kind"),
+    Option("context", 256, at_least(64), quick=64, help="tokens of a prompt"),
+    Option("budgets", [64, 96, 128, 192], quick=[24], help="entries of a layer"),
+    Option("every", 16, help="but TOVA's"),
 )
 
 
@@ -71,16 +62,34 @@ def share(row: dict[str, Any]) -> tuple[float, float]:
     return fmean(shares), half
 
 
-def line_of(row: dict[str, Any]) -> str:
-    """One line of the table."""
+def _share_text(row: Row) -> str:
     mean, half = share(row)
-    exact = fmean(each == row["steps"] for each in row["right"])
-    budget = "-" if row["budget"] is None else row["budget"]
-    every = "-" if row["every"] is None else row["every"]
-    return (
-        f"{row['kind']:<7}{row['rule']:<15}{budget:>7}{every:>6}"
-        f"{f'{mean:.1%} ± {half:.1%}':>30}{exact:>8.0%}"
-    )
+    return f"{mean:.1%} ± {half:.1%}"
+
+
+def _exact(row: Row) -> float:
+    return fmean(each == row["steps"] for each in row["right"])
+
+
+class WithPages(Table):
+    """The rows, and behind them the tables of the documentation."""
+
+    def text(self, record: dict[str, Any]) -> str:
+        """See `Table.text`."""
+        rows = record[self.part]
+        pages = [line for of in tables(rows) for line in ("", *table(rows, *of))]
+        return "\n".join([super().text(record), *pages])
+
+
+TABLE = WithPages(
+    "rows",
+    Column("kind", -7, "kind"),
+    Column("rule", -15, "rule"),
+    Column("budget", 7, "budget"),
+    Column("every", 6, "every"),
+    Column("steps before the first wrong", 30, _share_text),
+    Column("exact", 8, _exact, ".0%"),
+)
 
 
 def table(rows: Sequence[dict[str, Any]], kind: str, every: int) -> list[str]:
@@ -103,8 +112,7 @@ def table(rows: Sequence[dict[str, Any]], kind: str, every: int) -> list[str]:
             continue
         cells = []
         for row in (found[budget] for budget in budgets):
-            exact = fmean(each == row["steps"] for each in row["right"])
-            cells.append(f"{share(row)[0]:.0%} ({exact:.0%})".replace("%", ""))
+            cells.append(f"{share(row)[0]:.0%} ({_exact(row):.0%})".replace("%", ""))
         lines.append(f"| `{rule}` | {' | '.join(cells)} |")
     return lines
 
@@ -128,63 +136,28 @@ def cases(budgets: Sequence[int], every: int) -> list[tuple[dict[str, Any], Cach
     return found
 
 
-def measure(options: argparse.Namespace, folder: Path) -> None:
+def measure(run: Run) -> None:
     """Measure what is not in the file yet."""
-    model = load_model()
+    options, model = run.options, load_model()
     settings = {"context": options.context, "count": options.count, "seed": SEED}
-    record: dict[str, Any] = {"benchmark": "long_answers", "settings": settings}
-    record |= {**facts(model.device), "rows": []}
-    if (folder / FILE).exists():
-        before = read_json(folder / FILE)
-        if before["settings"] == settings:
-            record["rows"] = before["rows"]
-    done = [
-        {key: row[key] for key in ("kind", "rule", "budget", "every")} for row in record["rows"]
-    ]
-    print(HEADER, flush=True)
+    run.begin(settings, "rows")
+    path = run.folder / FILE
+    if path.exists() and (before := read_json(path))["settings"] == settings:
+        run.record["rows"] = before["rows"]
+    done = [{key: row[key] for key in PLACES} for row in run.record["rows"]]
+    run.head("rows")
     for kind in KINDS:
         asked = LongAnswerTask(kind, options.context)
         if options.quick:
             asked = LongAnswerTask(kind, options.context, steps=8)
         for said, policy in cases(options.budgets, options.every):
-            if {"kind": kind, **said} in done:
-                continue
-            found = right(model, policy, asked, options.count)
-            row = {"kind": kind, **said, "steps": asked.steps, "right": found}
-            record["rows"].append(row)
-            write_json(folder, FILE, record)
-            print(line_of(row), flush=True)
+            if {"kind": kind, **said} not in done:
+                found = right(model, policy, asked, options.count)
+                run.add("rows", {"kind": kind, **said, "steps": asked.steps, "right": found})
 
 
-def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--count", type=at_least(1), help="prompts of each kind, default 48")
-    parser.add_argument("--context", type=at_least(64), help="tokens of a prompt, default 256")
-    parser.add_argument(
-        "--budgets", type=whole_numbers, help="entries of a layer, default 64 to 192"
-    )
-    parser.add_argument("--every", type=at_least(1), default=16, help="but TOVA's; default 16")
-    options = parser.parse_args(arguments)
-    options.count = options.count or (2 if options.quick else 48)
-    options.context = options.context or (64 if options.quick else 256)
-    options.budgets = options.budgets or ((24,) if options.quick else BUDGETS)
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and write."""
-    options = options_of(arguments)
-    folder = out_folder(options)
-    torch.set_num_threads(options.threads)
-    if options.show is None:
-        measure(options, folder)
-    else:
-        rows = read_json(options.show)["rows"]
-        print("\n".join([HEADER, *map(line_of, rows)]))
-        for kind, every in tables(rows):
-            print("\n".join(["", *table(rows, kind, every)]))
-
+BENCHMARK = Benchmark("long_answers", __doc__, measure, OPTIONS, (TABLE,))
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,6 @@ again: ``--out`` is read first, and written after every method.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,24 +16,18 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from benchmarks.answers import MODES, continuations, word_score
+from benchmarks.harness import RESULTS as FOLDER
+from benchmarks.harness import Ledger
 from kvpolicy import CachePolicy
 from kvpolicy.evaluation.comparison.variant import Variant, variants
 from kvpolicy.evaluation.results import environment
-from kvpolicy.evaluation.tasks.ruler_words import (
-    KINDS,
-    MODEL_DIR,
-    WordPrompt,
-    prompts,
-    score,
-)
-from kvpolicy.integrations.transformers import PolicyCache
+from kvpolicy.evaluation.tasks.ruler_words import KINDS, MODEL_DIR, WordPrompt, prompts
 
-RESULTS = Path(__file__).resolve().parent.parent / "results" / "ruler_words.json"
+RESULTS = FOLDER / "ruler_words.json"
 RATES = (0.05, 0.1, 0.2)
-MODES = ("with", "later")
 # Of the methods that keep tokens of text; the rest is a method for images.
 METHODS = (
     "full_context", "snapkv", "fastkv", "ada_kv", "pyramid_kv", "h2o", "tova", "key_diff",
@@ -42,42 +35,6 @@ METHODS = (
     "key_norm", "streaming_llm", "gem_filter", "pyramid_infer", "random",
 )  # fmt: skip
 BATCH_TOKENS = 8192
-
-
-@torch.no_grad()
-def continuations(
-    model: PreTrainedModel,
-    policy: CachePolicy,
-    documents: Tensor,
-    questions: Tensor,
-    max_new_tokens: int,
-    *,
-    later: bool,
-) -> Tensor:
-    """Greedy continuations of questions on documents, under a policy.
-
-    Args:
-        model: in evaluation mode.
-        policy: what to keep, chosen once: after the document and question, or the document alone.
-        documents: token ids ``[batch, document_len]``.
-        questions: token ids ``[batch, question_len]``.
-        max_new_tokens: tokens to generate.
-        later: whether the question is read after the policy has chosen.
-
-    Returns:
-        ``[batch, max_new_tokens]`` token ids; what follows the end of an answer is to be cut off.
-    """
-    cache = PolicyCache(policy)
-    with cache.attached(model):
-        first = documents if later else torch.cat([documents, questions], dim=1)
-        logits = model(first, past_key_values=cache, logits_to_keep=1).logits
-        if later:
-            logits = model(questions, past_key_values=cache, logits_to_keep=1).logits
-        tokens = [logits[:, -1:].argmax(dim=-1)]
-        while len(tokens) < max_new_tokens:
-            logits = model(tokens[-1], past_key_values=cache).logits
-            tokens.append(logits[:, -1:].argmax(dim=-1))
-    return torch.cat(tokens, dim=1)
 
 
 def mean_score(
@@ -100,8 +57,7 @@ def mean_score(
         most = max(prompt.max_new_tokens for prompt in batch)
         generated = continuations(model, policy, documents, questions, most, later=later)
         for prompt, tokens in zip(batch, generated, strict=True):
-            text, _, _ = tokenizer.decode(tokens).partition(tokenizer.eos_token)
-            scores.append(score(text, prompt.outputs))
+            scores.append(word_score(tokenizer, tokens, prompt.outputs))
     return fmean(scores)
 
 
@@ -142,16 +98,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     model = LlamaForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
-    data = {"environment": environment(model.device), "seed": options.seed, "rows": []}
-    if options.out.exists():
-        data = json.loads(options.out.read_text())
-    done = {(row["policy"], row["retention_rate"], row["length"]) for row in data["rows"]}
+    head = {"environment": environment(model.device), "seed": options.seed}
+    ledger = Ledger(options.out, head, ("policy", "retention_rate", "length"))
     for variant in variants(options.methods, options.rates):
-        if (variant.name, variant.retention_rate, options.length) in done:
+        if not ledger.lacks(variant.name, variant.retention_rate, options.length):
             continue
         row = measure(model, tokenizer, variant, options)
-        data["rows"].append(row)
-        options.out.write_text(json.dumps(data, indent=1) + "\n")
+        ledger.add(row)
         for mode, scores in row["scores"].items():
             said = " ".join(f"{kind} {100 * value:.0f}" for kind, value in scores.items())
             mean = 100 * fmean(scores.values())

@@ -9,7 +9,8 @@ import json
 from statistics import fmean
 from typing import Any
 
-from .measure import MODES, RATES, RESULTS
+from benchmarks.answers import MODES
+from benchmarks.ruler_words.measure import RATES, RESULTS
 
 
 def cells(rows: list[dict[str, Any]], mode: str) -> list[str]:

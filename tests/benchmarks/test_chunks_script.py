@@ -42,11 +42,11 @@ def test_both_ways_take_turns_and_longer_prompts_come_in_chunks_only(
         {"median": 1.25, "lowest": 1.25, "highest": 1.25},
         *[None] * 6,
     ]
-    assert chunks.line_of(found[1]).split() == [
+    assert chunks.TABLE.line(found[1]).split() == [
         "100", "snapkv", "7", "100.0", "0.1", "1.25", "(1.25-1.25)",
     ]  # fmt: skip
-    assert chunks.line_of(found[3]).split() == ["100", "h2o", "7", "-", "-"]
-    assert all(len(chunks.line_of(row)) <= 80 for row in found)
+    assert chunks.TABLE.line(found[3]).split() == ["100", "h2o", "7", "-", "-"]
+    assert all(len(chunks.TABLE.line(row)) <= 80 for row in found)
 
 
 def test_the_picture_has_longer_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> None:

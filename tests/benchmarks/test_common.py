@@ -1,6 +1,5 @@
 """What the benchmarks share: JSON that comes back, prompts that repeat, ratios by hand."""
 
-import argparse
 import doctest
 import importlib
 import json
@@ -15,18 +14,16 @@ from hypothesis import strategies as st
 
 import benchmarks
 from benchmarks import common
-from benchmarks.common import ModelSpec, allowed_decode, as_json, random_prompt, spread
+from benchmarks.common import TINY, allowed_decode, as_json, random_prompt, spread
 from kvpolicy.evaluation import shape_of
 from kvpolicy.policies import FullContext, StreamingLLM
 
-TINY = ModelSpec(48, 4, 6, 2, 80, vocab_size=97)
-
-MODULES = [info.name for info in pkgutil.iter_modules(benchmarks.__path__) if not info.ispkg]
+MODULES = [info.name for info in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.")]
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name: str) -> None:
-    failures, _ = doctest.testmod(importlib.import_module(f"benchmarks.{name}"))
+    failures, _ = doctest.testmod(importlib.import_module(name))
     assert failures == 0
 
 
@@ -102,25 +99,3 @@ def test_allowed_decode_is_bytes_over_bytes() -> None:
 
 def test_spread() -> None:
     assert spread([5.0, 1.0, 2.0, 4.0]) == {"median": 3.0, "lowest": 1.0, "highest": 5.0}
-
-
-@pytest.mark.parametrize("bad", ["", "a", "8,x", "0", "8,-1", "1.5"])
-def test_bad_lists_of_numbers(bad: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="whole numbers of at least 1"):
-        common.whole_numbers(bad)
-
-
-def test_lists_of_numbers_are_sorted_and_unique() -> None:
-    assert common.whole_numbers("512,64,512") == [64, 512]
-
-
-def test_quick_results_go_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    parser = common.parser_of("A benchmark.")
-    assert common.out_folder(parser.parse_args([])) == common.RESULTS
-    assert common.out_folder(parser.parse_args(["--quick"])) != common.RESULTS
-    shown = parser.parse_args(["--show", str(tmp_path / "old" / "gpu.json")])
-    assert common.out_folder(shown) == tmp_path / "old"
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="out must be a folder"):
-        common.out_folder(parser.parse_args(["--out", str(tmp_path / "file")]))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks import compiled, gpu
+from benchmarks import clocks, compiled, gpu
 from benchmarks.clocks import Deadline, OutOfTimeError
 from benchmarks.compiled import Compilations, TokenClock, generate_compiled
 from kvpolicy.integrations.transformers import PolicyCache
@@ -54,7 +54,7 @@ def test_a_token_is_from_one_reading_of_the_clock_to_the_next(
         return next(readings)
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("wait"))
-    monkeypatch.setattr(compiled.time, "perf_counter", read)
+    monkeypatch.setattr(clocks.time, "perf_counter", read)
     clock = TokenClock(torch.device("cuda"), None, lambda: log.append("prefill over"))
     for value in ([[7, 8, 9]], [1], [2], [3]):
         clock.put(torch.tensor(value))

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from benchmarks import decode
+from benchmarks.clocks import TokenTimes
 
 
 def test_steps_are_those_of_tokens_after_the_first() -> None:
-    clock = decode.Clock()
-    clock.times = [0.0, 1.0, 2.0, 3.0, 4.0, 4.5, 4.6, 4.8]  # a prompt, then seven tokens
-    assert clock.steps() == pytest.approx([100.0, 200.0])
+    clock = TokenTimes()
+    clock.seconds = [0.0, 1.0, 2.0, 3.0, 4.0, 4.5, 4.6, 4.8]  # a prompt, then seven tokens
+    assert clock.steps_ms(1 + decode.WARM_UP) == pytest.approx([100.0, 200.0])
 
 
 def test_a_row_fits_the_table() -> None:
@@ -25,7 +26,7 @@ def test_a_row_fits_the_table() -> None:
         "of_static": ratio,
         "dynamic_speedup": ratio,
     }
-    words = decode.line_of(row)
+    words = decode.TABLE.line(row)
     assert len(words) <= 80
     assert words.split()[-5:] == ["131328", "2000.00", "12.346", "(1.000-123.457)", "12.35"]
 

@@ -14,11 +14,11 @@ from kvpolicy.policies import FullContext, StreamingLLM
 def test_rows_fit_the_tables() -> None:
     ratio = {"median": 1.0345, "lowest": 0.9, "highest": 123.4567}
     row = {"rule": "StreamingLLM", "budget": 1024, "every": 128, "token_ms": [10.0, 20.0]}
-    words = decoding.cost_line({**row, "of_none": ratio})
+    words = decoding.COSTS.line({**row, "of_none": ratio})
     assert len(words) <= 80
     assert words.split()[1:] == ["1024", "128", "15.00", "1.034", "(0.900-123.457)"]
     shares = {"rule": "none", "budget": None, "hops_1": 1.0, "hops_2": 0.125, "most_held": 512}
-    assert decoding.line_of(shares).split() == ["none", "-", "100.0%", "12.5%", "512"]
+    assert decoding.ACCURACY.line(shares).split() == ["none", "-", "100.0%", "12.5%", "512"]
 
 
 def test_a_prompt_that_is_fed_is_answered_as_one_that_is_read() -> None:

@@ -224,10 +224,10 @@ def test_large_numbers_fit_the_table() -> None:
         decode_peak_bytes=17 << 30,
         scoring_share=0.999,
     )
-    line = gpu.line_of(attrs.asdict(cell))
+    line = gpu.CELLS.line(attrs.asdict(cell))
     assert len(line) <= 80
     assert line.split()[2:] == ["543.211", "12.34", "123.45", "1234.50", "12.34", "141.0", "99.9%"]
-    assert len(gpu.line_of(attrs.asdict(Cell("h2o", 8, "failed", "x" * 300)))) == 80
+    assert len(gpu.CELLS.line(attrs.asdict(Cell("h2o", 8, "failed", "x" * 300)))) == 80
 
 
 # What a cell is made of, on turns made by hand.

@@ -32,12 +32,13 @@ def test_a_row_has_medians_and_ratios_of_the_same_round() -> None:
     zeros = (0.0, 0.0, 0.0)
     full = Timing(Phase((10.0, 40.0, 12.0), zeros), Phase((4.0, 6.0, 8.0), zeros), None)
     ours = Timing(Phase((5.0, 10.0, 8.0), (1.0, 2.0, 3.0)), Phase((2.0, 2.0, 2.0), zeros), None)
-    row = methods.row_of("fastkv", ours, full, 64, (1.8, 1.7))
+    limits = {"prefill_allowed": 1.8, "decode_allowed": 1.7}
+    row = methods.row_of("fastkv", ours, full, 64, limits)
     assert row["prefill_speedup"] == {"median": 2.0, "lowest": 1.5, "highest": 4.0}
     assert row["decode_speedup"] == {"median": 3.0, "lowest": 2.0, "highest": 4.0}
     assert (row["prefill_allowed"], row["decode_allowed"]) == (1.8, 1.7)
     assert (row["prefill_ms"], row["prefill_cpu_ms"]) == ((5.0, 10.0, 8.0), (1.0, 2.0, 3.0))
-    words = methods.line_of(row)
+    words = methods.TIMES.line(row)
     assert words.split() == [
         *("fastkv", "64", "0.01", "0.00", "2.00", "(1.50-4.00)", "1.80", "2.00", "3.00")
     ]
@@ -48,10 +49,11 @@ def test_large_numbers_fit_the_table() -> None:
         phase = Phase((ms, 1.2 * ms), (2 * ms, 3 * ms))
         return Timing(phase, phase, None)
 
-    row = methods.row_of("pyramid_infer", timing(9.9e3), timing(9.876e5), 131072, (123.4, 1.0))
-    assert len(methods.line_of(row)) <= 80
+    limits = {"prefill_allowed": 123.4, "decode_allowed": 1.0}
+    row = methods.row_of("pyramid_infer", timing(9.9e3), timing(9.876e5), 131072, limits)
+    assert len(methods.TIMES.line(row)) <= 80
     row = {"policy": "pyramid_infer", "context": 131072, "share_of_full": 1.0}
-    assert len(methods.memory_line({**row, "peak": peak(1 << 44, exact=False)})) <= 80
+    assert len(methods.MEMORY.line({**row, "peak": peak(1 << 44, exact=False)})) <= 80
 
 
 def test_shares_of_prefill_by_hand() -> None:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from benchmarks import unequal_heads
-from benchmarks.common import random_prompt
-from benchmarks.methods import TINY
+from benchmarks.common import TINY, random_prompt
 from kvpolicy.integrations.transformers.state.packed import Packed
 
 
@@ -16,11 +15,11 @@ def test_rows_fit_the_table() -> None:
     ratio = {"median": 1.0345, "lowest": 0.9, "highest": 1.2}
     row = {"model": "random", "context": 8192, "rate": 0.02, "kept": 0.02, "held": 0.021}
     bare = {**row, "padded": 1.0}
-    assert unequal_heads.line_of(bare).split() == [
+    assert unequal_heads.TABLE.line(bare).split() == [
         *("random", "8192", "0.02", "2.0%", "2.1%", "100.0%"),
     ]
     timed = {**bare, "padded_ms": [10.0, 20.0], "packed_ms": [9.0], "of_padded": ratio}
-    words = unequal_heads.line_of(timed)
+    words = unequal_heads.TABLE.line(timed)
     assert len(words) <= 80
     assert words.split()[6:] == ["15.00", "9.00", "1.03", "(0.90-1.20)"]
 

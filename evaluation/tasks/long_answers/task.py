@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import attrs
 from attrs.validators import ge, in_, instance_of
 
-from kvpolicy.evaluation.tasks.needle.rows import scattered
+from kvpolicy.evaluation.tasks.needle.filler import scattered
 
 from .vocabulary import ARROW, BOS, FROM, LET, STOP, SYMBOLS
 

@@ -9,13 +9,13 @@ whole. Every other pair and link is a distractor.
 
 import random
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
 from attrs.validators import ge, in_, instance_of
 
+from .filler import gaps
 from .vocabulary import BOS, END, FILLERS, KEY, LINK, NUM_SYMBOLS, QUERY, QUERY2, SYMBOLS
 
 if TYPE_CHECKING:
@@ -136,22 +136,16 @@ class NeedleTask:
         rng.shuffle(segments)
         body: list[int] = [BOS]
         start = 0
-        gaps = self._gaps(rng, len(segments))
-        for segment, gap in zip(segments, gaps, strict=False):
+        *before, last = gaps(rng, self.context_len - self.min_context_len, len(segments))
+        for segment, gap in zip(segments, before, strict=True):
             body += rng.choices(FILLERS, k=gap)
             if segment is needle:
                 start = len(body)
             body += segment
-        body += [*rng.choices(FILLERS, k=gaps[-1]), *question]
+        body += [*rng.choices(FILLERS, k=last), *question]
         return NeedlePrompt(
             tuple(body), tuple(pairs[asked][1:]), self.hops, start / self.context_len
         )
-
-    def _gaps(self, rng: random.Random, count: int) -> list[int]:
-        """Divide the filler among the ``count + 1`` gaps around ``count`` segments."""
-        slots = self.context_len - self.min_context_len + count
-        cuts = [-1, *sorted(rng.sample(range(slots), count)), slots]
-        return [right - left - 1 for left, right in pairwise(cuts)]
 
 
 def exact_match(generated: Sequence[int], answer: Sequence[int]) -> bool:

@@ -6,15 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.ruler_words.batches import MAX_POSITION, NONE, row_batch
-from benchmarks.ruler_words.curriculum import LOOKUPS, STAGES, Stage
-from benchmarks.ruler_words.rows import NamesRow, Row, list_row
-from benchmarks.ruler_words.start import SHAPE, started_network
 from kvpolicy.evaluation.tasks.needle import load_model
 from kvpolicy.evaluation.tasks.needle.vocabulary import KEY, QUERY
 from kvpolicy.evaluation.tasks.ruler_words.questions import KINDS
 from kvpolicy.evaluation.tasks.ruler_words.vocabulary import TOKEN_IDS, token_names
 from tests.evaluation.tasks.word_reader import read_answer
+from training.batches import IGNORED
+from training.ruler_words.batches import MAX_POSITION, row_batch
+from training.ruler_words.curriculum import LOOKUPS, STAGES, Stage
+from training.ruler_words.rows import NamesRow, Row, list_row
+from training.ruler_words.start import SHAPE, started_network
 
 ROWS = st.builds(
     lambda seed, length, listed: list_row(random.Random(seed), length)
@@ -48,11 +49,11 @@ def test_answers_of_a_batch_are_the_next_tokens_of_the_answers(row: Row) -> None
     batch = row_batch(random.Random(0), [row], len(words) + 1)
     ids = batch.input_ids[0].tolist()
     assert [token_names()[token] for token in ids] == ["<bos>", *words]
-    chosen = (batch.answers[0] != NONE).nonzero()[:, 0].tolist()
+    chosen = (batch.answers[0] != IGNORED).nonzero()[:, 0].tolist()
     expected = [word for asked in row.asked for word in asked.question.answer]
     assert [token_names()[ids[at + 1]] for at in chosen] == expected
     assert [token_names()[batch.answers[0, at]] for at in chosen] == expected
-    counted = (batch.kinds[0] != NONE).nonzero()[:, 0].tolist()
+    counted = (batch.kinds[0] != IGNORED).nonzero()[:, 0].tolist()
     outputs = [
         (KINDS.index(asked.kind), word)
         for asked in row.asked

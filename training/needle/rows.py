@@ -1,12 +1,19 @@
 """Training rows: replayed symbols, and needles with many questions to a row."""
 
 import random
-from collections.abc import Sequence
-from itertools import pairwise
 
 import attrs
 
-from .vocabulary import BOS, END, FILLERS, KEY, LINK, QUERY, QUERY2, SYMBOLS
+from kvpolicy.evaluation.tasks.needle.filler import scattered
+from kvpolicy.evaluation.tasks.needle.vocabulary import (
+    BOS,
+    END,
+    KEY,
+    LINK,
+    QUERY,
+    QUERY2,
+    SYMBOLS,
+)
 
 Pieces = list[list[int]]
 
@@ -100,14 +107,3 @@ def _contents(rng: random.Random, plan: RowPlan) -> tuple[Pieces, Pieces, list[i
     if plan.links_first:
         return rng.sample(links, len(links)) + stored, questions, bridges
     return rng.sample(links + stored, len(links + stored)), questions, bridges
-
-
-def scattered(rng: random.Random, segments: Sequence[list[int]], fillers: int) -> Pieces:
-    """Put fillers before, between and behind the segments; all ways to divide them are alike."""
-    slots = fillers + len(segments)
-    cuts = [-1, *sorted(rng.sample(range(slots), len(segments))), slots]
-    gaps = [right - left - 1 for left, right in pairwise(cuts)]
-    pieces = [rng.choices(FILLERS, k=gaps[0])]
-    for segment, gap in zip(segments, gaps[1:], strict=True):
-        pieces += [segment, rng.choices(FILLERS, k=gap)]
-    return pieces

@@ -15,7 +15,8 @@ from pathlib import Path
 import transformers
 
 MODELS = ("llama", "qwen2", "mistral", "qwen3", "phi3", "gemma2", "olmo2", "gpt_oss")
-HERE = Path(__file__).resolve().parent
+# What the plugin is found in, as `generate_twice`; nothing else is there.
+TOOLS = Path(__file__).resolve().parents[1]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         command.append(f"--generate-twice-out={given.out.resolve()}")
     # The checkout's `tests` is a package as this repository's is: nothing of here but the plugin
     # may be found, so that the folder to run in is the checkout.
-    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(TOOLS), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     return subprocess.run(command, cwd=given.checkout, env=environment, check=False).returncode
 

@@ -22,7 +22,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import StreamingLLM
-from tests.benchmarks_transformers_tests.conftest import SCRIPTS
+from tests.generate_twice.conftest import SCRIPT
 from tests.reference import random_tokens, tiny_model
 
 NEW = 5
@@ -289,7 +289,7 @@ def test_account_names_what_differs() -> None:
 
 
 def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("transformers_tests_run", SCRIPTS / "run.py")
+    spec = importlib.util.spec_from_file_location("transformers_tests_run", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -336,7 +336,7 @@ def _checkout(folder: Path, version: str = transformers.__version__) -> Path:
 
 def test_command_runs_a_checkouts_tests(tmp_path: Path) -> None:
     """A test that fails of its own does not count; this repository's `tests` is not in the way."""
-    command = [sys.executable, SCRIPTS / "run.py", _checkout(tmp_path), "--models", "llama"]
+    command = [sys.executable, SCRIPT, _checkout(tmp_path), "--models", "llama"]
     done = subprocess.run(
         [*map(str, command), "--out", str(tmp_path / "out.json")], capture_output=True, text=True
     )

@@ -32,49 +32,33 @@ import random
 
 import attrs
 
-from .batches import TOKENS_PER_STEP, Batch, copy_batch, needle_batch
+from kvpolicy.evaluation.tasks.needle.task import MAX_PAIRS
+from training import trainer
+from training.batches import TOKENS_PER_STEP
+
+from .batches import Batch, copy_batch, needle_batch
 from .rows import RowPlan
-from .task import MAX_PAIRS
 
 
 @attrs.frozen
-class Stage:
-    """A stretch of the training with one kind of row.
-
-    A stage ends when the running accuracy of every kind of question reaches ``target``, or after
-    ``max_steps``. The learning rate is ``learning_rate`` throughout, or falls along a cosine to
-    ``final_learning_rate`` over ``max_steps``.
+class Stage(trainer.Stage):
+    """A stretch of the needle model's training.
 
     Args:
-        name: also the name of the stage's checkpoint.
-        lengths: row lengths in tokens, one drawn for each step.
-        max_steps: the most steps the stage takes.
-        target: running accuracy over single answer tokens at which the stage ends; above 1 it never
-            does.
         pairs: fewest and most pairs of a row; None for copy rows.
         num_values: values of a pair.
         two_hop_share: share of two-hop questions; above 0 rows hold links.
         links_first: see `RowPlan`.
-        stack: whether the stage starts by copying the retrieval layer one layer up.
         supervision: weight of the losses that read the bridge and the answer off the lower layers.
         blindfold: share of the steps in which questions do not see the pairs in the lower layers.
-        learning_rate: Adam's.
-        final_learning_rate: None for a constant rate.
     """
 
-    name: str
-    lengths: tuple[int, ...]
-    max_steps: int
-    target: float = 2.0
     pairs: tuple[int, int] | None = None
     num_values: int = 3
     two_hop_share: float = 0.0
     links_first: bool = False
-    stack: bool = False
     supervision: float = 0.0
     blindfold: float = 0.0
-    learning_rate: float = 1e-3
-    final_learning_rate: float | None = None
 
     def draw(self, rng: random.Random) -> Batch:
         """Return the batch of one step."""

@@ -1,6 +1,6 @@
 """Train the bundled model with long answers from scratch, on one CPU thread or a GPU.
 
-Run as ``python -m benchmarks.long_answers.train --out DIR``. A run that was stopped goes on at its
+Run as ``python -m training.long_answers.train --out DIR``. A run that was stopped goes on at its
 last checkpoint. The stages are in `curriculum`.
 """
 
@@ -10,7 +10,6 @@ import random
 from collections.abc import Sequence
 from statistics import fmean
 
-import attrs
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -22,25 +21,17 @@ from kvpolicy.evaluation.tasks.long_answers.task import (
     right_steps,
 )
 from kvpolicy.evaluation.tasks.long_answers.vocabulary import ARROW, token_names
-from kvpolicy.evaluation.tasks.needle import train as needle
-from kvpolicy.evaluation.tasks.needle.batches import IGNORED, Batch
-from kvpolicy.evaluation.tasks.needle.export import save_pretrained
-from kvpolicy.evaluation.tasks.needle.network import HOP_LAYER, Network, NetworkShape
+from training import trainer
+from training.batches import IGNORED
+from training.needle.batches import Batch
+from training.network import HOP_LAYER, Network, NetworkShape
+from training.trainer import forward_pass, token_loss
 
 from .batches import MAX_POSITION
 from .curriculum import STAGES, Stage
 
 LENGTHS = (256, 512)
 SHAPE = NetworkShape(num_layers=4, max_position=MAX_POSITION)
-
-
-@attrs.define
-class Progress(needle.Progress):
-    """Where a run stands: enough to take it up again at the last checkpoint."""
-
-    def __str__(self) -> str:
-        accuracy = ", ".join(f"{name} {value:.4f}" for name, value in self.accuracy.items())
-        return f"{self.minutes:.1f} min, {STAGES[self.stage].name} step {self.step}: {accuracy}"
 
 
 def step_loss(
@@ -53,12 +44,12 @@ def step_loss(
         batch: the step's rows.
         supervision: weight of the losses that read symbol and answer off the lower layers.
     """
-    with needle.forward_pass(network):
+    with forward_pass(network):
         states = network(batch.input_ids, batch.positions)
-    loss, hits = needle.token_loss(network, states[-1], batch.answers)
+    loss, hits = token_loss(network, states[-1], batch.answers)
     if supervision:
-        bridge_loss, _ = needle.token_loss(network, states[HOP_LAYER], batch.bridges)
-        early_loss, _ = needle.token_loss(network, states[HOP_LAYER + 1], batch.answers)
+        bridge_loss, _ = token_loss(network, states[HOP_LAYER], batch.bridges)
+        early_loss, _ = token_loss(network, states[HOP_LAYER + 1], batch.answers)
         loss = loss + supervision * (bridge_loss + early_loss)
     accuracy = {"answer": hits.float().mean().item()}
     lookups = (batch.input_ids == ARROW)[batch.answers != IGNORED]
@@ -67,21 +58,20 @@ def step_loss(
     return loss, accuracy
 
 
-class Trainer(needle.Trainer):
-    """As of the needle model, with a smaller network, stages and a loss of its own."""
+class Trainer(trainer.Trainer):
+    """Trains the model with long answers."""
 
     stages = STAGES
-    progress_type = Progress
 
     def new_network(self) -> Network:
         """A network that has learned nothing."""
         return Network(SHAPE)
 
-    def step(self, stage: Stage, rng: random.Random) -> dict[str, float]:
-        """Take one optimiser step and return its accuracies."""
-        loss, accuracy = step_loss(self.network, self.drawn(stage, rng), stage.supervision)
-        self.descend(stage, loss)
-        return accuracy
+    def loss(
+        self, batch: Batch, stage: Stage, rng: random.Random
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Return the loss of one step and its accuracies."""
+        return step_loss(self.network, batch, stage.supervision)
 
 
 @torch.no_grad()
@@ -100,15 +90,10 @@ def answered(model: LlamaForCausalLM, prompts: Sequence[LongPrompt]) -> tuple[fl
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, write the model and its tokenizer, and print how often it answers."""
-    parser = needle.training_parser("Train the model with long answers.")
+    parser = trainer.training_parser("Train the model with long answers.")
     parser.add_argument("--count", type=int, default=32, help="prompts of each kind at the end")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    options.out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(options.out, options.seed, options.device)
-    trainer.run(options.minutes)
-    save_pretrained(trainer.network.cpu(), options.out / "weights", token_names())
-    model = LlamaForCausalLM.from_pretrained(options.out / "weights", dtype=torch.float32)
+    model = trainer.trained(Trainer, options, token_names())
     for context_len in LENGTHS:
         for kind in KINDS:
             prompts = LongAnswerTask(kind, context_len).prompts(options.count, seed=1)

@@ -9,7 +9,8 @@ import torch
 
 from kvpolicy.evaluation.tasks.long_answers.task import STEP_TOKENS, LongAnswerTask, LongPrompt
 from kvpolicy.evaluation.tasks.long_answers.vocabulary import FILLERS, LET
-from kvpolicy.evaluation.tasks.needle.batches import Batch, skipped_positions
+from training.batches import skipped_positions
+from training.needle.batches import Batch
 
 MAX_POSITION = 2048
 # Tokens of a prompt beside statements and filler, and of a statement.

@@ -12,42 +12,27 @@ import random
 
 import attrs
 
-from kvpolicy.evaluation.tasks.needle.batches import TOKENS_PER_STEP, Batch, copy_batch
+from training import trainer
+from training.batches import TOKENS_PER_STEP
+from training.needle.batches import Batch, copy_batch
 
 from .batches import row_batch, row_task
 
 
 @attrs.frozen
-class Stage:
-    """A stretch of the training.
-
-    A stage ends when the running accuracy of every kind of token reaches ``target``, or after
-    ``max_steps``. The learning rate is constant, or falls along a cosine over ``max_steps``.
+class Stage(trainer.Stage):
+    """A stretch of the training of the model with long answers.
 
     Args:
-        name: also the name of the stage's checkpoint.
-        lengths: row lengths in tokens, one drawn for each step.
-        max_steps: the most steps the stage takes.
-        target: running accuracy over single tokens at which it ends; above 1 it never does.
         statements: fewest and most of a row; None for rows of copied symbols.
         loop_share: share of the rows that walk a loop. In the others no fact can be read from what
             the answer has said before.
-        stack: whether the stage starts by copying the retrieval layer one layer up.
         supervision: weight of the losses that read symbol and answer off the lower layers.
-        learning_rate: Adam's.
-        final_learning_rate: None for a constant rate.
     """
 
-    name: str
-    lengths: tuple[int, ...]
-    max_steps: int
-    target: float = 2.0
     statements: tuple[int, int] | None = None
     loop_share: float = 0.25
-    stack: bool = False
     supervision: float = 0.0
-    learning_rate: float = 1e-3
-    final_learning_rate: float | None = None
 
     def draw(self, rng: random.Random) -> Batch:
         """Return the batch of one step."""

@@ -8,16 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from kvpolicy.evaluation.tasks.needle.batches import IGNORED, Batch
-from kvpolicy.evaluation.tasks.needle.curriculum import STAGES, Stage
-from kvpolicy.evaluation.tasks.needle.export import to_llama
-from kvpolicy.evaluation.tasks.needle.network import (
-    HOP_LAYER,
-    MAX_POSITION,
-    Network,
-    causal_attention,
-)
 from kvpolicy.evaluation.tasks.needle.vocabulary import END, KEY, LINK, QUERY, QUERY2
+from training.batches import IGNORED
+from training.export import to_llama
+from training.needle.batches import Batch
+from training.needle.curriculum import STAGES, Stage
+from training.network import HOP_LAYER, MAX_POSITION, Network, causal_attention
 
 NEEDLE_STAGES = [stage for stage in STAGES if stage.pairs is not None]
 

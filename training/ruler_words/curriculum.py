@@ -6,7 +6,10 @@ import random
 
 import attrs
 
-from .batches import TOKENS_PER_STEP, Batch, row_batch
+from training import trainer
+from training.batches import TOKENS_PER_STEP
+
+from .batches import Batch, row_batch
 from .rows import NamesRow, list_row
 
 LOOKUPS = ("single", "multi-query", "multi-query", "two-hop", "tracing")
@@ -14,37 +17,22 @@ MORE_HOPS = ("multi-query", "two-hop", "two-hop", "two-hop", "tracing")
 
 
 @attrs.frozen
-class Stage:
-    """A stretch of the training.
-
-    A stage ends when the running accuracy of every kind reaches ``target``, or after ``max_steps``.
-    The learning rate is constant, or falls along a cosine over ``max_steps``.
+class Stage(trainer.Stage):
+    """A stretch of the training of the word tasks' model.
 
     Args:
-        name: also the name of the stage's checkpoint.
-        lengths: row lengths in tokens, one drawn for each step.
-        max_steps: the most steps the stage takes.
-        target: running accuracy at which the stage ends; above 1 it never does.
         kinds: of the lookups in a row.
         lists_share: share of the steps whose rows ask for common and frequent words.
         most_filler: the most filler of a row, as a fraction of it.
         blindfold: share of the steps in which questions do not see names in the lower layers.
         hops_weight: weight of the losses that read both hops off the lower layers.
-        learning_rate: Adam's.
-        final_learning_rate: None for a constant rate.
     """
 
-    name: str
-    lengths: tuple[int, ...]
-    max_steps: int
-    target: float = 2.0
     kinds: tuple[str, ...] = LOOKUPS
     lists_share: float = 0.15
     most_filler: float = 0.5
     blindfold: float = 0.5
     hops_weight: float = 1.0
-    learning_rate: float = 1e-3
-    final_learning_rate: float | None = None
 
     def draw(self, rng: random.Random) -> Batch:
         """Return the batch of one step."""

@@ -2,20 +2,16 @@
 
 import random
 from collections.abc import Sequence
-from itertools import accumulate
 
 import attrs
 import torch
 from torch import Tensor
 
-from .network import MAX_POSITION
-from .rows import NeedleRow, Pieces, RowPlan, copy_row, needle_row
-from .vocabulary import KEY
+from kvpolicy.evaluation.tasks.needle.vocabulary import KEY
+from training.batches import IGNORED, TOKENS_PER_STEP, skipped_positions
+from training.network import MAX_POSITION
 
-TOKENS_PER_STEP = 4096
-IGNORED = -100
-SKIP_CHANCE = 0.75
-MAX_SKIPS = 8
+from .rows import NeedleRow, RowPlan, copy_row, needle_row
 
 
 @attrs.frozen
@@ -78,7 +74,7 @@ def needle_batch(rng: random.Random, plans: Sequence[RowPlan]) -> Batch:
         pieces = row.context + row.asked
         tokens = torch.tensor([token for piece in pieces for token in piece])
         batch.input_ids[index] = tokens
-        batch.positions[index] = skipped_positions(rng, pieces, length)
+        batch.positions[index] = skipped_positions(rng, pieces, length, MAX_POSITION)
         batch.others[index, :-1] = tokens[1:]
         _mark(batch, index, row)
     return batch
@@ -99,29 +95,3 @@ def _mark(batch: Batch, index: int, row: NeedleRow) -> None:
             bridge = row.bridges[number // 2]
             batch.bridges[index, position + 1] = IGNORED if bridge is None else bridge
         position += len(piece)
-
-
-def skipped_positions(
-    rng: random.Random, pieces: Pieces, length: int, max_position: int = MAX_POSITION
-) -> Tensor:
-    """Return positions that mostly jump before some pieces: short rows teach long distances.
-
-    Args:
-        rng: source of the draw.
-        pieces: the row's pieces; jumps happen between them.
-        length: tokens in the row, at most ``max_position``.
-        max_position: the positions' limit.
-
-    Returns:
-        int64 ``[length]``, strictly ascending from 0, below ``max_position``.
-    """
-    steps = torch.ones(length, dtype=torch.int64)
-    steps[0] = 0
-    if length < max_position and rng.random() < SKIP_CHANCE:
-        ends = accumulate(len(piece) for piece in pieces)
-        starts = [end for end in ends if end < length]
-        chosen = rng.sample(starts, min(len(starts), rng.randint(1, MAX_SKIPS)))
-        total = int((max_position - length) * rng.random())
-        for start in chosen:
-            steps[start] += rng.randint(0, 2 * total // len(chosen))
-    return torch.minimum(steps.cumsum(0), max_position - length + torch.arange(length))

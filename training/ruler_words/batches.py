@@ -9,15 +9,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.evaluation.tasks.needle.batches import skipped_positions
 from kvpolicy.evaluation.tasks.ruler_words.questions import KINDS
 from kvpolicy.evaluation.tasks.ruler_words.vocabulary import BOS, TOKEN_IDS
+from training.batches import IGNORED, skipped_positions
 
 from .rows import Row
 
-TOKENS_PER_STEP = 4096
 MAX_POSITION = 2304
-NONE = -100
 
 
 @attrs.frozen
@@ -27,9 +25,9 @@ class Batch:
     Attributes:
         input_ids: token ids.
         positions: rotary positions, ascending along each row.
-        answers: the next token where it belongs to an answer, else ``NONE``.
+        answers: the next token where it belongs to an answer, else ``IGNORED``.
         hops: ``[batch, length, 2]``, at the node of a two-hop question: the key that its road leads
-            to, and the first word of the name; else ``NONE``.
+            to, and the first word of the name; else ``IGNORED``.
         in_questions: 1.0 from the first question on.
         in_names: 1.0 on the sentences that give names.
         kinds: index into ``KINDS`` where the next token counts for a kind's accuracy.
@@ -50,11 +48,11 @@ class Batch:
         return cls(
             tokens,
             tokens.clone(),
-            torch.full_like(tokens, NONE),
-            torch.full((rows, length, 2), NONE),
+            torch.full_like(tokens, IGNORED),
+            torch.full((rows, length, 2), IGNORED),
             torch.zeros(rows, length),
             torch.zeros(rows, length),
-            torch.full_like(tokens, NONE),
+            torch.full_like(tokens, IGNORED),
         )
 
 

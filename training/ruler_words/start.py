@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvpolicy.evaluation.tasks.needle import load_model
-from kvpolicy.evaluation.tasks.needle.network import NEEDLE_SHAPE, Network
 from kvpolicy.evaluation.tasks.needle.vocabulary import (
     END,
     FILLERS,
@@ -24,6 +23,7 @@ from kvpolicy.evaluation.tasks.needle.vocabulary import (
     SYMBOLS,
 )
 from kvpolicy.evaluation.tasks.ruler_words.vocabulary import NOUN_LIST, TOKEN_IDS, token_names
+from training.network import NEEDLE_SHAPE, Network
 
 from .batches import MAX_POSITION
 

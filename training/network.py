@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .vocabulary import VOCAB_SIZE
+from kvpolicy.evaluation.tasks.needle.vocabulary import VOCAB_SIZE
 
 MAX_POSITION = 4224
 NORM_EPS = 1e-5

@@ -10,8 +10,16 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from kvpolicy.evaluation.tasks.needle.vocabulary import (
+    BOS,
+    END,
+    PAD,
+    SPECIAL_TOKENS,
+    UNKNOWN,
+    token_names,
+)
+
 from .network import NORM_EPS, Network, NetworkShape
-from .vocabulary import BOS, END, PAD, SPECIAL_TOKENS, UNKNOWN, token_names
 
 
 def llama_config(shape: NetworkShape) -> LlamaConfig:

@@ -1,0 +1,67 @@
+"""The tables of the GPU benchmark: its cells context by context, and what is to be said of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.gpu_cells import MEASURED
+from benchmarks.harness import Column, Row, Table, middle
+
+
+def _unmeasured(row: Row) -> str | None:
+    if row["status"] == MEASURED:
+        return None
+    return f"{row['policy']:<14}{row['context']:>7}  {row['status']}: {row['note']}"[:80]
+
+
+def _token(row: Row) -> float | None:
+    return middle("decode_ms")(row) if row["decode_ms"] else None
+
+
+def _peak(row: Row) -> float | None:
+    peaks = [row["prefill_peak_bytes"], row["decode_peak_bytes"]]
+    return None if None in peaks else max(peaks) / 2**30
+
+
+class CellTable(Table):
+    """A table by context, with the notes of the cells that were measured behind it."""
+
+    def text(self, record: dict[str, Any]) -> str:
+        """See `Table.text`; empty for compiled cells where there are none."""
+        rows = sorted(record.get(self.part, []), key=lambda row: int(row["context"]))
+        if self.gap and not rows:
+            return ""
+        notes = [
+            f"{row['policy']}, {row['context']} tokens: {row['note']}"[:80]
+            for row in rows
+            if row["status"] == MEASURED and row["note"]
+        ]
+        return "\n".join([self.header, *map(self.line, rows), *notes])
+
+
+CELLS = CellTable(
+    "cells",
+    Column("policy", -14, "policy"),
+    Column("tokens", 7, "context"),
+    Column("prefill s", 10, middle("prefill_ms", 1e3), ".3f"),
+    Column("x", 6, "prefill_speedup", ".2f"),
+    Column("allowed", 8, "prefill_allowed", ".2f"),
+    Column("decode ms", 10, _token, ".2f"),
+    Column("x", 6, "decode_speedup", ".2f"),
+    Column("peak GiB", 9, _peak, ".1f"),
+    Column("scoring", 8, "scoring_share", ".1%"),
+    instead=_unmeasured,
+)
+COMPILED_CELLS = CellTable(
+    "compiled",
+    Column("compiled", -14, "policy"),
+    Column("tokens", 7, "context"),
+    Column("compile s", 10, lambda row: row["compile_ms"] / 1e3, ".1f"),
+    Column("prefill s", 10, lambda row: row["prefill_ms"] / 1e3, ".3f"),
+    Column("decode ms", 10, middle("compiled_decode_ms"), ".2f"),
+    Column("x static", 9, "speedup_to_static", ".2f"),
+    Column("allowed", 8, "decode_allowed", ".2f"),
+    Column("x loop", 8, "speedup_to_uncompiled", ".2f"),
+    instead=_unmeasured,
+    gap=True,
+)

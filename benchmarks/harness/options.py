@@ -1,0 +1,124 @@
+"""Command lines: the options that all benchmarks have, and a script's own."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvpolicy.evaluation.results import check_folder
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+# Where a quick run writes, so that it never takes the place of a real one.
+QUICK_RESULTS = Path("results") / "benchmarks"
+
+
+def whole_numbers(text: str) -> list[int]:
+    """Comma-separated numbers of at least 1, ascending, each once.
+
+    Raises:
+        argparse.ArgumentTypeError: They are not.
+    """
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        found = [0]
+    if found[0] < 1:
+        raise argparse.ArgumentTypeError(
+            f"must be whole numbers of at least 1 with commas between, such as 2048,8192, got "
+            f"{text!r}"
+        )
+    return found
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """A type of argparse: a whole number of at least ``minimum``."""
+
+    def whole_number(text: str) -> int:
+        if not re.fullmatch(r"\d+", text) or int(text) < minimum:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number of at least {minimum}, got {text!r}"
+            )
+        return int(text)
+
+    return whole_number
+
+
+@attrs.frozen
+class Option:
+    """An option of a script's command line.
+
+    Args:
+        name: Without the dashes, words apart by ``-``.
+        default: Of a real run; False makes it a flag.
+        kind: Reads the text; by the default's type if None: a whole number of at least 1, such
+            numbers with commas between, or text.
+        quick: Of a quick run, if it is another one.
+        help: What it is; the default is added.
+        how: What else `argparse` is told, such as ``choices``.
+    """
+
+    name: str
+    default: Any = None
+    kind: Callable[[str], Any] | None = None
+    quick: Any = None
+    help: str = ""
+    how: dict[str, Any] = attrs.field(factory=dict)
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Add it to a parser; where it is not given it is None there."""
+        if self.default is False:
+            parser.add_argument(f"--{self.name}", action="store_true", help=self.help)
+            return
+        kinds: dict[type, Callable[[str], Any]] = {int: at_least(1), list: whole_numbers}
+        shown = self.default
+        if isinstance(shown, list | tuple):
+            shown = ("," if "nargs" not in self.how else " ").join(map(str, shown))
+        said = (
+            self.help if shown in (None, "") else f"{self.help}; default {shown}".removeprefix("; ")
+        )
+        kind = self.kind or kinds.get(type(self.default), str)
+        parser.add_argument(f"--{self.name}", type=kind, help=said, **self.how)
+
+    def settle(self, options: argparse.Namespace) -> None:
+        """Put its default where it was not given."""
+        name = self.name.replace("-", "_")
+        if getattr(options, name) is None:
+            quick = options.quick and self.quick is not None
+            setattr(options, name, self.quick if quick else self.default)
+
+
+def parser_of(description: str, threads: int = 2) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks have.
+
+    Args:
+        description: A script's docstring, of which the first line is shown.
+        threads: Of torch, where the command line does not say.
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a tiny run, to see that it works")
+    said = f"of torch; default {threads}"
+    parser.add_argument("--threads", type=at_least(1), default=threads, help=said)
+    parser.add_argument("--out", type=Path, help="folder of the results")
+    parser.add_argument(
+        "--show", type=Path, metavar="FILE", help="measure nothing; table and picture of a result"
+    )
+    return parser
+
+
+def out_folder(options: argparse.Namespace) -> Path:
+    """Where results go; checked before anything is measured.
+
+    Raises:
+        ValueError: It cannot be written to.
+    """
+    if options.out is None and options.show is not None:
+        folder = options.show.parent
+    else:
+        folder = options.out or (QUICK_RESULTS if options.quick else RESULTS)
+    check_folder(folder)
+    return Path(folder)

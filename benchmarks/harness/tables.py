@@ -1,0 +1,115 @@
+"""Tables of results, a line for each row of a record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import attrs
+
+Row = dict[str, Any]
+
+
+@attrs.frozen
+class Column:
+    """A column of a table.
+
+    Args:
+        title: Its head.
+        width: Characters; below 0 its cells stand at the left.
+        value: A key of the row, or what is read off a row; None is shown as a dash.
+        form: How a value is formatted, such as ``.2f``.
+    """
+
+    title: str
+    width: int
+    value: str | Callable[[Row], Any]
+    form: str = ""
+
+    def head(self) -> str:
+        """Its title in its width."""
+        return self._placed(self.title)
+
+    def cell(self, row: Row) -> str:
+        """A row's value in its width."""
+        found = row.get(self.value) if isinstance(self.value, str) else self.value(row)
+        return self._placed("-" if found is None else format(found, self.form))
+
+    def _placed(self, text: str) -> str:
+        return text.ljust(-self.width) if self.width < 0 else text.rjust(self.width)
+
+
+class Table:
+    """A table of one part of a record.
+
+    Args:
+        part: The part's name, whose value is a list of rows.
+        columns: From left to right.
+        instead: The text of a row that the columns do not fit, such as one that failed; None for
+            the others.
+        live: Whether rows are printed as they are measured; the others come at the end.
+        gap: Whether an empty line stands before it.
+    """
+
+    def __init__(
+        self,
+        part: str,
+        *columns: Column,
+        instead: Callable[[Row], str | None] = lambda row: None,
+        live: bool = True,
+        gap: bool = False,
+    ) -> None:
+        self.part, self.columns, self.instead = part, columns, instead
+        self.live, self.gap = live, gap
+
+    @property
+    def header(self) -> str:
+        """The line above the rows."""
+        return "\n" * self.gap + "".join(each.head() for each in self.columns)
+
+    def line(self, row: Row) -> str:
+        """One row."""
+        found = self.instead(row)
+        if found is not None:
+            return found
+        return "".join(each.cell(row) for each in self.columns).rstrip()
+
+    def text(self, record: dict[str, Any]) -> str:
+        """The header and all rows of a record."""
+        return "\n".join([self.header, *map(self.line, record[self.part])])
+
+
+class Text:
+    """What is said of a record at the end and is no table of rows.
+
+    Args:
+        text: Makes it.
+    """
+
+    live = False
+
+    def __init__(self, text: Callable[[dict[str, Any]], str]) -> None:
+        self.text = text
+
+
+def middle(key: str, unit: float = 1.0) -> Callable[[Row], float]:
+    """For a column: the median of a row's list of numbers, in units."""
+    return lambda row: median(row[key]) / unit
+
+
+def extent(key: str, digits: int = 2) -> Callable[[Row], str]:
+    """For a column: a row's median and, in brackets, the lowest and the highest; empty for None.
+
+    Example:
+        >>> extent("x")({"x": {"median": 2.0, "lowest": 1.5, "highest": 4.0}})
+        '2.00 (1.50-4.00)'
+    """
+
+    def said(row: Row) -> str:
+        if row[key] is None:
+            return ""
+        middle, lowest, highest = (f"{each:.{digits}f}" for each in row[key].values())
+        return f"{middle} ({lowest}-{highest})"
+
+    return said

@@ -1,0 +1,1 @@
+"""The needle model: lookups of one hop and of two."""

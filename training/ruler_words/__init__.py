@@ -1,0 +1,1 @@
+"""The model of word tasks, which begins as the needle model."""

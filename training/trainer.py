@@ -1,0 +1,236 @@
+"""What the trainings share: options, stages, the step of the optimiser, and checkpoints."""
+
+from __future__ import annotations
+
+import abc
+import argparse
+import contextlib
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaForCausalLM
+
+from .batches import IGNORED
+from .export import save_pretrained
+from .network import Network
+
+WARMUP_STEPS = 50
+SMOOTHING = 0.95
+MIN_STEPS = 30
+CHECKPOINT_STEPS = 100
+
+
+@attrs.frozen
+class Stage(abc.ABC):
+    """A stretch of a training with one kind of row.
+
+    A stage ends when the running accuracy of every kind of question reaches ``target``, or after
+    ``max_steps``. The learning rate is ``learning_rate`` throughout, or falls along a cosine to
+    ``final_learning_rate`` over ``max_steps``.
+
+    Args:
+        name: also the name of the stage's checkpoint.
+        lengths: row lengths in tokens, one drawn for each step.
+        max_steps: the most steps the stage takes.
+        target: running accuracy over single answer tokens at which the stage ends; above 1 it never
+            does.
+        learning_rate: Adam's.
+        final_learning_rate: None for a constant rate.
+        stack: whether the stage starts by copying the retrieval layer one layer up.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    max_steps: int
+    target: float = 2.0
+    learning_rate: float = 1e-3
+    final_learning_rate: float | None = None
+    stack: bool = False
+
+    @abc.abstractmethod
+    def draw(self, rng: random.Random) -> Any:
+        """Return the batch of one step."""
+
+    def rate_of(self, step: int) -> float:
+        """Return the learning rate of one step, after a short linear rise at the start."""
+        rate = self.learning_rate
+        if self.final_learning_rate is not None:
+            fall = 0.5 + 0.5 * math.cos(math.pi * step / self.max_steps)
+            rate = self.final_learning_rate + (rate - self.final_learning_rate) * fall
+        return rate * min(1.0, (step + 1) / WARMUP_STEPS)
+
+
+@attrs.define
+class Progress:
+    """Where a run is: enough to take it up again at the last checkpoint."""
+
+    stage: int = 0
+    step: int = 0
+    minutes: float = 0.0
+    loss: float = 0.0
+    accuracy: dict[str, float] = attrs.field(factory=dict)
+
+    def __str__(self) -> str:
+        accuracy = ", ".join(f"{name} {value:.4f}" for name, value in self.accuracy.items())
+        return f"{self.minutes:.1f} min, step {self.step}: loss {self.loss:.2f}, {accuracy}"
+
+    def record(self, loss: float, accuracy: dict[str, float]) -> None:
+        """Fold one step's loss and accuracies into the running ones."""
+        self.loss = SMOOTHING * (self.loss or loss) + (1 - SMOOTHING) * loss
+        for name, value in accuracy.items():
+            before = self.accuracy.get(name, value)
+            self.accuracy[name] = SMOOTHING * before + (1 - SMOOTHING) * value
+
+
+@contextlib.contextmanager
+def forward_pass(network: Network) -> Iterator[None]:
+    """Compute in bfloat16, and make what a forward makes on the network's device."""
+    device = network.embedding.weight.device
+    with device, torch.autocast(device.type, dtype=torch.bfloat16):
+        yield
+
+
+def token_loss(network: Network, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean cross-entropy over the positions with a target, and which were hit."""
+    chosen = targets != IGNORED
+    logits, wanted = network.logits(hidden[chosen]).float(), targets[chosen]
+    return functional.cross_entropy(logits, wanted), logits.argmax(dim=-1) == wanted
+
+
+class Trainer(abc.ABC):
+    """The network, its optimiser and the run's progress, kept in ``out/state.pt``.
+
+    A model's training has its own ``stages``, `new_network` and `loss`.
+
+    Args:
+        out: folder of the checkpoints; where it has one, the run goes on there.
+        seed: of the weights and of the rows.
+        device: of the network.
+    """
+
+    stages: ClassVar[Sequence[Any]] = ()
+
+    def __init__(self, out: Path, seed: int, device: str = "cpu") -> None:
+        torch.manual_seed(seed)
+        self.out, self.seed, self.device = out, seed, torch.device(device)
+        self.network = self.new_network().to(self.device)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), betas=(0.9, 0.98))
+        self.progress = Progress()
+        self.state_file = out / "state.pt"
+        if self.state_file.exists():
+            state = torch.load(self.state_file, map_location=self.device)
+            self.network.load_state_dict(state["network"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.progress = Progress(**state["progress"])
+
+    @abc.abstractmethod
+    def new_network(self) -> Network:
+        """The network that a run begins with."""
+
+    @abc.abstractmethod
+    def loss(self, batch: Any, stage: Any, rng: random.Random) -> tuple[Tensor, dict[str, float]]:
+        """Return the loss of one step and its accuracies by kind of question."""
+
+    def begin(self, stage: Stage) -> None:
+        """Change the network before a stage's first step, where the stage says so."""
+        if stage.stack:
+            self.network.stack_hop_layer()
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint in one move, so that an interrupted run leaves the previous one."""
+        partial = path.with_suffix(".partial")
+        parts = {"network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save(parts | {"progress": attrs.asdict(self.progress)}, partial)
+        partial.replace(path)
+
+    def run(self, minutes: float) -> None:
+        """Go through the stages that remain, for at most ``minutes`` in all."""
+        while self.progress.stage < len(self.stages) and self.progress.minutes < minutes:
+            stage = self.stages[self.progress.stage]
+            if self.progress.step == 0:
+                self.begin(stage)
+            if not self.run_stage(stage, minutes):
+                self.save(self.state_file)
+                return
+            print(f"end of {stage.name}: {self.progress}", file=sys.stderr, flush=True)
+            self.progress = Progress(stage=self.progress.stage + 1, minutes=self.progress.minutes)
+            self.save(self.state_file)
+            self.save(self.out / f"{stage.name}.pt")
+
+    def run_stage(self, stage: Stage, minutes: float) -> bool:
+        """Train one stage to its end and return True, or False when the time is up before."""
+        progress = self.progress
+        rng = random.Random(f"{self.seed}/{stage.name}/{progress.step}")
+        while progress.minutes < minutes:
+            begin = time.monotonic()
+            progress.record(*self.step(stage, rng))
+            progress.minutes += (time.monotonic() - begin) / 60
+            progress.step += 1
+            if progress.step % CHECKPOINT_STEPS == 0:
+                self.save(self.state_file)
+                print(f"{stage.name}: {progress}", file=sys.stderr, flush=True)
+            reached = progress.step >= MIN_STEPS and min(progress.accuracy.values()) >= stage.target
+            if reached or progress.step >= stage.max_steps:
+                return True
+        return False
+
+    def step(self, stage: Stage, rng: random.Random) -> tuple[float, dict[str, float]]:
+        """Take one optimiser step and return its loss and accuracies."""
+        loss, accuracy = self.loss(self.drawn(stage, rng), stage, rng)
+        for group in self.optimizer.param_groups:
+            group["lr"] = stage.rate_of(self.progress.step)
+        self.optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.item(), accuracy
+
+    def drawn(self, stage: Stage, rng: random.Random) -> Any:
+        """A stage's next batch, on the device; rows are written on the CPU."""
+        batch = stage.draw(rng)
+        fields = {each.name: getattr(batch, each.name) for each in attrs.fields(type(batch))}
+        return type(batch)(**{name: value.to(self.device) for name, value in fields.items()})
+
+
+def training_parser(description: str) -> argparse.ArgumentParser:
+    """The options of every training: ``--out``, ``--minutes``, ``--seed`` and ``--device``."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="folder for checkpoints and weights; a started run goes on",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="stop after this much training"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cpu by default, or cuda")
+    return parser
+
+
+def trained(
+    trainer_type: type[Trainer], options: argparse.Namespace, names: Sequence[str] | None = None
+) -> LlamaForCausalLM:
+    """Train, write the model and its tokenizer to ``out/weights``, and return the written model.
+
+    Args:
+        trainer_type: the model's training.
+        options: those of `training_parser`.
+        names: the tokens' texts; the needle language's by default.
+    """
+    torch.set_num_threads(1)
+    options.out.mkdir(parents=True, exist_ok=True)
+    trainer = trainer_type(options.out, options.seed, options.device)
+    trainer.run(options.minutes)
+    save_pretrained(trainer.network.cpu(), options.out / "weights", names)
+    return LlamaForCausalLM.from_pretrained(options.out / "weights", dtype=torch.float32)
