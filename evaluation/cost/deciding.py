@@ -55,12 +55,13 @@ def deciding_bytes(
     def shown(length: int, on: str) -> LayerContext:
         return _context(policy, layer, place, length, dtype, on, query_len)
 
+    scores = policy.reading is None  # else nothing is scored before the prompt is read again
     if device == "cpu" or key_len <= LONGER:
-        return _measured(policy, shown(key_len, "cpu"))
+        return _measured(policy, shown(key_len, "cpu"), scores=scores)
     contexts = [shown(n, "cpu") for n in (SHORT, LONGER)]
     times = (key_len - SHORT) / (LONGER - SHORT)
     scoring = 0
-    if policy.scorer is not None and _needs_saliency(policy, place):
+    if scores and policy.scorer is not None and _needs_saliency(policy, place):
         try:
             scoring = _scored(policy, key_len, lambda length: shown(length, "meta"))
         except (NotImplementedError, RuntimeError):  # it looks at numbers
