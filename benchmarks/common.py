@@ -173,20 +173,6 @@ def ratio_text(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.1f}"
 
 
-def number(value: float | None, width: int, digits: int = 2, *, percent: bool = False) -> str:
-    """A number in a column of a table; a dash for None.
-
-    Example:
-        >>> number(0.0123, 7, 1, percent=True) + number(None, 4)
-        '   1.2%   -'
-    """
-    return (
-        f"{'-':>{width}}"
-        if value is None
-        else f"{value:>{width}.{digits}{'%' if percent else 'f'}}"
-    )
-
-
 def as_json(record: dict[str, Any]) -> str:
     """JSON with lists of numbers on a line of their own; not-a-number is refused.
 

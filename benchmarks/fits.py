@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import fmean, median
-from typing import Any
+from statistics import fmean
 
-from benchmarks.common import number
-
-Row = dict[str, Any]
-
-
-def _median_of(name: str) -> Callable[[Row], float | None]:
-    return lambda row: median(row[name])
-
+from benchmarks.harness import Row, middle, pivot
 
 # What is fitted, and how it is read off a row; None where it was not measured.
 QUANTITIES: dict[str, Callable[[Row], float | None]] = {
-    "prefill time": _median_of("prefill_ms"),
-    "prefill CPU time": _median_of("prefill_cpu_ms"),
+    "prefill time": middle("prefill_ms"),
+    "prefill CPU time": middle("prefill_cpu_ms"),
     "prefill operations": lambda row: float(row["prefill_flops"]),
-    "time of a token": _median_of("decode_ms"),
+    "time of a token": middle("decode_ms"),
     "bytes held": lambda row: float(row["held_bytes"]),
     "peak memory": lambda row: row["peak"] and float(row["peak"]["growth_bytes"]),
 }
@@ -64,14 +56,6 @@ def fits_of(rows: Sequence[Row]) -> list[Row]:
 
 def table(fits: Sequence[Row]) -> str:
     """The exponents: a line for each quantity and method, a column for each axis."""
-    axes = list(dict.fromkeys(fit["axis"] for fit in fits))
-    policies = list(dict.fromkeys(fit["policy"] for fit in fits))
-    found = {(fit["quantity"], fit["policy"], fit["axis"]): fit["exponent"] for fit in fits}
-    lines = [f"{'exponent of':<20}{'method':<16}" + "".join(f"{axis:>10}" for axis in axes)]
-    for quantity in QUANTITIES:
-        for policy in policies:
-            slopes = [found.get((quantity, policy, axis)) for axis in axes]
-            if any(slope is not None for slope in slopes):
-                numbers = "".join(number(slope, 10) for slope in slopes)
-                lines.append(f"{quantity:<20}{policy:<16}{numbers}")
-    return "\n".join(lines)
+    ordered = sorted(fits, key=lambda fit: list(QUANTITIES).index(fit["quantity"]))
+    heads = {"quantity": ("exponent of", 20), "policy": ("method", 16)}
+    return pivot(ordered, heads, "axis", lambda fit: fit["exponent"], 10, ".2f")

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.clocks import TimedPolicy
-from benchmarks.common import number, spread
+from benchmarks.common import spread
+from benchmarks.harness import pivot
 from benchmarks.turns import take_turn
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
@@ -65,10 +66,6 @@ def overhead_of(
 
 def overhead_table(rows: list[dict[str, Any]]) -> str:
     """A line for each method, a column for each length; at most 80 columns for eight lengths."""
-    contexts = sorted({row["context"] for row in rows})
-    shares = {(row["policy"], row["context"]): row["share"]["median"] for row in rows}
-    lines = [HEADER, f"{'method':<15}" + "".join(f"{each:>8}" for each in contexts)]
-    for name in dict.fromkeys(row["policy"] for row in rows):
-        cells = (number(shares.get((name, each)), 8, 2, percent=True) for each in contexts)
-        lines.append(f"{name:<15}" + "".join(cells))
-    return "\n".join(lines)
+    heads = {"policy": ("method", 15)}
+    table = pivot(rows, heads, "context", lambda row: row["share"]["median"], 8, ".2%")
+    return f"{HEADER}\n{table}"

@@ -24,7 +24,7 @@ A script makes one `Benchmark` of its options, its tables and a function that me
 
 from .options import QUICK_RESULTS, RESULTS, Option, at_least, out_folder, parser_of, whole_numbers
 from .runs import Benchmark, Ledger, Run, in_turns, ratios
-from .tables import Column, Row, Table, Text, extent, middle
+from .tables import Column, Row, Table, Text, extent, middle, pivot
 
 __all__ = [
     "QUICK_RESULTS",
@@ -43,6 +43,7 @@ __all__ = [
     "middle",
     "out_folder",
     "parser_of",
+    "pivot",
     "ratios",
     "whole_numbers",
 ]
