@@ -13,8 +13,10 @@ FUZZ_MINUTES ?= 10
 # A process of tests for every core; the models are tiny, and each has one thread. Neighbours share
 # models and references, so that a process gets a run of them, and another's when it has no more.
 WORKERS := -n logical --maxprocesses 4 --dist worksteal
-# CI runs every case. For people it takes few of each test, with every value of every parameter.
+# CI runs every case. For people it takes few of each test, with every value of every parameter, and
+# of the oldest Transformers the first tests of every file.
 CASES := $(if $(CI),,--covering)
+OLDEST_CASES := $(if $(CI),,--quick)
 
 .PHONY: compare compare-thorough test quick lint typecheck check thorough fuzz oldest bench pictures \
 	bench-scaling bench-chunks bench-decode bench-decoding bench-long-answers bench-gpu bench-prefill bench-sessions \
@@ -68,7 +70,7 @@ $(OLDEST)/installed: pyproject.toml constraints.txt
 	touch $@
 
 oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/pytest $(WORKERS) $(CASES) $(addprefix tests/integrations/,forward fuzz hybrids model)
+	$(OLDEST)/bin/pytest $(WORKERS) $(OLDEST_CASES) $(addprefix tests/integrations/,forward fuzz hybrids model)
 
 # Every decoder of the installed Transformers, built tiny and held against its own dense attention.
 families: $(VENV)/installed
