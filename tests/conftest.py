@@ -12,9 +12,12 @@ from hypothesis import settings
 from tests.covering import chosen_items
 
 # Chance is for `make thorough` and `make fuzz`: what these find becomes an example of its test.
-settings.register_profile("quick", max_examples=40, deadline=None, derandomize=True, database=None)
+FIXED: dict[str, Any] = {"deadline": None, "derandomize": True, "database": None}
+settings.register_profile("quick", max_examples=15, **FIXED)
+settings.register_profile("ci", max_examples=40, **FIXED)
 settings.register_profile("thorough", max_examples=1000, deadline=None, derandomize=False)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+usual = "ci" if os.environ.get("CI") else "quick"
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", usual))
 
 # The models are tiny: a second thread costs more than it brings, above all beside other processes.
 torch.set_num_threads(1)
