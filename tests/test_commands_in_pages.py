@@ -10,7 +10,7 @@ What is put in the place of what cannot be run here:
 - what a line in the text leaves out because it is about one option (`COMPLETED`).
 
 docs/reproduce.md is run by test_reproduce.py, what torchrun starts by test_processes.py. `make`,
-`pip` and the scripts of benchmarks/, which are about hours of measuring, are not run.
+`pip` and the scripts of benchmarks/ and training/, which are about hours of work, are not run.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import sys
 import types
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 # Run by other tests, or nowhere: by how a line begins.
-ELSEWHERE = ("torchrun ", "python benchmarks/", "python -m benchmarks.")
-TRAINING = "python -m kvpolicy.evaluation.tasks.needle.train"
+ELSEWHERE = ("torchrun ", "python benchmarks/", "python -m benchmarks.", "python -m training.")
 HARNESS = "python -m kvpolicy.integrations.lm_eval"
 
 GIVEN = {
@@ -101,13 +101,10 @@ def lines_of(page: Path) -> Iterator[str]:
 
 
 BARE = {HARNESS, *(f"kvpolicy {name}" for name in NAMES - {"policies"})}
-LINES = [
-    line
-    for line in dict.fromkeys(
-        line for page in PAGES if page.name != "reproduce.md" for line in lines_of(page)
-    )
-    if not line.startswith(ELSEWHERE)
-]
+FOUND = dict.fromkeys(
+    line for page in PAGES if page.name != "reproduce.md" for line in lines_of(page)
+)
+LINES = [line for line in FOUND if not line.startswith(ELSEWHERE)]
 # A report is of what an evaluation wrote.
 FIRST_EVAL = next(line for line in LINES if line.startswith("kvpolicy eval"))
 SUITE = "results/"
@@ -123,8 +120,18 @@ def test_lines_are_found() -> None:
         assert " ".join(re.sub(r"\s#\s.*", "", line).split()) in LINES
     assert "kvpolicy compare --sweep" in LINES
     for line in LINES:
-        known = line.startswith((HARNESS, TRAINING)) or line.split()[1] in NAMES
+        known = line.startswith(HARNESS) or line.split()[1] in NAMES
         assert known, f"nobody runs {line}"
+
+
+def test_scripts_that_are_not_run_are_there() -> None:
+    scripts = [shlex.split(line) for line in FOUND if line.startswith("python ")]
+    assert len(scripts) > 10
+    for script in scripts:
+        if script[1] == "-m":
+            assert find_spec(script[2]) is not None, script
+        else:
+            assert (ROOT / script[1]).is_file(), script
 
 
 @pytest.fixture(scope="module")
@@ -217,8 +224,6 @@ def test_the_line_runs(
         run_harness(line, monkeypatch)
         assert "needle_two_hop" in capsys.readouterr().out
         return
-    if line.startswith(TRAINING):
-        pytest.skip("hours of training")
     arguments, output = tiny(line)
     status = main(arguments)
     shown = capsys.readouterr()
