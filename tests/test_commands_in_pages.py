@@ -105,10 +105,6 @@ FOUND = dict.fromkeys(
     line for page in PAGES if page.name != "reproduce.md" for line in lines_of(page)
 )
 LINES = [line for line in FOUND if not line.startswith(ELSEWHERE)]
-# A report is of what an evaluation wrote.
-FIRST_EVAL = next(line for line in LINES if line.startswith("kvpolicy eval"))
-SUITE = "results/"
-LINES.sort(key=lambda line: line.startswith("kvpolicy report"))
 
 
 def test_lines_are_found() -> None:
@@ -159,6 +155,13 @@ def files(place: Path) -> Path:
     return place
 
 
+@pytest.fixture(scope="module")
+def reported(files: Path) -> None:
+    """What a report is of: an evaluation's folder."""
+    asked = ("--tasks", "needle_one_hop", "--lengths", "128", "--limit", "1", "--threads", "1")
+    assert main(["eval", *asked, "--out", "reported"]) == 0
+
+
 @pytest.fixture
 def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The selector that docs/own_parts.md writes and registers."""
@@ -198,10 +201,10 @@ def tiny(line: str) -> tuple[list[str], str]:
         if model in found:
             found = [f"{model}.txt" if each == "needle.txt" else each for each in found]
     if command == "report":
-        found[1] = SUITE
+        found[1] = "reported"
     if command == "eval":  # each its own folder: one goes on under the same settings alone
         at = found.index("--out") + 1
-        found[at] = found[at] if line == FIRST_EVAL else f"{found[at]}-{LINES.index(line)}"
+        found[at] = f"results-{LINES.index(line)}"
     if "ruler" in line and "--data" not in found and command == "eval":
         found += ["--data", "data"]
     found = ["data" if at and found[at - 1] == "--data" else it for at, it in enumerate(found)]
@@ -217,6 +220,7 @@ def test_the_line_runs(
     line: str,
     files: Path,
     own_parts: None,
+    request: pytest.FixtureRequest,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -225,6 +229,8 @@ def test_the_line_runs(
         assert "needle_two_hop" in capsys.readouterr().out
         return
     arguments, output = tiny(line)
+    if arguments[0] == "report":
+        request.getfixturevalue("reported")
     status = main(arguments)
     shown = capsys.readouterr()
     assert status == 0, shown.err
