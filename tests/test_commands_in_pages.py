@@ -10,7 +10,7 @@ What is put in the place of what cannot be run here:
 - what a line in the text leaves out because it is about one option (`COMPLETED`).
 
 docs/reproduce.md is run by test_reproduce.py, what torchrun starts by test_processes.py. `make`,
-`pip` and the scripts of benchmarks/, which are about hours of measuring, are not run.
+`pip` and the scripts of benchmarks/ and training/, which are about hours of work, are not run.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import sys
 import types
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 # Run by other tests, or nowhere: by how a line begins.
-ELSEWHERE = ("torchrun ", "python benchmarks/", "python -m benchmarks.")
-TRAINING = "python -m kvpolicy.evaluation.tasks.needle.train"
+ELSEWHERE = ("torchrun ", "python benchmarks/", "python -m benchmarks.", "python -m training.")
 HARNESS = "python -m kvpolicy.integrations.lm_eval"
 
 GIVEN = {
@@ -101,17 +101,10 @@ def lines_of(page: Path) -> Iterator[str]:
 
 
 BARE = {HARNESS, *(f"kvpolicy {name}" for name in NAMES - {"policies"})}
-LINES = [
-    line
-    for line in dict.fromkeys(
-        line for page in PAGES if page.name != "reproduce.md" for line in lines_of(page)
-    )
-    if not line.startswith(ELSEWHERE)
-]
-# A report is of what an evaluation wrote.
-FIRST_EVAL = next(line for line in LINES if line.startswith("kvpolicy eval"))
-SUITE = "results/"
-LINES.sort(key=lambda line: line.startswith("kvpolicy report"))
+FOUND = dict.fromkeys(
+    line for page in PAGES if page.name != "reproduce.md" for line in lines_of(page)
+)
+LINES = [line for line in FOUND if not line.startswith(ELSEWHERE)]
 
 
 def test_lines_are_found() -> None:
@@ -123,8 +116,18 @@ def test_lines_are_found() -> None:
         assert " ".join(re.sub(r"\s#\s.*", "", line).split()) in LINES
     assert "kvpolicy compare --sweep" in LINES
     for line in LINES:
-        known = line.startswith((HARNESS, TRAINING)) or line.split()[1] in NAMES
+        known = line.startswith(HARNESS) or line.split()[1] in NAMES
         assert known, f"nobody runs {line}"
+
+
+def test_scripts_that_are_not_run_are_there() -> None:
+    scripts = [shlex.split(line) for line in FOUND if line.startswith("python ")]
+    assert len(scripts) > 10
+    for script in scripts:
+        if script[1] == "-m":
+            assert find_spec(script[2]) is not None, script
+        else:
+            assert (ROOT / script[1]).is_file(), script
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +153,13 @@ def files(place: Path) -> Path:
     tiny = LlamaConfig(**sizes, **heads, max_position_embeddings=131072)
     tiny.save_pretrained(place / "four-layers")
     return place
+
+
+@pytest.fixture(scope="module")
+def reported(files: Path) -> None:
+    """What a report is of: an evaluation's folder."""
+    asked = ("--tasks", "needle_one_hop", "--lengths", "128", "--limit", "1", "--threads", "1")
+    assert main(["eval", *asked, "--out", "reported"]) == 0
 
 
 @pytest.fixture
@@ -191,10 +201,10 @@ def tiny(line: str) -> tuple[list[str], str]:
         if model in found:
             found = [f"{model}.txt" if each == "needle.txt" else each for each in found]
     if command == "report":
-        found[1] = SUITE
+        found[1] = "reported"
     if command == "eval":  # each its own folder: one goes on under the same settings alone
         at = found.index("--out") + 1
-        found[at] = found[at] if line == FIRST_EVAL else f"{found[at]}-{LINES.index(line)}"
+        found[at] = f"results-{LINES.index(line)}"
     if "ruler" in line and "--data" not in found and command == "eval":
         found += ["--data", "data"]
     found = ["data" if at and found[at - 1] == "--data" else it for at, it in enumerate(found)]
@@ -210,6 +220,7 @@ def test_the_line_runs(
     line: str,
     files: Path,
     own_parts: None,
+    request: pytest.FixtureRequest,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -217,9 +228,9 @@ def test_the_line_runs(
         run_harness(line, monkeypatch)
         assert "needle_two_hop" in capsys.readouterr().out
         return
-    if line.startswith(TRAINING):
-        pytest.skip("hours of training")
     arguments, output = tiny(line)
+    if arguments[0] == "report":
+        request.getfixturevalue("reported")
     status = main(arguments)
     shown = capsys.readouterr()
     assert status == 0, shown.err

@@ -406,7 +406,7 @@ def test_policies_lists_everything_in_80_columns() -> None:
     start = lines.index("  snapkv  (arXiv 2404.14469)")
     assert lines[start + 2 : start + 4] == [
         "    retention_rate=0.1, window_size=8, kernel_size=7, decoding=None,",
-        "    retention_tokens=None, protect=0",
+        "    retention_tokens=None, protect=0, group_first=False",
     ]
     order = [line for line in lines if line and not line.startswith(" ")]
     assert order == ["policy", "scorer", "selector", "propagation"]

@@ -69,7 +69,7 @@ def test_every_policy_has_its_rows(run: Run, tmp_path: Path) -> None:
     status, _, err = run(*asked, "--memory", "1GB", "--json", file)
     assert (status, err) == (0, "")
     found = json.loads(file.read_text())["memory"]["rows"]
-    bounds = {name: set() for name in registered("policy")}
+    bounds: dict[str, set[int | None]] = {name: set() for name in registered("policy")}
     for row in found:
         bounds[row["policy"]].add(row["decoding_tokens"])
     assert bounds["kvzip"] == bounds["full_context"] == bounds["gem_filter"] == {None}
