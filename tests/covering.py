@@ -10,6 +10,7 @@ import pytest
 WHOLE = {
     "core",
     "policies",
+    "test_commands_in_pages.py",
     "test_doctests.py",
     "test_examples.py",
     "test_kinds_page.py",
