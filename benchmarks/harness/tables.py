@@ -66,7 +66,7 @@ class Table:
     @property
     def header(self) -> str:
         """The line above the rows."""
-        return "\n" * self.gap + "".join(each.head() for each in self.columns)
+        return "\n" * self.gap + "".join(each.head() for each in self.columns).rstrip()
 
     def line(self, row: Row) -> str:
         """One row."""
