@@ -13,6 +13,11 @@ class WordTokenizer:
 
     def __init__(self) -> None:
         self.words: list[str] = []
+        self.unk_token_id = None
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        return [at for at, word in enumerate(self.words) if word == "<s>"]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         pieces = ["<s>"] if add_special_tokens else []

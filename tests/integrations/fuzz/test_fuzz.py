@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from torch import Tensor
 
 from kvpolicy import CachePolicy, policies
-from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.errors import ShapeError, UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.forward import prefill
 from kvpolicy.integrations.transformers.forward.decoding import choosing
@@ -220,5 +220,5 @@ def test_a_fault_planted_in_bounded_answers_is_found(
     monkeypatch: pytest.MonkeyPatch, place: Any, name: str, fault: Any, shows: str
 ) -> None:
     monkeypatch.setattr(place, name, fault)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, ShapeError)):  # a window without queries is refused
         answer_bounded(shows)
