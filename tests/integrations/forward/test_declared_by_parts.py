@@ -32,6 +32,7 @@ from tests.integrations.forward.test_chunked_prefill import (
     generate,
     model_of,
 )
+from tests.integrations.test_generation import CHUNKS_GO_ON
 
 
 def attention_of(context: LayerContext) -> Tensor:
@@ -126,6 +127,7 @@ def test_sums_of_a_third_party_are_held_in_place_of_queries() -> None:
         assert torch.equal(other.positions, wanted.positions)
 
 
+@pytest.mark.skipif(not CHUNKS_GO_ON, reason="this Transformers cuts masks of chunks wrongly")
 @pytest.mark.parametrize("scorer", [SummingSquares(), ChangedSums()], ids=str)
 @pytest.mark.parametrize("rows", [(0,), ALL_ROWS], ids=["single", "padded"])
 def test_chunks_are_as_the_whole(scorer: Scorer, rows: tuple[int, ...]) -> None:
