@@ -99,8 +99,6 @@ class PolicyLM(HFLM):  # type: ignore[misc]
 
         `HFLM` shares the requests only between GPUs; several processes on CPUs would all do the
         same work.
-
-        `HFLM` does so on several GPUs alone, and lets processes on CPUs do the same work each.
         """
         accelerator = getattr(self, "accelerator", None)
         if accelerator is not None and self.world_size == 1:
@@ -127,8 +125,6 @@ class PolicyLM(HFLM):  # type: ignore[misc]
 
         Each batch is exactly one chunk of `HFLM`, so that its row ``i`` is the batch's request
         ``i``.
-
-        A batch is one of its own chunks, so that its row ``i`` is the batch's request ``i``.
         """
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
