@@ -1,4 +1,4 @@
-"""`PolicyLM`: a Hugging Face model of lm-evaluation-harness that reads prompts under a policy."""
+"""Define `PolicyLM`, a Hugging Face model of lm-evaluation-harness that applies a policy."""
 
 from __future__ import annotations
 

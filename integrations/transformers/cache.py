@@ -378,7 +378,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         return cache
 
     def report(self) -> CacheReport:
-        """Report the tokens and bytes held, next to those of a full cache; prints as a table."""
+        """Report the tokens and bytes held, and the bytes of a full cache; prints as a table."""
         self._reader.fixed.read_queries()
         return CacheReport.of(self.layers, sum(self.seen_lengths), self.get_seq_length())
 

@@ -17,7 +17,7 @@ from kvpolicy.policy import CachePolicy
 
 @attrs.frozen(eq=False)
 class ModelCheck:
-    """A report of how a model was taken apart and what the self-check found.
+    """A report of how a model was taken apart, with the result of the self-check.
 
     Args:
         name: The model's class.
@@ -42,7 +42,7 @@ class ModelCheck:
 
     @property
     def findings(self) -> dict[str, Finding]:
-        """The findings of the self-check: for policies that evict, and for those that drop."""
+        """The findings of the self-check, for policies that evict and for dropping policies."""
         if self.verdict is None:
             return {}
         return {"evicting": self.verdict.evicting, "dropping": self.verdict.dropping}

@@ -1,4 +1,4 @@
-"""Read the inputs of a `generate` call, and check that they continue what a cache has read."""
+"""Read the inputs of a `generate` call, and check that they continue the tokens of a cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.frozen(eq=False)
 class Given:
-    """The inputs of a `generate` call that say what the model reads.
+    """The ids, embeddings and mask that a call of `generate` gets.
 
     Args:
         ids: ``[rows, len]`` token ids; None if the call has none.

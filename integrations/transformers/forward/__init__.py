@@ -1,1 +1,1 @@
-"""Run one forward of a model under a policy: its inputs, and what each layer sees and keeps."""
+"""Run one forward of a model under a policy: read inputs, let layers attend, keep and drop."""

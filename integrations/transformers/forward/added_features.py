@@ -58,7 +58,7 @@ class AddedFeatures:
     def joined(
         chunks: Sequence[AddedFeatures | None], valid: Sequence[Tensor]
     ) -> AddedFeatures | None:
-        """Combine the features of a prompt's chunks into those of the whole prompt.
+        """Combine the features of a prompt's chunks into one table for the whole prompt.
 
         The result is None if no chunk has features.
 
@@ -115,9 +115,9 @@ def span_with_features(
 
     Args:
         arguments: See `span_of`.
-        seen: Likewise.
-        start: Likewise.
-        stop: Likewise.
+        seen: See `span_of`.
+        start: See `span_of`.
+        stop: See `span_of`.
     """
     span, features = span_of(arguments, seen, start, stop), AddedFeatures.of(arguments)
     if features is None:

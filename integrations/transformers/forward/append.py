@@ -56,7 +56,7 @@ from kvpolicy.policy import CachePolicy
 
 @attrs.frozen(eq=False)
 class Lent:
-    """A record of what a layer sees whose keys and values other layers use too.
+    """A record of the keys and the mask of a layer whose keys and values other layers use too.
 
     Args:
         keys: ``[batch, 1 or kv_heads, key_len]`` int64 original positions, -1 on padding.
@@ -74,7 +74,7 @@ class Lent:
 
 
 class Forward:
-    """The running state of one forward, from the decoder's first layer to its last.
+    """A forward under way: its state from the decoder's first layer to the last.
 
     This class appends the new tokens in each layer; `ActingForward` also lets the policy act.
 
@@ -83,7 +83,7 @@ class Forward:
 
     Args:
         policy: The policy.
-        layers: What each layer of the model holds.
+        layers: The layers of the cache.
         incoming: The forward's tokens and those seen before.
         implementation: The model's attention implementation.
         windows: Each layer's sliding window or chunk; None if it sees all tokens.
@@ -613,7 +613,7 @@ class Forward:
     # Inside its attention.
 
     def columns(self, index: int) -> Columns | None:
-        """Return the columns to report to an attention that asks for those of its queries and keys.
+        """Return the key and query columns that a layer's attention is told, if it asks for them.
 
         None means that the columns held are right, before anything was dropped or evicted.
         """

@@ -1,4 +1,4 @@
-"""Decode an answer into buffers of a fixed size: begin, continue and end such a decoding.
+"""Begin, continue and end the decoding of an answer into buffers of a fixed size.
 
 `generate` asks for a mask before every token. At that moment, between two steps of which any part
 may be compiled, the token is counted and layers choose what they keep.
@@ -144,7 +144,7 @@ class FixedAnswer:
         return one[:1, None, None]
 
     def _begun(self) -> StaticDecoding | RollingDecoding:
-        """Make buffers from the layers, and replace the model's hooks by those of decoding."""
+        """Make buffers from the layers, and switch the model's hooks to decoding."""
         reader = self.reader
         reader.abandon_forward()
         attachment, tokens, left = reader.attachment, reader.tokens, reader.max_new_tokens
@@ -219,14 +219,14 @@ class FixedAnswer:
         return tokens
 
     def _take(self, choice: StaticChoice) -> None:
-        """Let layers choose, and store what they keep."""
+        """Let layers choose, and store their choices."""
         assert self.reader.tokens is not None
         choice.check_shown(self.reader.layers)
         choice.choose(self.reader.layers, self.reader.tokens)
         self._settle(choice)
 
     def _settle(self, choice: StaticChoice) -> None:
-        """Store what was chosen."""
+        """Store the pending choices in the layers, and count no token as appended."""
         choice.take()
         assert self.reader.tokens is not None
         self.reader.tokens = self.reader.tokens.settled()

@@ -41,7 +41,7 @@ class History:
         return History(layers, longest)
 
     def noted(self, saliency: Tensor, context: LayerContext) -> History:
-        """Add the saliency of one more layer, and forget those that are no longer needed.
+        """Add the saliency of one more layer, and forget saliencies that are no longer needed.
 
         Args:
             saliency: ``[batch, heads, key_len]``.

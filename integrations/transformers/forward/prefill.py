@@ -1,4 +1,4 @@
-"""Run a forward on which the policy acts: what each layer keeps, and which tokens it passes on."""
+"""Run a forward on which the policy acts: it selects keys, and tokens to pass on."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class ActingForward(Forward):
     # Inside its attention.
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Join a layer's new keys and values to those held; return all for its attention."""
+        """Join a layer's new keys and values to the held ones; return all for its attention."""
         if self._seen is not None:  # `Narrowed` holds all keys already
             self._pending = keys, values
             return self._pending
@@ -222,7 +222,7 @@ class ActingForward(Forward):
         return keys, values
 
     def update_index(self, index: int, keys: Tensor) -> Tensor:
-        """Join a layer's new index keys to those held; return all for its indexer."""
+        """Join a layer's new index keys to the held ones; return all for its indexer."""
         layer = self.layers[index]
         assert isinstance(layer, IndexedLayer)
         return layer.show_index(keys, new_places(self.layers, self._slots), self._order)

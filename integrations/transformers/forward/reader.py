@@ -784,5 +784,5 @@ def _is_plain(mask: Any) -> bool:
 
 
 def _asked(arguments: dict[str, Any], parts: ModelParts, name: str) -> bool:
-    """True if a forward must return an additional output, such as attention weights."""
+    """True if a forward must return an additional output, for example attention weights."""
     return bool(arguments.get(name, getattr(parts.config, name, False)))

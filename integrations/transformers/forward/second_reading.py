@@ -56,7 +56,7 @@ class RepetitionPass(Forward):
         self._seen_len = tuple(self._before.lengths.tolist())
 
     def run(self, decoder: nn.Module, arguments: dict[str, Any]) -> None:
-        """Run the pass.
+        """Run the decoder on the chunk, then restore the layers.
 
         Args:
             decoder: The model's decoder.
@@ -76,7 +76,7 @@ class RepetitionPass(Forward):
         raise AssertionError("a layer that was to be scored was never reached")
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values of a layer, followed by those of the repeated tokens."""
+        """Return all keys and values of a layer, the repeated tokens last."""
         layer = self.layers[index]
         self._updated.add(index)
         assert layer.held is not None

@@ -1,4 +1,4 @@
-"""Record what the chunks of a prompt leave for its further stages, if tokens are dropped."""
+"""Record the inputs of a prompt's further stages, chunk by chunk, if tokens are dropped."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ class StageForward(ActingForward):
         return None
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values of a layer; outside of the stage, those of one token.
+        """Return all keys and values of a layer; outside of the stage, only one token's.
 
         See `Forward.update`.
         """

@@ -9,7 +9,7 @@ from kvpolicy.integrations.transformers.forward.inputs import Incoming
 
 
 def check_states_go_on(incoming: Incoming, *, several: bool) -> None:
-    """Check that recurrent layers can read a forward's tokens after those read before.
+    """Check that recurrent layers can read a forward's tokens after earlier ones.
 
     Args:
         incoming: The forward's tokens and those seen before.

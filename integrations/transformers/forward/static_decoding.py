@@ -98,9 +98,9 @@ class StaticDecoding:
         """Begin decoding from the layers of a prompt.
 
         Args:
-            layers: What each layer holds.
-            tokens: Those seen.
-            windows: Each layer's sliding window; None where it sees all.
+            layers: The layers of the cache.
+            tokens: The tokens seen.
+            windows: Each layer's sliding window; None if it sees all tokens.
             implementation: The model's attention implementation.
             left: The largest number of tokens to come.
             decoding: The rule that bounds the layers; None if they are not bounded.
@@ -148,7 +148,7 @@ class StaticDecoding:
         self.steps += 1
 
     def follow(self, layers: list[PolicyLayer], tokens: SeenTokens) -> None:
-        """Tell the layers that one more token is written; ``tokens`` are those now seen."""
+        """Tell the layers that one more token is written; ``tokens`` are the ones seen now."""
         for layer in layers:
             layer.written(tokens)
 
@@ -172,7 +172,7 @@ class StaticDecoding:
 
         Args:
             layers: The layers of the cache, with memory of their own.
-            tokens: Those seen.
+            tokens: The tokens seen.
 
         Returns:
             True if the slots fit the buffers and the masks' shapes. Otherwise nothing has changed,

@@ -21,8 +21,6 @@ class StaticMask:
 
     It is written to between two steps, outside of compiled code.
 
-    It is written to between two steps, outside of what is compiled.
-
     Args:
         mask: ``[1 or batch, 1 or query_heads, 1, capacity]``, in the form of `Visibility.mask`.
         slot: The slot of the next token.
@@ -68,7 +66,7 @@ class StaticMask:
         return StaticMask(mask, length, (seen, implementation))
 
     def advance(self, step: int) -> None:
-        """Show the token of a step, counted from 0."""
+        """Update the mask for the token of a step, counted from 0."""
         if self.window is not None:
             first, implementation = self.window
             seen = attrs.evolve(first, queries=first.queries + step)
@@ -104,9 +102,9 @@ class LayerMasks:
         """Make the masks of the next token.
 
         Args:
-            layers: What each layer holds.
-            tokens: Those seen.
-            windows: Each layer's sliding window; None where it sees all.
+            layers: The layers of the cache.
+            tokens: The tokens seen.
+            windows: Each layer's sliding window; None if it sees all tokens.
             implementation: The model's attention implementation.
             capacities: By layer, the number of slots of its buffers.
             room: The largest number of tokens to come.
@@ -132,7 +130,7 @@ class LayerMasks:
         return self.masks[self.places[index]]
 
     def advance(self, step: int) -> None:
-        """Show the token of a step, counted from 0."""
+        """Update all masks for the token of a step, counted from 0."""
         for mask in self.masks:
             mask.advance(step)
 

@@ -114,7 +114,7 @@ class LayerHooks(_Hooks):
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Replace the layer's arguments by those of the tokens that reach it."""
+        """Cut the layer's arguments to the tokens that reach it."""
         if not _carries(self.cache, args, kwargs):
             return None
         # Some models pass all arguments but the input by keyword, others do not.
@@ -199,7 +199,7 @@ class Attachment(_Hooks):
         *,
         observes: bool = False,
     ) -> None:
-        """Replace the hooks by those of a decoding that may be compiled.
+        """Replace the hooks by the ones for a decoding that may be compiled.
 
         Args:
             before_decoder: The hook before the decoder; it uses the cache that the call carries.

@@ -57,7 +57,7 @@ class Cuts:
 
         Args:
             column: The column.
-            seen: Columns read before the prompt.
+            seen: Number of columns read before the prompt.
         """
         before, behind = self.around(column)
         ends = [f"at column {before}"] if before > seen else []
@@ -73,7 +73,7 @@ class Cuts:
 
         Args:
             size: Columns of a chunk.
-            seen: Columns read before the prompt.
+            seen: Number of columns read before the prompt.
 
         Raises:
             UnsupportedGenerationError: A chunk does; the message names a larger size that works, if
@@ -104,7 +104,7 @@ def cuts_of(model: Any, arguments: Mapping[str, Any], valid: Tensor, seen: int) 
         model: The model.
         arguments: Arguments of the call, by name.
         valid: ``[batch, columns]`` bool, False on padding, of all columns so far.
-        seen: Columns read before the prompt.
+        seen: Number of columns read before the prompt.
 
     Returns:
         The cuts, for all columns with types; None if the model's masks do not depend on types.

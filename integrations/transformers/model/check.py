@@ -225,7 +225,7 @@ def _with_continuing(
     with _as_check(model, verdict.care):
         try:
             right = _continues(model, parts, make_cache(EVERYTHING))
-        except Exception:  # whatever a model that nobody knows may raise
+        except Exception:  # an unknown model may raise anything
             right = False
     return attrs.evolve(verdict.care, continues=right)
 
@@ -266,7 +266,7 @@ def _found(model: nn.Module, parts: ModelParts, cache: Any) -> Finding:
         return _compared(model, parts, cache)
     except UnsupportedModelError as error:
         return Finding(reason=str(error))
-    except Exception as error:  # whatever a model that nobody knows may raise
+    except Exception as error:  # an unknown model may raise anything
         said = " ".join(str(error).split())[:300]
         return Finding(reason=f"its self-check ended in {type(error).__name__}: {said}")
 
@@ -307,7 +307,7 @@ def _of_batch(model: nn.Module, parts: ModelParts, cache: Any, rows: list[Tensor
 def _of_row(
     model: nn.Module, parts: ModelParts, cache: Any, row: int, found: Tensor, ids: Tensor
 ) -> Finding:
-    """Compare the logits read of a row with those of dense attention.
+    """Compare the logits read of a row with the logits of dense attention.
 
     Args:
         model: The model.
@@ -415,7 +415,7 @@ def _valid(row: Tensor, longest: int) -> Tensor:
 
 
 def _read_by_hand(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Do what `_read` does for a model without `generate`.
+    """Read rows and decode as `_read` does, for a model without `generate`.
 
     It returns hidden states in place of logits.
     """
@@ -435,7 +435,7 @@ def _read_by_hand(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> tuple[Te
 
 
 def _left(cache: Any, row: int, prompt: int) -> list[tuple[Tensor, list[int]]]:
-    """Return, by layer, the kept positions of a row's prompt, and those that reached the layer."""
+    """Return, by layer, the kept positions of a row's prompt, and the ones that reached it."""
     reached = list(range(prompt))
     found: list[tuple[Tensor, list[int]]] = []
     for index, layer in enumerate(cache.layers):

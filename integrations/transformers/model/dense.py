@@ -1,4 +1,4 @@
-"""Run a model with its own dense attention, without a cache, on what a policy left visible."""
+"""Run a model with its own dense attention, without a cache, under given masks."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ class _Picked:
 
     @contextmanager
     def among_what_is_seen(self, parts: ModelParts, index: int) -> Iterator[None]:
-        """Replace the outputs of a layer by those of such runs, inside the block.
+        """Replace a layer's outputs by the outputs of these runs, inside the block.
 
         Calls of other threads pass through.
         """

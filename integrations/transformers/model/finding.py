@@ -117,7 +117,7 @@ def modules_between(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
 
 
 def placeholders_of(model: Any) -> dict[int, TokenKind]:
-    """Return the token ids that stand for image, video or audio features, with their kind."""
+    """Return the ids of placeholders for image, video or audio features, with their kind."""
     config = getattr(model, "config", None)
     found = {}
     for kind in (TokenKind.IMAGE, TokenKind.VIDEO, TokenKind.AUDIO):
@@ -129,7 +129,7 @@ def placeholders_of(model: Any) -> dict[int, TokenKind]:
 
 
 def check_uncompiled(module: nn.Module) -> None:
-    """Check that a module was not given to `torch.compile`, since hooks go on it."""
+    """Check that a module was not given to `torch.compile`, since it gets hooks."""
     if (
         isinstance(module, torch._dynamo.OptimizedModule)
         or module._compiled_call_impl is not None

@@ -1,4 +1,4 @@
-"""Find what a cache needs to know of a model: its layers, their attention, and their windows."""
+"""Take a model apart into its layers, their attention modules and their windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Apply and undo a layer's rotary embedding, found from what the model gives its layers."""
+"""Apply and undo a layer's rotary embedding, whose frequencies are found from its inputs."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Form:
     name: str
 
     def given(self, cos: Tensor, sin: Tensor, like: Any) -> Any:
-        """Return what a layer would be given for cosines and sines ``[batch, length, pairs]``.
+        """Return cosines and sines ``[batch, length, pairs]`` in this format.
 
         Args:
             cos: float32.
@@ -140,7 +140,7 @@ FORMS = tuple(map(Form, ("halves", "pairs", "once", "complex")))
 def frequencies_of(
     decoder: nn.Module, given: Any, places: Tensor, valid: Tensor
 ) -> tuple[Tensor, float, Form] | None:
-    """Find the frequencies behind a layer's rotary embeddings, by trying those in the model.
+    """Find the frequencies of a layer's rotary embedding among the ones in the model.
 
     Args:
         decoder: The layer's decoder.

@@ -37,7 +37,7 @@ def check_layer(layer: nn.Module, decoder: nn.Module) -> None:
 
     Args:
         layer: The decoder layer.
-        decoder: Its decoder.
+        decoder: The decoder that has the layer.
 
     Raises:
         UnsupportedModelError: The layer uses no cache, or depends on columns, which a policy

@@ -1,4 +1,4 @@
-"""Store what a `PolicyCache` holds for a layer that attends to images."""
+"""Store the keys and values of images, for a layer that attends to images."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CrossLayer(PolicyLayer):
         return None if self.images is None else self.images[1]
 
     def with_images(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of more images; return those of all images."""
+        """Append the keys and values of more images; return the keys and values of all."""
         if self.images is not None:
             keys = torch.cat([self.images[0], keys], dim=2)
             values = torch.cat([self.images[1], values], dim=2)

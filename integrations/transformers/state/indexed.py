@@ -98,7 +98,7 @@ class IndexedLayer(PolicyLayer):
 
     @property
     def indexer_position_ids(self) -> None:
-        """Always None: otherwise a model would prepend these positions to those of new tokens."""
+        """Always None: otherwise a model would prepend old positions to new ones."""
         return None
 
     @indexer_position_ids.setter

@@ -1,4 +1,4 @@
-"""Store what a `PolicyCache` holds for one layer."""
+"""Store the keys and values of one layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ State = tuple[Any, ...]  # the argument of `PolicyLayer.restore`, which alone re
 
 
 class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A cache layer that holds the kept keys and values, followed by those of newer tokens.
+    """A cache layer that holds the kept keys and values, followed by the ones of newer tokens.
 
     Tensors are replaced, never written to, so that a failed forward can be undone.
 
@@ -167,7 +167,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         Args:
             keys: ``[batch, kv_heads, key_len, head_dim]``, as attention got them or, if attention
                 expands the tensors held, as the module gave them to the cache.
-            values: Likewise.
+            values: See ``keys``.
             positions: ``[batch, kv_heads or 1, key_len]``; 1 if all heads keep the same tokens.
             kept: ``[batch, kv_heads or 1, kept_len]``, the slots to keep, -1 on padding.
             carried: ``[batch, heads, key_len, carries]``, the scorer's state for each key; None if
@@ -274,7 +274,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Args:
             keys: ``[batch, kv_heads, new_len, head_dim]``.
-            values: Likewise.
+            values: ``[batch, kv_heads, new_len, head_dim]``.
             tokens: The tokens seen before.
             missing: How many tokens are still to come, these included, so that memory is reserved
                 for all of them at once. A buffer that grows is held twice, since the old one is
@@ -301,7 +301,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Args:
             keys: ``[batch, kv_heads, new_len, head_dim]``.
-            values: Likewise.
+            values: ``[batch, kv_heads, new_len, head_dim]``.
         """
         held = self.held
         if held is None:
@@ -452,7 +452,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget all keys, values and queries."""
         self.restore(self._nothing())
 
     def _nothing(self) -> State:

@@ -1,4 +1,4 @@
-"""Store what a `PolicyCache` holds for a layer with a recurrent state, or with nothing."""
+"""Store the state of a recurrent layer, and define layers that store nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
 
     Args:
         storage: How keys and values are held; the state is held unchanged.
-        room: As of a `PolicyLayer`.
+        room: See `PolicyLayer`.
         number_of_states: Number of states of either kind, one for each module of the layer that has
             a state.
     """
@@ -110,7 +110,7 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
         self.hold_states(*states)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget the state, and all keys and values."""
         PolicyLayer.reset(self)
 
     def _nothing(self) -> State:
@@ -146,8 +146,8 @@ class SharedLayer(EmptyLayer):
     """A cache layer that holds nothing, since it attends to another layer's keys and values.
 
     Args:
-        storage: As of a `PolicyLayer`.
-        room: As of a `PolicyLayer`.
+        storage: See `PolicyLayer`.
+        room: See `PolicyLayer`.
         producer: Index of the layer that holds them; `link` connects the two.
     """
 

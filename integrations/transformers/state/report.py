@@ -1,4 +1,4 @@
-"""Report the tokens and bytes a cache holds, next to those of a full cache."""
+"""Report the tokens and bytes a cache holds, and the bytes of a full cache."""
 
 from __future__ import annotations
 

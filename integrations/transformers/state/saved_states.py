@@ -23,7 +23,7 @@ _MOST = 64
 
 
 def state_tensors(layers: Sequence[PolicyLayer]) -> dict[str, Tensor]:
-    """Return every state by its name in a file, such as ``layers.3.conv.0``."""
+    """Return every state by its name in a file, for example ``layers.3.conv.0``."""
     return {
         f"layers.{index}.{part}.{number}": each
         for index, layer in enumerate(layers)

@@ -53,7 +53,7 @@ class SavedCache:
         policy: The policy's description.
         model: The fingerprint of the model that filled the cache.
         tokens: The tokens seen.
-        layers: What each layer holds.
+        layers: The layers of the cache.
         propagated: See `PolicyCache.propagated`.
         starts_turn: Whether the policy acts on the next forward.
     """

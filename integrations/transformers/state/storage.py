@@ -222,7 +222,7 @@ class Plain(Held):
 
     @staticmethod
     def of(keys: Tensor, values: Tensor, device: torch.device) -> Plain:
-        """Hold whole tensors."""
+        """Hold whole tensors, copied if they are views into larger ones."""
         length = keys.shape[2]
         return Plain(own_storage(keys), own_storage(values), device, length, _Used(length))
 

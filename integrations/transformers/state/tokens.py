@@ -1,4 +1,4 @@
-"""Record which tokens a cache has seen, also those whose keys and values are gone."""
+"""Record which tokens a cache has seen, also tokens whose keys and values are gone."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ class SeenTokens:
         )
 
     def with_padding(self, valid: Tensor) -> tuple[SeenTokens, Tensor]:
-        """Mark tokens already seen as padding, such as those after a row's end of text.
+        """Mark tokens already seen as padding, for example after a row's end of text.
 
         Args:
             valid: ``[batch, seen]`` bool, False also where `self.valid` is.
@@ -289,7 +289,7 @@ class SeenTokens:
         return attrs.evolve(self, acted_ids=own[:, :acted], appended_ids=own[:, acted:])
 
     def first_unlike(self, ids: Tensor) -> tuple[int, int] | None:
-        """Find the first seen token whose id differs from that of a whole conversation.
+        """Find the first seen token whose id differs in a whole conversation.
 
         It is returned as row and column, None if there is none.
 

@@ -1,4 +1,4 @@
-"""Let layers choose what they keep between two steps of a decoding into fixed buffers."""
+"""Let layers evict between two steps of a decoding into fixed buffers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class StaticChoice:
         """Copy the queries in the rings to the layers, after a number of steps.
 
         Args:
-            layers: What each layer holds.
+            layers: The layers of the cache.
             steps: Number of tokens since the rings were loaded.
             seen: Number of columns seen.
         """
@@ -151,8 +151,8 @@ class StaticChoice:
         """Return how many slots a layer needs.
 
         Args:
-            index: The layer's.
-            layer: What it holds.
+            index: Index of the layer.
+            layer: The layer in the cache.
             until: Number of tokens until layers choose.
             left: Number of tokens of the answer that must fit.
         """
@@ -168,8 +168,8 @@ class StaticChoice:
         """True if a layer that has just chosen fits buffers that are not needlessly long.
 
         Args:
-            index: The layer's.
-            layer: What it holds.
+            index: Index of the layer.
+            layer: The layer in the cache.
             capacity: Number of slots of the buffers.
             left: See `capacity_for`.
         """

@@ -93,11 +93,9 @@ class Places:
         )
 
     def choose(self) -> None:
-        """Find each head's next slot: a free one, or that of the least attended token.
+        """Find each head's next slot: a free one, or the slot of the least attended token.
 
         That token is forgotten. If this is called again, the slot is free.
-
-        What stood there is forgotten; asked again, the slot is free.
         """
         layers, batch, kv_heads, capacity = self.held.shape
         seen = self.weights.view(layers, batch, kv_heads, -1, capacity).mean(dim=3)
@@ -237,8 +235,8 @@ class RollingDecoding:
         """Begin decoding from the layers of a prompt; None if the layers do not allow it.
 
         Args:
-            layers: What each layer holds.
-            tokens: Those seen.
+            layers: The layers of the cache.
+            tokens: The tokens seen.
             windows: Each layer's sliding window; None if it sees all tokens.
             implementation: The model's attention implementation.
             left: The largest number of tokens to come.

@@ -1,4 +1,4 @@
-"""Define what the library must know of a decoder layer of any model."""
+"""Define the facts that the library must know of a decoder layer of any model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 
 @attrs.frozen
 class LayerKind(abc.ABC):
-    """A kind of decoder layer: what it holds for a token, and what it can see.
+    """A kind of decoder layer: the tensors it holds for a token, and the tokens it sees.
 
     A model is taken apart into layers of known kinds; no other code asks for the family of a model.
     A new kind is a new file beside this one, and an entry in `KINDS`.
@@ -39,13 +39,13 @@ class LayerKind(abc.ABC):
 
     @property
     def refusal(self) -> str | None:
-        """The reason why no policy can be applied to a model with such a layer; None if it can."""
+        """The reason why no policy can be applied to a model with this layer; None if it can."""
         return None
 
 
 @attrs.frozen
 class LayerFacts:
-    """A record of what a model says about one of its layers.
+    """A record of one layer's facts, as its model and Transformers' cache describe it.
 
     Args:
         index: Index of the layer.

@@ -11,7 +11,7 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 @attrs.frozen
 class SharedKeys(LayerKind):
-    """A layer without keys of its own: it sees what its producer sees, then what that one kept.
+    """A layer without keys of its own: it sees its producer's keys, later the kept ones.
 
     Only the producer's queries decide what is kept, so that tokens cannot be dropped after this
     layer. After an earlier layer has dropped tokens, it has queries for the remaining ones only.
