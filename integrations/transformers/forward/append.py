@@ -152,7 +152,7 @@ class Forward:
         self._windows = windows
         self._answer_windows = answer_windows or [None] * len(layers)
         self._temperatures = temperatures or [None] * len(layers)
-        self._places = self.new_positions  # rotary positions of tokens that reach it
+        self._places = self.new_positions  # positions at which these tokens are read
         self.propagated: dict[int, Tensor] = {}
         self._updated: set[int] = set()
         self._order_of_columns = incoming.order

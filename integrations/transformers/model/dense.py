@@ -17,7 +17,7 @@ from kvpolicy.integrations.transformers.model.kinds import Indexed
 from kvpolicy.integrations.transformers.model.masks import first_seen
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 
-# By layer, which tokens its attention may see in this thread: [query_heads, len, len] bool.
+# By layer, which tokens its attention may see in this thread: [kv_heads or 1, len, len] bool.
 _visible: ContextVar[Sequence[Tensor] | None] = ContextVar("kvpolicy_visible", default=None)
 # By layer, the tokens that reach it in this thread: [len] bool.
 _reaching: ContextVar[Sequence[Tensor] | None] = ContextVar("kvpolicy_reaching", default=None)
@@ -189,7 +189,7 @@ def _cut(value: Any, there: Tensor) -> Any:
 
 
 class _Picked:
-    """A judge of layers whose indexer picks keys: it runs them on the visible tokens only.
+    """A runner for layers whose indexer picks keys: it runs them on the visible tokens only.
 
     A mask would not be enough, since the indexer could pick hidden tokens. So the output of each
     token comes from a run of the layer over exactly the tokens that this token sees.
