@@ -1,1 +1,1 @@
-"""Where policies meet the libraries that run models."""
+"""Connect policies to other libraries."""

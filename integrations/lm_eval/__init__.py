@@ -1,4 +1,7 @@
-"""Policies inside lm-evaluation-harness: the model type ``kvpolicy``, and two ways to ask."""
+"""Run policies in lm-evaluation-harness with the model type ``kvpolicy``.
+
+A question is read together with its document, or after the policy has chosen what to keep of it.
+"""
 
 from kvpolicy.integrations.lm_eval.costs import RequestCosts
 from kvpolicy.integrations.lm_eval.model import PolicyLM

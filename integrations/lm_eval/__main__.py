@@ -1,7 +1,7 @@
-"""The harness's own command with the model type ``kvpolicy``.
+"""Run the harness's own command, ``lm_eval``, with the model type ``kvpolicy`` registered.
 
-``python -m kvpolicy.integrations.lm_eval`` is ``lm_eval``, whose registry of models reads no entry
-points: a model type is known once its module is imported.
+``python -m kvpolicy.integrations.lm_eval`` takes the arguments of ``lm_eval``. The harness does not
+read entry points to find models: it knows a model type once its module is imported.
 """
 
 from lm_eval.__main__ import cli_evaluate

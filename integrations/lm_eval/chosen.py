@@ -1,4 +1,4 @@
-"""The policy that model arguments ask for."""
+"""Build the policy that the harness's model arguments name, and check the other arguments."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def chosen_policy(
     parts: Mapping[str, str | None],
     arguments: Mapping[str, Any],
 ) -> tuple[CachePolicy, dict[str, Any]]:
-    """Build the policy that a model's arguments ask for.
+    """Build the policy that model arguments name, and return the arguments it did not use.
 
     Args:
         policy: A policy, a registered name, or None: a composition where a part is named, else
             the full context.
         parts: By kind, a composition's parts as texts such as ``"last_query"`` or
-            ``"window_max_pool:window_size=16"``; None for one that is not named.
+            ``"window_max_pool:window_size=16"``; None for a part that is not named.
         arguments: All further arguments, of the policy and of the model.
 
     Returns:
         The policy, and the arguments that are left.
 
     Raises:
-        TypeError: ``policy`` is neither.
+        TypeError: ``policy`` is not a policy, a name or None.
         UnknownPolicyError: A name is not registered.
         ValueError: Both a policy and a part are named, or an argument is a parameter of policies
             that the chosen one does not take.
@@ -59,7 +59,7 @@ def chosen_policy(
 
 
 def _taken(policy: CachePolicy | str | None, parts: Mapping[str, PartOption]) -> dict[str, Any]:
-    """The parameters that a policy or composition takes, with their defaults."""
+    """Return the parameters that a policy or a composition takes, with their default values."""
     if parts:
         factories = [factory_of(parts[k].name if k in parts else PARTS[k], k) for k in PARTS]
         return {name: each for part in factories for name, each in parameters_of(part).items()}
@@ -74,7 +74,7 @@ def _all_parameters() -> set[str]:
 
 
 def check_model_arguments(arguments: Mapping[str, Any], *, loaded: bool) -> None:
-    """Check what is left for `HFLM`, which passes over what it does not know.
+    """Check the arguments left for `HFLM`, which ignores arguments it does not know.
 
     Args:
         arguments: The arguments.

@@ -1,4 +1,4 @@
-"""What a request cost: tokens read and kept, bytes, seconds."""
+"""Measure what each request costs: tokens read and kept, bytes, seconds."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvpolicy.integrations.transformers import PolicyCache
 
 @attrs.frozen
 class RequestCosts:
-    """What one request cost.
+    """A record that says how many tokens, bytes and seconds one request took.
 
     Args:
         prompt_tokens: Tokens of the prompt, after truncation, padding not counted.
-        kept_tokens: Of them, held when the prompt had been read; the mean over the layers that
-            hold tokens and their KV heads.
-        bytes_held: Bytes of their keys and values, slots that hold nothing not counted.
-        prefill_seconds: From the batch's start to the logits of its first answer token, by rows:
-            rows of a batch are read together, and each has its share of the time.
-        total_seconds: The batch's time by rows, answers included.
+        kept_tokens: How many of them the cache holds after the prompt is read; the mean over the
+            layers that hold tokens, and over their KV heads.
+        bytes_held: Bytes of their keys and values, without the empty slots.
+        prefill_seconds: Seconds from the start of the batch to the logits of its first answer
+            token, divided by the number of rows, since the rows of a batch are read together.
+        total_seconds: Seconds of the whole batch, answers included, divided by the number of rows.
     """
 
     prompt_tokens: int
@@ -35,7 +35,7 @@ class RequestCosts:
 
 @attrs.frozen
 class RowsHeld:
-    """What each row of a cache holds.
+    """A record that says how many tokens and bytes each row of a cache holds.
 
     Args:
         tokens: Tokens seen, by row.
@@ -49,7 +49,7 @@ class RowsHeld:
 
     @staticmethod
     def of(cache: PolicyCache) -> RowsHeld:
-        """What a cache holds now."""
+        """Count what the rows of a cache hold now."""
         pairs = [
             (layer.positions >= 0, report.held_bytes - report.padding_bytes)
             for layer, report in zip(cache.layers, cache.report().layers, strict=True)
@@ -70,7 +70,7 @@ class RowsHeld:
 
 
 class PrefillClock(LogitsProcessor):  # type: ignore[misc]
-    """Notes, at the first logits that `generate` gets, the time and what the cache holds.
+    """A logits processor that records the time and the cache's contents at the first logits.
 
     Args:
         cache: The cache that is about to read the prompts.
@@ -83,18 +83,18 @@ class PrefillClock(LogitsProcessor):  # type: ignore[misc]
         self.held: RowsHeld | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Leave the scores as they are."""
+        """Return the scores unchanged; record time and contents at the first call."""
         if self.held is None:
             self.seconds = now() - self.begin
             self.held = RowsHeld.of(self.cache)
         return scores
 
     def costs(self, rows: int) -> list[RequestCosts]:
-        """The costs of the prompts, once `generate` has ended.
+        """Return the costs of the prompts, after `generate` has ended.
 
         Args:
-            rows: Prompts; the cache has as many rows, or each as often as there are beams, whose
-                bytes are then those of all its beams.
+            rows: Number of prompts. The cache has one row a prompt or, in beam search, one row a
+                beam; the bytes of a prompt are then the bytes of all its beams.
         """
         assert self.held is not None
         assert self.seconds is not None
@@ -105,7 +105,7 @@ class PrefillClock(LogitsProcessor):  # type: ignore[misc]
 
 
 def costs_of(held: RowsHeld, prefill_seconds: float, total_seconds: float) -> list[RequestCosts]:
-    """The costs of a batch's rows, which share its time."""
+    """Return the costs of a batch's rows, each with an equal share of the batch's time."""
     rows = len(held.tokens)
     return [
         RequestCosts(tokens, kept, nbytes, prefill_seconds / rows, total_seconds / rows)
@@ -114,7 +114,7 @@ def costs_of(held: RowsHeld, prefill_seconds: float, total_seconds: float) -> li
 
 
 def now() -> float:
-    """Seconds, when all that was asked of a GPU is done."""
+    """Return the time in seconds, after waiting until the GPU has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""`PolicyLM`: a Hugging Face model of lm-evaluation-harness that reads prompts under a policy."""
+"""Define `PolicyLM`, a Hugging Face model of lm-evaluation-harness that applies a policy."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ QUESTIONS = ("with", "later")
 
 @register_model("kvpolicy")
 class PolicyLM(HFLM):  # type: ignore[misc]
-    """A model of the harness whose prompts are read under a policy, a fresh cache for every batch.
+    """A model of the harness that reads every prompt under a policy.
+
+    Every batch gets a new cache.
 
     Args:
         pretrained: A name, a folder or a loaded model, as `HFLM` takes them.
-        tokenizer: A name, a folder or a tokenizer; that of the model, if None.
+        tokenizer: A name, a folder or a tokenizer; None takes the model's own.
         policy: A policy, or a registered name; its parameters are given beside it. None: a
             composition where parts are named, else the full context.
         scorer: A composition's scorer, such as ``"last_query"``.
@@ -70,13 +72,14 @@ class PolicyLM(HFLM):  # type: ignore[misc]
         self.last_costs: list[RequestCosts] = []
         loaded = isinstance(pretrained, PreTrainedModel)
         check_model_arguments(rest, loaded=loaded)
-        if rest.get("device") is None:  # without one, `HFLM` takes a GPU to be there
+        if rest.get("device") is None:  # `HFLM` assumes a GPU if no device is given
             rest["device"] = "cuda" if torch.cuda.is_available() else "cpu"
         if not loaded:
             pretrained = os.fspath(cast("str", pretrained))
         processes = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun says
         if processes > 1 and torch.device(rest["device"]).type == "cpu":
-            # Without this Accelerate takes each process for the only one, or a GPU that is there.
+            # Without this, Accelerate treats each process as the only one, or uses a GPU if there
+            # is one.
             os.environ.setdefault("ACCELERATE_USE_CPU", "true")
         super().__init__(pretrained, tokenizer=tokenizer, **rest)
         self._take_share()
@@ -84,7 +87,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
         self._batch_costs: list[RequestCosts] = []
 
     def get_model_info(self) -> dict[str, Any]:
-        """What results say of the model: as `HFLM`, with the policy and how questions are asked."""
+        """Return `HFLM`'s description of the model, with the policy and ``question`` added."""
         return {
             **super().get_model_info(),
             "policy": str(self.policy),
@@ -92,9 +95,10 @@ class PolicyLM(HFLM):  # type: ignore[misc]
         }
 
     def _take_share(self) -> None:
-        """Where processes were started side by side, take a share of the requests.
+        """Give this process its share of the requests where several processes run.
 
-        `HFLM` does so on several GPUs alone, and lets processes on CPUs do the same work each.
+        `HFLM` shares the requests only between GPUs; several processes on CPUs would all do the
+        same work.
         """
         accelerator = getattr(self, "accelerator", None)
         if accelerator is not None and self.world_size == 1:
@@ -102,7 +106,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
             self._world_size = accelerator.num_processes
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate answers, as `HFLM` does, under the policy."""
+        """Generate answers as `HFLM` does, from prompts that are read under the policy."""
         answers: list[str] = [""] * len(requests)
         costs: list[Any] = [None] * len(requests)
         progress = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0)
@@ -117,9 +121,10 @@ class PolicyLM(HFLM):  # type: ignore[misc]
         return answers
 
     def _batches(self, requests: Sequence[Instance]) -> list[list[int]]:
-        """Indices of requests that are generated together, in the order in which `HFLM` puts them.
+        """Return the indices of the requests of each batch, in the order of `HFLM`.
 
-        A batch is one of its own chunks, so that its row ``i`` is the batch's request ``i``.
+        Each batch is exactly one chunk of `HFLM`, so that its row ``i`` is the batch's request
+        ``i``.
         """
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
@@ -160,10 +165,12 @@ class PolicyLM(HFLM):  # type: ignore[misc]
     def _read_documents(
         self, cache: PolicyCache, context: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Read the documents of the batch at hand; returns prompts with padding behind them.
+        """Read the documents of the current batch, and return its prompts with their new padding.
+
+        A returned row is the padded document followed by the padded question.
 
         Args:
-            cache: That is to read them.
+            cache: The cache that reads them.
             context: ``[batch, len]`` the prompts, padded and truncated on the left.
             mask: ``[batch, len]``.
         """
@@ -187,7 +194,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
         return torch.cat([read_ids, asked_ids], 1), torch.cat([read_mask, asked_mask], 1)
 
     def _question_len(self, request: Instance) -> int:
-        """Tokens of a request's prompt behind its document."""
+        """Count the tokens of a request's prompt that follow its document."""
         prompt = request.args[0]
         end = document_end(request.task_name, request.doc, prompt)
         whole, document = (
@@ -197,7 +204,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
         return max(len(whole) - common_prefix_len(whole, document), 1)
 
     def _precision(self) -> AbstractContextManager[Any]:
-        """The precision in which `HFLM` calls the model."""
+        """Return the autocast context in which `HFLM` calls the model."""
         return torch.autocast(
             device_type=self.device.type,
             dtype=self.mixed_precision_dtype,
@@ -215,11 +222,11 @@ class PolicyLM(HFLM):  # type: ignore[misc]
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Score whole texts, as `HFLM` does; only where the policy keeps everything.
+        """Score whole texts as `HFLM` does; the policy must keep every token.
 
         Raises:
-            ValueError: It does not: every token of a text is scored while the text is read, where
-                no policy that evicts has an effect.
+            ValueError: The policy evicts or drops tokens. Every token of a text is scored while the
+                text is read, so that a policy that evicts would have no effect.
         """
         if not keeps_everything(self.policy, self.model.config.get_text_config().num_hidden_layers):
             raise ValueError(
@@ -244,7 +251,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
         ]
         found: list[Any] = [None] * len(requests)
         costs: list[Any] = [RequestCosts(1, 0.0, 0, 0.0, 0.0)] * len(requests)
-        # A context of one token, such as that of an empty text: there is nothing to evict.
+        # A context of one token, such as the context of an empty text: there is nothing to evict.
         alone = [index for index, each in enumerate(continuations) if not each.document]
         if alone:
             plain = self._plain([requests[index] for index in alone], True, override_bs)
@@ -272,14 +279,14 @@ class PolicyLM(HFLM):  # type: ignore[misc]
     def _plain(
         self, requests: list[Any], disable_tqdm: bool, override_bs: int | None
     ) -> list[tuple[float, bool]]:
-        """As `HFLM` scores, in one forward."""
+        """Score requests as `HFLM` does, in one forward and without a policy."""
         found: list[tuple[float, bool]] = super()._loglikelihood_tokens(
             requests, disable_tqdm=disable_tqdm, override_bs=override_bs
         )
         return found
 
     def _document_len(self, index: int, context: Sequence[int]) -> int | None:
-        """Tokens of a request's context that are its document; None where all are the policy's."""
+        """Count a request's document tokens; None if the policy acts on the whole context."""
         if self.question == "with" or len(context) == 1:
             return None
         request = self._batch[index]
@@ -289,7 +296,7 @@ class PolicyLM(HFLM):  # type: ignore[misc]
 
 
 def common_prefix_len(ids: Sequence[int], others: Sequence[int]) -> int:
-    """How many ids two sequences begin with alike.
+    """Count the ids at the start of two sequences that are equal.
 
     Example:
         >>> common_prefix_len([1, 2, 3, 4], [1, 2, 5])

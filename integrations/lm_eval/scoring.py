@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations, scored from caches that have read their contexts."""
+"""Score continuations by log-likelihood, from caches that have read their contexts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from kvpolicy.policy import CachePolicy
 
 @attrs.frozen
 class Continuation:
-    """A continuation to be scored, and what comes before it.
+    """A continuation to score, with the context before it.
 
     Args:
         document: Ids that the policy acts on.
-        rest: Ids that are appended: what is left of the context, at least one token, whose last
-            predicts the first of the continuation, then the continuation but its last token.
+        rest: Ids that are appended: the rest of the context, then the continuation without its last
+            token. The rest of the context has at least one token: its last token predicts the first
+            token of the continuation.
         scored: Ids of the continuation.
     """
 
@@ -36,20 +37,21 @@ class Continuation:
     def of(
         context: Sequence[int], scored: Sequence[int], document_len: int | None, max_length: int
     ) -> Continuation:
-        """Cut a context where the policy's part of it ends.
+        """Split a context into the part that the policy acts on and the part that is appended.
 
-        The last token of a context is never the policy's: its logits, as any of a prompt that the
-        policy acts on, would be those of the full context.
+        The last token of a context is never given to the policy: on the prompt that a policy acts
+        on, logits are those of the full context.
 
         Args:
-            context: Its ids.
-            scored: The continuation's.
+            context: Ids of the context.
+            scored: Ids of the continuation.
             document_len: Tokens of the context that are its document; None for all of it.
             max_length: Tokens that a model reads at most; more are cut off on the left, as `HFLM`
                 does.
 
         Raises:
-            ValueError: The continuation is longer than that, or of the document nothing is left.
+            ValueError: The continuation is longer than ``max_length``, or nothing is left of the
+                document.
         """
         if len(scored) > max_length:
             raise ValueError(
@@ -69,18 +71,18 @@ class Continuation:
 
     @property
     def asked_len(self) -> int:
-        """Tokens of the context behind the document."""
+        """The number of context tokens that follow the document."""
         return len(self.rest) - (len(self.scored) - 1)
 
 
 @attrs.frozen
 class Score:
-    """What came out for one continuation.
+    """The result for one continuation: log-likelihood, greedy match and costs.
 
     Args:
         log_likelihood: The sum of its tokens' log-probabilities.
         is_greedy: Whether every token is the most likely one.
-        costs: What it cost; the seconds of a batch are shared by its continuations.
+        costs: The costs of the request; the seconds of a batch are shared by its continuations.
     """
 
     log_likelihood: float
@@ -90,7 +92,7 @@ class Score:
 
 @attrs.frozen
 class CacheScorer:
-    """Scores continuations with a model under a policy.
+    """A scorer of continuations that reads their contexts with a model under a policy.
 
     Args:
         model: The model.
@@ -107,12 +109,12 @@ class CacheScorer:
     softmax_dtype: torch.dtype | None = None
 
     def score(self, requests: Mapping[int, Continuation]) -> Iterator[dict[int, Score]]:
-        """Score continuations whose documents are not empty, a batch of documents at a time.
+        """Score continuations with non-empty documents, one batch of documents at a time.
 
         A document is read once, however many continuations it has.
 
         Args:
-            requests: By an index of the caller's.
+            requests: The continuations, by an index that the caller chooses.
 
         Yields:
             Scores by index.
@@ -133,7 +135,7 @@ class CacheScorer:
         asked: list[tuple[int, int]],
         requests: Mapping[int, Continuation],
     ) -> dict[int, Score]:
-        """Read documents, then score ``(row, index)`` pairs from forks of the cache."""
+        """Read documents, then score ``(row, index)`` pairs from copies of the cache."""
         begin = now()
         cache = PolicyCache(self.policy)
         ids, mask = left_padded(documents, self.pad, self._device)
@@ -157,12 +159,13 @@ class CacheScorer:
         asked: Sequence[tuple[int, int]],
         requests: Mapping[int, Continuation],
     ) -> Iterator[list[tuple[int, int]]]:
-        """Pairs that are scored together, the longest first."""
+        """Yield lists of pairs that are scored together, the longest first."""
 
         def length(pair: tuple[int, int]) -> int:
             return -len(requests[pair[1]].rest)
 
-        # A recurrent layer cannot skip padding behind a document: rows of one length alone.
+        # A recurrent layer cannot skip padding behind a document, so that only rows of one length
+        # are read together.
         padded = all(layer.is_croppable for layer in cache.layers)
         ordered = sorted(asked, key=length)
         groups = [ordered] if padded else [list(each) for _, each in groupby(ordered, length)]
@@ -173,7 +176,10 @@ class CacheScorer:
     def _continue(
         self, cache: PolicyCache, mask: Tensor, requests: Mapping[int, Continuation]
     ) -> dict[int, tuple[float, bool]]:
-        """Append what is left of the rows ``[rows]``, whose documents had the mask."""
+        """Append the rest of each request to the cache, and score its continuation.
+
+        ``mask`` ``[rows, len]`` is the mask of the rows' documents.
+        """
         each = list(requests.values())
         ids, valid = left_padded([request.rest for request in each], self.pad, self._device)
         with cache.attached(self.model):
@@ -197,7 +203,10 @@ class CacheScorer:
 def _costs(
     held: RowsHeld, row: int, request: Continuation, prefill: float, total: float
 ) -> RequestCosts:
-    """With the tokens of the context behind the document, each held as those kept of it are."""
+    """Return a continuation's costs, context tokens behind its document included.
+
+    Those tokens are all kept; each is taken to need as many bytes as a kept token of the document.
+    """
     kept = held.kept[row] + request.asked_len
     nbytes = held.nbytes[row] * kept / held.kept[row] if held.kept[row] else 0.0
     tokens = len(request.document) + request.asked_len

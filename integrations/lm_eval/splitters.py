@@ -1,4 +1,4 @@
-"""Where a task's prompt ends its document and asks its question."""
+"""Find the character of a task's prompt at which its document ends and its question begins."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _splitters: dict[str, Splitter] = {}
 
 
 def register_splitter(pattern: str, splitter: Splitter) -> None:
-    """Say where the document of a task's prompts ends.
+    """Register a function that finds the end of the document in a task's prompts.
 
     Args:
-        pattern: A task's name, or a pattern such as ``"longbench_*"``. A later pattern goes before
-            an earlier one.
-        splitter: Is given the task's document (its fields by name) and the whole prompt, in
-            which a chat template may stand around it; returns how many characters of the prompt
-            come before the question.
+        pattern: A task's name, or a pattern such as ``"longbench_*"``. A pattern registered later
+            takes precedence.
+        splitter: A function of the task's document (its fields by name) and of the whole prompt,
+            which may include a chat template around the document. It returns how many characters of
+            the prompt come before the question.
 
     Example:
         >>> register_splitter("my_task", lambda doc, prompt: prompt.rindex(doc["question"]))
@@ -29,7 +29,7 @@ def register_splitter(pattern: str, splitter: Splitter) -> None:
 
 
 def document_end(task: str | None, doc: Mapping[str, Any], prompt: str) -> int:
-    """How many characters of a prompt are its document.
+    """Return how many characters of a prompt are its document.
 
     Args:
         task: The task's name.
@@ -65,7 +65,7 @@ def document_end(task: str | None, doc: Mapping[str, Any], prompt: str) -> int:
 
 
 def after_field(name: str) -> Splitter:
-    """A splitter behind the last place where a field of the document stands in the prompt."""
+    """Return a splitter that cuts after the last occurrence of a document field in the prompt."""
 
     def split(doc: Mapping[str, Any], prompt: str) -> int:
         text = str(doc[name]).strip()  # a chat template may strip the ends of a message
@@ -75,7 +75,7 @@ def after_field(name: str) -> Splitter:
 
 
 def before_last_line(name: str) -> Splitter:
-    """A splitter before the last line of a field of the document."""
+    """Return a splitter that cuts before the last line of a document field."""
 
     def split(doc: Mapping[str, Any], prompt: str) -> int:
         text = str(doc[name]).strip()
@@ -84,7 +84,7 @@ def before_last_line(name: str) -> Splitter:
     return split
 
 
-for _pattern in ("niah_*", "ruler_*"):  # the last sentence, which is a line, asks
+for _pattern in ("niah_*", "ruler_*"):  # the last sentence, on a line of its own, is the question
     register_splitter(_pattern, before_last_line("input"))
 for _pattern in ("longbench_*", "needle_*", "haystack*", "ruler_words_*", "long_answers_*"):
     register_splitter(_pattern, after_field("context"))

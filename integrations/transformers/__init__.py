@@ -1,4 +1,4 @@
-"""Policies inside Hugging Face Transformers."""
+"""Apply policies inside Hugging Face Transformers."""
 
 from kvpolicy.integrations.transformers.batching import wrap_continuous_batching
 from kvpolicy.integrations.transformers.cache import PolicyCache
@@ -23,7 +23,8 @@ __all__ = [
     "Storage",
 ]
 
-# On import, not when the first cache is built: Python looks `generate` up before it builds the
-# cache in `model.generate(past_key_values=PolicyCache(...))`.
+# `generate` is wrapped on import, not when the first cache is built: in
+# `model.generate(past_key_values=PolicyCache(...))` Python looks `generate` up before it builds the
+# cache.
 wrap_continuous_batching()
 wrap_generate()

@@ -1,4 +1,4 @@
-"""Adapters of PEFT around a model: those that go with a policy, and those that cannot."""
+"""Refuse adapters of PEFT that replace the cache, since no policy could act then."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from typing import Any
 
 from kvpolicy.errors import UnsupportedModelError
 
-# They put a cache of their own, filled with what they have learnt, in the place of the caller's.
+# These adapters replace the caller's cache with a cache of their own, filled with learnt keys and
+# values.
 CACHES_OF_THEIR_OWN = ("PREFIX_TUNING", "CARTRIDGE")
 
 
 def check_adapters(model: Any) -> None:
-    """Check that no adapter of a model would put another cache in the place of a `PolicyCache`.
+    """Check that no adapter of a model would replace a `PolicyCache` with its own cache.
 
     Args:
         model: A model, or a ``PeftModel`` around one.
 
     Raises:
-        UnsupportedModelError: One would.
+        UnsupportedModelError: An adapter would replace it.
     """
     # While a `PeftModel` generates, the model inside asks it to prepare the inputs.
     prepares = vars(model).get("prepare_inputs_for_generation")

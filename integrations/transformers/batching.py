@@ -1,4 +1,7 @@
-"""Continuous batching of Transformers has a cache of its own, and would pass a policy by."""
+"""Refuse a policy cache in continuous batching, which has a cache of its own.
+
+Otherwise Transformers would ignore the policy without a word.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,21 @@ from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers.cache import PolicyCache
 from kvpolicy.integrations.transformers.model.routing import users_of
 
-# The first takes arguments that it does not know; whatever batches continuously begins with the
-# second.
+# `generate_batch` silently accepts arguments that it does not know; every way into continuous
+# batching starts with `init_continuous_batching`.
 NAMES = ("generate_batch", "init_continuous_batching")
 
 _lock = threading.Lock()
 
 
 def wrap_continuous_batching() -> None:
-    """Wrap the entries to continuous batching, once, so that they refuse a policy cache.
+    """Wrap the entry points of continuous batching, once, so that they refuse a policy cache.
 
-    Calls without one, of a model that none is attached to, pass straight through.
+    Calls without a policy cache, on a model that has none attached, pass straight through.
     """
     with _lock:
         for name in NAMES:
-            original = getattr(GenerationMixin, name, None)  # its own, or one that it inherits
+            original = getattr(GenerationMixin, name, None)  # defined by the class, or inherited
             if original is not None and not hasattr(original, "_kvpolicy_wraps"):
                 setattr(GenerationMixin, name, _refusing(name, original))
 

@@ -1,4 +1,4 @@
-"""`PolicyCache`: any policy inside a stock `model.generate`."""
+"""Define `PolicyCache`, which applies any policy inside a stock `model.generate`."""
 
 from __future__ import annotations
 
@@ -51,11 +51,12 @@ class PolicyCache(Cache):  # type: ignore[misc]
     Args:
         policy: Which tokens to keep.
         storage: How keys and values are held: `PlainStorage`, `QuantizedStorage` or
-            `OffloadedStorage`. As they are, if None.
-        max_new_tokens: Tokens of an answer to have memory for when the prompt is read. With it
-            `generate` can compile their decoding (greedy or sampling, eager or sdpa attention,
-            plain storage, layers with keys of their own and no state), as it does by itself on a
-            GPU. A longer answer gets as much again, and is compiled again. None: memory grows.
+            `OffloadedStorage`. None holds them unchanged, as `PlainStorage` does.
+        max_new_tokens: Answer tokens for which memory is reserved when the prompt is read. With it
+            `generate` can compile the decoding steps, which it does by default on a GPU (greedy or
+            sampling, eager or sdpa attention, plain storage, layers with keys of their own and no
+            state). A longer answer gets the same number again, and is compiled again. None: memory
+            grows with the answer.
 
     Attributes:
         policy: The policy.
@@ -65,20 +66,22 @@ class PolicyCache(Cache):  # type: ignore[misc]
             on: ``[batch, passed_len]`` int64, -1 on empty slots.
 
     Raises:
-        TypeError: ``policy`` is not a `CachePolicy`, ``storage`` not a `Storage`, or
-            ``max_new_tokens`` no int.
-        ValueError: ``max_new_tokens`` is below 1; or, once a model is known, above its positions.
+        TypeError: ``policy`` is not a `CachePolicy`, ``storage`` is not a `Storage`, or
+            ``max_new_tokens`` is not an int.
+        ValueError: ``max_new_tokens`` is below 1 or, once a model is known, above its number of
+            positions.
 
-    Where a policy drops tokens, a prompt's logits and hidden states are those of the tokens that
-    went on, the last token always among them.
+    If a policy drops tokens, the model returns logits and hidden states only for the prompt tokens
+    that reach the last layer. The last token is always one of them.
 
-    A prompt's tokens see all before them, so that its own logits and loss show nothing of a policy
-    that evicts: read the context first, then score what follows. With ``output_attentions`` a
-    layer's columns are those of the input as long as it has evicted nothing; afterwards column
-    ``j`` of a row and KV head is the token at ``layers[i].positions[row, head, j]``.
+    Every prompt token sees all tokens before it. So a policy that evicts does not change the logits
+    and the loss of the prompt itself: read the context first, then score the text after it. With
+    ``output_attentions`` the columns of a layer are the columns of the input until the layer has
+    evicted something. Afterwards column ``j`` of a row and KV head is the token at
+    ``layers[i].positions[row, head, j]``.
 
-    The ids of what was read are remembered: `generate` refuses a conversation that begins with
-    others. Of embeddings they are not known.
+    The cache remembers the ids of all tokens read: `generate` refuses a conversation that begins
+    with other ids. Embeddings have no ids, so they are not checked.
 
     Example:
         >>> import torch
@@ -115,22 +118,24 @@ class PolicyCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[])
         self.layers: list[PolicyLayer]
         self._reader = Reader(policy, storage, max_new_tokens, self.layers)
-        self._thread = threading.current_thread()  # that has attached it
-        self._loaded_for: ModelPrint | None = None  # of the model that filled a saved cache
+        self._thread = threading.current_thread()  # the thread that attached the cache
+        self._loaded_for: ModelPrint | None = None  # the model that filled a saved cache
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[PolicyCache]:
-        """Let the policy reach a model; after the block the model is as it was.
+        """Attach the cache to a model, so that the policy acts on its forwards inside the block.
+
+        After the block the model is as it was.
 
         Args:
             model: A decoder-only model of Transformers. Attaching again to the same model inside
                 the block does nothing.
 
         Raises:
-            CacheInUseError: Another thread has attached it.
-            UnsupportedModelError: The policy cannot be applied to the model; says why.
-            ValueError: A layer of the policy lies outside the model, or the cache belongs to
-                another model, or is to have memory for more tokens than the model has positions.
+            CacheInUseError: Another thread has attached the cache.
+            UnsupportedModelError: The policy cannot be applied to the model; the message says why.
+            ValueError: A layer of the policy lies outside the model, the cache belongs to another
+                model, or the cache reserves memory for more tokens than the model has positions.
         """
         parts = ModelParts(model)
         check_adapters(model)
@@ -170,14 +175,14 @@ class PolicyCache(Cache):  # type: ignore[misc]
         """Check that no other thread has attached the cache.
 
         Raises:
-            CacheInUseError: One has.
+            CacheInUseError: Another thread has attached the cache.
         """
         if self.is_attached and self._thread is not threading.current_thread():
             raise CacheInUseError.by(self._thread)
 
     @property
     def is_attached(self) -> bool:
-        """Whether this happens inside of `attached`."""
+        """True while the cache is attached to a model."""
         return self._reader.attachment is not None
 
     def _check_filled_by(self, parts: ModelParts) -> None:
@@ -201,10 +206,10 @@ class PolicyCache(Cache):  # type: ignore[misc]
             self._move_to(parts)
 
     def _check_room(self, parts: ModelParts, longest: int | None) -> None:
-        """Check that there is to be no more memory in advance than the model has positions.
+        """Check that the reserved memory is at most as many tokens as the model has positions.
 
         Raises:
-            ValueError: There is.
+            ValueError: It reserves memory for more.
         """
         most, room = parts.max_positions, self._reader.room_for(longest)
         if most is None or room <= most:
@@ -219,10 +224,11 @@ class PolicyCache(Cache):  # type: ignore[misc]
         )
 
     def _check_bounded(self) -> None:
-        """Check that every layer can choose while an answer is decoded.
+        """Check that every layer can evict while an answer is decoded.
 
         Raises:
-            UnsupportedModelError: One cannot.
+            UnsupportedModelError: The policy's decoding rule needs queries, and a layer's attention
+                shows none.
         """
         if self.policy.decoding is None:
             return
@@ -253,7 +259,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         for index, (layer, kind) in enumerate(zip(self.layers, parts.kinds, strict=True)):
             wanted = layer_for(kind, self.storage, 0)
             if isinstance(layer, IndexedLayer) and isinstance(wanted, IndexedLayer):
-                layer.blocks = wanted.blocks  # which a file does not say
+                layer.blocks = wanted.blocks  # a file does not hold this setting
             if type(layer) is not type(wanted) or layer.producer != wanted.producer:
                 raise ValueError(
                     f"saved cache must hold what layer {index} of the model holds, which is "
@@ -266,20 +272,21 @@ class PolicyCache(Cache):  # type: ignore[misc]
             layer.shows_queries = attention is not None or not layer.attends
             if attention is not None:
                 layer.spread = Spread.of(attention, parts.config, tp_size)
-            elif layer.attends:  # nothing else will tell
+            elif layer.attends:  # no queries are seen there to count
                 layer.query_heads = getattr(parts.config, "num_attention_heads", 0)
 
     def _move_to(self, parts: ModelParts) -> None:
         assert self._reader.tokens is not None
         self._reader.tokens = self._reader.tokens.to(parts.device_of(0))
-        # That of the embeddings: weights of layers may be quantised.
+        # The dtype of the embeddings, since weights of layers may be quantised.
         dtype = next(each.dtype for each in parts.decoder.parameters() if each.is_floating_point())
         for index, layer in enumerate(self.layers):
             if layer.held is not None:
                 keys, values = layer.held.read()
                 if keys.dtype != dtype:
                     self._check_precision(keys.dtype, dtype)
-                    # The same model, loaded in another precision. Not yet into the cache's storage.
+                    # The same model, loaded in another precision. `move_to` puts it into the
+                    # cache's storage.
                     layer.held = PlainStorage().hold(keys.to(dtype), values.to(dtype))
                     layer.observed = layer.observed.in_precision(dtype)
             layer.move_to(parts.device_of(index), self._reader.tokens.to(parts.device_of(index)))
@@ -293,20 +300,20 @@ class PolicyCache(Cache):  # type: ignore[misc]
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what the cache holds to a file, to go on from it later or elsewhere.
+        """Write the contents of the cache to a file, to continue from it later or elsewhere.
 
         Args:
-            path: The file, or a link to it, in the safetensors format: keys, values and positions
-                of every layer, the tokens seen, the policy's description, and what tells the
-                model from others.
+            path: The file, or a link to it, in the safetensors format. It gets the keys, values and
+                positions of every layer, the tokens seen, the policy's description, and a
+                fingerprint of the model.
 
         Raises:
-            ValueError: The cache has read nothing, or only a part of a prompt, or the model that
-                filled it is gone; ``path`` names no file.
-            OSError: The file cannot be written, or is no regular file; what was there stays as it
-                was.
+            ValueError: The cache has read nothing or only a part of a prompt, the model that filled
+                it no longer exists, or ``path`` does not name a file.
+            OSError: The file cannot be written, or is not a regular file; an existing file stays as
+                it was.
         """
-        reader = copy.copy(self._reader)  # which goes on from this very moment
+        reader = copy.copy(self._reader)  # the copy undoes a forward that is under way
         if reader.tokens is None or reader.chunks is not None:
             raise ValueError("cache must have read a prompt to be saved, got one that has not")
         SavedCache(
@@ -338,24 +345,26 @@ class PolicyCache(Cache):  # type: ignore[misc]
         *,
         max_new_tokens: int | None = None,
     ) -> PolicyCache:
-        """Read a file of `save`: a cache that goes on where the saved one was.
+        """Load a cache from a file written by `save`.
+
+        It continues where the saved cache was.
 
         Its tensors move to the model's devices and precision, and into ``storage``, when it is
         attached. The model must be the one that filled the cache; its weights may be in another
         precision, quantised, or offloaded. Where no weights can be compared, there is a warning.
 
         Args:
-            path: The file.
+            path: The file that `save` wrote.
             policy: The policy that filled the cache; needed only where a part of it is not
                 registered, since a file names no code to run.
-            storage: How keys and values are held from now on; as they are, if None.
-            max_new_tokens: As of a new cache.
+            storage: How keys and values are held from now on; None holds them unchanged.
+            max_new_tokens: See the class.
 
         Raises:
-            TypeError: ``path`` is no path.
-            OSError: The file cannot be read, or is no regular file.
-            ValueError: It is no file of `save`, or a broken one, its policy is another than
-                ``policy``, or cannot be built without it.
+            TypeError: ``path`` is not a path.
+            OSError: The file cannot be read, or is not a regular file.
+            ValueError: The file was not written by `save` or is damaged, its policy differs from
+                ``policy``, or its policy cannot be built without ``policy``.
         """
         saved = SavedCache.read(path)
         policy = saved.policy_of(path, policy)
@@ -369,23 +378,23 @@ class PolicyCache(Cache):  # type: ignore[misc]
         return cache
 
     def report(self) -> CacheReport:
-        """Tokens and bytes held against what a full cache would hold; prints as a table."""
+        """Report the tokens and bytes held, and the bytes of a full cache; prints as a table."""
         self._reader.fixed.read_queries()
         return CacheReport.of(self.layers, sum(self.seen_lengths), self.get_seq_length())
 
     @property
     def policy(self) -> CachePolicy:
-        """The policy."""
+        """The policy that the cache applies."""
         return self._reader.policy
 
     @property
     def storage(self) -> Storage:
-        """How keys and values are held."""
+        """The setting that says how keys and values are held."""
         return self._reader.storage
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Tokens of an answer there is memory for in advance; None where memory grows."""
+        """The number of answer tokens with reserved memory; None if memory grows."""
         return self._reader.max_new_tokens
 
     @max_new_tokens.setter
@@ -398,15 +407,16 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     @property
     def propagated(self) -> dict[int, Tensor]:
-        """By layer, the positions passed on; see the class."""
+        """The positions that each dropping layer passed on in the last prompt; see the class."""
         return self._reader.propagated
 
     def start_turn(self, prompt_len: int | None = None) -> None:
-        """Let the policy act on the next forward: a new turn begins in a hand-written loop.
+        """Begin a new turn in a hand-written loop: the policy acts on the next forward.
 
         Args:
-            prompt_len: Columns of the turn's prompt, where it comes in several forwards: the
-                policy then acts once, when they have all come. None: it comes in one.
+            prompt_len: Columns of the turn's prompt, if it is read in several forwards (chunked
+                prefill): the policy then acts once, at the end of the prompt. None: the prompt is
+                read in one forward.
 
         Raises:
             TypeError: ``prompt_len`` is not an int.
@@ -416,11 +426,11 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def appending(self) -> Iterator[PolicyCache]:
-        """Let `generate` append the prompts it is given: the policy does not act on them.
+        """Let `generate` append the prompts it is given; the policy does not act on them.
 
-        A question that is asked of a document after the policy has chosen what to keep of it is
-        read so, and held whole. The first prompt of an empty cache is read under the policy all
-        the same. Nothing is compiled inside the block.
+        Use it to ask a question after the policy has chosen what to keep of a document: the
+        question is then held whole. The first prompt of an empty cache is still read under the
+        policy. Nothing is compiled inside the block.
         """
         before, self._reader.appends = self._reader.appends, True
         try:
@@ -430,33 +440,33 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     @property
     def reader(self) -> Reader:
-        """What takes up the model's forwards; for `generate`'s sake, not for users."""
+        """The object that handles the model's forwards; for `generate`, not for users."""
         return self._reader
 
     @property
     def seen_lengths(self) -> tuple[int, ...]:
-        """For each row, the tokens seen, padding not counted."""
+        """The number of tokens seen in each row, without padding."""
         return () if self._reader.tokens is None else tuple(self._reader.tokens.lengths.tolist())
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what binds the cache to a model: a copy is attached to nothing."""
+        """Return the state of a copy: everything except the attachment to a model."""
         state = {**self.__dict__, "_reader": copy.copy(self._reader)}
-        for own in ("layers", "_thread"):  # the reader's, and of whoever makes the copy
+        for own in ("layers", "_thread"):  # `__setstate__` sets both
             del state[own]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Belong to whoever makes the copy."""
+        """Restore a copy, which belongs to the thread that makes it."""
         self.__dict__.update(state)
         self.layers = self._reader.layers
         self._thread = threading.current_thread()
 
-    # What Transformers asks of a cache.
+    # The interface of a Transformers cache.
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take a layer's new keys and values; return all that its attention is to see.
+        """Add a layer's new keys and values; return all keys and values its attention must see.
 
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
@@ -467,11 +477,11 @@ class PolicyCache(Cache):  # type: ignore[misc]
         return self._reader.update(layer_idx, key_states, value_states)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        """Take a layer's new index keys; return all that its indexer is to see.
+        """Add a layer's new index keys; return all index keys that its indexer must see.
 
         Args:
             indexer_key_states: ``[batch, new_len, index_dim]``.
-            layer_idx: The layer's.
+            layer_idx: Index of the layer.
 
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
@@ -481,18 +491,22 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
-        """Whether a recurrent layer has read anything; of the last such layer, if None is named.
+        """True if a recurrent layer has read any token.
+
+        None for ``layer_idx`` asks about the last layer with a state.
 
         Raises:
-            NotAttachedError: A layer is named, and the cache is not attached to its model.
+            NotAttachedError: ``layer_idx`` is given, and the cache is not attached to its model.
         """
         if layer_idx is not None and self._reader.tokens is not None:
-            # With Transformers 5.17 a model goes on to take the state from the layer, to write to.
+            # With Transformers 5.17 a model then takes the state from the layer and writes to it.
             self._reader.note_state(layer_idx)
         return bool(super().has_previous_state(layer_idx, state_idx))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The state of a layer's convolution, which its model may write into; None before any.
+        """Return the state of a layer's convolution, or None before any token is read.
+
+        The model may write into it.
 
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
@@ -502,7 +516,9 @@ class PolicyCache(Cache):  # type: ignore[misc]
         return state
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The recurrent state of a layer, which its model may write into; None before any.
+        """Return the recurrent state of a layer, or None before any token is read.
+
+        The model may write into it.
 
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
@@ -514,7 +530,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        """Take what a layer's convolution reads; return it behind what it is to see before.
+        """Add the new inputs of a layer's convolution; return them behind the earlier ones.
 
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
@@ -526,7 +542,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        """Take a layer's recurrent state after the tokens at hand.
+        """Store a layer's recurrent state after the current tokens.
 
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
@@ -538,9 +554,10 @@ class PolicyCache(Cache):  # type: ignore[misc]
         return state
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """The recurrent state of a layer whose model replaces it whole; None before any.
+        """Return the recurrent state of a layer, or None before any token is read.
 
-        As of the caches that some models define for themselves, with `set_linear_cache`.
+        Some models define caches of their own with this method and `set_linear_cache`, and replace
+        the state whole.
 
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
@@ -552,7 +569,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         return state
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """Take a layer's recurrent state after the tokens at hand.
+        """Store a layer's recurrent state after the current tokens.
 
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
@@ -561,62 +578,70 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     @property
     def static(self) -> StaticDecoding | RollingDecoding | None:
-        """The decoding under way into buffers of a fixed size, which compiled hooks look for."""
+        """The decoding into fixed buffers that is under way, or None; compiled hooks use it."""
         return self._reader.fixed.buffers
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` may compile the decoding of an answer."""
+        """True if `generate` may compile the decoding of an answer."""
         return self._reader.fixed.is_compileable
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns seen, padding included; what is stored is ``layers[i].kept_len``."""
+        """Return the number of columns seen, padding included.
+
+        The number of slots stored is ``layers[i].kept_len``.
+        """
         return self._reader.seen
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length of the keys a forward will see, and the columns seen but not stored.
+        """Return the key length and the key offset of the next mask.
 
-        An attention module that asks, to tell how far keys lie from queries, is told of all seen.
+        The offset is the number of columns seen but not stored. An attention module that computes
+        distances between queries and keys gets all columns seen instead.
         """
         columns = self._reader.columns(layer_idx)
         if columns is not None:
             return columns.keys, 0
-        if self._reader.makes_masks:  # a mask of all it holds would be made for nothing
+        if self._reader.makes_masks:  # a mask of all slots would not be used
             return query_length, self.get_seq_length(layer_idx)
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
 
     def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:
-        """Columns seen; to an attention module that asks, what is to be added for its queries."""
+        """Return the number of columns seen, which is the column of the next query.
+
+        An attention module that computes distances gets the offset of its own queries instead.
+        """
         columns = self._reader.columns(layer_idx)
         return self.get_seq_length(layer_idx) if columns is None else columns.query_offset
 
     @property
     def batch_size(self) -> int:
-        """Rows, -1 before the first forward."""
+        """The number of rows; -1 before the first forward."""
         return -1 if self._reader.tokens is None else self._reader.tokens.batch
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: there is no maximum."""
+        """Return -1: a policy cache has no maximum length."""
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back tokens that were appended since the policy last acted.
+        """Remove the last tokens appended since the policy last acted.
 
-        Where it evicts while it decodes, since layers last chose in any row: what went cannot come
-        back. The queries of what is taken back are forgotten; of those before them there are then
-        as many fewer to choose by, until others come.
+        If the policy evicts while it decodes, only tokens appended since the last choice in any row
+        can be removed: evicted tokens cannot come back. The queries of removed tokens are
+        forgotten. The next choice then has fewer queries to look at, until new ones come.
 
         Args:
-            tokens_to_remove: Minus their number, as in Transformers.
+            tokens_to_remove: Minus the number of tokens to remove, as in Transformers.
 
         Raises:
-            TypeError: It is no int.
-            ValueError: It is positive, or more than were appended: what the policy evicted from
-                a prompt cannot be brought back.
+            TypeError: ``tokens_to_remove`` is not an int.
+            ValueError: ``tokens_to_remove`` is positive, or asks for more tokens than were
+                appended: tokens that the policy evicted from a prompt cannot come back. Or it is
+                not 0 where a layer is recurrent or while a prompt is read in chunks.
         """
         if isinstance(tokens_to_remove, Tensor) and not tokens_to_remove.ndim:
-            tokens_to_remove = tokens_to_remove.item()  # as assisted generation of 5.17 counts
+            tokens_to_remove = tokens_to_remove.item()  # from assisted generation of 5.17
         if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int):
             raise TypeError(f"tokens_to_remove must be an int, got {tokens_to_remove!r}")
         if tokens_to_remove > 0:
@@ -645,7 +670,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 layer.follow(self._reader.tokens)
 
     def reset(self) -> None:
-        """Forget everything: the next forward reads a first prompt."""
+        """Forget everything; the next forward reads a first prompt."""
         self._reader.abandon_forward()
         self._reader.fixed.end()
         for layer in self.layers:
@@ -664,7 +689,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         self._take_rows(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Continue with every row ``repeats`` times, one after the other."""
+        """Repeat every row ``repeats`` times, copies of a row next to each other."""
         check_count("repeats", repeats, minimum=1)
         if self._reader.tokens is not None:
             rows = torch.arange(

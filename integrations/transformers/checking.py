@@ -1,4 +1,4 @@
-"""What can be done with a model, before anything is read with it."""
+"""Find out which policies a model can be used with, before it reads anything."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvpolicy.policy import CachePolicy
 
 @attrs.frozen(eq=False)
 class ModelCheck:
-    """A model taken apart, and the outcome of the self-check on it.
+    """A report of how a model was taken apart, with the result of the self-check.
 
     Args:
         name: The model's class.
         model_type: Its decoder's family, as Transformers calls it.
         kinds: The kind of every layer, in a few words.
-        refusal: Why no policy can be applied at all; None where some can.
-        verdict: What the self-check found; None where it was not run.
-        parts: The model's modules; None where it could not be taken apart.
+        refusal: Why no policy can be applied at all; None if some policies can.
+        verdict: What the self-check found; None if it was not run.
+        parts: The model's modules; None if it could not be taken apart.
     """
 
     name: str
@@ -37,35 +37,35 @@ class ModelCheck:
 
     @property
     def kind_counts(self) -> dict[str, int]:
-        """Layers of each kind, in the order in which kinds appear."""
+        """The number of layers of each kind, in the order in which kinds appear."""
         return dict(Counter(self.kinds))
 
     @property
     def findings(self) -> dict[str, Finding]:
-        """What the self-check found, for policies that evict and for those that drop tokens."""
+        """The findings of the self-check, for policies that evict and for dropping policies."""
         if self.verdict is None:
             return {}
         return {"evicting": self.verdict.evicting, "dropping": self.verdict.dropping}
 
     @property
     def pads(self) -> bool:
-        """Whether rows may be padded on the left."""
+        """True if rows may be padded on the left."""
         return self.verdict is None or self.verdict.care.pads
 
     @property
     def shows_queries(self) -> bool:
-        """Whether the queries of attention can be seen, which many policies look at."""
+        """True if the queries of attention can be seen, which many policies need."""
         return self.parts is None or self.parts.shows_queries
 
     def refusal_of(self, policy: CachePolicy, context_len: int) -> str | None:
-        """Why a policy cannot be applied; None where it can.
+        """Return why a policy cannot be applied, or None if it can.
 
         Args:
             policy: The policy.
             context_len: Tokens of the context.
 
         Raises:
-            TypeError: ``policy`` is no `CachePolicy`, or ``context_len`` no int.
+            TypeError: ``policy`` is not a `CachePolicy`, or ``context_len`` is not an int.
             ValueError: A layer of the policy lies outside the model, or ``context_len`` is below 1.
         """
         check_kind("policy", policy, CachePolicy)
@@ -84,15 +84,15 @@ class ModelCheck:
 
 
 def check_model(model: nn.Module) -> ModelCheck:
-    """Take a model apart and run the self-check on it, whatever is known of its family.
+    """Take a model apart and run the self-check on it, even if its family is known to work.
 
-    A policy is otherwise checked on its first use with a model; see `PolicyCache`.
+    Without this call, a policy is checked when it is first used with a model; see `PolicyCache`.
 
     Args:
         model: A model of Transformers.
 
     Raises:
-        TypeError: ``model`` is no torch module.
+        TypeError: ``model`` is not a torch module.
 
     Example:
         >>> from kvpolicy.evaluation.needle import load_model

@@ -1,4 +1,4 @@
-"""What a call of `generate` is given, and whether it goes on from what a cache has read."""
+"""Read the inputs of a `generate` call, and check that they continue the tokens of a cache."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.frozen(eq=False)
 class Given:
-    """The inputs of a call of `generate`.
+    """The ids, embeddings and mask that a call of `generate` gets.
 
     Args:
-        ids: ``[rows, len]`` token ids; None where there are none.
-        embeds: ``[rows, len, hidden]`` that are read in their place; None where there are none.
+        ids: ``[rows, len]`` token ids; None if the call has none.
+        embeds: ``[rows, len, hidden]`` embeddings that are read in place of ids; None if the call
+            has none.
         mask: The attention mask, if any.
     """
 
@@ -28,11 +29,12 @@ class Given:
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Those of the call's arguments.
+        """Find the inputs among a call's arguments.
 
         Raises:
-            TypeError: One is no tensor.
-            ValueError: One has no axis of rows, or they have unlike numbers of them.
+            TypeError: An input is not a tensor.
+            ValueError: An input has fewer than two axes, or the inputs differ in their number of
+                rows.
         """
         name = "input_ids" if "input_ids" in kwargs else "inputs"
         ids = kwargs.get(name, args[0] if args else None)
@@ -47,14 +49,14 @@ class Given:
 
     @property
     def ids_len(self) -> int:
-        """Columns of ids, which the output begins with."""
+        """The number of columns of ids, which are also the first columns of the output."""
         return 0 if self.ids is None else self.ids.shape[1]
 
     @property
     def context_len(self) -> int | None:
-        """Columns of the whole context; None where they cannot be told.
+        """The number of columns of the whole context; None if it is unknown.
 
-        Ids may be new ones alone, under a mask over the whole conversation.
+        The ids may be the new ones only, under a mask over the whole conversation.
         """
         read = self.ids if self.embeds is None else self.embeds
         if read is None:
@@ -64,14 +66,14 @@ class Given:
 
     @property
     def _flat_mask(self) -> Tensor | None:
-        """The mask ``[rows, columns]``, if it is one."""
+        """The mask ``[rows, columns]``; None if the call has no mask of two axes."""
         return self.mask if isinstance(self.mask, Tensor) and self.mask.ndim == 2 else None
 
     def check_continues(self, seen: SeenTokens | None) -> None:
-        """Check that there is more than the tokens a cache has seen.
+        """Check that the inputs go beyond the tokens that a cache has seen.
 
         Raises:
-            ValueError: There is not, or there are new embeddings alone.
+            ValueError: They do not, or they are the new embeddings only.
         """
         read = self.ids if self.embeds is None else self.embeds
         length = self.context_len
@@ -88,18 +90,19 @@ class Given:
             )
 
     def check_same(self, seen: SeenTokens | None) -> None:
-        """Check that a whole conversation begins with the tokens seen, as far as ids are known.
+        """Check that a whole conversation begins with the ids seen, as far as these are known.
 
         Raises:
-            ValueError: It begins with others, or the mask changes what was read; see `read_past`.
+            ValueError: It begins with other ids, or the mask changes tokens that were read; see
+                `read_past`.
         """
         ids, mask = self.ids, self._flat_mask
         if seen is None or ids is None or self.embeds is not None or ids.ndim != 2:
             return
-        # `generate` gives every row to as many beams or answers as are asked for.
+        # `generate` repeats every row once for each beam or answer.
         each, rest = divmod(seen.batch, len(ids))
         if rest or ids.shape[1] != self.context_len:
-            return  # another batch size, refused when it is read, or new tokens alone
+            return  # another batch size, which is refused when it is read, or only new tokens
         if mask is not None and mask.shape == ids.shape:
             past = mask.repeat_interleave(each, dim=0)[:, : seen.seen]
             seen = read_past(past.to(seen.valid.device, torch.bool), seen, starts=True)[0]
@@ -117,7 +120,7 @@ class Given:
 
 
 def _check_tensors(given: dict[str, Any]) -> None:
-    """Check what Transformers takes the shape of: each by name, None where it is not given."""
+    """Check the type and the shape of named inputs; None means that an input is not given."""
     rows = None
     for name, value in given.items():
         if value is None or (name == "attention_mask" and isinstance(value, dict)):

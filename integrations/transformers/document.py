@@ -1,4 +1,4 @@
-"""A document that is read once, of which questions are asked afterwards."""
+"""Read a document once under a policy, then answer questions about it."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.policy import CachePolicy
 
-# What `generate` is given of a question, and cannot be told otherwise.
+# Arguments of `generate` that are made of document and question, so that callers cannot set them.
 OWN_ARGUMENTS = {"input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values"}
 
 
 class ReadDocument:
-    """A document that a model has read once under a policy; any number of questions follow.
+    """A document that a model has read once under a policy, for any number of questions.
 
-    The policy chooses what to keep before it knows any question. Each question is appended to a
-    copy of the cache, and held whole, so that no answer sees another question.
+    The policy chooses which tokens to keep before it knows any question. Each question is appended
+    whole to a copy of the cache, so that no answer sees another question.
 
     Args:
         model: A decoder-only model of Transformers.
         tokenizer: Its tokenizer.
         document: The text.
         policy: Which of its tokens to keep.
-        chat: Whether document and question stand in a user's message of the tokenizer's chat
-            template; else one simply follows the other.
+        chat: True puts document and question into one user message of the tokenizer's chat
+            template; False puts the question directly behind the document.
         storage: How keys and values are held; see `PolicyCache`.
 
     Attributes:
-        cache: What is kept of the document.
+        cache: The cache of the tokens kept of the document.
 
     Raises:
-        TypeError: An argument is not of its kind.
-        ValueError: The document is empty, or the chat template does not begin with it whatever is
-            asked, or is missing.
+        TypeError: An argument has the wrong type.
+        ValueError: The document is empty, the chat template is missing, or the template's text up
+            to the end of the document depends on the question.
 
     Example:
         >>> from kvpolicy.evaluation.needle import NeedleTask, load_model, load_tokenizer
@@ -71,7 +71,7 @@ class ReadDocument:
             raise ValueError("document must be a text that is not blank, got an empty one")
         check_kind("chat", chat, bool)
         self.cache = PolicyCache(policy, storage)
-        ModelParts(model)  # which refuses what is no model
+        ModelParts(model)  # raises an error if this is not a model
         if not callable(tokenizer):
             raise TypeError(f"tokenizer must be one of Transformers, got {tokenizer!r}")
         if chat and not getattr(tokenizer, "chat_template", None):
@@ -91,21 +91,22 @@ class ReadDocument:
     def answer(
         self, questions: Sequence[str], *, batch_size: int | None = None, **generation: Any
     ) -> list[str]:
-        """Answer questions, each as if it was the only one.
+        """Answer questions independently of each other.
 
         Args:
-            questions: Texts, each of which follows the document as it stands.
-            batch_size: Questions answered at a time, each with a copy of what is kept; None for
-                all of them.
-            generation: For `generate`, such as ``max_new_tokens``; but for inputs and the cache.
+            questions: Texts; each one follows the document unchanged.
+            batch_size: How many questions are answered at a time, each with its own copy of the
+                kept tokens; None for all of them.
+            generation: Arguments of `generate`, such as ``max_new_tokens``, except inputs and
+                cache.
 
         Returns:
             The answers, in the order of the questions, without special tokens.
 
         Raises:
-            TypeError: ``questions`` is no sequence of texts, or ``batch_size`` no int.
-            ValueError: A question is empty, ``batch_size`` below 1, or ``generation`` names what
-                this gives itself.
+            TypeError: ``questions`` is not a sequence of texts, or ``batch_size`` is not an int.
+            ValueError: A question is empty, ``batch_size`` is below 1, or ``generation`` names an
+                input or the cache.
         """
         if isinstance(questions, (str, bytes)) or not isinstance(questions, Sequence):
             raise TypeError(
@@ -164,7 +165,7 @@ class ReadDocument:
         return text
 
     def _after(self, question: str) -> str:
-        """What the chat template has behind the document."""
+        """Return the text of the chat template that follows the document."""
         text, document = self._templated(question), self._document.strip()
         before, found, after = text.partition(document)
         if not found or not (before + found).startswith(getattr(self, "_text", before + found)):
@@ -176,13 +177,13 @@ class ReadDocument:
 
 
 def prompt_ids(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
-    """The ids of a text that more text is to follow.
+    """Return the ids of a text that will be continued, without special tokens at its end.
 
     Args:
         tokenizer: The tokenizer.
         text: The text.
-        special: Whether special tokens stand before it, as the tokenizer puts them there; what it
-            puts behind a text is left out.
+        special: True includes the special tokens that the tokenizer puts before a text. Special
+            tokens that it puts behind a text are always left out.
     """
     own: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not special:
@@ -195,15 +196,17 @@ def prompt_ids(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
 
 
 def beams_of(model: Any, generation: Mapping[str, Any]) -> int:
-    """How many rows `generate` makes of one, which a cache that has been filled must have.
+    """Return how many rows `generate` makes of one row: the number of beams.
+
+    A cache that has been filled must have as many rows for each prompt.
 
     Args:
         model: The model.
-        generation: What it is called with.
+        generation: The arguments of `generate`.
 
     Raises:
-        TypeError: The number of beams is no int.
-        ValueError: It is below 1, or several answers to one prompt are asked for.
+        TypeError: The number of beams is not an int.
+        ValueError: The number of beams is below 1, or several answers to one prompt are asked for.
     """
     config = effective_config(model, (), generation)
     if (config.num_return_sequences or 1) != 1:
@@ -213,11 +216,11 @@ def beams_of(model: Any, generation: Mapping[str, Any]) -> int:
 
 
 def read(model: Any, cache: PolicyCache, input_ids: Tensor, attention_mask: Tensor) -> None:
-    """Read prompts, or the beginnings of such, under a cache's policy.
+    """Read whole prompts, or their first parts, into a cache under its policy.
 
     Args:
         model: A decoder-only model of Transformers.
-        cache: An empty one.
+        cache: An empty cache.
         input_ids: ``[batch, len]``, padded on the left.
         attention_mask: ``[batch, len]``, 0 on padding.
     """
@@ -233,12 +236,12 @@ def _parameters(model: Any) -> Any:
 def left_padded(
     rows: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Rows of token ids as one batch.
+    """Make one batch of rows of token ids, padded on the left.
 
     Args:
         rows: The ids, each row at least one.
         pad: The id of padding.
-        device: Of what is returned.
+        device: The device of the returned tensors.
 
     Returns:
         Ids and attention mask ``[batch, len]`` int64, padded on the left.

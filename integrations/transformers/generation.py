@@ -1,4 +1,4 @@
-"""The meeting of a cache and its model in a stock `model.generate`."""
+"""Wrap `model.generate`, so that a policy cache is attached to the model while it runs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from kvpolicy.policy import CachePolicy
 
 _lock = threading.Lock()
 
-# Their `prepare_inputs_for_generation` changes rotary factors, and drops the cache, at a length.
+# In these families `prepare_inputs_for_generation` changes the rotary factors at a certain length,
+# and drops the cache there.
 GIVE_UP_CACHE = ("phi3", "phimoe")
 
-# Contrastive search, DoLa, and group or constrained beams live outside of Transformers by now, as
-# `custom_generate` code that handles caches by itself.
+# Contrastive search, DoLa, and group or constrained beams are no longer part of Transformers: they
+# are `custom_generate` code, which handles caches in its own way.
 MODES = (
     GenerationMode.GREEDY_SEARCH,
     GenerationMode.SAMPLE,
@@ -43,8 +44,8 @@ MODES = (
 def wrap_generate() -> None:
     """Wrap `GenerationMixin.generate`, once, so that a policy cache is attached while it runs.
 
-    `generate` tells a user's cache nothing of the model it is for, and no other public place does.
-    Calls without a policy cache pass straight through.
+    `generate` does not tell a user's cache which model it belongs to, and no other public place
+    does. Calls without a policy cache pass straight through.
     """
     with _lock:
         original = GenerationMixin.generate
@@ -71,10 +72,10 @@ def wrap_generate() -> None:
 
 
 def _check_is_no_policy(cache: Any) -> None:
-    """Check that what is given as a cache is no policy, nor a class of which a cache is to be made.
+    """Check that ``past_key_values`` is not a policy, and not the class of a policy cache.
 
     Raises:
-        TypeError: It is.
+        TypeError: It is one of them.
     """
     kind = cache if isinstance(cache, type) else type(cache)
     if issubclass(kind, CachePolicy):
@@ -88,13 +89,15 @@ def _check_is_no_policy(cache: Any) -> None:
 
 @attrs.frozen
 class Turn:
-    """What a call of `generate` says of the turn it starts; see `Reader.new_turn`.
+    """The turn that a call of `generate` starts; see `Reader.new_turn`.
 
     Args:
-        given: What the call is given.
+        given: The inputs of the call.
         may_be_static: Whether the answer may be decoded into buffers of a fixed size.
-        in_parts: Whether the prompt may come in several forwards, or with draft tokens behind it.
-        takes_back: Whether tokens that were read may be taken back, as drafts that are refused are.
+        in_parts: Whether the prompt may be read in several forwards, or with draft tokens behind
+            it.
+        takes_back: Whether tokens that were read may be removed again, as rejected draft tokens
+            are.
     """
 
     given: Given
@@ -103,10 +106,11 @@ class Turn:
     takes_back: bool
 
     def of(self, cache: PolicyCache) -> AbstractContextManager[None]:
-        """The turn of a cache that is attached to its model.
+        """Return the context manager of this turn, for a cache that is attached to its model.
 
         Raises:
-            UnsupportedGenerationError: Tokens are going to be taken back, and cannot be.
+            UnsupportedGenerationError: Draft tokens may be removed again, which a recurrent layer
+                cannot do.
         """
         if self.takes_back and not all(layer.is_croppable for layer in cache.layers):
             raise UnsupportedGenerationError(
@@ -117,7 +121,7 @@ class Turn:
         return cache.reader.new_turn(prompt_end, may_be_static=self.may_be_static)
 
     def note_answer(self, cache: PolicyCache, output: Any) -> None:
-        """Let a cache know the ids of an answer, which no forward into fixed buffers tells."""
+        """Tell a cache the ids of an answer, which forwards into fixed buffers do not show."""
         sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", None)
         first = self.given.context_len
         if self.may_be_static and isinstance(sequences, Tensor) and first:
@@ -125,7 +129,9 @@ class Turn:
 
 
 class _StepMasks:
-    """In the place of what makes a model's masks in `generate`: a policy cache makes its own.
+    """A replacement for a model's ``create_masks_for_generate`` while it generates.
+
+    A policy cache makes the mask of its decoding step itself; other caches get the original masks.
 
     Args:
         model: The model.
@@ -134,7 +140,7 @@ class _StepMasks:
     name = "create_masks_for_generate"
 
     def __init__(self, model: Any) -> None:
-        self.before = vars(model).get(self.name)  # of the model itself, not of its class
+        self.before = vars(model).get(self.name)  # of the object, not of its class
         self.original = getattr(model, self.name, create_masks_for_generate)
         self.users = 0
 
@@ -145,12 +151,15 @@ class _StepMasks:
         return self.original(**kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.original  # a copied model is not the one that generates
+        return self.original  # a copy of the model does not generate here
 
 
 @contextmanager
 def _masks_of_steps(model: Any) -> Iterator[None]:
-    """Let `generate` ask a cache whose decoding it may compile for the masks of its steps."""
+    """Let `generate` get the masks of its decoding steps from a policy cache.
+
+    The cache decodes into fixed buffers then, and `generate` may compile the steps.
+    """
     own = vars(model)
     with _lock:
         masks = own.get(_StepMasks.name)
@@ -170,11 +179,11 @@ def _masks_of_steps(model: Any) -> Iterator[None]:
 def check_generation(
     model: Any, cache: PolicyCache, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Turn:
-    """Check a call of `generate` before anything is computed.
+    """Check a call of `generate` before anything is computed, and return its turn.
 
     Raises:
-        UnsupportedGenerationError: A mode that would be wrong with a policy.
-        ValueError: The inputs do not go on from what the cache has seen.
+        UnsupportedGenerationError: The mode or an argument would give wrong results with a policy.
+        ValueError: The inputs do not continue the tokens that the cache has seen.
     """
     if kwargs.get("custom_generate") is not None and not cache.is_attached:
         raise UnsupportedGenerationError(
@@ -220,7 +229,7 @@ def check_generation(
     return Turn(
         given,
         in_parts=chunked or mode == GenerationMode.ASSISTED_GENERATION,
-        # Attentions would be as wide as buffers are long.
+        # Attention weights would be as wide as the fixed buffers.
         may_be_static=not (chunked or config.output_attentions)
         and kwargs.get("custom_generate") is None
         and mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -230,10 +239,11 @@ def check_generation(
 
 
 def _check_chunks(model: Any, given: Given, kwargs: dict[str, Any], size: int, seen: int) -> None:
-    """Refuse chunks that `generate` does not cut, or may not end where it ends them.
+    """Check that `generate` cuts these inputs into chunks, at places where a cut is allowed.
 
     Raises:
-        UnsupportedGenerationError: There are such.
+        UnsupportedGenerationError: The inputs are embeddings, which `generate` does not cut, or a
+            chunk would end where a cut is not allowed.
         UnsupportedModelError: See `cuts_of`.
     """
     if given.embeds is not None:
@@ -254,7 +264,7 @@ def _check_chunks(model: Any, given: Given, kwargs: dict[str, Any], size: int, s
 
 
 def _check_cache_is_used(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse to use a cache where a call, or else a configuration, says that none is wanted."""
+    """Refuse a policy cache if the call, or else a configuration, sets ``use_cache=False``."""
     given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
     text_config = model.config.get_text_config(decoder=True)
     called = {"use_cache": kwargs, "use_cache of generation_config": vars(given) if given else {}}
@@ -275,7 +285,7 @@ def _check_cache_is_used(model: Any, args: tuple[Any, ...], kwargs: dict[str, An
 def _check_model_keeps_cache(
     model: Any, cache: PolicyCache, config: GenerationConfig, prompt_end: int | None
 ) -> None:
-    """Refuse a length at which the model's `generate` would give up its cache and go on without."""
+    """Refuse a context length at which the model's `generate` would drop its cache."""
     text_config = model.config.get_text_config(decoder=True)
     limit = getattr(text_config, "original_max_position_embeddings", None)
     if text_config.model_type not in GIVE_UP_CACHE or limit is None or prompt_end is None:
@@ -293,10 +303,10 @@ def _check_model_keeps_cache(
 def effective_config(
     model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> GenerationConfig:
-    """The configuration `generate` will arrive at: arguments, then given, then the model's.
+    """Return the configuration that `generate` uses: arguments, then given, then the model's.
 
     Raises:
-        TypeError: The one that is given is none.
+        TypeError: ``generation_config`` is not a `GenerationConfig`.
     """
     config = copy.deepcopy(model.generation_config)
     given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)

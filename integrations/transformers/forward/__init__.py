@@ -1,1 +1,1 @@
-"""One forward of a model under a policy: what comes in, what each layer sees and keeps."""
+"""Run one forward of a model under a policy: read inputs, let layers attend, keep and drop."""

@@ -1,8 +1,8 @@
-"""Image features that a decoder adds to the hidden states of some tokens between its layers.
+"""Add image features to the hidden states of some tokens between the layers of a decoder.
 
-Decoders with deepstack (Qwen3-VL, Granite Vision) find those tokens by a mask over the whole
-input, which is right only as long as every token reaches every layer. Where a policy acts, the
-decoder is called without, and the features are added here, to the tokens that are still there.
+Decoders with deepstack (Qwen3-VL, Granite Vision) find these tokens by a mask over the whole input,
+which is right only if every token reaches every layer. Where a policy acts, the decoder is called
+without the features, and they are added here, to the tokens that still reach the layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvpolicy.integrations.transformers.forward.inputs import span_of, take_columns
 
-# What decoders call the mask, the features, and whether these are added after a layer; else before.
+# Names of the mask and of the features in a decoder's arguments, and whether the features are added
+# after a layer (else before).
 _ARGUMENTS = (
     ("visual_pos_masks", "deepstack_visual_embeds", True),
     ("vision_mask", "deepstack_features", False),
@@ -25,13 +26,14 @@ _ARGUMENTS = (
 
 @attrs.frozen(eq=False)
 class AddedFeatures:
-    """Features by layer, and which token each belongs to.
+    """A table of the features to add at each layer, and of the token each one belongs to.
 
     Args:
-        rows: ``[batch, new_len]`` int64, the row of a token's features; -1 on tokens without.
+        rows: ``[batch, new_len]`` int64, the row of a token's features; -1 on tokens without
+            features.
         features: By layer, ``[count, hidden]``.
-        after: Whether they are added after the layer; else before.
-        names: What the decoder calls the mask and the features.
+        after: Whether the features are added after the layer; else before.
+        names: The decoder's names for the mask and the features.
     """
 
     rows: Tensor
@@ -41,7 +43,7 @@ class AddedFeatures:
 
     @staticmethod
     def of(arguments: Mapping[str, Any]) -> AddedFeatures | None:
-        """Read a decoder's arguments; None where they bring no features."""
+        """Read the features from a decoder's arguments; None if there are none."""
         for mask_name, name, after in _ARGUMENTS:
             mask, given = arguments.get(mask_name), arguments.get(name)
             if mask is None or given is None:
@@ -56,11 +58,13 @@ class AddedFeatures:
     def joined(
         chunks: Sequence[AddedFeatures | None], valid: Sequence[Tensor]
     ) -> AddedFeatures | None:
-        """The features of a prompt's chunks as those of the whole prompt; None without any.
+        """Combine the features of a prompt's chunks into one table for the whole prompt.
+
+        The result is None if no chunk has features.
 
         Args:
-            chunks: By chunk.
-            valid: By chunk, ``[batch, new_len]``.
+            chunks: The features of each chunk.
+            valid: The valid columns of each chunk, ``[batch, new_len]``.
         """
         given = [each for each in chunks if each is not None]
         if not given:
@@ -79,20 +83,20 @@ class AddedFeatures:
         return attrs.evolve(given[0], rows=torch.cat(rows, dim=1), features=features)
 
     def without(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The decoder's arguments without the features."""
+        """Return the decoder's arguments without the features."""
         return {**arguments, **dict.fromkeys(self.names)}
 
     def taken(self, slots: Tensor) -> AddedFeatures:
-        """For the tokens in ``slots`` ``[batch, count]``, -1 on padding."""
+        """Return the features for the tokens in ``slots`` ``[batch, count]``, -1 on padding."""
         rows = take_columns(self.rows, slots)
         return attrs.evolve(self, rows=rows.masked_fill(slots.to(rows.device) < 0, -1))
 
     def added(self, hidden: Tensor, layer_idx: int, slots: Tensor | None) -> Tensor:
-        """Hidden states ``[batch, count, hidden]`` with a layer's features.
+        """Return the hidden states ``[batch, count, hidden]`` with a layer's features added.
 
         Args:
-            hidden: Of the tokens in ``slots``.
-            layer_idx: The layer's.
+            hidden: Hidden states of the tokens in ``slots``.
+            layer_idx: Index of the layer.
             slots: ``[batch, count]`` int64, -1 on padding; None for all tokens.
         """
         features = self.features.get(layer_idx)
@@ -107,13 +111,13 @@ class AddedFeatures:
 def span_with_features(
     arguments: dict[str, Any], seen: int, start: int, stop: int
 ) -> dict[str, Any]:
-    """The arguments of a forward over some of its columns, with the features of these alone.
+    """Cut a forward's arguments to some of its columns, features included.
 
     Args:
         arguments: See `span_of`.
-        seen: Likewise.
-        start: Likewise.
-        stop: Likewise.
+        seen: See `span_of`.
+        start: See `span_of`.
+        stop: See `span_of`.
     """
     span, features = span_of(arguments, seen, start, stop), AddedFeatures.of(arguments)
     if features is None:

@@ -1,4 +1,4 @@
-"""One forward over a `PolicyCache`: which tokens reach which layer, and what each layer keeps."""
+"""Append one forward's tokens to a `PolicyCache`: which reach which layer, under which mask."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ from kvpolicy.policy import CachePolicy
 
 @attrs.frozen(eq=False)
 class Lent:
-    """What a layer sees whose keys and values others attend to as well.
+    """A record of the keys and the mask of a layer whose keys and values other layers use too.
 
     Args:
         keys: ``[batch, 1 or kv_heads, key_len]`` int64 original positions, -1 on padding.
-        queries: ``[batch, query_len]``, likewise.
-        mask: That of its queries.
-        own: What the layer's own mask says of the forward's tokens, where it is not order alone.
-        order: That of its keys, where padding was brought to the left.
+        queries: ``[batch, query_len]`` int64 original positions, -1 on padding.
+        mask: The mask of its queries.
+        own: The model's own mask of the forward's tokens, if it is not causal.
+        order: The order of its keys, if padding was moved to the left.
     """
 
     keys: Tensor
@@ -74,35 +74,39 @@ class Lent:
 
 
 class Forward:
-    """The running state of one forward, from the decoder's first layer to its last.
+    """A forward under way: its state from the decoder's first layer to the last.
 
-    The new tokens are appended to what each layer holds; `ActingForward` lets the policy act.
+    This class appends the new tokens in each layer; `ActingForward` also lets the policy act.
 
-    A model's layers may lie on several devices. What the forward knows of its tokens is on that of
-    the inputs; what a layer holds, and its context, on that of its keys.
+    The layers of a model may be on several devices. Tensors about the tokens are on the device of
+    the inputs. A layer's tensors, and its context, are on the device of its keys.
 
     Args:
         policy: The policy.
-        layers: What each layer of the model holds.
+        layers: The layers of the cache.
         incoming: The forward's tokens and those seen before.
         implementation: The model's attention implementation.
-        windows: Each layer's sliding window or chunk; None where it sees all.
-        answer_windows: Likewise, of what follows a prompt that is seen whole.
-        temperatures: By layer, how its queries depend on counted positions; None where they do not.
-        own_masks: Whether the model makes its masks outside of the decoder, where it may know more
-            than the order of tokens.
-        spares_masks: Whether a layer may get no mask where its attention function would do right
-            without.
-        causal: Whether a layer without a mask sees no later token; else it sees all of a prompt.
-        attended: Where to note which keys each layer attends to; None where nobody asks.
-        rotary: The decoder's rotary embedding, for index keys that are turned late; None without.
-        asked: Finds what the policy's parts ask for of layers; None where they ask for nothing.
+        windows: Each layer's sliding window or chunk; None if it sees all tokens.
+        answer_windows: Each layer's window over the tokens that follow a prompt which it sees
+            whole; None if it has none.
+        temperatures: By layer, how its queries depend on counted positions; None if they do not.
+        own_masks: Whether the model makes its masks outside the decoder, so that they may not be
+            causal.
+        spares_masks: Whether a layer may get no mask if its attention function gives the right
+            result without one.
+        causal: Whether a token sees no later token in a layer without a mask; else it sees all of a
+            prompt.
+        attended: A record of the keys each layer attends to; None if attention weights are not
+            asked for.
+        rotary: The decoder's rotary embedding, for index keys that are rotated late; None without.
+        asked: Finds the rotary embeddings and output projections that the policy's parts need; None
+            if they need none.
     """
 
-    acts = False  # whether the policy does, on this forward
-    in_prompt = False  # whether its tokens are a prompt's
-    bounded = False  # whether they are of an answer of which layers hold a bounded number
-    missing = 0  # of a prompt in chunks, the columns from the forward's first on; 0: not known
+    acts = False  # whether the policy acts on this forward
+    in_prompt = False  # whether its tokens belong to a prompt
+    bounded = False  # whether its tokens belong to a bounded answer
+    missing = 0  # columns of a chunked prompt from this forward's first on; 0: unknown
 
     def __init__(
         self,
@@ -126,13 +130,13 @@ class Forward:
         self._before = incoming.tokens
         self.implementation = implementation
         self.first = incoming.tokens.seen == 0
-        self.new_valid = incoming.new_valid  # of the tokens that reach the layer at hand
+        self.new_valid = incoming.new_valid  # of the tokens that reach the current layer
         self.new_positions = (
             incoming.tokens.positions_of(incoming.new_valid)
             if incoming.positions is None
             else incoming.positions
         )
-        self._started = incoming.tokens.lengths > 0  # rows of which something has been read
+        self._started = incoming.tokens.lengths > 0  # rows that have read tokens before
         self.tokens = incoming.tokens.extended(
             self.new_positions,
             incoming.columns,
@@ -148,45 +152,45 @@ class Forward:
         self._windows = windows
         self._answer_windows = answer_windows or [None] * len(layers)
         self._temperatures = temperatures or [None] * len(layers)
-        self._places = self.new_positions  # at which the tokens that reach the layer are read
+        self._places = self.new_positions  # positions at which these tokens are read
         self.propagated: dict[int, Tensor] = {}
         self._updated: set[int] = set()
         self._order_of_columns = incoming.order
         self._moved = incoming.moved
-        # Also where rows without padding pass on different numbers of tokens.
+        # True also if rows without padding pass on different numbers of tokens.
         self._padded = self.tokens.padded or (
             incoming.positions is not None and not bool(self.new_valid.all())
         )
         self._looked_at: Tensor | None = None  # `new_valid`, when states were last given a mask
-        self._has_padding = False  # whether it had any
+        self._has_padding = False  # whether it had padding then
         self._slots: Tensor | None = None  # of the forward's tokens, those that reach the layer
-        self._combined: Tensor | None = None  # positions of the keys of the layer at hand
-        self._order: Tensor | None = None  # that brings padding in the middle to the left
+        self._combined: Tensor | None = None  # positions of the current layer's keys
+        self._order: Tensor | None = None  # moves padding in the middle to the left
         self._pending: tuple[Tensor, Tensor] | None = None
-        # What the layer before returned beside hidden states, for the tokens that went on.
+        # What the previous layer returned beside hidden states, for the tokens it passed on.
         self._beside: tuple[Tensor, ...] = ()
-        self._causal: dict[tuple[int, bool], Mask] = {}  # by length, and whether none will do
+        self._causal: dict[tuple[int, bool], Mask] = {}  # by length, and whether None is allowed
         self._own_masks = own_masks
         self._spares_masks = spares_masks
         self._sees_all = not causal and self.first
         self._attended = attended
         self._rotary = rotary
         self._asked = asked
-        self._places_checked = False  # whether what is asked for can be had of tokens seen before
+        self._places_checked = False  # whether `Asked.check_places` has run
         self._gapless = (
             None
             if incoming.skipped is None
             else Gapless(self.new_positions, incoming.tokens.lengths)
         )
         self._every_position = self.new_positions  # of the forward's tokens
-        # By layer whose keys others attend to, what these need to know.
+        # For each layer whose keys other layers use, what these layers need to know.
         self._lent: dict[int, Lent | None] = {
             layer.producer: None for layer in layers if layer.producer is not None
         }
-        self._streams_axis = 1  # of the tokens, where hidden states have four
-        self._inside: int | None = None  # the layer at hand
-        self._told: Columns | None = None  # what its attention was told, if it asked
-        self._packed = False  # whether it is to attend to what is held packed, and has not
+        self._streams_axis = 1  # the tokens' axis, if hidden states have four axes
+        self._inside: int | None = None  # the current layer
+        self._told: Columns | None = None  # the columns its attention was told, if it asked
+        self._packed = False  # whether it must still attend to packed keys
         self._own_blocks: dict[int, tuple[Any, Tensor | None]] = {}  # by the id of the mask
 
     # Before a layer.
@@ -194,16 +198,16 @@ class Forward:
     def enter_layer(
         self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The arguments under which a decoder layer sees only the tokens that reach it.
+        """Return the arguments that let a decoder layer read only the tokens that reach it.
 
         Args:
-            index: The layer's.
+            index: Index of the layer.
             module: The layer.
             hidden: ``[batch, new_len, hidden]``, its input.
             kwargs: Its other arguments, by name.
 
         Raises:
-            UnsupportedModelError: The model reads a padded row otherwise than alone.
+            UnsupportedModelError: Padding changes how the model reads a row.
         """
         if index == 0:
             self._check_tokens(module, hidden)
@@ -232,11 +236,11 @@ class Forward:
     def _enter_attention(
         self, index: int, hidden: Tensor, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """The arguments of a layer's attention, for the tokens that reach it."""
+        """Return the arguments of a layer's attention, for the tokens that reach the layer."""
         layer = self.layers[index]
         self._inside, self._told = index, None
         self._packed = self._attends_packed(index)
-        if self._packed:  # without a mask, nor the positions it would be made of
+        if self._packed:  # needs no mask, and no positions to make one
             self._order = self._combined = None
             here = self._reaching(kwargs)
             self._note_places(here)
@@ -255,13 +259,16 @@ class Forward:
 
     @property
     def _asks(self) -> bool:
-        """Whether the policy's parts are asked, now or when the prompt has ended."""
+        """True if the policy's parts act on this forward, or later at the end of its prompt."""
         return self.in_prompt
 
     def _find_asked(
         self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
     ) -> None:
-        """Find what the policy's parts ask for of a layer, before it runs."""
+        """Find a layer's rotary embedding and output projection, if parts need them.
+
+        The layer has not run yet.
+        """
         layer = self.layers[index]
         if self._asked is None or not self._asks or not layer.attends:
             return
@@ -276,7 +283,7 @@ class Forward:
             name: None if "mask" in name or isinstance(value, Cache) else value
             for name, value in self._reaching(kwargs).items()
         }
-        if isinstance(layer, IndexedLayer):  # whose indexer reads its mask
+        if isinstance(layer, IndexedLayer):  # its indexer reads the mask
             mask = causal_mask(
                 last.shape[0],
                 last.shape[0],
@@ -310,7 +317,10 @@ class Forward:
         return LayerRotary(layer.turns, self._gapless)
 
     def _attends_packed(self, index: int) -> bool:
-        """Whether a layer's attention may do without unpacking: one token sees all that is held."""
+        """True if a layer's attention can work on packed keys.
+
+        This is so for one new token that sees all slots.
+        """
         layer = self.layers[index]
         return (
             type(layer) is PolicyLayer
@@ -331,11 +341,11 @@ class Forward:
 
     @functools.cached_property
     def _has_gaps(self) -> bool:
-        """Whether some appended column is padding, the forward's own among them."""
+        """True if some appended column is padding, columns of this forward included."""
         return self._padded and bool((self.tokens.appended < 0).any())
 
     def _note_places(self, kwargs: dict[str, Any]) -> None:
-        """Take note of the positions at which the tokens of a layer's arguments are read."""
+        """Remember the positions at which a layer reads the tokens of its arguments."""
         given = kwargs.get("position_ids")
         if not isinstance(given, Tensor) or given.ndim != 2:
             given = self.new_positions
@@ -344,7 +354,7 @@ class Forward:
     def _for_indexer(
         self, index: int, layer: IndexedLayer, hidden: Tensor, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """The arguments of a layer with an indexer, which reads masks and positions itself."""
+        """Return the arguments of a layer whose indexer reads masks and positions itself."""
         own = kwargs.get("attention_mask")
         layer.taking = functools.partial(self.update_index, index)
         if isinstance(own, Tensor) and own.ndim == 2:  # of tokens, from which it makes its own
@@ -358,7 +368,7 @@ class Forward:
         return with_positions(layer, hidden, kwargs, self._rotary, self._order)
 
     def _lend(self, index: int, hidden: Tensor, kwargs: dict[str, Any], mask: Mask) -> None:
-        """Note which keys a layer sees, and under which mask, where others attend to them."""
+        """Record the keys and the mask of a layer whose keys other layers use."""
         if index in self._lent:
             layer = self.layers[index]
             self._lent[index] = Lent(
@@ -370,7 +380,10 @@ class Forward:
             )
 
     def _enter_borrower(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a layer that attends to another's keys: under that one's mask."""
+        """Return the arguments of a layer that attends to another layer's keys.
+
+        It gets that layer's mask.
+        """
         producer = self.layers[index].producer
         assert producer is not None
         lent = self._lent[producer]
@@ -381,7 +394,7 @@ class Forward:
         count = hidden.shape[self._token_axis(hidden)]
         if lent.queries is self.new_positions and count == lent.queries.shape[1]:
             return {**here, "attention_mask": lent.mask}
-        # Tokens were dropped in between, or the decoder goes on with the last ones.
+        # Tokens were dropped in between, or the decoder continues with the last tokens only.
         self._order = lent.order
         own = self._own_visibility(lent.own, lent.keys)
         if own is not None:
@@ -392,13 +405,14 @@ class Forward:
         return {**here, "attention_mask": seen.mask(self.implementation, hidden.dtype)}
 
     def _token_axis(self, hidden: Tensor) -> int:
-        """The axis of the tokens in hidden states, which follows that of the rows."""
+        """Return the axis of tokens in hidden states, which follows the axis of rows."""
         return self._streams_axis if hidden.ndim == 4 else 1
 
     def _check_tokens(self, module: nn.Module, hidden: Tensor) -> None:
-        """Check that the first layer gets a hidden state for each token and no other.
+        """Check that the first layer gets exactly one hidden state for each token.
 
-        Several streams of them stand before the rows, or behind the tokens.
+        If there are several streams of hidden states, their axis is before the rows or behind the
+        tokens.
         """
         if hidden.ndim == 4:
             rows = tuple(self.new_valid.shape)
@@ -417,27 +431,27 @@ class Forward:
             )
 
     def _for_state(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a recurrent layer; see `_valid_here`."""
+        """Return the arguments of a recurrent layer; see `_valid_here`."""
         valid = self._valid_here(hidden)
-        # A layer's convolutions may have a name of their own for it.
+        # The convolutions of a layer may have a name of their own for this mask.
         own = dict.fromkeys({"conv_mask"} & kwargs.keys(), valid)
         return {**kwargs, **own, "attention_mask": valid}
 
     def _valid_here(self, hidden: Tensor) -> Tensor | None:
-        """The mask ``[batch, len]`` of a state, which tells tokens from padding; None without.
+        """Return the padding mask ``[batch, len]`` of a recurrent layer; None without padding.
 
         Raises:
             UnsupportedModelError: See `check_states_skip_nothing`.
         """
         if not self._padded:
             return None
-        if self._looked_at is not self.new_valid:  # once for all layers that the same tokens reach
+        if self._looked_at is not self.new_valid:  # once for all layers with the same tokens
             check_states_skip_nothing(self.new_valid, self._started)
             self._looked_at, self._has_padding = self.new_valid, not bool(self.new_valid.all())
         return self.new_valid.to(hidden.device).long() if self._has_padding else None
 
     def _reaching(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments for the tokens that reach the layer."""
+        """Return the arguments for the tokens that reach the layer."""
         if self._slots is None:
             return kwargs
         ours = {
@@ -456,19 +470,21 @@ class Forward:
             and not (self._padded and self._window(index))
             and not (self._own_masks and self._order_of_columns is not None)
         ):
-            # Nothing held and nothing dropped: the model's own mask is right, but for windows,
-            # which it measures in columns, and where it was made before columns were moved.
+            # Nothing is held and nothing was dropped, so the model's own mask is right. There are
+            # two exceptions: it measures windows in columns, and it may be older than the
+            # reordering of columns.
             return kwargs
         mask = self._mask(index, hidden, self._own_block(kwargs))
         if not self.layers[index].shows_queries and isinstance(mask, Tensor):
-            mask = mask.expand(hidden.shape[0], -1, -1, -1)  # some check its shape
+            mask = mask.expand(hidden.shape[0], -1, -1, -1)  # some layers check its shape
             self._check_own_window(index)
         return {**kwargs, "attention_mask": mask}
 
     def _check_own_window(self, index: int) -> None:
         """Check that a layer that counts its window in columns has no padding between tokens.
 
-        Columns are no farther apart than positions then, so that it hides nothing from the mask.
+        Without padding, columns are at most as far apart as positions, so that the layer's window
+        hides nothing that the mask shows.
         """
         behind = not self.acts and self.layers[index].kept_len and self._window(index) is not None
         if behind and not bool(self.new_valid.all()):
@@ -479,7 +495,7 @@ class Forward:
             )
 
     def _own_block(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """What a layer's own mask says of the forward's tokens, where it is not order alone."""
+        """Return the model's own mask of the forward's tokens; None if it is causal."""
         if not (self._own_masks or self._sees_all) or self._new_len == 1:
             return None
         mask = kwargs.get("attention_mask")
@@ -491,11 +507,14 @@ class Forward:
                 )
             else:
                 block = OwnVisibility.block_of(mask, self._columns, self._order_of_columns)
-            self._own_blocks[id(mask)] = mask, block  # the mask too: its id shall not come again
+            self._own_blocks[id(mask)] = mask, block  # keeps the mask, so that its id stays unique
         return self._own_blocks[id(mask)][1]
 
     def _own_visibility(self, block: Tensor | None, positions: Tensor) -> OwnVisibility | None:
-        """For a layer's keys, whose ``positions`` are ``[batch, 1 or kv_heads, key_len]``."""
+        """Map the model's own mask to a layer's keys; None if ``block`` is None.
+
+        ``positions`` are those of the keys, ``[batch, 1 or kv_heads, key_len]``.
+        """
         if block is None:
             return None
         batch, heads, key_len = positions.shape
@@ -511,9 +530,10 @@ class Forward:
         return OwnVisibility(block, queries, columns)
 
     def _window(self, index: int) -> int | None:
-        """The layer's sliding window, if it is shorter than the context.
+        """Return the layer's sliding window; None if it is not shorter than the context.
 
-        Flash attention measures windows in slots, so that there its layers must hold all of theirs.
+        Flash attention measures windows in slots, so that its window is always returned: the layer
+        must hold all tokens in it.
         """
         window = self._windows[index]
         if window is None or self.implementation in FLASH:
@@ -533,7 +553,7 @@ class Forward:
             held = moved.masked_fill(held < 0, -1)
         combined = new if held is None else torch.cat([held, new.to(held.device)], dim=2)
         if self.acts and held is not None:
-            # Stable: what is no padding keeps its order.
+            # The sort is stable, so that tokens keep their order.
             self._order = (combined >= 0).to(torch.uint8).argsort(dim=2, stable=True)
             combined = combined.gather(2, self._order)
         self._combined = combined
@@ -547,12 +567,12 @@ class Forward:
         key_len = layer.kept_len + query_len
         if self._combined is not None or window is not None or own is not None:
             positions = self._positions(layer, layer.choices, hidden.device)
-            # Heads may hold different tokens, which shows where some are padding, or too far
-            # away; elsewhere what is not new lies before all queries.
+            # Heads may hold different tokens. This matters only if some are padding or outside of
+            # the window: otherwise every held token is before all queries.
             if not (layer.ragged or self._moved is not None or window is not None):
                 positions = positions[:, :1]
             elif not layer.shows_queries and bool((positions == positions[:, :1]).all()):
-                positions = positions[:, :1]  # some take one mask for all heads
+                positions = positions[:, :1]  # some layers take one mask for all heads
             heads = layer.query_heads if positions.shape[1] > 1 else 1
             places = self.new_positions.to(hidden.device)
             among = self._own_visibility(own, positions)
@@ -571,7 +591,7 @@ class Forward:
         return self._causal[key_len, spare]
 
     def _mask_behind_prompt(self, layer: PolicyLayer, window: int, hidden: Tensor) -> Mask:
-        """Of tokens behind a prompt: they see what is held of it, and a window."""
+        """Make the mask of tokens behind a prompt: they see the kept prompt and a window."""
         positions = self._positions(layer, layer.choices, hidden.device)
         heads = layer.query_heads if positions.shape[1] > 1 else 1
         before, since = self._before, self._before.rows_since
@@ -583,7 +603,7 @@ class Forward:
         return seen.mask(self.implementation, hidden.dtype)
 
     def _positions(self, layer: PolicyLayer, kv_heads: int, device: torch.device) -> Tensor:
-        """Positions ``[batch, kv_heads, key_len]`` of all keys that the layer sees."""
+        """Return the positions ``[batch, kv_heads, key_len]`` of all keys that the layer sees."""
         if self._combined is not None:
             return self._combined.to(device).expand(-1, kv_heads, -1)
         new = self.new_positions.to(device)[:, None].expand(-1, kv_heads, -1)
@@ -593,9 +613,9 @@ class Forward:
     # Inside its attention.
 
     def columns(self, index: int) -> Columns | None:
-        """Where a layer's attention is to think that queries and keys stand, while it runs.
+        """Return the key and query columns that a layer's attention is told, if it asks for them.
 
-        None where that is what the layer holds, before anything was dropped or evicted.
+        None means that the columns held are right, before anything was dropped or evicted.
         """
         if self._inside != index or (self.first and self._slots is None):
             return None
@@ -608,7 +628,7 @@ class Forward:
         return self._told
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values that the layer's attention is to see, with the new ones."""
+        """Append a layer's new keys and values; return all that its attention must see."""
         layer = self.layers[index]
         self._updated.add(index)
         if self._packed:
@@ -618,31 +638,32 @@ class Forward:
         if isinstance(layer, IndexedLayer):
             layer.attend_to(keys)
         if self._temperatures[index] is not None or self._told is not None:
-            self._pending = keys, values  # its attention function is to be called from here
+            self._pending = keys, values  # wait for its attention function
         return keys, values
 
     def update_index(self, index: int, keys: Tensor) -> Tensor:
-        """All index keys that the layer's indexer is to see, with the new ones."""
+        """Append a layer's new index keys; return all that its indexer must see."""
         layer = self.layers[index]
         assert isinstance(layer, IndexedLayer)
         return layer.append_index(keys, new_places(self.layers, self._slots))
 
     def note_state(self, index: int) -> None:
-        """A layer reads or writes its state."""
+        """Note that a layer reads or writes its state."""
         self._updated.add(index)
 
     def waits_for_queries(self) -> bool:
-        """Whether an attention function is still to come."""
+        """True if the layer's attention function has not been called yet."""
         return self._pending is not None
 
     def waits_for(self, keys: Tensor, *, own: bool) -> bool:
-        """Whether the attention function that got ``keys`` is one that is still to come.
+        """True if this call of an attention function, with ``keys``, is the awaited one.
 
-        A module with latent attention makes them of what was handed out, each of one token.
+        A module with latent attention computes its keys from the tensors it got, one key for each
+        token.
 
         Args:
-            keys: The function's.
-            own: Whether the layer's own module calls it.
+            keys: Keys that the function was given.
+            own: Whether the layer's own module calls the function.
         """
         if self._pending is None:
             return False
@@ -651,19 +672,22 @@ class Forward:
         return keys is given or (own and alike)
 
     def at_own_positions(self, index: int, queries: Tensor) -> Tensor:
-        """A layer's queries, where it has counted other positions for them than their own."""
+        """Return a layer's queries as they are at their right positions.
+
+        A layer may have scaled them for other positions, which it counted itself.
+        """
         temperature = self._temperatures[index]
         if temperature is None:
             return queries
         return temperature.corrected(queries, self._before.seen, self._places)
 
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:
-        """The layer's queries are known, its attention is not computed yet."""
+        """Do nothing; subclasses use the queries before attention is computed."""
 
     def attend(
         self, attend: Attend, module: nn.Module, query: Tensor, *others: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Call the module's attention function, or compute what it would of what is packed."""
+        """Call the module's attention function, or compute its result from packed keys."""
         if self._packed:
             self._packed = False
             assert self._inside is not None
@@ -676,7 +700,7 @@ class Forward:
             self._combine(self.layers[self._inside])
             others = (*others[:2], self._mask(self._inside, query), *others[3:])
         if self.implementation in FLASH:
-            # From positions with gaps it would infer several sequences in one row.
+            # From positions with gaps, flash attention would infer several sequences in one row.
             kwargs.pop("position_ids", None)
         if self._told is not None:
             assert self._inside is not None
@@ -687,23 +711,23 @@ class Forward:
         return attend(module, query, *others, **kwargs)
 
     def observe(self, index: int, inputs: AttentionInputs) -> None:
-        """The layer has attended."""
+        """Stop waiting for queries: the layer has attended."""
         self._pending = None
 
     # After a layer, and after the last.
 
     def leave_layer(self, index: int, output: Any) -> Any:
-        """The layer's output for the tokens that go on."""
+        """Return the layer's output, for the tokens that the next layer gets."""
         return output
 
     def finish(self) -> SeenTokens:
-        """Every layer is done: the tokens seen now.
+        """Check that every layer used the cache; return the tokens seen now.
 
         Raises:
             UnsupportedModelError: A layer did not use the cache, as with gradient checkpointing.
         """
         layers = enumerate(self.layers)
-        spared = EmptyLayer, CrossLayer  # the second is left out where there is no image
+        spared = EmptyLayer, CrossLayer  # a cross layer is skipped without images
         missing = {i for i, each in layers if not isinstance(each, spared)} - self._updated
         if missing:
             raise UnsupportedModelError(
@@ -715,6 +739,6 @@ class Forward:
         return self.tokens
 
     def in_order(self, output: Any) -> Any:
-        """The decoder's output in the order of the input's columns; see `InputOrder`."""
+        """Return the decoder's output in the order of the input's columns; see `InputOrder`."""
         order = InputOrder(self.tokens, self._order_of_columns, self.propagated, self._attended)
         return order.restored(output)

@@ -1,8 +1,8 @@
-"""What a policy's parts ask for of a layer beside its keys: found, and proved, on the layer itself.
+"""Find a layer's rotary embedding and output projection by running the layer on a few tokens.
 
-When a layer is first entered under such a policy, its last tokens are run through it as far as
-needed: at other positions, to see which channels these turn; with other outputs of its heads, to
-see which module takes them.
+When a layer is first entered under a policy whose parts need them, its last tokens are run through
+it as far as necessary. Running them at other positions shows which channels are rotated. Replacing
+the outputs of its heads shows which module takes these outputs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
-# Positions at which a layer is tried, of as many tokens.
+# Positions of the tokens with which a layer is tried.
 TRIED = (3, 11)
 
 Found = TypeVar("Found")
@@ -37,15 +37,16 @@ Found = TypeVar("Found")
 
 @attrs.frozen(eq=False)
 class Asked:
-    """Finds what parts ask for, in one forward.
+    """A finder of rotary embeddings and output projections, for one forward.
 
     Args:
         parts: The model.
         policy: The policy.
-        rotary: Whether a part turns keys or queries, or the cache those that are kept.
+        rotary: Whether a part rotates keys or queries, or the cache rotates kept keys.
         output_weight: Whether a part reads the weights of output projections.
-        known: Rotary embeddings that layers were given, and the frequencies found of each.
-        compared: Frequencies of an earlier forward and of this one, and whether they are the same.
+        known: Rotary embeddings that layers were given, with the frequencies found for each.
+        compared: Frequencies of an earlier forward and of this one, with the result of comparing
+            them.
     """
 
     parts: ModelParts
@@ -57,10 +58,10 @@ class Asked:
 
     @staticmethod
     def of(parts: ModelParts, policy: CachePolicy) -> Asked | None:
-        """None where nothing is asked for.
+        """Make the finder for a model and a policy; None if no part needs anything.
 
         Raises:
-            UnsupportedModelError: What is asked for cannot be had of the model, whatever the layer.
+            UnsupportedModelError: No layer of the model can give what is needed.
         """
         later = policy.decoding
         rotary = policy.needs_rotary or (later is not None and later.needs_rotary)
@@ -80,32 +81,32 @@ class Asked:
         return asked
 
     def check_places(self, tokens: SeenTokens) -> None:
-        """Check that it is known at which positions tokens seen before were read.
+        """Check that the rotary positions of tokens seen before are known.
 
         Raises:
-            UnsupportedModelError: It is not.
+            UnsupportedModelError: They are not.
         """
         skipped = tokens.skipped
         if not self.rotary or skipped is None or not bool(skipped.any()):
             return
         if not self.policy.gapless:
             self._refuse("a restart in an earlier turn has read tokens at other positions")
-        if self.policy.needs_rotary:  # whom positions are shown, which are original ones
+        if self.policy.needs_rotary:  # parts see original positions only
             self._refuse("keys that are held were turned to positions without gaps")
 
     def find(self, layer: PolicyLayer, entering: Entering, places: Tensor, valid: Tensor) -> None:
-        """Let a layer know what is asked for of it.
+        """Set the rotary embedding and output projection of a layer, as far as needed.
 
         Args:
-            layer: What it holds.
-            entering: The layer, about to run.
+            layer: The layer in the cache.
+            entering: The model's layer, about to run.
             places: ``[batch, new_len]`` int64, the positions at which the forward's tokens are
                 read.
             valid: ``[batch, new_len]`` bool, False on padding.
 
         Raises:
-            UnsupportedModelError: It cannot be had of the layer.
-            ValueError: The layer's queries or keys are no finite numbers.
+            UnsupportedModelError: The layer cannot give what is needed.
+            ValueError: The layer's queries or keys are not finite numbers.
         """
         if self.rotary:
             layer.turns = self._turns(layer, entering, places, valid)
@@ -150,7 +151,10 @@ class Asked:
         return Turns(frequencies, scale, channels.to(frequencies.device))
 
     def _are_those(self, turns: Turns, frequencies: Tensor, scale: float) -> bool:
-        """Whether a layer turned by these before: looked at once for layers of the same tensor."""
+        """True if a layer rotated by these frequencies before.
+
+        Layers that share a tensor of frequencies are compared once.
+        """
         for own, others, same in self.compared:
             if own is turns.frequencies and others is frequencies:
                 return same and turns.scale == scale
@@ -176,7 +180,7 @@ class Asked:
 
 
 def _channels(entering: Entering, frequencies: Tensor, scale: float, form: Form) -> Tensor | None:
-    """Which channels a layer turns by frequencies; none of them, if it turns none."""
+    """Find the channels that a layer rotates; there are none if it rotates nothing."""
     count = entering.hidden.shape[entering.token_axis]
     places = torch.tensor(TRIED[:count], device=frequencies.device)[None]
     angles = places[..., None].float() * frequencies

@@ -1,4 +1,4 @@
-"""The attentions that a forward returns, by the columns of the input."""
+"""Reorder the attention weights that a forward returns by the columns of the input."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.define(eq=False)
 class AttendedKeys:
-    """Which tokens the keys of every layer are while a forward attends to them.
+    """A record of the positions of the keys that every layer attends to in a forward.
 
-    What a layer holds lies without a gap, and without the padding of the input. Where it holds
-    every token, its attentions can be given the columns of the input, as without a cache.
+    A layer holds its tokens without gaps, and without the padding of the input. If it holds every
+    token, its attention weights can be given by the columns of the input, as without a cache.
 
     Args:
-        layers: Those that attend; the attentions of others are not returned, or None.
+        layers: Layers that attend; for other layers no attention weights are returned, or None.
     """
 
     layers: list[int]
     _positions: dict[int, Tensor] = attrs.field(factory=dict)
 
     def note(self, index: int, positions: Tensor) -> None:
-        """Take note of a layer's keys: their positions ``[batch, kv_heads, key_len]``, or -1."""
+        """Record the positions of a layer's keys, ``[batch, kv_heads, key_len]``, -1 on padding."""
         self._positions[index] = positions
 
     def in_columns(
         self, attentions: tuple[Tensor | None, ...], tokens: SeenTokens, order: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """The attentions with the columns of the input, of layers that hold all of its tokens.
+        """Reorder attention weights by input columns, for layers that hold all tokens.
 
         Args:
-            attentions: ``[batch, query_heads, new_len, key_len]`` of every layer, or of those
+            attentions: ``[batch, query_heads, new_len, key_len]`` for every layer, or for those
                 that attend.
-            tokens: Those seen, the forward's among them.
-            order: ``[batch, new_len]``, which column of the input each query is; None where they
-                are in its order.
+            tokens: The tokens seen, those of the forward included.
+            order: ``[batch, new_len]``, the input column of each query; None if queries are in the
+                order of the input.
 
         Returns:
-            By layer, ``[batch, query_heads, new_len, seen]``, 0 on padding; as they are where a
-            layer has evicted or never got some.
+            By layer, ``[batch, query_heads, new_len, seen]``, 0 on padding; unchanged for a layer
+            that has evicted tokens or never got some.
         """
         alone = len(attentions) == len(self.layers)
         return tuple(
@@ -65,7 +65,7 @@ def _in_columns(
     whole = (positions >= 0).sum(dim=-1) == lengths
     if not bool(whole.all()) or (order is not None and order.shape[1] != queries):
         return attention
-    # The column of each position, and one more for what is no token.
+    # The column of each position, and one more column for padding.
     batch, heads, _ = positions.shape
     seen = tokens.seen
     own = (valid.cumsum(dim=1) - 1).masked_fill(~valid, seen)

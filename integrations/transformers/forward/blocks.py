@@ -1,8 +1,8 @@
-"""Attention over part of a prompt in blocks of queries, where a mask of all of them would be large.
+"""Attend to part of a prompt in blocks of queries, where one mask for all would be large.
 
-A chunk of 2,000 tokens behind 100,000 has a mask of 200 million numbers, several times what the
-layer's keys and values take. In blocks no mask is larger than a block's, and no query is multiplied
-with keys beyond its block or, through a window, before it.
+A chunk of 2,000 tokens behind 100,000 tokens has a mask of 200 million numbers, several times the
+size of the layer's keys and values. With blocks, no mask is larger than one block's, and no query
+is multiplied with keys after its block or, if there is a window, before the window.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from torch.nn.attention.bias import causal_lower_right
 from kvpolicy.integrations.transformers.model.masks import Mask, Visibility, first_seen
 from kvpolicy.integrations.transformers.model.routing import Attend, is_plain
 
-# Also says the logarithm of the sum of exponentials, which no public function does. Without it,
-# attention is computed under masks.
+# This kernel also returns the logarithm of the sum of exponentials, which no public function does.
+# If it does not exist, attention is computed under masks.
 _KERNEL = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
-# Bytes of attention mask at a time. On a GPU every block repeats the keys for their groups.
+# Largest size in bytes of a block's mask. On a GPU the limit is higher, since every block repeats
+# the keys for their groups.
 BLOCK_BYTES = {"cpu": 1 << 22}
 OTHER_BLOCK_BYTES = 1 << 28
 
 
 def block_len(query: Tensor, key_len: int, mask_heads: int, implementation: str) -> int:
-    """Queries of a block.
+    """Return the number of queries in a block.
 
     Args:
         query: ``[batch, query_heads, query_len, head_dim]``.
-        key_len: Keys that a query of the block may see.
-        mask_heads: Heads of the mask.
+        key_len: Number of keys that a query of the block may see.
+        mask_heads: Number of heads of the mask.
         implementation: The model's attention implementation.
     """
     limit = BLOCK_BYTES.get(query.device.type, OTHER_BLOCK_BYTES)
@@ -41,22 +42,22 @@ def block_len(query: Tensor, key_len: int, mask_heads: int, implementation: str)
 
 
 class LowerRight:
-    """The mask of the last of some tokens, each of which sees all up to itself.
+    """A causal mask for the last queries of a sequence, kept and reused.
 
-    That of fewer queries or keys is its lower right corner, so that one serves all blocks of all
-    layers.
+    The mask for fewer queries or keys is its lower right corner, so that one mask serves all blocks
+    of all layers.
     """
 
     def __init__(self) -> None:
         self._mask: Tensor | None = None
 
     def of(self, query_len: int, key_len: int, query: Tensor) -> Tensor:
-        """The mask ``[query_len, key_len]`` that is to be added, a view.
+        """Return the additive mask ``[query_len, key_len]``, a view of the kept mask.
 
         Args:
-            query_len: Last queries.
-            key_len: Keys, as many at least.
-            query: Of the dtype and on the device that the mask is to have.
+            query_len: Number of queries, which are the last ones.
+            key_len: Number of keys, at least ``query_len``.
+            query: A tensor with the dtype and device that the mask must have.
         """
         held = self._mask
         fits = held is not None and held.shape[0] >= query_len and held.shape[1] >= key_len
@@ -69,15 +70,16 @@ class LowerRight:
 
 @attrs.frozen(eq=False)
 class Blocks:
-    """How the queries of a layer see its keys, the last of which are their own.
+    """A rule for how a layer's queries see its keys, the last of which are their own.
 
     Args:
-        implementation: The model's attention implementation, one whose masks are tensors.
-        lower_right: The mask where order alone decides, shared with other layers.
-        keys: ``[batch, 1 or kv_heads, key_len]`` int64 positions, -1 on padding; None where order
-            alone decides.
+        implementation: The model's attention implementation; its masks must be tensors.
+        lower_right: The causal mask, shared with other layers.
+        keys: ``[batch, 1 or kv_heads, key_len]`` int64 positions, -1 on padding; None if the mask
+            is causal, without padding and window.
         queries: ``[batch, query_len]`` int64 positions, -1 on padding.
-        window: Places a query sees, its own among them, or its `Chunk`; None for all before it.
+        window: Number of places a query sees, its own included, or its `Chunk`; None for all places
+            up to its own.
     """
 
     implementation: str
@@ -95,15 +97,15 @@ class Blocks:
         value: Tensor,
         **kwargs: Any,
     ) -> Tensor:
-        """Attention of all queries.
+        """Compute the attention of all queries.
 
         Args:
             attend: The module's attention function.
             module: The attention module.
             query: ``[batch, query_heads, query_len, head_dim]``.
-            key: ``[batch, kv_heads, key_len, head_dim]``, all that the layer sees.
-            value: Likewise.
-            kwargs: What the module gives its function besides.
+            key: ``[batch, kv_heads, key_len, head_dim]``, all keys that the layer sees.
+            value: ``[batch, kv_heads, key_len, head_dim]``.
+            kwargs: Further arguments that the module gives its function.
 
         Returns:
             ``[batch, query_len, query_heads, head_dim]``.
@@ -111,7 +113,7 @@ class Blocks:
         query_len, key_len = query.shape[2], key.shape[2]
         on_gpu, casts = query.device.type == "cuda", _casts(query)
         if self.keys is None and self.implementation == "sdpa" and on_gpu and not casts:
-            # Its kernels know the order by themselves; a mask is made only where none of them fits.
+            # The kernels of sdpa know causal order; a mask is made only if no kernel fits.
             bias = causal_lower_right(query_len, key_len)
             output, _ = attend(module, query, key, value, bias, **kwargs)
             return output
@@ -121,7 +123,7 @@ class Blocks:
             return joined(query, key, value, kwargs.get("scaling"))
         count = min(block_len(query, seen, heads, self.implementation), query_len)
         outputs = []
-        # The longest first: what it has freed, all others fit into.
+        # The longest block first, so that the others fit into the memory that it frees.
         for start in reversed(range(0, query_len, count)):
             block = slice(start, min(start + count, query_len))
             keys = slice(self._first_key(block), key_len - query_len + block.stop)
@@ -139,14 +141,14 @@ class Blocks:
     def _may_be_joined(
         self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]
     ) -> bool:
-        """Whether `joined` does what the module's attention function would do."""
+        """True if `joined` computes the same as the module's attention function."""
         alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
         graph = torch.is_grad_enabled() and query.requires_grad
         here = query.device.type == "cpu" and self.keys is None
         return here and joins(attend, how) and alike and not (graph or _casts(query))
 
     def _first_key(self, block: slice) -> int:
-        """The first key that any query of a block sees through the window."""
+        """Return the first key that any query of a block sees through the window."""
         if self.window is None or self.keys is None:
             return 0
         places = self.queries[:, block]
@@ -160,7 +162,8 @@ class Blocks:
         if self.keys is None:
             mask = self.lower_right.of(block.stop - block.start, keys.stop - keys.start, query)
             return mask[None, None]
-        # A layer's own arguments may only be moved to its device after these were made.
+        # Moved here, since a layer's arguments may move to its device only after positions were
+        # made.
         places = self.keys[:, :, keys].to(query.device)
         queries = self.queries[:, block].to(query.device)
         heads = query.shape[1] if places.shape[1] > 1 else 1
@@ -169,31 +172,34 @@ class Blocks:
 
 
 def _casts(query: Tensor) -> bool:
-    """Whether autocast is on, which converts what the public functions get and no other's."""
+    """True if autocast is on.
+
+    Autocast converts the inputs of public functions, but not those of the kernel used here.
+    """
     return torch.is_autocast_enabled(query.device.type)
 
 
 def joins(attend: Attend, how: dict[str, Any]) -> bool:
-    """Whether `joined` may stand for an attention function on a processor.
+    """True if `joined` may replace an attention function on a CPU.
 
     Args:
         attend: The function.
-        how: What a module gives it besides queries, keys and values.
+        how: What a module passes to it beside queries, keys and values.
     """
     return _KERNEL is not None and is_plain(attend, how)
 
 
 def joined(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Attention to what was before without a mask, to the queries' own keys in their order.
+    """Attend to earlier keys without a mask, and to the queries' own keys in causal order.
 
-    A mask, which the processor's kernel reads for every product, takes half as long again. Both
-    parts are joined by the sums of their exponentials.
+    A mask, which the CPU kernel reads for every product, makes attention take half as long again.
+    The two parts are combined by their sums of exponentials.
 
     Args:
         query: ``[batch, query_heads, query_len, head_dim]``.
         key: ``[batch, kv_heads, key_len, head_dim]``, the last of which are the queries' own.
-        value: Likewise.
-        scaling: Of the products; None for the usual one.
+        value: ``[batch, kv_heads, key_len, head_dim]``.
+        scaling: Factor on the products; None for the usual one.
 
     Returns:
         ``[batch, query_len, query_heads, head_dim]``.
@@ -206,7 +212,7 @@ def joined(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> 
     )
     output, sums = _KERNEL(query, own_key, own_value, 0.0, True, scale=scaling)
     if before:
-        # The heads of a group stand one after the other, as queries of one head.
+        # The heads of a group are concatenated, as queries of one head.
         rows = query.reshape(query.shape[0], key.shape[1], group * query_len, -1)
         past, past_sums = _KERNEL(
             rows, key[:, :, :before], value[:, :, :before], 0.0, False, scale=scaling

@@ -1,7 +1,7 @@
-"""A prompt that comes in several forwards: what earlier ones leave for the policy's act.
+"""Read a prompt in several forwards (chunked prefill), after which the policy acts once.
 
-That is the queries that the policy looks at. Where it looks at all of them and sums over them, it
-is the sums: every chunk's queries have seen then what a prompt's would have.
+Each chunk leaves the queries that the policy looks at. If the scorer sums over all queries, each
+chunk leaves the sums instead: its queries have then seen the same keys as in one forward.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from kvpolicy.selection import gather_slots
 
 @attrs.frozen(eq=False)
 class Chunks:
-    """The earlier chunks of a prompt, and as many of their queries as the policy looks at.
+    """A record of the earlier chunks of a prompt, with the queries that the policy looks at.
 
     Args:
-        num_queries: Trailing queries the policy looks at, as `CachePolicy.num_queries`.
-        columns: Columns of the chunks so far, padding included.
-        row_lens: ``[batch]`` int64, tokens of each row in them.
-        valid: ``[batch, held_len]`` bool, of the columns whose queries are held.
+        num_queries: Number of trailing queries the policy looks at; see `CachePolicy.num_queries`.
+        columns: Number of columns of the chunks so far, padding included.
+        row_lens: ``[batch]`` int64, number of tokens of each row in these chunks.
+        valid: ``[batch, held_len]`` bool, for the columns whose queries are held, False on padding.
         queries: By layer, ``[batch, query_heads, held_len, head_dim]``.
-        carried: By layer, ``[batch, kv_heads, key_len, carries]``, what the scorer carries of the
-            queries so far for each key, in the place of those; see `Scorer.advance`.
-        staged: What further stages are to read, where tokens are dropped; None where none are.
+        carried: By layer, ``[batch, kv_heads, key_len, carries]``, the scorer's state for each key
+            after the queries so far, in place of these queries; see `Scorer.advance`.
+        staged: What further stages must read, if tokens are dropped; None if no tokens are dropped.
     """
 
     num_queries: int | None
@@ -53,15 +53,15 @@ class Chunks:
     def with_chunk(
         self, valid: Tensor, queries: dict[int, Tensor], carried: dict[int, Tensor]
     ) -> Chunks:
-        """With one more chunk.
+        """Return a record with one more chunk.
 
         Args:
             valid: ``[batch, new_len]`` bool, the chunk's columns.
-            queries: By layer, those of the chunk from `first_needed` on.
-            carried: By layer, what is carried with it.
+            queries: By layer, the chunk's queries from `first_needed` on.
+            carried: By layer, the scorer's state, this chunk included.
         """
         lens, own = valid.sum(dim=1), self.first_needed(valid)
-        if own:  # the chunk alone has all queries
+        if own:  # this chunk alone has all queries needed
             return Chunks(
                 self.num_queries,
                 self.columns + valid.shape[1],
@@ -91,9 +91,9 @@ class Chunks:
         return queries if held is None else torch.cat([held, queries], dim=2)
 
     def first_needed(self, valid: Tensor) -> int:
-        """The last column from which on every row has all the queries the policy looks at.
+        """Return the last column from which on every row has all queries the policy looks at.
 
-        0 where there are not as many.
+        It is 0 if there are fewer.
         """
         if self.num_queries is None:
             return 0
@@ -101,11 +101,11 @@ class Chunks:
         return max(int(enough.all(dim=0).sum()) - 1, 0)
 
     def shown(self, index: int, queries: Tensor, new_valid: Tensor) -> Tensor:
-        """A layer's trailing queries of all chunks, each row's padding before its tokens.
+        """Return a layer's trailing queries of all chunks, each row's padding before its tokens.
 
         Args:
-            index: The layer's.
-            queries: Those of the last chunk, ``[batch, query_heads, new_len, head_dim]``.
+            index: Index of the layer.
+            queries: Queries of the last chunk, ``[batch, query_heads, new_len, head_dim]``.
             new_valid: ``[batch, new_len]`` bool, the last chunk's tokens.
 
         Returns:
@@ -121,7 +121,9 @@ class Chunks:
         return joined.gather(2, places)
 
     def prompt_valid(self, new_valid: Tensor) -> Tensor:
-        """``[batch, prompt_len]`` bool of the whole prompt, padding before tokens.
+        """Return which slots of the whole prompt are tokens, ``[batch, prompt_len]`` bool.
+
+        Padding comes before tokens.
 
         Args:
             new_valid: ``[batch, new_len]`` bool, the last chunk's tokens.
@@ -134,12 +136,12 @@ class Chunks:
 
 @attrs.frozen(eq=False)
 class ContinuedScorer(Scorer):
-    """A scorer that is shown a prompt's last queries only, and goes on from what it carries.
+    """A scorer that sees only the queries of a prompt's last chunk, and continues from its state.
 
     Args:
-        scorer: One that sums over all queries.
-        carried: ``[batch, kv_heads, key_len, carries]``, of the queries before.
-        new_valid: ``[batch, new_len]`` bool, which of the queries shown are tokens'.
+        scorer: A scorer that sums over all queries.
+        carried: ``[batch, kv_heads, key_len, carries]``, its state after the earlier queries.
+        new_valid: ``[batch, new_len]`` bool, which of the queries shown belong to tokens.
     """
 
     scorer: Scorer
@@ -148,36 +150,37 @@ class ContinuedScorer(Scorer):
 
     @property
     def num_queries(self) -> None:
-        """All that there are."""
+        """Always None: the scorer looks at all queries."""
         return
 
     @property
     def unscored_tail(self) -> int:
-        """That of the scorer."""
+        """The ``unscored_tail`` of the wrapped scorer."""
         return self.scorer.unscored_tail
 
     def score(self, context: LayerContext) -> Tensor:
         """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
-        # The prompt's slots have all padding before the tokens; the queries are a chunk's own.
+        # The slots of the prompt have all padding before the tokens; the queries are those of one
+        # chunk.
         valid = self.new_valid.to(context.keys.device)
         context = attrs.evolve(context, carried=self.carried, new_valid=valid)
         return self.scorer.advance(context)[0]
 
 
 def sums_over_all(policy: CachePolicy) -> bool:
-    """Whether a policy looks at all queries of a prompt, and what its scorer carries says as much.
+    """True if a policy looks at all queries of a prompt and its scorer only sums over them.
 
-    What other scorers make of all queries need not be the same chunk by chunk.
+    Other scorers may give different results chunk by chunk.
     """
     if policy.scorer is None or policy.history_layers:
-        return False  # later layers are shown what the scorer says of every query head
+        return False  # later layers see the saliency of every query head
     if policy.decoding is not None and policy.decoding.carries:
         return False
     return declares(policy.scorer, "accumulates")
 
 
 def _wider(carried: Tensor, key_len: int) -> Tensor:
-    """What is carried, with 0 for new keys."""
+    """Extend the scorer's state with 0 for new keys."""
     return pad(carried, (0, 0, 0, key_len - carried.shape[2]))
 
 
@@ -186,14 +189,14 @@ def _reaching_to(carried: Tensor | None, context: LayerContext) -> Tensor | None
 
 
 class ChunkForward(ActingForward):
-    """A forward over a chunk that does not end its prompt: appended, its queries remembered.
+    """A forward that appends a chunk before the last of its prompt, and remembers its queries.
 
-    The last layer is run for the tokens whose outputs are asked for.
+    The last layer is run only for the tokens whose outputs are asked for.
 
     Args:
         args: See `ActingForward`.
-        chunks: Those before it.
-        missing: Columns of the prompt that are still to be read, the chunk's among them.
+        chunks: The chunks before it.
+        missing: Number of columns of the prompt that are still to be read, this chunk included.
         kwargs: See `ActingForward`.
     """
 
@@ -209,11 +212,11 @@ class ChunkForward(ActingForward):
 
     @property
     def chunks(self) -> Chunks:
-        """The prompt so far, this chunk included."""
+        """The chunks of the prompt so far, this one included."""
         return self._chunks.with_chunk(self.new_valid, self._queries, self._carried)
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Forward.update`; then an attention function is to show the queries."""
+        """Append keys and values as `Forward.update` does, then wait for the queries."""
         if self._seen is not None:
             return super().update(index, keys, values)
         found = Forward.update(self, index, keys, values)
@@ -243,7 +246,7 @@ class ChunkForward(ActingForward):
         return index == len(self.layers) - 1 and super()._few_go_on(index)
 
     def _decide(self, index: int, inputs: AttentionInputs) -> None:
-        """Remember the layer's queries: what it keeps is chosen when the prompt has ended."""
+        """Remember the layer's queries; the layer chooses at the end of the prompt."""
         assert self._pending is not None
         layer, queries = self.layers[index], inputs.queries
         if inputs.keys.shape[1] != self._pending[0].shape[1]:
@@ -261,7 +264,7 @@ class ChunkForward(ActingForward):
         self._pending = None
 
     def _carry_on(self, context: LayerContext) -> Tensor:
-        """What the scorer carries on."""
+        """Update the scorer's state by this chunk's queries."""
         assert self.policy.scorer is not None
         with torch.autocast(context.keys.device.type, enabled=False):
             _, carried = advanced(self.policy.scorer, context, self._checks)
@@ -269,7 +272,7 @@ class ChunkForward(ActingForward):
 
 
 class LastChunkForward(ActingForward):
-    """The forward that ends a prompt of several chunks: the policy acts on all of them."""
+    """A forward over the last chunk of a prompt: the policy acts on the whole prompt."""
 
     def __init__(self, *args: Any, chunks: Chunks, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -291,7 +294,7 @@ class LastChunkForward(ActingForward):
             self.policy = policy
 
     def _in_slots(self, carried: Tensor, inputs: AttentionInputs) -> Tensor:
-        """What is carried for the keys so far, for each that the layer sees now."""
+        """Put the scorer's state into the order of the keys that the layer sees, 0 for new keys."""
         wide = _wider(carried, inputs.keys.shape[2])
         if self._order is None:
             return wide
@@ -307,12 +310,12 @@ class LastChunkForward(ActingForward):
 
 
 def joined_outputs(first: Any, second: Any) -> Any:
-    """The output of two forwards as that of one: hidden states one after the other.
+    """Concatenate the outputs of two forwards, as if they had been one.
 
     Args:
         first: The decoder's output for the earlier tokens, a `ModelOutput`.
-        second: That for the later ones, a `ModelOutput` or a tuple whose first entry is the last
-            hidden state.
+        second: The output for the later tokens, a `ModelOutput` or a tuple whose first entry is the
+            last hidden state.
     """
     if isinstance(second, tuple):
         return (torch.cat([first[0], second[0]], dim=1), *second[1:])

@@ -1,8 +1,8 @@
-"""Keys that are turned to positions without gaps, where the policy asks.
+"""Rotate kept keys to positions without gaps, if the policy is ``gapless``.
 
-What a layer holds then stands at the rotary positions 0, 1, ... in the order of its slots, in every
-row and head: those that a row's first act finds are its own, each act closes what gaps it makes,
-and what is appended follows. So nothing but the number of tokens held has to be known.
+The keys of a layer are then at the rotary positions 0, 1, ... in the order of slots, in every row
+and head. This holds before a row's first act; each act closes the gaps it makes, and appended
+tokens follow. So only the number of tokens held must be known.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from kvpolicy.selection import gather_slots
 
 
 def closed_up(keys: Tensor, positions: Tensor, kept: Tensor, turns: Turns) -> Tensor:
-    """The keys that a layer keeps, each turned back to its place among them.
+    """Return the kept keys, each rotated to its place among the kept ones.
 
     Args:
-        keys: ``[batch, kv_heads, key_len, head_dim]``, turned to their places among all of these.
+        keys: ``[batch, kv_heads, key_len, head_dim]``, rotated to their places among all of them.
         positions: ``[batch, kv_heads, key_len]`` int64, -1 on padding.
         kept: ``[batch, kv_heads, kept_len]`` int64, ascending; -1 on the left of shorter rows.
-        turns: How the layer turns.
+        turns: How the layer rotates.
 
     Returns:
         ``[batch, kv_heads, kept_len, head_dim]``.
     """
     places = _places(positions >= 0).gather(2, kept.clamp(min=0))
-    # Sizes stay: these keys have been scaled when they were turned first.
+    # The scale is 1, since these keys were scaled when they were first rotated.
     plain = attrs.evolve(turns, scale=1.0)
     return plain.turned(gather_slots(keys, kept), _places(kept >= 0) - places)
 
@@ -45,15 +45,15 @@ def _places(valid: Tensor) -> Tensor:
 def without_gaps(
     policy: CachePolicy, tokens: SeenTokens, layers: Sequence[PolicyLayer]
 ) -> SeenTokens:
-    """The tokens seen, of which the next is read behind as many as layers hold.
+    """Set the next rotary position of each row to the number of tokens its layers hold.
 
     Args:
-        policy: A gapless one.
-        tokens: Those seen, the last prompt included.
-        layers: What each layer has kept.
+        policy: A gapless policy.
+        tokens: The tokens seen, the last prompt included.
+        layers: The layers of the cache, after they have chosen.
 
     Raises:
-        ValueError: Heads or layers keep unlike numbers of tokens.
+        ValueError: Heads or layers keep different numbers of tokens.
     """
     fewest, most = held_counts(layers, tokens.lengths)
     unlike = (fewest < most).nonzero()

@@ -1,4 +1,4 @@
-"""Layers that keep all of a prompt until every one was scored, and then choose."""
+"""Let layers keep all of a prompt until every layer was scored, and choose then."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvpolicy.policy import CachePolicy
 
 @attrs.frozen(eq=False)
 class Waiting:
-    """A layer whose choice is still to come; what it holds stays as it was till then.
+    """A layer whose selection is deferred; until then the layer itself does not change.
 
     Args:
-        keys: What it is to choose among, as in `PolicyLayer.store`.
-        values: Likewise.
-        positions: Likewise.
-        undecided: The layer for the policy.
-        carried: As in `PolicyLayer.store`.
-        near: Where the policy chooses in some rows only, what a sliding window leaves of the
-            others; None where it chooses in all.
+        keys: The keys to choose among; see `PolicyLayer.store`.
+        values: The values to choose among; see `PolicyLayer.store`.
+        positions: Their positions; see `PolicyLayer.store`.
+        undecided: The layer in the form that the policy decides on later.
+        carried: See `PolicyLayer.store`.
+        near: If the policy chooses only in some rows, what a sliding window leaves of the other
+            rows; None if it chooses in all rows.
     """
 
     keys: Tensor
@@ -36,12 +36,12 @@ class Waiting:
 
 
 def choose(policy: CachePolicy, layers: list[PolicyLayer], waiting: Mapping[int, Waiting]) -> None:
-    """Let all layers choose that have waited for it.
+    """Let all layers with a deferred selection choose.
 
     Args:
         policy: The policy.
-        layers: What each layer of the model holds.
-        waiting: By index.
+        layers: The layers of the cache.
+        waiting: The deferred layers, by index.
 
     Raises:
         TypeError: See `CachePolicy.decide_layers`.

@@ -1,6 +1,6 @@
-"""When an answer is decoded into buffers of a fixed size: how that begins, goes on and ends.
+"""Begin, continue and end the decoding of an answer into buffers of a fixed size.
 
-`generate` asks for a mask before every token. In that moment, between two steps of which any part
+`generate` asks for a mask before every token. At that moment, between two steps of which any part
 may be compiled, the token is counted and layers choose what they keep.
 """
 
@@ -31,7 +31,7 @@ from kvpolicy.policy import CachePolicy
 
 
 class Answered(Protocol):
-    """What is known where an answer is decoded, and changes with its tokens; see `Reader`."""
+    """A protocol for the cache state that changes while an answer is decoded; see `Reader`."""
 
     policy: CachePolicy
     placed: CachePolicy
@@ -43,50 +43,52 @@ class Answered(Protocol):
 
     @property
     def acts_next(self) -> bool:
-        """Whether the policy acts on the next forward, which decodes nothing then."""
+        """True if the policy acts on the next forward, which is then no decoding step."""
 
     def abandon_forward(self) -> None:
-        """Undo a call of the model that did not come to its end."""
+        """Undo a call of the model that did not finish."""
 
 
 class FixedAnswer:
-    """The answers of one cache, as far as they are decoded into buffers of a fixed size.
+    """A manager of the fixed buffers into which a cache's answers are decoded.
 
     Args:
-        reader: Whose answers they are. It is referred to weakly, since it has this: what a cache
-            holds is freed with its last reference, not when cycles are looked for.
+        reader: The reader of the cache. The reference is weak, since the reader refers to this
+            object: without a cycle, a cache is freed with its last reference, and not only by
+            garbage collection.
     """
 
     def __init__(self, reader: Answered) -> None:
         self._reader = weakref.ref(reader)
         self.buffers: StaticDecoding | RollingDecoding | None = None  # while `generate` decodes
-        self.allowed = True  # as far as the generate under way allows
+        self.allowed = True  # whether the current `generate` allows it
         self.steps = 0  # tokens that `generate` has decoded into buffers so far
 
     @property
     def reader(self) -> Answered:
-        """Whose answers they are."""
+        """The reader whose answers are decoded."""
         reader = self._reader()
         assert reader is not None
         return reader
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` may compile the decoding of an answer."""
+        """True if `generate` may compile the decoding of an answer."""
         reader = self.reader
         if reader.max_new_tokens is None or not isinstance(reader.storage, PlainStorage):
             return False
-        # A state is a tensor of one size, but is copied before every forward; index keys grow, and
-        # images are no tokens. What attends to another layer's keys has no buffers of its own.
+        # Excluded are states, which are copied before every forward; index keys, which grow;
+        # images, which are not tokens; and layers that use another layer's keys, which have no
+        # buffers.
         fixed = all(type(layer) is PolicyLayer and layer.shows_queries for layer in reader.layers)
         parts, decoding = None, reader.policy.decoding
         if reader.attachment is not None:
             parts = reader.attachment.parts
-            # What counts positions itself is told others than those of a step; and what is seen of
-            # an answer alone has no mask there.
+            # Attention that counts positions itself would count wrong ones in a step. And a window
+            # over the answer only has no mask here.
             fixed = fixed and not any((*parts.temperatures, *parts.answer_windows))
         if decoding is not None:
-            # No step tells with what frequencies its key was turned.
+            # A step does not report the frequencies by which its key was rotated.
             if decoding.needs_rotary and parts is not None:
                 fixed = fixed and not changes_with_length(parts.decoder.config)
             fixed = fixed and not self._expands
@@ -94,24 +96,27 @@ class FixedAnswer:
 
     @property
     def _expands(self) -> bool:
-        """Whether attention makes keys of what layers hold, which no step shows between steps."""
+        """True if attention computes keys from the tensors held.
+
+        Between two steps these keys are not available.
+        """
         attachment = self.reader.attachment
         kinds = [] if attachment is None else attachment.parts.kinds
         latent = any(isinstance(kind, LatentAttention) for kind in kinds)
         return latent or any(layer.expands for layer in self.reader.layers)
 
     def mask_of_step(self, attention_mask: Tensor | None) -> Tensor | None:
-        """The mask that `generate` is to give the model at the next forward.
+        """Return the mask that `generate` must give the model in the next forward.
 
         Args:
-            attention_mask: ``[batch, columns]`` of all tokens.
+            attention_mask: ``[batch, columns]``, the mask of all tokens.
 
         Returns:
-            The same for a prompt. For a token that is decoded, ``[1, 1, 1, 1]`` to hold its place:
+            For a prompt, the same mask. For a decoded token, a placeholder ``[1, 1, 1, 1]``, since
             every layer has a mask of its own.
 
         Raises:
-            ValueError: The mask is not one of the tokens seen and another.
+            ValueError: The mask does not fit the tokens seen and one more.
         """
         reader = self.reader
         if reader.acts_next:
@@ -125,7 +130,7 @@ class FixedAnswer:
             tokens = reader.tokens
             assert tokens is not None
         if self.buffers is None:
-            # From then on nothing but `generate` itself makes masks longer and tokens more.
+            # From then on only `generate` itself makes the mask longer and adds tokens.
             if attention_mask is not None:
                 check_step(attention_mask, tokens)
             self.buffers = self._begun()
@@ -139,17 +144,17 @@ class FixedAnswer:
         return one[:1, None, None]
 
     def _begun(self) -> StaticDecoding | RollingDecoding:
-        """Buffers of what layers hold, and the model's hooks made to look for them."""
+        """Make buffers from the layers, and switch the model's hooks to decoding."""
         reader = self.reader
         reader.abandon_forward()
         attachment, tokens, left = reader.attachment, reader.tokens, reader.max_new_tokens
         assert attachment is not None
         assert tokens is not None
         assert left is not None
-        assert tokens.rows_since is None  # the turn has begun with an act on all rows
+        assert tokens.rows_since is None  # the turn began with an act on all rows
         parts, decoding = attachment.parts, reader.placed.decoding
         if decoding is not None:
-            left -= self.steps % left  # the buffers before were for some of them
+            left -= self.steps % left  # earlier buffers took some of them
         how = reader.layers, tokens, parts.windows, parts.implementation, left
         rolling = None if decoding is None else RollingDecoding.of(*how, decoding)
         buffers = rolling or StaticDecoding.of(*how, decoding)
@@ -159,7 +164,7 @@ class FixedAnswer:
         return buffers
 
     def _choose(self, buffers: StaticDecoding | RollingDecoding) -> bool:
-        """Let layers choose between two steps; whether the next goes into the same buffers."""
+        """Let layers choose between two steps; return True if the buffers remain in use."""
         layers, tokens = self.reader.layers, self.reader.tokens
         assert tokens is not None
         if isinstance(buffers, RollingDecoding):
@@ -174,17 +179,17 @@ class FixedAnswer:
         return buffers.go_on(layers, self.reader.tokens)
 
     def copied(self, layers: list[PolicyLayer], tokens: SeenTokens) -> SeenTokens:
-        """Let copies of the layers hold what goes on outside of the buffers.
+        """Bring copies of the layers to a state outside of the buffers.
 
-        That is without a token that not every layer has written, and with the choice that was to be
-        made before the next one.
+        The copies lose a token that not every layer has written, and make the choice that was due
+        before the next token.
 
         Args:
             layers: The copies.
-            tokens: Those seen.
+            tokens: The tokens seen.
 
         Returns:
-            Those that the copies have seen.
+            The tokens that the copies have seen.
         """
         buffers, attachment = self.buffers, self.reader.attachment
         if buffers is None:
@@ -193,7 +198,7 @@ class FixedAnswer:
         decoding, parts = self.reader.placed.decoding, attachment.parts
         if decoding is not None:
             for layer in layers:
-                layer.own()  # what is bounded is written over
+                layer.own()  # buffers of a bounded answer are overwritten
         count = 0 if buffers.rests else buffers.unwritten()
         if count:
             tokens = tokens.without_last(count)
@@ -209,19 +214,19 @@ class FixedAnswer:
         choice.take()
         tokens = tokens.settled()
         for layer in layers:
-            layer.projection = None  # a copy is bound to no model
+            layer.projection = None  # a copy is not bound to a model
             layer.follow(tokens)
         return tokens
 
     def _take(self, choice: StaticChoice) -> None:
-        """Let layers choose, and hold what they keep."""
+        """Let layers choose, and store their choices."""
         assert self.reader.tokens is not None
         choice.check_shown(self.reader.layers)
         choice.choose(self.reader.layers, self.reader.tokens)
         self._settle(choice)
 
     def _settle(self, choice: StaticChoice) -> None:
-        """Hold what was chosen."""
+        """Store the pending choices in the layers, and count no token as appended."""
         choice.take()
         assert self.reader.tokens is not None
         self.reader.tokens = self.reader.tokens.settled()
@@ -229,17 +234,17 @@ class FixedAnswer:
             layer.follow(self.reader.tokens)
 
     def read_queries(self) -> None:
-        """Let layers remember the queries that are in the buffers."""
+        """Copy the queries in the buffers to the layers."""
         buffers, tokens = self.buffers, self.reader.tokens
         if buffers is not None and tokens is not None and not buffers.rests:
             buffers.read_queries(self.reader.layers, tokens.seen)
 
     def end(self, *, failed: bool = False) -> None:
-        """Go on with buffers that grow; take back a token that not every layer has written.
+        """Return to buffers that grow, and remove a token that not every layer has written.
 
         Args:
-            failed: Whether something failed, perhaps behind the layers, where nothing tells of it:
-                then the last token is taken back in any case. It can be read again.
+            failed: Whether something failed. A failure behind the layers leaves no trace, so the
+                last token is removed in any case. It can be read again.
         """
         buffers, self.buffers = self.buffers, None
         if buffers is None:
@@ -251,7 +256,7 @@ class FixedAnswer:
             return
         layers, tokens, choice = self.reader.layers, self.reader.tokens, buffers.choice
         assert tokens is not None
-        if choice is not None and choice.pending:  # it was interrupted in between
+        if choice is not None and choice.pending:  # a choice was interrupted
             self._settle(choice)
             return
         for layer in layers:

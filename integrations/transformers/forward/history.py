@@ -1,4 +1,4 @@
-"""What the scorer said of a prompt's tokens at earlier layers, for later ones to look at."""
+"""Remember the saliency of a prompt's tokens at earlier layers, for use at later layers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvpolicy.selection import gather_slots
 
 @attrs.frozen(eq=False)
 class History:
-    """The saliencies that earlier layers gave the tokens that reach the layer at hand.
+    """A record of the saliencies that earlier layers gave to the tokens of the current layer.
 
     Args:
-        layers: Those whose saliency a later one looks at.
-        longest: How many of the last are looked at.
+        layers: Layers whose saliency a later layer looks at.
+        longest: Number of last saliencies that are looked at.
         held: float32 ``[batch, heads, new_len]`` each, the newest last.
     """
 
@@ -29,30 +29,30 @@ class History:
 
     @staticmethod
     def of(policy: CachePolicy, num_layers: int, choosing: Sequence[int]) -> History:
-        """Nothing yet, of a forward.
+        """Return the empty record of a forward.
 
         Args:
             policy: The policy.
-            num_layers: Layers of the model.
-            choosing: Those at which the policy chooses.
+            num_layers: Number of layers of the model.
+            choosing: Layers at which the policy chooses.
         """
         longest = policy.history_layers
         layers = policy.remembered_layers(num_layers, choosing) if longest else frozenset[int]()
         return History(layers, longest)
 
     def noted(self, saliency: Tensor, context: LayerContext) -> History:
-        """With the saliency of one more layer; what is further back than looked at goes.
+        """Add the saliency of one more layer, and forget saliencies that are no longer needed.
 
         Args:
             saliency: ``[batch, heads, key_len]``.
-            context: The layer.
+            context: The context of that layer.
         """
         new = saliency[..., context.key_len - context.new_len :]
         new = new.float().masked_fill(~context.new_valid[:, None], 0.0)
         return attrs.evolve(self, held=(*self.held, new)[-self.longest :])
 
     def taken(self, slots: Tensor) -> History:
-        """Of the tokens in ``slots`` ``[batch, count]``, which alone go on; -1 on padding."""
+        """Keep only the tokens in ``slots`` ``[batch, count]``, -1 on padding."""
         return attrs.evolve(
             self,
             held=tuple(
@@ -62,5 +62,5 @@ class History:
         )
 
     def shown(self, device: torch.device) -> tuple[Tensor, ...]:
-        """As `LayerContext.history`, on the device of a layer."""
+        """Return `LayerContext.history` on the device of a layer."""
         return tuple(each.to(device) for each in self.held)

@@ -1,4 +1,4 @@
-"""What a layer with an indexer is told of positions, of the keys that it holds and of new ones."""
+"""Give the indexer of a layer the positions of the keys it holds and of new keys."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def new_places(layers: Sequence[PolicyLayer], slots: Tensor | None) -> Tensor | None:
-    """Position ids ``[axes, batch, new_len]`` of the tokens that reach a layer.
+    """Return the position ids ``[axes, batch, new_len]`` of the tokens that reach a layer.
 
     Args:
-        layers: What each layer holds; a model that turns index keys late gives them to one.
+        layers: The layers of the cache; a model that rotates index keys late gives position ids to
+            one of them.
         slots: ``[batch, new_len]`` int64, the forward's tokens that reach the layer; None for all.
 
     Returns:
-        None where the model gives none.
+        None if the model gives none.
     """
     given = (layer.new_places for layer in layers if isinstance(layer, IndexedLayer))
     places = next((each for each in given if each is not None), None)
@@ -37,16 +38,17 @@ def with_positions(
     rotary: Rotary | None,
     order: Tensor | None,
 ) -> dict[str, Any]:
-    """A layer's arguments with positions as its indexer takes them.
+    """Return a layer's arguments with positions in the form that its indexer takes.
 
     Args:
-        layer: What it holds.
+        layer: The layer in the cache.
         hidden: ``[batch, new_len, hidden]``, its input.
         kwargs: Its other arguments, by name.
-        rotary: The decoder's rotary embedding, by which index keys that are held are turned.
-        order: ``[batch, 1, key_len]`` int64, the slot in each place; None where they stay.
+        rotary: The decoder's rotary embedding, for the index keys that are held.
+        order: ``[batch, 1, key_len]`` int64, the slot that comes to each place; None keeps the
+            order.
     """
-    if layer.blocks:  # which are counted by slot
+    if layer.blocks:  # blocks are counted by slot
         slots = torch.arange(hidden.shape[1], device=hidden.device) + layer.kept_len
         kwargs = {**kwargs, "position_ids": slots.expand(hidden.shape[0], -1)}
     places = layer.places()

@@ -1,4 +1,4 @@
-"""Reading a forward's inputs: which of its tokens are real, checked before anything is computed."""
+"""Read and check a forward's inputs before anything is computed: which tokens are real."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from torch import Tensor
 
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
-# Arguments of a decoder that hold something for each token, [batch, new_len, ...]: the last for
-# every layer, made where ids are known.
+# Arguments of a decoder that have an entry for each token, [batch, new_len, ...]. The last one is
+# for all layers, and is made from ids.
 OF_TOKENS = ("input_ids", "inputs_embeds", "per_layer_inputs")
 
 
 @attrs.frozen(eq=False)
 class Incoming:
-    """The tokens of one forward.
+    """The tokens of one forward, as read from its arguments.
 
     Args:
-        arguments: The decoder's arguments; where the policy acts, with each row's padding moved
-            before its tokens.
-        tokens: The tokens seen before, as far as they still count.
-        moved: See `SeenTokens.with_padding`; None where nothing moved.
+        arguments: The decoder's arguments. If the policy acts, each row's padding is moved before
+            its tokens.
+        tokens: The tokens seen before, without those that have become padding.
+        moved: See `SeenTokens.with_padding`; None if nothing moved.
         new_valid: ``[batch, new_len]`` bool, False on padding.
         columns: ``[batch, new_len]`` bool, the same in the order of the input's columns.
-        padded: Whether any is padding.
-        order: ``[batch, new_len]`` int64, the input's column in each place; None where the columns
-            keep their places.
-        positions: ``[batch, new_len]`` int64, -1 on padding; None where they follow those seen.
+        padded: Whether any column is padding.
+        order: ``[batch, new_len]`` int64, the input column that comes to each place; None if the
+            columns keep their places.
+        positions: ``[batch, new_len]`` int64, -1 on padding; None if they follow the tokens seen.
         skipped: See `SeenTokens.extended`.
-        ids: ``[batch, new_len]``, in the order of the input's columns; None where not known.
-        kinds: ``[batch, new_len]`` int8, the `TokenKind` of each column; None where all are text.
+        ids: ``[batch, new_len]``, in the order of the input's columns; None if unknown.
+        kinds: ``[batch, new_len]`` int8, the `TokenKind` of each column; None if all are text.
     """
 
     arguments: dict[str, Any]
@@ -63,10 +63,10 @@ def read_inputs(
         seen: The tokens the cache has seen; None if none.
         acts: Whether the policy acts on this forward.
         starts: Whether the forward starts a turn; ``acts`` if None.
-        ends: Whether it ends its prompt; before the end a row may have padding only.
+        ends: Whether the forward ends its prompt; before the end a row may have only padding.
 
     Raises:
-        TypeError: See `inputs_of`; or position ids are no tensor.
+        TypeError: See `inputs_of`; or position ids are not a tensor.
         ValueError: There are no tokens, the batch size or the attention mask does not fit what
             was seen, position ids do not fit the tokens, or a row is padded on the right.
     """
@@ -113,11 +113,11 @@ def read_inputs(
 
 
 def inputs_of(arguments: dict[str, Any]) -> Tensor:
-    """The tokens ``[batch, new_len]`` or embeddings ``[batch, new_len, hidden]`` of a forward.
+    """Return the ids ``[batch, new_len]`` or embeddings ``[batch, new_len, hidden]`` of a forward.
 
     Raises:
-        TypeError: There are neither, or they are no tensor, or one of another dtype.
-        ValueError: They lack an axis.
+        TypeError: There are neither, or they are not a tensor, or have a wrong dtype.
+        ValueError: They have too few axes.
     """
     for name, axes in (("input_ids", "[batch, len]"), ("inputs_embeds", "[batch, len, hidden]")):
         found = arguments.get(name)
@@ -136,7 +136,7 @@ def inputs_of(arguments: dict[str, Any]) -> Tensor:
 
 
 def _check_positions(positions: Any, batch: int, new_len: int) -> None:
-    """Check position ids, which may have axes before that of the rows; or there are none."""
+    """Check position ids, if given; they may have axes before the axis of rows."""
     if positions is None:
         return
     if not isinstance(positions, Tensor):
@@ -151,10 +151,10 @@ def _check_positions(positions: Any, batch: int, new_len: int) -> None:
 
 
 def span_of(arguments: dict[str, Any], seen: int, start: int, stop: int) -> dict[str, Any]:
-    """The arguments of a forward over some of its columns, from ``start`` up to ``stop``.
+    """Cut the arguments of a forward to its columns from ``start`` up to ``stop``.
 
     Args:
-        arguments: By name; the mask covers the ``seen`` columns as well.
+        arguments: By name; the mask also covers the ``seen`` columns.
         seen: Columns seen before the forward.
         start: First column.
         stop: The column after the last.
@@ -163,7 +163,7 @@ def span_of(arguments: dict[str, Any], seen: int, start: int, stop: int) -> dict
     own_rows = (slice(None), slice(start, stop))
     for name in {*OF_TOKENS, "position_ids"} & arguments.keys():
         if arguments[name] is not None:
-            # Position ids may have axes before that of the rows.
+            # Position ids may have axes before the axis of rows.
             own = (..., slice(start, stop))
             arguments[name] = arguments[name][own if name == "position_ids" else own_rows]
     if isinstance(arguments.get("attention_mask"), Tensor):
@@ -184,7 +184,7 @@ def _without_mask(arguments: dict[str, Any], seen: SeenTokens, new_len: int) -> 
 
 
 def check_step(mask: Tensor, seen: SeenTokens) -> None:
-    """Check the mask ``[batch, seen + 1]`` of a token that is decoded.
+    """Check the mask ``[batch, seen + 1]`` of a decoded token.
 
     Raises:
         ValueError: See `read_inputs`.
@@ -208,18 +208,18 @@ def _check_shape(mask: Any, batch: int, seen: int, new_len: int) -> None:
 
 
 def read_past(past: Tensor, seen: SeenTokens, *, starts: bool) -> tuple[SeenTokens, Tensor | None]:
-    """Read what a mask says of the tokens seen before.
+    """Compare a mask with the tokens seen before, and find tokens that became padding.
 
     Args:
         past: ``[batch, seen]`` bool, False on padding.
-        seen: Those tokens.
-        starts: Whether a turn starts, so that the last of them may turn out to be padding.
+        seen: The tokens seen before.
+        starts: Whether a turn starts, so that the last tokens may become padding.
 
     Returns:
-        See `SeenTokens.with_padding`; None in the second place where nothing moved.
+        See `SeenTokens.with_padding`; the second entry is None if nothing moved.
 
     Raises:
-        ValueError: The mask changes what was read in another way.
+        ValueError: The mask changes tokens that were read in another way.
     """
     if torch.equal(past, seen.valid):
         return seen, None
@@ -233,8 +233,8 @@ def read_past(past: Tensor, seen: SeenTokens, *, starts: bool) -> tuple[SeenToke
             "attention_mask must not change for tokens already read, except where a new turn "
             "starts: call cache.start_turn() first"
         )
-    # Only what was appended last may turn out to be padding: the tokens after a row's end of text,
-    # on which nothing that counts was built.
+    # Only the tokens appended last may become padding: those after a row's end of text. No token
+    # that remains has seen them.
     gone = seen.valid & ~past
     prompt_len = seen.seen - seen.appended.shape[1]
     stays_after = (past.flip(1).cumsum(dim=1) > 0).flip(1)
@@ -250,7 +250,10 @@ def read_past(past: Tensor, seen: SeenTokens, *, starts: bool) -> tuple[SeenToke
 def _with_positions(
     arguments: dict[str, Any], tokens: SeenTokens, columns: Tensor, *, padded: bool = False
 ) -> dict[str, Any]:
-    """Give rows the positions they have alone, where they differ and the caller gives none."""
+    """Add position ids that count each row's own tokens.
+
+    Nothing is added if the caller gives some, or if they would equal the columns.
+    """
     if arguments.get("position_ids") is not None or not (
         tokens.padded or tokens.skipped is not None or padded
     ):
@@ -259,7 +262,7 @@ def _with_positions(
 
 
 def _padding_first(columns: Tensor) -> Tensor | None:
-    """The order that brings padding between a row's tokens, as a later turn's, before them."""
+    """Return the order that moves padding between tokens before them; None if there is none."""
     if not bool((columns[:, :-1] & ~columns[:, 1:]).any()):
         return None
     return columns.to(torch.uint8).argsort(dim=1, stable=True)
@@ -272,7 +275,7 @@ def _reordered(arguments: dict[str, Any], order: Tensor, seen: int) -> dict[str,
             first = arguments[name].ndim - 2 if name == "position_ids" else 0
             arguments[name] = take_columns(arguments[name], order, first, first + 1)
     for name in {"cross_attention_mask", "full_text_row_masked_out_mask"} & arguments.keys():
-        if arguments[name] is not None:  # [batch, 1, new_len, ...], by token what it sees of images
+        if arguments[name] is not None:  # [batch, 1, new_len, ...], what a token sees of images
             arguments[name] = take_columns(arguments[name], order, 0, 2)
     mask = arguments["attention_mask"]
     new = mask[:, seen:].gather(1, order.to(mask.device))
@@ -281,13 +284,14 @@ def _reordered(arguments: dict[str, Any], order: Tensor, seen: int) -> dict[str,
 
 
 def take_columns(value: Tensor, columns: Tensor, row_axis: int = 0, token_axis: int = 1) -> Tensor:
-    """Take some of what a tensor holds for each token of each row.
+    """Take some tokens of each row from a tensor with an entry for each token.
 
     Args:
-        value: Whose ``row_axis`` is ``batch`` or 1 long, and ``token_axis`` the tokens.
+        value: A tensor whose ``row_axis`` has size ``batch`` or 1, and whose ``token_axis`` has the
+            tokens.
         columns: ``[batch, count]`` int64; -1 counts as 0.
-        row_axis: Before that of the tokens.
-        token_axis: That of the tokens.
+        row_axis: The axis of rows, before the axis of tokens.
+        token_axis: The axis of tokens.
     """
     index = columns.clamp(min=0).to(value.device)
     shape = [1] * value.ndim

@@ -1,4 +1,4 @@
-"""The arguments that a decoder gives its layers, for some of their tokens."""
+"""Cut the arguments that a decoder gives its layers to some of their tokens."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _WHOLE = ("attention_mask", "cross_attention_states")
 
 
 def cut_arguments(kwargs: dict[str, Any], slots: Tensor, length: int) -> dict[str, Any]:
-    """The arguments of a layer for some of its tokens.
+    """Return the arguments of a layer for some of its tokens.
 
-    What holds something for each token, such as rotary embeddings, is cut; the mask is not, nor is
-    what holds something for each patch of an image.
+    Tensors with an entry for each token, such as rotary embeddings, are cut. The mask is not cut,
+    and neither are tensors with an entry for each image patch.
 
     Args:
         kwargs: By name, for ``length`` tokens.
-        slots: ``[batch, count]`` int64, those that are wanted.
-        length: Tokens.
+        slots: ``[batch, count]`` int64, the tokens to take.
+        length: Number of tokens.
     """
     return {
         name: value if name in _WHOLE else _cut(value, slots, length)
@@ -38,7 +38,7 @@ def _cut(value: Any, slots: Tensor, length: int) -> Any:
 
 
 def _row_and_token_axes(value: Tensor, batch: int, length: int) -> tuple[int, int] | None:
-    """The axes along which a tensor holds something for each row and each of its tokens."""
+    """Find the axes of rows and of tokens in a tensor; None if it has none."""
     for tokens in range(1, value.ndim):
         before = value.shape[:tokens]
         if value.shape[tokens] != length or not {1, batch} & set(before):

@@ -1,8 +1,8 @@
-"""Running a layer for some of its tokens only, once its keys have said which.
+"""Run a layer for some of its tokens only, after its queries and keys have shown which.
 
-Where a layer passes on a fifth of its tokens, its attention, output projection and MLP are needed
-for that fifth alone. The layer runs twice: first until its queries and keys are known, which is all
-that the policy needs, then for the tokens that go on, against all of its keys.
+If a layer passes on a fifth of its tokens, its attention, output projection and MLP are needed for
+that fifth only. The layer runs twice. The first run ends when its queries and keys are known, which
+is all that the policy needs. The second run is for the tokens that are passed on, against all keys.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from kvpolicy.integrations.transformers.forward.blocks import block_len
 from kvpolicy.integrations.transformers.model.masks import FLASH, Mask, Visibility
 from kvpolicy.integrations.transformers.model.routing import Attend
 
-# A layer is narrowed where no more than this share of its tokens goes on: its projections run a
+# A layer is narrowed if it passes on at most this share of its tokens, since its projections run a
 # second time for these.
 LARGEST_SHARE = 0.75
 
 
-class LayerSeen(Exception):  # noqa: N818 -- not an error: it ends a run that has served
-    """A layer's queries and keys are known; what follows is not needed now."""
+class LayerSeen(Exception):  # noqa: N818 -- not an error: it ends a run early
+    """A signal that ends a layer's first run, once its queries and keys are known."""
 
 
 @attrs.frozen(eq=False)
 class Narrowed:
-    """A layer's second run.
+    """A layer's second run, for the tokens that are passed on.
 
     Args:
         keys: ``[batch, kv_heads, key_len, head_dim]``, all that the layer sees.
-        values: Likewise.
-        slots: ``[batch, passed_len]`` int64, the slots of the tokens that go on among the keys,
+        values: ``[batch, kv_heads, key_len, head_dim]``.
+        slots: ``[batch, passed_len]`` int64, the slots among the keys of the tokens passed on,
             ascending; -1 on padding.
-        valid: ``[batch, 1 or kv_heads, key_len]`` bool, False on padding; None where there is none.
+        valid: ``[batch, 1 or kv_heads, key_len]`` bool, False on padding; None without padding.
         implementation: The model's attention implementation.
     """
 
@@ -47,29 +47,29 @@ class Narrowed:
     implementation: str
 
     def attend(self, attend: Attend, module: nn.Module, query: Tensor, **kwargs: Any) -> Tensor:
-        """Attention of the tokens that go on, in blocks of queries.
+        """Compute the attention of the tokens that are passed on, in blocks of queries.
 
-        A block sees the keys up to its last token, so that about half of what a full matrix would
-        hold is computed, and no mask is larger than a block's.
+        A block sees the keys up to its last token. So about half of a full score matrix is
+        computed, and no mask is larger than a block's.
 
         Args:
             attend: The module's attention function.
             module: The attention module.
             query: ``[batch, query_heads, passed_len, head_dim]``.
-            kwargs: What the module gives its function besides.
+            kwargs: Further arguments that the module gives its function.
 
         Returns:
             ``[batch, passed_len, query_heads, head_dim]``.
         """
         if self.implementation in FLASH:
-            # Flash attention goes by the order of keys, in which those that go on have gaps.
+            # Flash attention depends on the order of keys, in which the tokens passed on have gaps.
             kernel = AttentionInterface().get_interface("sdpa", attend)
             return attrs.evolve(self, implementation="sdpa").attend(kernel, module, query, **kwargs)
         ends = (self.slots.amax(dim=0) + 1).tolist()
         heads = 1 if self.valid is None or self.valid.shape[1] == 1 else query.shape[1]
         count = block_len(query, self.keys.shape[2], heads, self.implementation)
         outputs = []
-        # The longest first: what it has freed, all others fit into.
+        # The longest block first, so that the others fit into the memory that it frees.
         for start in reversed(range(0, len(ends), count)):
             stop = min(start + count, len(ends))
             seen = ends[stop - 1]

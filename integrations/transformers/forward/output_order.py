@@ -1,4 +1,4 @@
-"""What a decoder returns, in the order of the input's columns, where those were moved."""
+"""Put a decoder's output into the order of the input's columns, if these were moved."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.frozen(eq=False)
 class InputOrder:
-    """The order in which a forward's tokens were given, and what of the output is about them all.
+    """A rule that puts a forward's output back into the order of its input.
 
     Args:
-        tokens: Those seen, the forward's among them.
-        columns: ``[batch, new_len]`` int64, in which order the input's columns were read; None
-            where that is the input's own.
-        propagated: By layer that dropped tokens, those that went on.
-        attended: Which keys each layer attended to; None where nobody asks.
+        tokens: The tokens seen, those of the forward included.
+        columns: ``[batch, new_len]`` int64, the order in which the input's columns were read; None
+            if it is the order of the input.
+        propagated: For each layer that dropped tokens, the tokens it passed on.
+        attended: The keys each layer attended to; None if attention weights are not asked for.
     """
 
     tokens: SeenTokens
@@ -30,10 +30,10 @@ class InputOrder:
     attended: AttendedKeys | None
 
     def restored(self, output: Any) -> Any:
-        """A decoder's output, a tuple or a `ModelOutput`.
+        """Return a decoder's output, a tuple or a `ModelOutput`, in the order of the input.
 
-        Hidden states that come after tokens were dropped are left as they are, in the order of the
-        tokens that went on.
+        Hidden states after tokens were dropped are left unchanged, in the order of the tokens that
+        were passed on.
         """
         output = self._with_attentions(output)
         if self.columns is None:
@@ -47,12 +47,12 @@ class InputOrder:
         return output
 
     def _with_attentions(self, output: Any) -> Any:
-        """The output with attentions by the columns of the input, where nothing was evicted."""
+        """Return the output with attention weights by input columns, where nothing was evicted."""
         if self.attended is None:
             return output
         how = self.tokens, self.columns
         if isinstance(output, tuple):
-            # Hidden states have three axes, attentions four.
+            # Hidden states have three axes, attention weights four.
             return tuple(
                 self.attended.in_columns(part, *how)
                 if isinstance(part, tuple) and all(getattr(each, "ndim", 0) == 4 for each in part)
@@ -69,7 +69,7 @@ class InputOrder:
         return self._moved_back(hidden) if whole and not self.propagated else hidden
 
     def _each(self, states: Any) -> Any:
-        """Hidden states ``[batch, new_len, hidden]`` before each layer and after the last."""
+        """Reorder hidden states ``[batch, new_len, hidden]`` of each layer up to the first drop."""
         if not isinstance(states, tuple) or any(
             each is not None and getattr(each, "ndim", 0) != 3 for each in states
         ):

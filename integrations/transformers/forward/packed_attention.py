@@ -1,4 +1,4 @@
-"""One decoded token's attention to what rows and heads hold without padding, never unpacked."""
+"""Attend with one decoded token to packed keys and values, without unpacking them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvpolicy.integrations.transformers.state.packed import Packed
 
 
 class Unpacked(Tensor):
-    """Keys or values that are unpacked only once something computes with them.
+    """A stand-in tensor for packed keys or values, unpacked only when something computes with it.
 
-    Attention modules hand on what a cache gives them: the packed form then does without. What looks
-    at them in any other way finds what it expects.
+    Attention modules pass the tensors of a cache on unchanged, so that packed attention never
+    unpacks them. Any other code that reads the tensor gets the unpacked values.
     """
 
     _read: Callable[[], Tensor]
@@ -25,7 +25,7 @@ class Unpacked(Tensor):
 
     @staticmethod
     def pair(held: Packed) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[batch, kv_heads, kept_len, head_dim]`` of what is held."""
+        """Make stand-ins ``[batch, kv_heads, kept_len, head_dim]`` for packed keys and values."""
         whole: list[tuple[Tensor, Tensor]] = []
 
         def part(index: int) -> Tensor:
@@ -41,7 +41,7 @@ class Unpacked(Tensor):
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], held: Packed, read: Callable[[], Tensor]) -> Unpacked:
-        """Stand for what ``read`` gives, of a shape."""
+        """Make a stand-in of this shape for the result of ``read``."""
         made: Unpacked = Tensor._make_wrapper_subclass(
             cls, shape, dtype=held.dtype, device=held.lengths.device
         )
@@ -49,18 +49,18 @@ class Unpacked(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # the base's is no class method
+    def __torch_dispatch__(  # type: ignore[override]  # the base class has no class method here
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Compute with what is stood for."""
+        """Unpack the arguments, then compute."""
         args, kwargs = tree_map_only(Unpacked, lambda each: each._read(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def may_attend(held: object) -> bool:
-    """Whether a token's attention to what a layer holds may be that of `packed_attention`."""
-    # Elsewhere its many small calls take longer than unpacking; autograd is not thought of, and
-    # autocast would have to convert all that is held.
+    """True if `packed_attention` may compute a token's attention to these keys."""
+    # On other devices its many small calls take longer than unpacking. Autograd is not supported,
+    # and autocast would have to convert all keys and values.
     return (
         isinstance(held, Packed)
         and held.lengths.device.type == "cpu"
@@ -70,12 +70,12 @@ def may_attend(held: object) -> bool:
 
 
 def packed_attention(query: Tensor, held: Packed, scaling: float | None) -> Tensor:
-    """Attention of one token a row to all that is held.
+    """Compute the attention of one token per row to all packed keys and values.
 
     Args:
         query: ``[batch, query_heads, 1, head_dim]``.
-        held: What the layer holds, the token itself appended.
-        scaling: Of products; that of the head dimension if None.
+        held: The layer's keys and values, with the token itself appended.
+        scaling: Factor on products; None for ``head_dim ** -0.5``.
 
     Returns:
         ``[batch, 1, query_heads, value_dim]``, as attention functions give it.
@@ -85,7 +85,7 @@ def packed_attention(query: Tensor, held: Packed, scaling: float | None) -> Tens
     batch, query_heads, _, head_dim = query.shape
     (heads, count, _), width = new_keys.shape, held.width
     queries = query.reshape(heads, -1, head_dim)
-    # Those of heads with fewer tokens stand to the right, as where padding is on the left.
+    # Scores of heads with fewer tokens are on the right, as with padding on the left.
     scores = queries.new_full((heads, queries.shape[1], width + count), -torch.inf)
     torch.bmm(queries, new_keys.mT, out=scores.narrow(2, width, count))
     for own, products, tokens in zip(

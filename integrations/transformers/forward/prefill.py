@@ -1,4 +1,4 @@
-"""A forward on which the policy acts: what each layer keeps, and which tokens go on."""
+"""Run a forward on which the policy acts: it selects keys, and tokens to pass on."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ from kvpolicy.selection import gather_positions, gather_slots
 
 
 class ActingForward(Forward):
-    """A forward over a prompt, or over the end of one.
+    """A forward over a prompt, or over the end of a prompt, on which the policy acts.
 
-    A layer sees what it holds and the new tokens that reached it, chooses among them, and may pass
-    on fewer new tokens. Where few go on, it is run for these alone; see `narrowing`.
+    A layer sees the tokens it holds and the new tokens that reach it. It chooses among them, and
+    may pass on fewer new tokens. If it passes on few, it is run for these only; see `narrowing`.
 
     Args:
         args: See `Forward`.
-        narrows: Whether layers may be run for some of their tokens only.
-        keep_last: How many of the last tokens' outputs are asked for; None for those of all that
-            go on.
-        refills: Whether the decoder is to get as many hidden states behind its last layer as it
-            has read tokens; what stands before those of the tokens that went on is cut off again.
-        features: What is added to hidden states between layers, where the decoder is not to do so.
+        narrows: Whether a layer may be run for only some of the tokens that reach it.
+        keep_last: Number of last tokens whose outputs are asked for; None for all tokens that reach
+            the end.
+        refills: Whether the last layer's output is padded to one hidden state for each token that
+            the decoder has read. The padding, on the left, is cut off again from the decoder's
+            output.
+        features: Features to add to hidden states between layers, in place of the decoder.
         kwargs: See `Forward`.
     """
 
@@ -70,28 +71,28 @@ class ActingForward(Forward):
         super().__init__(*args, **kwargs)
         self._features = features
         self._refills = refills
-        self._filled = 0  # hidden states that stand for no token
+        self._filled = 0  # number of hidden states that are padding
         self._seen_len = tuple(self.tokens.lengths.tolist())
         self._narrows = narrows
-        # The last token stays last when padding is moved before tokens. Others may not: the last
-        # columns that were asked for would then be read as later tokens than they are.
+        # Moving padding before tokens leaves the last token last, but may move others. The last
+        # columns that were asked for would then be confused with later tokens.
         moved = self._order_of_columns is not None
         self._keep_last = None if moved and keep_last != 1 else keep_last
         layers = enumerate(self.layers)
         choosing = [i for i, each in layers if each.attends and self._window(i) is None]
         self.history = History.of(self.policy, len(self.layers), choosing)
         self._row_lengths = RowLengths(self._before, self.new_valid, padded=self._padded)
-        self._checks = DeferredChecks()  # of what parts have answered at layers so far
-        self._passed: Tensor | None = None  # of the tokens that reach the layer, those that go on
-        # The slots that the last layer keeps, and how many of each row; see `Decision`.
+        self._checks = DeferredChecks()  # on the answers of parts at earlier layers
+        self._passed: Tensor | None = None  # slots that the current layer passes on
+        # The slots that the last layer has kept, and their number in each row; see `Decision`.
         self._kept: tuple[Tensor, tuple[int, ...] | None] | None = None
-        self.waiting: dict[int, Waiting] = {}  # by layer, where all are to choose at the end
-        # Of a layer that runs twice: whether this is the first run; then what it has seen, and, if
-        # the second is for some tokens only, for which.
+        self.waiting: dict[int, Waiting] = {}  # by layer, if all choose at the end
+        # For a layer that runs twice: whether this is the first run; then its keys and values; and,
+        # if the second run is for some tokens only, for which.
         self._looking = False
         self._seen: tuple[Tensor, Tensor] | None = None
         self._narrowed: Narrowed | None = None
-        self._blocks: Blocks | None = None  # how the layer at hand attends, if not under a mask
+        self._blocks: Blocks | None = None  # how the current layer attends, if not under a mask
         self._lower_right = LowerRight()
 
     # Before a layer.
@@ -99,7 +100,10 @@ class ActingForward(Forward):
     def enter_layer(
         self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        """See `Forward.enter_layer`; where few tokens go on, those of these alone."""
+        """Return the layer's arguments, for few tokens if it passes on few.
+
+        See `Forward.enter_layer`.
+        """
         hidden = self._with_features_before(index, hidden)
         if not self._few_go_on(index) or self._own_block(kwargs) is not None:
             return super().enter_layer(index, module, hidden, kwargs)
@@ -120,8 +124,9 @@ class ActingForward(Forward):
         return self._taken(hidden, slots), here
 
     def _few_go_on(self, index: int) -> bool:
-        """Whether so few tokens leave a layer that it is worth to run it for these alone."""
-        # What has a state would read the tokens twice; others' attention needs keys of all tokens.
+        """True if a layer passes on so few tokens that running it twice is worth it."""
+        # A layer with a state would read the tokens twice. A layer whose keys other layers use must
+        # have keys of all tokens.
         layer = self.layers[index]
         plain = type(layer) is PolicyLayer and index not in self._lent
         narrows = self._narrows and plain and layer.shows_queries
@@ -133,28 +138,34 @@ class ActingForward(Forward):
         propagation = self.policy.propagation
         if propagation.restarts or index not in propagation.acting_layers(num_layers):
             return False
-        if propagation.decides_by_content:  # its queries and keys alone say how many
+        if propagation.decides_by_content:  # the number is known only from queries and keys
             return True
         seen = max(self._seen_len)
         rate = propagation.layer_rates(num_layers, context_len=seen)[index + 1]
         return bool(rate * seen <= LARGEST_SHARE * new_len)
 
     def _valid_slots(self, layer: PolicyLayer) -> Tensor | None:
-        """``[batch, 1 or kv_heads, key_len]`` bool: False on padding; None where there is none."""
+        """Return which slots are tokens; None without padding.
+
+        It is ``[batch, 1 or kv_heads, key_len]`` bool.
+        """
         if self._combined is None:
             return None
         differ = layer.ragged or self._moved is not None
         return (self._combined if differ else self._combined[:, :1]) >= 0
 
     def _mask(self, index: int, hidden: Tensor, own: Tensor | None = None) -> Mask:
-        """See `Forward._mask`; none where the layer attends in blocks, which have masks each."""
+        """Make the layer's mask; None if it attends in blocks, which make their own masks.
+
+        See `Forward._mask`.
+        """
         self._blocks = self._in_blocks(index, hidden.device) if own is None else None
         return super()._mask(index, hidden, own) if self._blocks is None else None
 
     def _in_blocks(self, index: int, device: torch.device) -> Blocks | None:
         layer, window = self.layers[index], self._window(index)
         plain = type(layer) is PolicyLayer and index not in self._lent and layer.shows_queries
-        unseen = self._attended is None and self._spares_masks  # no one looks at weights or masks
+        unseen = self._attended is None and self._spares_masks  # weights and masks are not read
         if not plain or not unseen or self.implementation not in DENSE:
             return None
         keys = None
@@ -166,11 +177,12 @@ class ActingForward(Forward):
         return Blocks(self.implementation, self._lower_right, keys, places, window)
 
     def _look(self, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> None:
-        """Run a layer until its queries and keys are known, and the policy has decided."""
+        """Run a layer until its queries and keys are known and the policy has decided."""
         self._note_places(kwargs)
         self._looking = True
         try:
-            # Not through its hooks, one of which has brought us here. Its attention is not reached.
+            # `forward` is called directly, since this code runs inside a hook of the layer.
+            # Attention is not computed.
             module.forward(hidden, **{**kwargs, "attention_mask": None})
         except LayerSeen:
             return
@@ -179,7 +191,7 @@ class ActingForward(Forward):
         raise AssertionError("the layer called no attention function")
 
     def _going_on(self, index: int) -> Tensor:
-        """Slots ``[batch, count]`` of a layer's tokens whose output is needed."""
+        """Return the slots ``[batch, count]`` of the layer's tokens whose output is needed."""
         slots, self._passed = self._passed, None
         if slots is not None:
             self._pass_on(index, slots)
@@ -193,8 +205,8 @@ class ActingForward(Forward):
     # Inside its attention.
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values that the layer's attention is to see, with the new ones."""
-        if self._seen is not None:  # whatever the module makes of these, `Narrowed` has them all
+        """Join a layer's new keys and values to the held ones; return all for its attention."""
+        if self._seen is not None:  # `Narrowed` holds all keys already
             self._pending = keys, values
             return self._pending
         layer = self.layers[index]
@@ -210,13 +222,13 @@ class ActingForward(Forward):
         return keys, values
 
     def update_index(self, index: int, keys: Tensor) -> Tensor:
-        """All index keys that the layer's indexer is to see, with the new ones."""
+        """Join a layer's new index keys to the held ones; return all for its indexer."""
         layer = self.layers[index]
         assert isinstance(layer, IndexedLayer)
         return layer.show_index(keys, new_places(self.layers, self._slots), self._order)
 
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:
-        """In the first of two runs, let the policy decide, and end the run."""
+        """Let the policy decide in the first of two runs, and end that run."""
         if self._looking:
             self._seen = inputs.keys, inputs.values
             self._decide(index, inputs)
@@ -225,21 +237,21 @@ class ActingForward(Forward):
     def attend(
         self, attend: Attend, module: nn.Module, query: Tensor, *others: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Call the module's attention function; in blocks where that spares a large mask."""
+        """Call the module's attention function, in blocks if this avoids a large mask."""
         if self._narrowed is not None:
             return self._narrowed.attend(attend, module, query, **kwargs), None
         blocks, self._blocks = self._blocks, None
         if blocks is None:
             return super().attend(attend, module, query, *others, **kwargs)
         key, value, *_ = others
-        if self._told is not None:  # it adds what it has made for all keys
+        if self._told is not None:  # it adds a bias that it made for all keys
             assert self._inside is not None
             mask = super()._mask(self._inside, query)
             return super().attend(attend, module, query, key, value, mask, **kwargs)
         return blocks.attend(attend, module, query, key, value, **kwargs), None
 
     def observe(self, index: int, inputs: AttentionInputs) -> None:
-        """Let the policy decide, now that the layer has attended, if it has not."""
+        """Let the policy decide after the layer has attended, if it has not decided before."""
         if self._seen is None:
             self._decide(index, inputs)
         self._pending = self._seen = self._narrowed = None
@@ -252,10 +264,10 @@ class ActingForward(Forward):
         assert self._pending is not None
         keys, values = self._pending
         self._pending = None
-        # Of one head where one choice is for all.
+        # Of one head if all heads keep the same tokens.
         positions = context.positions if context.stored is None else context.positions[:, :1]
         if self.policy.reading is not None and self._windows[index] is not None:
-            window = self._windows[index]  # what is read again lies beyond what it sees
+            window = self._windows[index]  # a second reading is beyond what it sees
         if window is not None:
             near = Near.of(
                 positions,
@@ -290,11 +302,11 @@ class ActingForward(Forward):
             self.waiting[index] = Waiting(keys, values, positions, undecided, carried)
             self._take_passed(decision.passed_on, context)
             return
-        # Whoever attends to slots that another layer's indexer has picked has the same in them.
+        # A layer that uses the slots of another layer's indexer must hold the same tokens in them.
         borrows = isinstance(layer, IndexedLayer) and layer.borrows
         if not borrows or self._kept is None:
             assert decision.kept is not None
-            # In range, whatever the parts' answers turn out to be when they are looked at.
+            # Clamped, since the parts' answers are checked only later and may be out of range.
             self._kept = decision.kept.clamp(min=-1, max=keys.shape[2] - 1), decision.counts
         kept, counts = self._kept
         if self.policy.gapless:
@@ -305,19 +317,19 @@ class ActingForward(Forward):
         self._take_passed(decision.passed_on, context)
 
     def _decision(self, context: LayerContext, *, remembered: bool = False) -> Decision:
-        """What the policy decides at a layer.
+        """Let the policy decide at a layer.
 
-        Where all tokens go on, the parts' answers are looked at when all layers have run: to look
-        waits for the device, which has nothing to do meanwhile.
+        If all tokens are passed on, the parts' answers are checked after all layers have run, since
+        checking waits for the device.
         """
         checks = DeferredChecks()
         try:
             decision = self.policy.decide(context, remembered=remembered, checks=checks)
         except Exception:
-            self._checks.look()  # at earlier layers, by which this one may have gone wrong
+            self._checks.look()  # an error at an earlier layer may be the cause
             raise
         self._checks.join(checks)
-        if decision.passed_on is not None:  # before anything runs on a choice that is wrong
+        if decision.passed_on is not None:  # before other layers run on a wrong choice
             self._checks.look()
         return decision
 
@@ -330,7 +342,7 @@ class ActingForward(Forward):
         kept: Tensor,
         counts: tuple[int, ...] | None,
     ) -> None:
-        """As `PolicyLayer.store`, of keys that stand without gaps."""
+        """Store kept keys without gaps in their positions; see `PolicyLayer.store`."""
         layer = self.layers[index]
         if layer.expands:
             raise UnsupportedModelError(
@@ -350,7 +362,7 @@ class ActingForward(Forward):
         )
 
     def _take_passed(self, passed_on: Tensor | None, context: LayerContext) -> None:
-        """Take note of which tokens a layer passes on; None for all."""
+        """Remember which tokens a layer passes on; None for all."""
         passed = self._here(passed_on)
         if passed is not None and passed.shape == context.new_valid.shape:
             everything = context.new_valid.to(passed.device)
@@ -358,7 +370,7 @@ class ActingForward(Forward):
         self._passed = passed
 
     def _with_carried(self, layer: PolicyLayer, context: LayerContext) -> LayerContext:
-        """The layer with what its scorer carries from before this forward, the answer included."""
+        """Add the scorer's state to a context, with the queries of the last answer counted in."""
         decoding, observed = self.policy.decoding, layer.observed
         if decoding is None or not decoding.carries or layer.held is None:
             return context
@@ -373,13 +385,13 @@ class ActingForward(Forward):
         return attrs.evolve(context, carried=decoding.carry(since))
 
     def _here(self, passed: Tensor | None) -> Tensor | None:
-        """What a layer passes on, on the inputs' device."""
+        """Move the slots that a layer passes on to the device of the inputs."""
         return None if passed is None else passed.to(self.new_valid.device)
 
     def _context(self, index: int, inputs: AttentionInputs) -> LayerContext:
         assert self._pending is not None
         queries, keys, scores = inputs.queries, inputs.keys, inputs.scores
-        # By whichever heads there are: keys that are only bent are still one head's each.
+        # Compared by number of heads, since keys may be changed and still be one for each head.
         held_as_shown = keys.shape[1] == self._pending[0].shape[1]
         shown, new_valid = self._observed(index, queries)
         layer = self.layers[index]
@@ -412,7 +424,7 @@ class ActingForward(Forward):
         return self._row_lengths.seen_by(layer)
 
     def _observed(self, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """The queries the policy looks at, and which of the prompt's slots are tokens."""
+        """Return the queries the policy looks at, and which new slots are tokens."""
         shown = self.policy.num_queries
         first_query = 0 if shown is None else max(queries.shape[2] - shown, 0)
         return queries[:, :, first_query:], self.new_valid
@@ -420,7 +432,7 @@ class ActingForward(Forward):
     # After a layer.
 
     def leave_layer(self, index: int, output: Any) -> Any:
-        """The layer's output, cut to the tokens that go on, with what is added to it."""
+        """Cut a layer's output to the tokens it passes on, and add features."""
         passed, self._passed = self._passed, None
         hidden, *others = output if isinstance(output, tuple) else (output,)
         if passed is not None:
@@ -435,10 +447,12 @@ class ActingForward(Forward):
         return (hidden, *others) if isinstance(output, tuple) else hidden
 
     def finish(self) -> SeenTokens:
-        """See `Forward.finish`; where gaps are closed, what follows is read behind what is held.
+        """Finish the forward; see `Forward.finish`.
+
+        Under a ``gapless`` policy later tokens are read directly behind the tokens held.
 
         Raises:
-            UnsupportedModelError: As there.
+            UnsupportedModelError: See `Forward.finish`.
             ValueError: See `CachePolicy.decide`, of any layer; and `without_gaps`.
         """
         self._checks.look()
@@ -450,12 +464,15 @@ class ActingForward(Forward):
         return tokens
 
     def in_order(self, output: Any) -> Any:
-        """See `Forward.in_order`; the hidden states are those of the tokens that went on."""
+        """Return the output in the order of the input; see `Forward.in_order`.
+
+        The hidden states are those of the tokens that reached the end.
+        """
         return super().in_order(self._unfilled(output) if self._filled else output)
 
     def _unfilled(self, output: Any) -> Any:
         def cut(states: Any) -> Any:
-            if isinstance(states, tuple):  # before each layer and after the last, or of attention
+            if isinstance(states, tuple):  # hidden states of all layers, or attention weights
                 return (*states[:-1], cut(states[-1])) if states else states
             whole = getattr(states, "ndim", 0) == 3 and states.shape[1] == self._new_len
             return states[:, self._filled :] if whole else states
@@ -467,19 +484,19 @@ class ActingForward(Forward):
         return output
 
     def _with_features_before(self, index: int, hidden: Tensor) -> Tensor:
-        """A layer's input with what is added to it."""
+        """Add features to a layer's input, if they belong there."""
         if self._features is None or self._features.after:
             return hidden
         return self._features.added(hidden, index, self._slots)
 
     def _with_features_after(self, index: int, hidden: Tensor) -> Tensor:
-        """A layer's hidden states behind it with what is added to them."""
+        """Add features to a layer's output, if they belong there."""
         if self._features is None or not self._features.after:
             return hidden
         return self._features.added(hidden, index, self._left(hidden))
 
     def _left(self, hidden: Tensor) -> Tensor | None:
-        """The slots ``[batch, count]`` of the tokens that left the layer; None for all."""
+        """Return the slots ``[batch, count]`` of the tokens in a layer's output; None for all."""
         count = hidden.shape[self._token_axis(hidden)]
         if self._slots is not None:
             return self._slots[:, -count:]
@@ -488,7 +505,7 @@ class ActingForward(Forward):
         return None if everything else ends.expand(self.new_valid.shape[0], -1)
 
     def _taken(self, hidden: Tensor, slots: Tensor) -> Tensor:
-        """Hidden states of the tokens in ``slots`` ``[batch, count]``."""
+        """Take the hidden states of the tokens in ``slots`` ``[batch, count]``."""
         axis = self._token_axis(hidden)
         return take_columns(hidden, slots, axis - 1, axis)
 
@@ -503,7 +520,7 @@ class ActingForward(Forward):
 
 
 def _cut_alike(value: Any, hidden: Tensor, slots: Tensor) -> Any:
-    """What a layer returns beside hidden states, for some of its tokens if it is of each token."""
-    # Attentions have four axes, of which the second are heads.
+    """Cut a layer's further output to some tokens, if it has an entry for each token."""
+    # Attention weights have four axes, the second of which are heads.
     like = isinstance(value, Tensor) and value.ndim == 3 and value.shape[:2] == hidden.shape[:2]
     return take_columns(value, slots) if like else value

@@ -1,4 +1,4 @@
-"""How a cache takes up a model's forwards: turns, prompts in chunks, and what a failure undoes."""
+"""Handle a model's forwards for a cache: turns, prompts in chunks, and undoing failures."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ from kvpolicy.policy import CachePolicy
 
 @attrs.frozen(eq=False)
 class Snapshot:
-    """All that a forward changes in a cache. Tensors are replaced, never written to."""
+    """A snapshot of all that a forward changes in a cache.
+
+    Tensors are replaced, never written to.
+    """
 
     layers: list[State]
     tokens: SeenTokens | None
@@ -74,11 +77,11 @@ class Snapshot:
 
 
 def keeps_everything(policy: CachePolicy, num_layers: int) -> bool:
-    """Whether a policy keeps and passes on every token, whatever the prompt.
+    """True if a policy keeps and passes on every token of any prompt.
 
     Args:
-        policy: The policy, its layers placed or open.
-        num_layers: Layers of the model.
+        policy: The policy; its layers may still be open.
+        num_layers: Number of layers of the model.
     """
     selector = policy.selector
     whole = selector.budget is not None and selector.budget.rate == 1
@@ -87,18 +90,18 @@ def keeps_everything(policy: CachePolicy, num_layers: int) -> bool:
 
 
 class Reader:
-    """What the hooks on a model call, and the state that forwards change; a cache has one.
+    """A dispatcher that a model's hooks call; it holds the state that forwards change.
 
-    A forward appends its tokens, unless a turn starts with it: then the policy acts on them. Where
-    the prompt's end is known, a forward that does not reach it is one chunk of the prompt, which
-    is appended until the end comes; one that goes beyond it brings draft tokens along, and is
-    taken as two.
+    A cache has one reader. A forward appends its tokens, unless it starts a turn: then the policy
+    acts on them. If the end of the prompt is known, a forward that ends before it is one chunk of
+    the prompt, and is appended until the end comes. A forward that goes beyond the end brings draft
+    tokens, and is read as two.
 
     Args:
         policy: Which tokens to keep.
         storage: How keys and values are held.
-        max_new_tokens: Tokens of an answer to have memory for in advance; None for none.
-        layers: What each layer of the model holds; the cache's own list.
+        max_new_tokens: Answer tokens for which memory is reserved; None reserves none.
+        layers: The layers of the cache; the cache's own list.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class Reader:
     ) -> None:
         self.policy = policy
         self.care = Care()
-        self.placed = policy  # with the layers that it leaves open chosen for the model
+        self.placed = policy  # with open layers chosen for the model
         self.storage = storage
         self.max_new_tokens = max_new_tokens
         self.layers = layers
@@ -120,31 +123,32 @@ class Reader:
         self.filled_by: weakref.ref[nn.Module] | None = None
         self.tokens: SeenTokens | None = None
         self.starts_turn = False
-        self.appends = False  # whether a new turn is appended, the policy not acting on it
-        self.prompt_end: int | None = None  # in columns; None: where the next forward ends
-        self._in_generate = False  # which may give the whole conversation again
+        self.appends = False  # whether new turns are appended without the policy
+        self.prompt_end: int | None = None  # in columns; None: the end of the next forward
+        self._in_generate = False  # it may pass the whole conversation again
         self.chunks: Chunks | None = None
         self._forward: Forward | None = None
-        self._first_output: Any = None  # of the prompt, where draft tokens came with it
+        self._first_output: Any = None  # of the prompt, if draft tokens came with it
         self._undo: Snapshot | None = None
-        # How many of the last tokens' outputs the call under way asks for; None for all.
+        # Number of last tokens whose outputs the current call asks for; None for all.
         self._keep_last: int | None = None
         self._before_call: Snapshot | None = None
-        self._thread: threading.Thread | None = None  # whose call it is
-        # The mask that the outer model was called with, where the decoder gets another.
+        self._thread: threading.Thread | None = None  # the thread of the call
+        # The mask that the outer model was called with, if the decoder gets another one.
         self._outer_mask: Any = None
         self._outer_called = False
-        self._call_ids: Any = None  # that it was called with, where the decoder gets embeddings
+        self._call_ids: Any = None  # ids of the call, if the decoder gets embeddings
         self._new_kinds: Tensor | None = None
-        self._call_types: dict[str, Tensor] = {}  # of tokens, that it was called with
-        self._call_read = False  # whether the call under way has reached the decoder
+        self._call_types: dict[str, Tensor] = {}  # types of tokens in the call
+        self._call_read = False  # whether the current call has reached the decoder
 
     def start_turn(self, prompt_len: int | None = None) -> None:
-        """Let the policy act on the next forward: a new turn begins in a hand-written loop.
+        """Begin a new turn in a hand-written loop: the policy acts on the next forward.
 
         Args:
-            prompt_len: Columns of the turn's prompt, where it comes in several forwards: the
-                policy then acts once, when they have all come. None: it comes in one.
+            prompt_len: Columns of the turn's prompt, if it is read in several forwards (chunked
+                prefill): the policy then acts once, at the end of the prompt. None: the prompt is
+                read in one forward.
 
         Raises:
             TypeError: ``prompt_len`` is not an int.
@@ -164,11 +168,11 @@ class Reader:
     def new_turn(
         self, prompt_end: int | None = None, *, may_be_static: bool = False
     ) -> Iterator[None]:
-        """Start a turn; if no forward has ended its prompt by the block's end, take it back.
+        """Start a turn; undo it if no forward has ended its prompt by the end of the block.
 
         Args:
-            prompt_end: Columns of the whole context at the prompt's end, where it may come in
-                several forwards or with draft tokens behind it.
+            prompt_end: Number of columns of the whole context at the end of the prompt, if the
+                prompt may be read in several forwards or with draft tokens behind it.
             may_be_static: Whether the answer may be decoded into buffers of a fixed size.
         """
         assert self.attachment is not None
@@ -191,24 +195,23 @@ class Reader:
             self.prompt_end = None
 
     def begin_call(self, keep_last: int | None) -> None:
-        """Take up a call of the model, which runs the decoder and then a head.
+        """Begin a call of the model, which runs the decoder and then a head.
 
         Args:
-            keep_last: How many of the last tokens' outputs it asks for; None for all.
+            keep_last: Number of last tokens whose outputs the call asks for; None for all.
         """
         self._take_thread()
-        self.abandon_forward()  # torch tells hooks of no failure by Ctrl-C
+        self.abandon_forward()  # torch does not report Ctrl-C to hooks
         self._outer_called, self._outer_mask, self._new_kinds = False, None, None
         self._call_ids, self._call_read, self._call_types = None, False, {}
         self._keep_last, self._before_call = keep_last, self._snapshot()
 
     def note_call(self, arguments: Mapping[str, Any], kinds: Tensor | None) -> None:
-        """Take note of a call of a module around the decoder.
+        """Remember the arguments of a module around the decoder.
 
         Args:
             arguments: By name.
-            kinds: ``[batch, new_len]`` int8, the `TokenKind` of its tokens; None where it is not
-                known.
+            kinds: ``[batch, new_len]`` int8, the `TokenKind` of its tokens; None if unknown.
         """
         mask = arguments.get("attention_mask")
         self._call_ids = arguments.get("input_ids", self._call_ids)
@@ -218,13 +221,13 @@ class Reader:
             self._outer_called, self._outer_mask = True, mask
 
     def end_call(self, *, failed: bool) -> None:
-        """Conclude a call of the model, or undo it, the decoder's forward with it.
+        """Finish a call of the model; if it failed, undo it and the decoder's forward.
 
         Raises:
             UnsupportedModelError: The model did not give its decoder the cache.
         """
         if self._thread is not threading.current_thread():
-            return  # it was refused
+            return  # the call was refused
         if failed:
             self.abandon_forward()
         self._keep_last = self._before_call = self._call_ids = None
@@ -238,14 +241,14 @@ class Reader:
 
     @property
     def room(self) -> int:
-        """Slots that a layer is to have memory for behind what the policy keeps."""
+        """The number of slots to reserve in each layer behind the kept ones."""
         return self.room_for(self.max_new_tokens)
 
     def room_for(self, longest: int | None) -> int:
-        """The same for answers of another length.
+        """Return the number of slots to reserve for answers of another length.
 
         Args:
-            longest: Their tokens; None where that is not known.
+            longest: Number of tokens of the longest answer; None if unknown.
         """
         if self.policy.decoding is None:
             return longest or 0
@@ -254,34 +257,34 @@ class Reader:
 
     @property
     def seen(self) -> int:
-        """Columns seen, padding included."""
+        """The number of columns seen, padding included."""
         return 0 if self.tokens is None else self.tokens.seen
 
     @property
     def acts_next(self) -> bool:
-        """Whether the policy acts on the next forward, or on the prompt that it is a part of."""
+        """True if the policy acts on the next forward, or on the prompt that it is part of."""
         return self.tokens is None or self.starts_turn
 
     @property
     def is_static(self) -> bool:
-        """Whether an answer is being decoded into buffers of a fixed size."""
+        """True if an answer is being decoded into fixed buffers."""
         return self.fixed.buffers is not None
 
     @property
     def may_drop(self) -> bool:
-        """Whether the next forward may drop tokens."""
+        """True if the next forward may drop tokens."""
         return self.acts_next and self._drops
 
     @property
     def may_evict(self) -> bool:
-        """Whether the policy acts on the next forward, and may keep fewer tokens than there are."""
+        """True if the policy acts on the next forward and may keep fewer tokens than there are."""
         return self.acts_next and not keeps_everything(self.placed, len(self.layers))
 
     @property
     def makes_masks(self) -> bool:
-        """Whether layers get masks of their own for all that they hold, in place of the model's.
+        """True if the forward makes its own mask for each layer.
 
-        Of that one only what it says of the new tokens among themselves is read.
+        The model's mask is then used only for how the new tokens see each other.
         """
         forward = self._forward
         return forward is not None and forward.in_prompt and not forward.first
@@ -292,7 +295,7 @@ class Reader:
 
     @property
     def forward(self) -> Forward:
-        """The forward under way."""
+        """The forward that is under way."""
         if self._forward is None:
             raise NotAttachedError(
                 "a decoder layer was called with a PolicyCache outside its model's forward; call "
@@ -301,18 +304,20 @@ class Reader:
         return self._forward
 
     def begin_forward(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Take up a forward of the decoder; returns the arguments to run it with.
+        """Begin a forward of the decoder; return the arguments to run it with.
 
-        Where a model around the decoder makes the masks, those are given on to the decoder, and
-        what is padding is read off the mask that the model was called with.
+        If a model around the decoder makes the masks, the decoder gets these masks. Padding is then
+        read from the mask that the outer model was called with.
 
         Raises:
             TypeError: See `read_inputs`.
             ValueError: See `read_inputs`.
             CacheInUseError: Another thread is calling the model with the same cache.
-            UnsupportedGenerationError: The model is told to use no cache; or a prompt of which
-                tokens are dropped comes in chunks, and hidden states of all of them are asked for.
-            UnsupportedModelError: The context exceeds the model's sliding window.
+            UnsupportedGenerationError: The model is told to use no cache; or hidden states are
+                asked for while tokens of a prompt in chunks are dropped; or drafts come with a
+                model that makes its masks outside the decoder.
+            UnsupportedModelError: The policy cannot act on this forward of the model, for example
+                because the context exceeds a sliding window.
         """
         self._take_thread()
         self._undo_forward(self._undo)
@@ -454,7 +459,7 @@ class Reader:
         *,
         ends: bool,
     ) -> tuple[Forward, dict[str, Any]]:
-        """Take up a chunk of a prompt of which tokens are dropped."""
+        """Begin the forward over a chunk of a prompt of which tokens are dropped."""
         assert self.attachment is not None
         assert self.prompt_end is not None
         parts = self.attachment.parts
@@ -475,10 +480,10 @@ class Reader:
         return prefill.chunk(incoming, self.chunks, missing), incoming.arguments
 
     def _check_cuts(self, incoming: Incoming, *, ends: bool) -> None:
-        """Check that no token of a prompt in chunks sees one of a later chunk.
+        """Check that no token of a chunked prompt sees a token of a later chunk.
 
         Raises:
-            UnsupportedModelError: One does.
+            UnsupportedModelError: A token does.
         """
         assert self.attachment is not None
         begun = self.seen - (0 if self.chunks is None else self.chunks.columns)
@@ -496,10 +501,11 @@ class Reader:
     def _check_positions_given(
         self, arguments: dict[str, Any], incoming: Incoming, *, ends: bool
     ) -> None:
-        """Check that a model that counts positions from a number of its own is given all it needs.
+        """Check that position ids are given if the model does not count from 0 and they are needed.
 
         Raises:
-            UnsupportedModelError: It is not, and a cache cannot know that number.
+            UnsupportedModelError: They are not; the cache cannot know the number from which the
+                model counts.
         """
         needed = incoming.arguments.get("position_ids") is not None
         restarts = self.acts_next and self.placed.propagation.restarts
@@ -514,7 +520,7 @@ class Reader:
             )
 
     def _ids_of(self, arguments: dict[str, Any]) -> Tensor | None:
-        """Ids ``[batch, new_len]`` of a forward's tokens; None where only embeddings are known."""
+        """Return the ids ``[batch, new_len]`` of a forward; None if only embeddings are known."""
         shape = inputs_of(arguments).shape[:2]
         for ids in (arguments.get("input_ids"), self._call_ids):
             if isinstance(ids, Tensor) and ids.shape == shape:
@@ -522,11 +528,11 @@ class Reader:
         return None
 
     def note_answer(self, ids: Tensor, first: int) -> None:
-        """Learn the ids of an answer that was decoded into buffers of a fixed size.
+        """Remember the ids of an answer that was decoded into fixed buffers.
 
         Args:
-            ids: ``[batch, count]``; the last ones may not have been read.
-            first: The column of the first.
+            ids: ``[batch, count]``; the last of them may not have been read.
+            first: The column of the first id.
         """
         if self.tokens is not None and len(ids) == self.tokens.batch:
             self.tokens = self.tokens.with_answer(ids, first)
@@ -534,24 +540,27 @@ class Reader:
                 layer.follow(self.tokens)
 
     def _masks_made_outside(self, arguments: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-        """Whether a model around the decoder makes the masks; the arguments with its own mask."""
+        """Find out if an outer model makes the masks; return that, and the arguments.
+
+        If so, the arguments get the outer model's own mask.
+        """
         made, outer = arguments.get("attention_mask"), self._outer_mask
         self._outer_mask = None
         if not isinstance(outer, Tensor) or outer.ndim != 2:
-            # Without padding a call may have no mask.
+            # A call without padding may have no mask.
             outside = self._outer_called and outer is None and not _is_plain(made)
         else:
-            # What is left of padding may be such that a mask made of it would be none.
+            # The outer model may have made no mask, although its own mask was given.
             outside = made is None or not _is_plain(made)
         self._outer_called = False
         return outside, {**arguments, "attention_mask": outer} if outside else arguments
 
     def _narrowing(self, arguments: dict[str, Any], parts: ModelParts) -> dict[str, Any]:
-        """How layers may be run for some tokens only, and the last one for the last."""
-        # Flash attention is replaced by sdpa there, which knows neither caps nor sinks.
+        """Return the settings for running layers on some of their tokens only."""
+        # Narrowing replaces flash attention by sdpa, which has neither softcap nor sinks.
         replaced = parts.implementation in FLASH and not parts.plain_scores
 
-        # Hidden states are recorded as a layer gets them, which narrowing would cut.
+        # Transformers records hidden states as layers get them, and narrowing would cut these.
         states = _asked(arguments, parts, "output_hidden_states")
         keep_last = None if states else self._keep_last
         whole = states or replaced or not parts.passes_on
@@ -563,7 +572,7 @@ class Reader:
         }
 
     def _without_seen(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """A forward over the whole conversation as one over its new columns."""
+        """Cut a forward over the whole conversation to its new columns."""
         seen, columns = self.seen, inputs_of(arguments).shape[1]
         mask = arguments.get("attention_mask")
         whole = columns if not isinstance(mask, Tensor) else mask.shape[-1]
@@ -576,7 +585,7 @@ class Reader:
         }
 
     def _read_prompt(self, arguments: dict[str, Any], missing: int, columns: int) -> dict[str, Any]:
-        """Read the prompt in a forward of its own; returns the arguments of the drafts behind."""
+        """Read the prompt in a forward of its own; return the arguments of the drafts behind it."""
         assert self.attachment is not None
         seen = self.seen
         prompt = {**span_with_features(arguments, seen, 0, missing), "return_dict": True}
@@ -588,7 +597,7 @@ class Reader:
         return span_with_features(arguments, seen, missing, columns)
 
     def finish_forward(self, output: Any) -> Any:
-        """Make what the forward did the cache's state; returns the decoder's output.
+        """Store the result of the forward in the cache; return the decoder's output.
 
         Raises:
             UnsupportedModelError: A layer did not use the cache.
@@ -614,7 +623,7 @@ class Reader:
         return output if first is None else joined_outputs(first, output)
 
     def _choose_after_all(self, forward: ActingForward) -> None:
-        """Let layers choose that have waited for the others, or for the prompt's second reading."""
+        """Let layers with a deferred selection choose, after a second reading if there is one."""
         assert self.attachment is not None
         waiting, parts = forward.waiting, self.attachment.parts
         if self.placed.reading is not None:
@@ -641,7 +650,7 @@ class Reader:
         choose(self.placed, self.layers, waiting)
 
     def fail_forward(self) -> None:
-        """Take back a forward of the decoder, unless it was refused as another thread's."""
+        """Undo a forward of the decoder, unless it was refused as another thread's."""
         if self._thread is threading.current_thread():
             self.abandon_forward()
 
@@ -653,7 +662,7 @@ class Reader:
         self._thread = own
 
     def abandon_forward(self) -> None:
-        """Undo a call of the model that did not come to its end; without one, do nothing."""
+        """Undo a call of the model that did not finish; do nothing if there is none."""
         self._undo_forward(self._before_call or self._undo)
         self._before_call = None
 
@@ -682,7 +691,7 @@ class Reader:
         self.chunks = before.chunks
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what binds the cache to a model: a copy is attached to nothing."""
+        """Return the state of a copy: everything except the attachment to a model."""
         self.fixed.read_queries()
         # A forward under way, or one that was interrupted, is not part of the copy.
         held = self._before_call or self._undo or self._snapshot()
@@ -717,12 +726,12 @@ class Reader:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Decode nothing yet."""
+        """Restore a copy, which has no answer under way."""
         self.__dict__.update(state)
         self.fixed = FixedAnswer(self)
 
     def note_state(self, index: int) -> None:
-        """A layer reads or writes its state.
+        """Note that a layer reads or writes its state.
 
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
@@ -730,7 +739,7 @@ class Reader:
         self._attached_forward().note_state(index)
 
     def columns(self, index: int) -> Columns | None:
-        """Where a layer's attention is to think that queries and keys stand; see `Forward`."""
+        """Return the columns to report to a layer's attention; see `Forward`."""
         return None if self._forward is None else self._forward.columns(index)
 
     def _attached_forward(self) -> Forward:
@@ -743,7 +752,7 @@ class Reader:
         return self._forward
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Take a layer's new keys and values; return all that its attention is to see.
+        """Add a layer's new keys and values; return all that its attention must see.
 
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
@@ -756,12 +765,12 @@ class Reader:
         if self._forward.waits_for_queries():
             assert self.attachment is not None
             module = self.attachment.parts.attentions[index]
-            assert module is not None  # whose keys these are
+            assert module is not None  # the module that made these keys
             routing.waiting.set((self._forward, index, module))
         return keys, values
 
     def update_index(self, index: int, keys: Tensor) -> Tensor:
-        """Take a layer's new index keys; return all that its indexer is to see.
+        """Add a layer's new index keys; return all that its indexer must see.
 
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
@@ -770,10 +779,10 @@ class Reader:
 
 
 def _is_plain(mask: Any) -> bool:
-    """Whether a mask is none, or one ``[batch, columns]`` of tokens and padding."""
+    """True if a mask is None, or ``[batch, columns]`` of tokens and padding."""
     return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
 
 
 def _asked(arguments: dict[str, Any], parts: ModelParts, name: str) -> bool:
-    """Whether a forward is to return something, such as attentions."""
+    """True if a forward must return an additional output, for example attention weights."""
     return bool(arguments.get(name, getattr(parts.config, name, False)))

@@ -1,8 +1,8 @@
-"""Scores that depend on how far a key lies before its query, where keys or queries have gaps.
+"""Support scores that depend on the distance of key and query, where tokens have gaps.
 
-Some attention modules ask the cache where their queries and keys stand, count both on from there
-without gaps, and give their attention function a bias for every pair. Here they are told of all
-columns seen; of the bias, what belongs to the keys that are there is taken.
+Some attention modules ask the cache for the columns of their queries and keys, count on from there
+without gaps, and give their attention function a bias for every pair. Here they are told all
+columns seen. From the bias, the entries of the keys that are held are then taken.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 @attrs.frozen(eq=False)
 class Columns:
-    """Where an attention module is told that its queries and keys stand.
+    """A record of the columns that an attention module is told for its queries and keys.
 
-    Keys are told to stand in all columns seen, from 0 on. Rows may have unlike gaps, but a module
-    takes one column for a query of all rows: no earlier one than it has in any row.
+    Keys are said to be in all columns seen, from 0 on. Rows may have different gaps, but a module
+    takes one column for the queries of all rows: the largest one of any row.
 
     Args:
-        keys: Columns seen, the new ones included.
+        keys: Number of columns seen, the new ones included.
         queries: ``[query_len]`` int64, each below ``keys``.
     """
 
@@ -31,19 +31,19 @@ class Columns:
 
     @property
     def query_offset(self) -> Tensor:
-        """What a module adds to 0, 1, ... for the columns of its queries: ``[query_len]``."""
+        """The offset that a module adds to 0, 1, ... for its queries' columns: ``[query_len]``."""
         return self.queries - torch.arange(len(self.queries), device=self.queries.device)
 
     def taken(
         self, arguments: dict[str, Any], queries: Tensor, keys: Tensor, query_heads: int
     ) -> dict[str, Any]:
-        """An attention function's arguments, with what they say of pairs for the keys there are.
+        """Cut an attention function's arguments for pairs to the keys that are held.
 
         Args:
             arguments: By name.
             queries: ``[batch, query_len]`` int64 original positions, -1 on padding.
-            keys: ``[batch, 1 or kv_heads, key_len]``, likewise.
-            query_heads: Of the layer.
+            keys: ``[batch, 1 or kv_heads, key_len]`` int64 original positions, -1 on padding.
+            query_heads: Number of query heads of the layer.
         """
         distances = queries[:, None, :, None] - keys[:, :, None, :]
         columns = self.queries.to(keys.device)[:, None] - distances

@@ -1,4 +1,4 @@
-"""Prefill in two passes: one that chooses tokens at a layer, then the one that counts."""
+"""Run a prefill in two passes: the first chooses tokens at a layer, the second reads them."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from kvpolicy.policy import CachePolicy
 from kvpolicy.selection import gather_positions
 
 
-class _Chosen(Exception):  # noqa: N818 -- not an error: it ends a pass that has served
-    """The filter layer has been asked."""
+class _Chosen(Exception):  # noqa: N818 -- not an error: it ends a pass early
+    """A signal that ends the first pass, once the filter layer has chosen."""
 
 
 class FilterPass(ActingForward):
-    """The first pass of a prefill that restarts: nothing is kept but the choice of tokens.
+    """A first pass over a prompt, which only chooses the tokens of the second pass.
 
-    It ends inside the filter layer, once that layer's queries and keys are known: neither its
-    attention and MLP nor any later layer is computed.
+    It ends inside the filter layer, once the queries and keys of that layer are known. The layer's
+    attention and MLP are not computed, and no later layer is.
 
     Args:
         policy: A policy whose propagation restarts.
-        layers: What each layer of the model holds; it stays as it is.
+        layers: The layers of the cache; they stay unchanged.
         incoming: The forward's tokens and those seen before.
         kwargs: See `Forward`.
 
     Raises:
-        ValueError: The caller gives position_ids other than a row's own, which the second pass
-            could not follow.
+        ValueError: The caller gives position_ids that do not count a row's own tokens, so that the
+            second pass could not continue them.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class FilterPass(ActingForward):
 
     @property
     def features(self) -> AddedFeatures | None:
-        """What is added to the chosen tokens' hidden states."""
+        """The features that are added to hidden states, for the chosen tokens only."""
         if self._features is None or self._chosen is None:
             return self._features
         return self._features.taken(self._chosen)
 
     def run(self, decoder: nn.Module) -> Incoming:
-        """Run the pass; returns the tokens of the second."""
+        """Run the pass; return the tokens of the second pass."""
         states = [layer.state() for layer in self.layers]
         try:
-            # Not through the decoder's hooks, one of which has brought us here.
+            # `forward` is called directly, since this code runs inside a hook of the decoder.
             decoder.forward(**self._incoming.arguments)
         except _Chosen:
             for layer, state in zip(self.layers, states, strict=True):
@@ -75,10 +75,10 @@ class FilterPass(ActingForward):
     def enter_layer(
         self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        """See `Forward.enter_layer`.
+        """Check that no token sees a later one; then see `Forward.enter_layer`.
 
         Raises:
-            UnsupportedModelError: Tokens see later ones, which the second pass could not repeat.
+            UnsupportedModelError: Tokens see later ones, which the second pass could not reproduce.
         """
         if self._own_block(kwargs) is not None:
             raise UnsupportedModelError(
@@ -89,11 +89,11 @@ class FilterPass(ActingForward):
         return super().enter_layer(index, module, hidden, kwargs)
 
     def columns(self, index: int) -> Columns | None:
-        """See `Forward.columns`.
+        """Refuse attention that measures distances in columns; see `Forward.columns`.
 
         Raises:
-            UnsupportedModelError: The layer's attention counts how far keys lie by columns, which
-                the second pass leaves out.
+            UnsupportedModelError: The layer's attention measures distances in columns, some of
+                which the second pass leaves out.
         """
         if self._inside == index:
             raise UnsupportedModelError(
@@ -104,21 +104,21 @@ class FilterPass(ActingForward):
         return None
 
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:
-        """At the filter layer, choose and end the pass."""
+        """At the filter layer, choose the tokens and end the pass."""
         if index == self.filter_layer:
             context = self._context(index, inputs)
             self._chosen = self._here(self.policy.decide_restart(context))
             raise _Chosen
 
     def observe(self, index: int, inputs: AttentionInputs) -> None:
-        """Keep nothing but what the filter layer looks at."""
+        """Score the layer if the filter layer looks at its saliency; store nothing else."""
         if index in self.history.layers:
             context = self._context(index, inputs)
             self.history = self.history.noted(self.policy.score(context), context)
         self._pending = None
 
     def _second(self) -> Incoming:
-        """The chosen tokens, at positions that follow the row's without a gap."""
+        """Return the chosen tokens, at rotary positions that follow the row's without a gap."""
         incoming, chosen = self._incoming, self._chosen
         if chosen is None:
             everything = torch.arange(self.new_valid.shape[1], device=self.new_valid.device)
@@ -151,12 +151,12 @@ class FilterPass(ActingForward):
 
 
 def check_positions(policy: CachePolicy, incoming: Incoming) -> None:
-    """Check that the positions which the caller gives are those that can be followed.
+    """Check that position ids given by the caller count each row's own tokens from 0.
 
-    By a second pass, or by a policy that closes gaps.
+    Only such positions can be continued by a second pass, or by a policy that closes gaps.
 
     Raises:
-        ValueError: They are not each row's own, counted from 0.
+        ValueError: They do not.
     """
     given = incoming.arguments.get("position_ids")
     if given is None:
@@ -166,7 +166,7 @@ def check_positions(policy: CachePolicy, incoming: Incoming) -> None:
         why = f"{policy} turns keys to positions without gaps"
     own = incoming.tokens.rotary_positions_of(incoming.new_valid)
     given = given.to(own.device)
-    given = given.expand(*given.shape[:-2], *own.shape)  # there may be axes before that of rows
+    given = given.expand(*given.shape[:-2], *own.shape)  # there may be axes before the rows
     unlike = ((given != own) & incoming.new_valid).nonzero()
     if len(unlike) and given.ndim > 2:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How many tokens of each row a layer sees, read off tensors as seldom as can be."""
+"""Count how many tokens of each row a layer sees, with as few reads of tensors as possible."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
 class RowLengths:
-    """Those of a forward on which the policy acts.
+    """A counter of the tokens of each row, for a forward on which the policy acts.
 
     Args:
-        before: The tokens seen before it.
-        new_valid: ``[batch, new_len]`` bool, its own that reach the layer at hand.
-        padded: Whether any of them may be padding.
+        before: The tokens seen before the forward.
+        new_valid: ``[batch, new_len]`` bool, the forward's tokens that reach the current layer.
+        padded: Whether any of these may be padding.
     """
 
     def __init__(self, before: SeenTokens, new_valid: Tensor, *, padded: bool) -> None:
@@ -27,21 +27,24 @@ class RowLengths:
 
     @property
     def new(self) -> tuple[int, ...]:
-        """The forward's tokens that reach the layer at hand."""
+        """The number of the forward's tokens that reach the current layer, for each row."""
         if self._new is None:
             self._new = tuple(self._new_valid.sum(dim=1).tolist())
         return self._new
 
     @functools.cached_property
     def appended(self) -> tuple[int, ...]:
-        """The tokens that every layer holds behind what the policy last kept."""
+        """The number of tokens that layers hold behind the kept ones, for each row."""
         appended = self._before.appended
         if self._before.padded:
             return tuple((appended >= 0).sum(dim=1).tolist())
         return (appended.shape[1],) * len(appended)
 
     def seen_by(self, layer: PolicyLayer) -> tuple[int, ...] | None:
-        """See `LayerContext.held_len`: of what a layer holds and the tokens that reach it."""
+        """Return how many tokens a layer sees, held and new ones; None if unknown.
+
+        See `LayerContext.held_len`.
+        """
         if layer.held is None:
             return self.new
         if layer.counts is None:
@@ -49,6 +52,6 @@ class RowLengths:
         return tuple(map(sum, zip(layer.counts, self.appended, self.new, strict=True)))
 
     def passed_on(self, new_valid: Tensor) -> bool:
-        """Only some tokens go on, ``new_valid``; whether any of these is padding."""
+        """Continue with the tokens ``new_valid``; return True if any of them is padding."""
         self._new_valid, self._new = new_valid, None
         return min(self.new) < new_valid.shape[1]

@@ -1,4 +1,4 @@
-"""A prompt that is read a second time: what the repeated tokens attend to scores its keys."""
+"""Read a prompt a second time, and score its keys by the attention of the repeated tokens."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from kvpolicy.repetition import Repetition
 from kvpolicy.selection import compress, gather_positions, gather_slots
 
 
-class _Scored(Exception):  # noqa: N818 -- not an error: it ends a pass that has served
-    """The last layer that is to be scored has been."""
+class _Scored(Exception):  # noqa: N818 -- not an error: it ends a pass early
+    """A signal that ends a pass, once the last layer to be scored was scored."""
 
 
 class RepetitionPass(Forward):
-    """The forward over one repeated chunk: it scores the chunk's keys, and keeps nothing.
+    """A forward over one repeated chunk, which scores the chunk's keys and stores nothing.
 
     Args:
-        args: See `Forward`; of the layers, those that wait hold all of the prompt.
-        span: The chunk's first position, and the one after its last.
-        found: What is scored goes there: by layer, float32 ``[batch, heads, key_len + 1]``.
-        waiting: The layers that wait, by index.
+        args: See `Forward`; the layers with a deferred selection must hold all of the prompt.
+        span: The first position of the chunk, and the position after its last one.
+        found: The result: saliency by layer, float32 ``[batch, heads, key_len + 1]``.
+        waiting: The layers with a deferred selection, by index.
         kwargs: See `Forward`.
     """
 
@@ -56,16 +56,16 @@ class RepetitionPass(Forward):
         self._seen_len = tuple(self._before.lengths.tolist())
 
     def run(self, decoder: nn.Module, arguments: dict[str, Any]) -> None:
-        """Run the pass.
+        """Run the decoder on the chunk, then restore the layers.
 
         Args:
-            decoder: The model's.
-            arguments: By name.
+            decoder: The model's decoder.
+            arguments: The decoder's arguments, by name.
         """
         states = [layer.state() for layer in self.layers]
         try:
-            # Not through the decoder's hooks, one of which has brought us here. What is chosen
-            # has no gradient.
+            # `forward` is called directly, since this code runs inside a hook of the decoder. A
+            # selection has no gradient.
             with torch.no_grad():
                 decoder.forward(**arguments)
         except _Scored:
@@ -76,7 +76,7 @@ class RepetitionPass(Forward):
         raise AssertionError("a layer that was to be scored was never reached")
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values that the layer's attention is to see, the repeated tokens' behind."""
+        """Return all keys and values of a layer, the repeated tokens last."""
         layer = self.layers[index]
         self._updated.add(index)
         assert layer.held is not None
@@ -85,7 +85,7 @@ class RepetitionPass(Forward):
         return self._pending
 
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:
-        """Score the chunk's keys; at the last layer, end the pass."""
+        """Score the chunk's keys; end the pass at the last layer to be scored."""
         if index not in self._scored:
             return
         self._score(index, inputs)
@@ -104,18 +104,18 @@ class RepetitionPass(Forward):
         checks.look()
         length, heads = self.layers[index].kept_len, saliency.shape[1]
         if index not in self._found:
-            shape = (saliency.shape[0], heads, length + 1)  # the last for what is not the chunk's
+            shape = (saliency.shape[0], heads, length + 1)  # the last slot takes keys of no chunk
             self._found[index] = saliency.new_zeros(shape)
         target = torch.where(of_chunk, slots, length)
         target = target.repeat_interleave(heads // target.shape[1], dim=1)
         self._found[index].scatter_(2, target, saliency)
 
     def _shown(self, index: int, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-        """The slots of the keys that the scorer is shown.
+        """Return the slots of the keys that the scorer sees.
 
         Returns:
-            int64 ``[batch, kv_heads, count]``, filled with -1 on the left; and which of them are
-            the chunk's, bool.
+            int64 ``[batch, kv_heads, count]``, padded with -1 on the left; and bool of the same
+            shape, True for keys of the chunk.
         """
         layer, reading = self.layers[index], self.policy.reading
         assert reading is not None
@@ -150,16 +150,16 @@ class RepetitionPass(Forward):
 
 @attrs.frozen(eq=False)
 class SecondReading:
-    """The second reading of a prompt that has been read whole.
+    """A second reading of a prompt that has been read whole.
 
     Args:
         policy: A policy with a `Repetition`.
-        layers: What each layer of the model holds; it stays as it is.
-        waiting: The layers that wait for what they are scored by, by index.
-        tokens: Those seen, the prompt included.
-        decoder: The model's.
-        arguments: Of the decoder beside those that hold something for each token.
-        kind: How the model attends; see `Forward`.
+        layers: The layers of the cache; they stay unchanged.
+        waiting: The layers with a deferred selection, by index.
+        tokens: The tokens seen, the prompt included.
+        decoder: The model's decoder.
+        arguments: The decoder's arguments, except those with an entry for each token.
+        kind: Settings of the model's attention; see `Forward`.
     """
 
     policy: CachePolicy
@@ -172,15 +172,15 @@ class SecondReading:
 
     @property
     def reading(self) -> Repetition:
-        """How it is read."""
+        """The settings of the second reading."""
         assert self.policy.reading is not None
         return self.policy.reading
 
     def passes(self, found: dict[int, Tensor]) -> Iterator[tuple[RepetitionPass, dict[str, Any]]]:
-        """The forwards, one for each chunk, with the decoder's arguments; each is to be run.
+        """Yield one forward for each chunk, with the decoder's arguments; the caller must run it.
 
         Args:
-            found: What layers are scored, see `RepetitionPass`.
+            found: See `RepetitionPass`.
 
         Raises:
             UnsupportedModelError: The model has no positions for the repeated tokens.
@@ -212,7 +212,7 @@ class SecondReading:
             )
 
     def scored(self, found: Mapping[int, Tensor]) -> dict[int, Waiting]:
-        """The layers with what was found; where no chunk was read, all of a layer is worth 0."""
+        """Return the layers with the saliency found; it is 0 if no chunk was read."""
         scored = {}
         for index, each in self.waiting.items():
             undecided = each.undecided
@@ -225,7 +225,7 @@ class SecondReading:
         return scored
 
     def _inputs(self, start: int, stop: int) -> tuple[dict[str, Any], Tensor]:
-        """The decoder's arguments for a chunk; and which of its columns are tokens."""
+        """Return the decoder's arguments for a chunk, and which of its columns are tokens."""
         asked, overlap = self.reading.before(start)
         device = self.tokens.valid.device
         instruction, answer = (
@@ -264,7 +264,7 @@ class SecondReading:
 
 
 def _holding(waiting: Waiting, layer: PolicyLayer, tokens: SeenTokens) -> PolicyLayer:
-    """A layer that holds all of what another is to choose among."""
+    """Make a layer that holds all keys among which a deferred layer will choose."""
     whole = PolicyLayer()
     slots = torch.arange(waiting.positions.shape[2], device=waiting.positions.device)
     everything = torch.where(waiting.positions >= 0, slots, -1)
@@ -278,15 +278,15 @@ def _holding(waiting: Waiting, layer: PolicyLayer, tokens: SeenTokens) -> Policy
 
 
 def check_layers(policy: CachePolicy, layers: list[PolicyLayer], *, reference: bool) -> None:
-    """Check that all layers of a model can wait for each other.
+    """Check that all layers of a model can defer their selection.
 
     Args:
         policy: A policy that `decides_later`.
-        layers: What a cache holds for each.
-        reference: Whether the layers see a first prompt whole and a window of what follows.
+        layers: The layers of the cache.
+        reference: Whether the layers see all of a first prompt, and a window of later tokens.
 
     Raises:
-        UnsupportedModelError: One cannot.
+        UnsupportedModelError: A layer cannot.
     """
     again = policy.reading is not None
     plain = (PolicyLayer, RecurrentLayer, EmptyLayer)
@@ -313,10 +313,10 @@ def check_layers(policy: CachePolicy, layers: list[PolicyLayer], *, reference: b
 
 
 def check_tokens(policy: CachePolicy, incoming: Incoming) -> None:
-    """Check that a prompt can be fed again.
+    """Check that a prompt can be read again from its ids.
 
     Raises:
-        UnsupportedGenerationError: Its ids are not known, or it has images.
+        UnsupportedGenerationError: Its ids are unknown, or it has images.
     """
     seen, remedy = incoming.tokens, f"use a policy without the second reading of {policy}"
     known = incoming.ids is not None and not bool(((seen.ids < 0) & seen.valid).any())

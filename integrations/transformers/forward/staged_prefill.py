@@ -1,8 +1,8 @@
-"""The end of a prompt in chunks of which tokens are dropped: all stages but the first.
+"""Read all stages but the first at the end of a chunked prompt of which tokens are dropped.
 
-Each stage reads the tokens that the one before passes on, in pieces no longer than the chunks were.
-The decoder is given these tokens' ids and positions, so that all it hands to its layers besides
-hidden states is theirs; the hidden states are those that the stage before has left.
+Each stage reads the tokens that the previous one passes on, in pieces no longer than the chunks
+were. The decoder gets the ids and positions of these tokens, so that all arguments of its layers
+belong to them. Only the hidden states come from the previous stage.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _KINDS = (PolicyLayer, RecurrentLayer, EmptyLayer)
 
 
 def _why_whole(layer: PolicyLayer) -> str | None:
-    """What a layer does that cannot be left out and resumed; None where it may be."""
+    """Return why a layer cannot be left out and resumed; None if it can."""
     kinds: dict[type[PolicyLayer], str] = {
         SharedLayer: "borrows keys of another",
         IndexedLayer: "has an indexer",
@@ -66,16 +66,16 @@ def _why_whole(layer: PolicyLayer) -> str | None:
 
 @attrs.frozen(eq=False)
 class _Reach:
-    """The tokens that reach a stage, each row's padding before them.
+    """A record of the tokens that reach a stage, each row's padding before its tokens.
 
     Args:
-        columns: ``[batch, len]`` int64, where they stand in the prompt's chunks; -1 on padding.
-        positions: ``[batch, len]`` int64, likewise.
-        parts: Hidden states ``[batch, len, hidden]`` that go into the stage, one after the other.
-        places: ``[batch, len]`` int64, where the tokens stand in these.
-        resumed: What the stage's first layer attends to, where it is to be resumed, and at which
-            of its slots the tokens stand.
-        history: What earlier layers found salient of them.
+        columns: ``[batch, len]`` int64, their columns in the prompt's chunks; -1 on padding.
+        positions: ``[batch, len]`` int64, their positions; -1 on padding.
+        parts: Hidden states ``[batch, len, hidden]`` that go into the stage, in consecutive parts.
+        places: ``[batch, len]`` int64, the columns of the tokens in ``parts``.
+        resumed: If the stage's first layer is resumed: its second run, and the slots of the tokens
+            in it.
+        history: The saliency that earlier layers gave these tokens.
     """
 
     columns: Tensor
@@ -88,16 +88,17 @@ class _Reach:
 
 @attrs.frozen(eq=False)
 class StagedPrefill:
-    """A prompt in chunks of which tokens are dropped.
+    """A prefill in chunks, of a prompt of which tokens are dropped.
 
     Args:
-        policy: Its policy.
-        layers: What each layer of the model holds.
+        policy: The policy.
+        layers: The layers of the cache.
         decoder: The model's decoder.
-        kind: See `ActingForward`.
-        begin: Told of every forward before it runs.
-        records: Whether hidden states between layers are asked for.
-        features: What is added to the chunk's hidden states there; None for nothing.
+        kind: Settings of the forwards; see `ActingForward`.
+        begin: A function that is called with every forward before it runs.
+        records: Whether the hidden states of all layers are asked for.
+        features: Features to add to the chunk's hidden states between layers; None if there are
+            none.
     """
 
     policy: CachePolicy
@@ -109,12 +110,12 @@ class StagedPrefill:
     features: AddedFeatures | None = None
 
     def chunk(self, incoming: Incoming, chunks: Chunks | None, missing: int) -> StageChunk:
-        """The forward over a chunk that does not end the prompt.
+        """Make the forward over a chunk that does not end the prompt.
 
         Args:
             incoming: The chunk.
-            chunks: Those before it; None for none.
-            missing: Columns of the prompt that are still to be read, the chunk's among them.
+            chunks: The chunks before it; None if it is the first.
+            missing: Number of columns of the prompt that are still to be read, this chunk included.
         """
         self._check()
         if chunks is None:
@@ -140,7 +141,7 @@ class StagedPrefill:
         )
 
     def end(self, incoming: Incoming, chunks: Chunks) -> tuple[StageEnd, dict[str, Any]]:
-        """Read all stages but for the last one's last piece: its forward, and its arguments."""
+        """Read all stages except the last piece; return its forward and arguments."""
         staged = chunks.staged
         assert staged is not None
         self._check()
@@ -190,7 +191,7 @@ class StagedPrefill:
     def _run(self, forward: StageForward, arguments: dict[str, Any]) -> None:
         self.begin(forward)
         try:
-            # Not through the decoder's hooks, one of which has brought us here.
+            # `forward` is called directly, since this code runs inside a hook of the decoder.
             self.decoder.forward(**arguments)
         except StageRead:
             forward.finish()
@@ -205,7 +206,7 @@ class StagedPrefill:
             plain = type(self.layers[index]) is PolicyLayer and self.layers[index].shows_queries
             if not (plain and self.kind["narrows"]) or self.kind["windows"][index] is not None:
                 return False
-            if propagation.decides_by_content:  # its queries and keys alone say how many
+            if propagation.decides_by_content:  # the number is known only from queries and keys
                 return True
             rate = propagation.layer_rates(num_layers, context_len=seen)[index + 1]
             return bool(rate * seen <= LARGEST_SHARE * prompt_len)
@@ -213,12 +214,13 @@ class StagedPrefill:
         return stages_of(self.policy, num_layers, few_go_on)
 
     def _check(self) -> None:
-        """Check that the prompt may come in chunks, of each of them.
+        """Check that the prompt may be read in chunks.
 
         Raises:
-            UnsupportedModelError: The model has layers of a kind that cannot be left out and
-                resumed, or makes masks outside of its decoder.
-            UnsupportedGenerationError: Hidden states or attentions are asked for.
+            UnsupportedModelError: The model has layers that cannot be left out and resumed, makes
+                masks outside of its decoder, takes no position ids, or gives its output the shape
+                of its input.
+            UnsupportedGenerationError: Hidden states or attention weights are asked for.
         """
         remedy = f"and {self.policy} drops tokens; leave prefill_chunk_size at None"
         for index, layer in enumerate(self.layers):
@@ -245,11 +247,12 @@ class StagedPrefill:
             )
 
     def _inputs(self, incoming: Incoming, staged: StagedPrompt) -> dict[str, Tensor]:
-        """What a chunk's tokens are to the decoder; see `StagedPrompt`.
+        """Return the decoder's inputs for a chunk's tokens; see `StagedPrompt`.
 
         Raises:
             ValueError: See `check_positions`.
-            UnsupportedGenerationError: The chunks before were given in another way.
+            UnsupportedGenerationError: Earlier chunks were ids and this one is embeddings, or the
+                reverse.
         """
         if self.policy.propagation.restarts:
             check_positions(self.policy, incoming)
@@ -273,14 +276,15 @@ class StagedPrefill:
 
 @attrs.frozen(eq=False)
 class _Stages:
-    """The stages of a prompt that has ended.
+    """A reader of the stages of a prompt that has ended.
 
     Args:
-        prefill: How forwards are made and run.
-        staged: All of its chunks.
-        whole: The tokens seen, the prompt's among them.
+        prefill: The prefill, which makes and runs forwards.
+        staged: All chunks of the prompt.
+        whole: The tokens seen, the prompt included.
         incoming: The last chunk.
-        features: What is added to hidden states of the prompt between layers; None for nothing.
+        features: Features to add to hidden states of the prompt between layers; None if there are
+            none.
     """
 
     prefill: StagedPrefill
@@ -290,7 +294,7 @@ class _Stages:
     features: AddedFeatures | None
 
     def read(self, stage: Stage, reach: _Reach, propagated: dict[int, Tensor]) -> _Reach:
-        """Read a stage; returns what reaches the next one."""
+        """Read a stage; return the tokens that reach the next one."""
         forward, arguments, held = self._read_but_last(stage, reach, is_output=False)
         self.prefill._run(forward, arguments)
         assert forward.held is not None
@@ -308,7 +312,7 @@ class _Stages:
         return passed
 
     def end(self, stage: Stage, reach: _Reach) -> tuple[StageEnd, dict[str, Any]]:
-        """Read the last stage but for its last piece; its forward and arguments."""
+        """Read the last stage except its last piece; return that piece's forward and arguments."""
         forward, arguments, _ = self._read_but_last(stage, reach, is_output=True)
         return forward, arguments
 
@@ -316,7 +320,8 @@ class _Stages:
         self, stage: Stage, reach: _Reach, *, is_output: bool
     ) -> tuple[StageEnd, dict[str, Any], list[Tensor]]:
         prefill, begun = self.prefill, self.staged.begun
-        # What layers held before the prompt, then what they have read of it in this stage.
+        # The tokens that layers held before the prompt, then those of the prompt read in this
+        # stage.
         tokens = attrs.evolve(self.whole, appended=begun.appended, appended_ids=begun.appended_ids)
         for layer in prefill.layers[stage.first + (reach.resumed is not None) : stage.last + 1]:
             layer.follow(tokens)
@@ -362,11 +367,11 @@ class _Stages:
         return last, incoming.arguments, held
 
     def _features_of(self, reach: _Reach, columns: slice) -> AddedFeatures | None:
-        """What is added to the hidden states of some of the tokens that reach a stage."""
+        """Return the features for some of the tokens that reach a stage."""
         return None if self.features is None else self.features.taken(reach.columns[:, columns])
 
     def _may_look(self, index: int) -> bool:
-        """Whether of a layer's tokens keys alone may be computed, and queries."""
+        """True if it is allowed to compute only the queries and keys of a layer."""
         plain = type(self.prefill.layers[index]) is PolicyLayer
         return plain and self.prefill.kind["narrows"]
 
@@ -398,7 +403,11 @@ class _Stages:
         )
 
     def _pieces(self, reach: _Reach) -> list[slice]:
-        """Columns of pieces no longer than the longest chunk; the last has the last chunk's."""
+        """Return the columns of each piece.
+
+        No piece is longer than the longest chunk, and the last piece has the tokens of the last
+        chunk.
+        """
         lengths = [each.shape[1] for each in self.staged.valid]
         count, size = reach.columns.shape[1], max(lengths)
         own = int((reach.columns >= sum(lengths[:-1])).sum(dim=1).max())
@@ -430,7 +439,7 @@ class _Stages:
         )
 
     def _rotary(self, reach: _Reach, columns: slice) -> Tensor:
-        """The positions at which tokens are read; after a restart, without gaps."""
+        """Return the positions at which tokens are read, without gaps after a restart."""
         if self.prefill.policy.propagation.restarts:
             return self.staged.begun.rotary_positions_of(reach.columns >= 0)[:, columns]
         given = [each["position_ids"] for each in self.staged.inputs]
@@ -438,7 +447,7 @@ class _Stages:
 
 
 def _passed_on(reach: _Reach, forward: StageEnd) -> _Reach:
-    """What of a stage's tokens reaches the next one."""
+    """Return the tokens of a stage that reach the next one."""
     length = reach.columns.shape[1]
     slots = forward.passed
     if slots is None:

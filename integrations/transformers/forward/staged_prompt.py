@@ -1,4 +1,4 @@
-"""What the chunks of a prompt leave for its further stages, where tokens are dropped."""
+"""Record the inputs of a prompt's further stages, chunk by chunk, if tokens are dropped."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.frozen
 class Stage:
-    """Layers that the same tokens of a prompt reach.
+    """A range of layers that the same tokens of a prompt reach.
 
     Args:
-        first: The first of them.
-        last: The last of them, after which tokens are dropped or the prompt is over.
-        looks: Whether it ends inside of the last one, once queries and keys are known: the next
-            stage begins with that layer, run for the tokens that go on.
+        first: Index of the first layer.
+        last: Index of the last layer, after which tokens are dropped or the model ends.
+        looks: Whether the stage ends inside its last layer, once queries and keys are known. The
+            next stage then begins with that layer, run for the tokens that are passed on.
     """
 
     first: int
@@ -30,18 +30,19 @@ class Stage:
 
 @attrs.frozen(eq=False)
 class StagedPrompt:
-    """The chunks of a prompt so far, as its further stages are to read them.
+    """A record of the chunks of a prompt so far, for its further stages.
 
     Args:
         stages: All stages of the prompt.
-        begun: The tokens seen before it.
-        before: What every layer held before it.
+        begun: The tokens seen before the prompt.
+        before: The state of every layer before the prompt.
         valid: By chunk, ``[batch, new_len]`` bool, False on padding.
-        inputs: By chunk, what its tokens are to the decoder, ``[batch, new_len, ...]`` each by
-            name; position ids with the axis of rows first as well.
+        inputs: By chunk, the decoder's inputs for its tokens by name, ``[batch, new_len, ...]``
+            each; position ids also have the axis of rows first.
         states: By chunk, the hidden states ``[batch, new_len, hidden]`` that go into the second
-            stage; none where the prefill restarts.
-        features: By chunk, what is added to hidden states between layers; None for nothing.
+            stage; empty if the prefill restarts.
+        features: By chunk, the features to add to hidden states between layers; None if there are
+            none.
     """
 
     stages: tuple[Stage, ...]
@@ -59,7 +60,7 @@ class StagedPrompt:
         states: Tensor | None,
         features: AddedFeatures | None,
     ) -> StagedPrompt:
-        """With one more chunk."""
+        """Return a record with one more chunk."""
         return attrs.evolve(
             self,
             valid=(*self.valid, valid),

@@ -1,9 +1,10 @@
-"""Prompts in chunks of which tokens are dropped: a stage is what one set of tokens reads.
+"""Read the layers of a chunked prompt in stages, if tokens of the prompt are dropped.
 
-What goes on is known when the prompt has ended, and layers behind a drop cannot be run before.
-So a forward over a chunk runs the layers of the first stage, and leaves the hidden states that go
-into the next; `staged_prefill` reads the other stages at the prompt's end. A decoder runs all of
-its layers: those outside of the stage at hand get one token, of which nothing is kept.
+A stage is the layers that one set of tokens reads. The tokens that are passed on are known only at
+the end of the prompt, so layers behind a drop cannot run before. A forward over a chunk runs the
+layers of the first stage, and leaves the hidden states that go into the next stage.
+`staged_prefill` reads the other stages at the end of the prompt. A decoder always runs all of its
+layers: layers outside of the current stage get one token, of which nothing is kept.
 """
 
 from __future__ import annotations
@@ -35,26 +36,27 @@ from kvpolicy.policy import CachePolicy
 from kvpolicy.selection import gather_positions
 
 
-class StageRead(Exception):  # noqa: N818 -- not an error: it ends a run that has served
-    """The layers of a stage are done; what follows is not needed now."""
+class StageRead(Exception):  # noqa: N818 -- not an error: it ends a run early
+    """A signal that ends a run, once the layers of a stage are done."""
 
 
 def stages_of(
     policy: CachePolicy, num_layers: int, few_go_on: Callable[[int], bool]
 ) -> tuple[Stage, ...]:
-    """The stages of a prompt, in their order.
+    """Return the stages of a prompt in their order.
 
     Args:
-        policy: One whose propagation drops tokens or restarts.
-        num_layers: Layers of the model.
-        few_go_on: Whether so few tokens leave a layer that it is worth to run it for these alone.
+        policy: A policy whose propagation drops tokens or restarts.
+        num_layers: Number of layers of the model.
+        few_go_on: A function of a layer's index: True if the layer passes on so few tokens that
+            running it twice is worth it.
     """
     acting = sorted(policy.propagation.acting_layers(num_layers))
     if policy.propagation.restarts:
         return Stage(0, acting[0], looks=True), Stage(0, num_layers - 1)
     stages, first = [], 0
     for layer in acting:
-        if layer < num_layers - 1:  # behind the last one nothing is computed
+        if layer < num_layers - 1:  # no layer follows the last one
             looks = few_go_on(layer)
             stages.append(Stage(first, layer, looks))
             first = layer if looks else layer + 1
@@ -63,21 +65,22 @@ def stages_of(
 
 @attrs.frozen(eq=False)
 class Piece:
-    """Tokens that a forward reads in one stage.
+    """A range of tokens that one forward reads in one stage.
 
     Args:
         stage: The stage.
-        looks: Whether the forward ends inside of the stage's last layer.
-        is_output: Whether the decoder's output is returned, which is that of the last stage.
-        nested: Whether the decoder is run for this stage alone, so that it may end with it.
-        inputs: See `StagedPrompt`; of the chunk, in the first stage.
-        tokens: Those seen with it, for layers of a later stage; None in the first.
-        started: ``[batch]`` bool, rows of which layers have read something before.
-        states: ``[batch, new_len, hidden]``, what goes into the first layer; None for what the
-            decoder gives it.
-        resumed: The first layer's attention, where the stage before has ended inside of it.
-        history: What earlier stages' layers found salient, of all tokens that reach the stage;
-            None in the first, and after a restart.
+        looks: Whether the forward ends inside the stage's last layer.
+        is_output: Whether the decoder's output is returned; true in the last stage.
+        nested: Whether the decoder runs for this stage only, so that it may end with the stage.
+        inputs: See `StagedPrompt`; for a chunk in the first stage.
+        tokens: The tokens seen, this piece included, for layers of a later stage; None in the first
+            stage.
+        started: ``[batch]`` bool, rows in which layers have read tokens before.
+        states: ``[batch, new_len, hidden]``, the input of the stage's first layer; None for the
+            input from the decoder.
+        resumed: The second run of the first layer, if the previous stage ended inside it.
+        history: The saliency that layers of earlier stages gave to all tokens that reach the stage;
+            None in the first stage and after a restart.
     """
 
     stage: Stage
@@ -93,16 +96,16 @@ class Piece:
 
 
 class StageForward(ActingForward):
-    """What forwards over a piece of a prompt have in common, whether it is their stage's last.
+    """A base class for forwards over a piece of a prompt in one stage.
 
     Attributes:
-        held: The hidden states that go into the next stage; None before.
+        held: The hidden states that go into the next stage; None before they are known.
     """
 
     def __init__(self, *args: Any, piece: Piece, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._piece = piece
-        self._stubs: dict[int, State] = {}  # by layer outside of the stage, what it held before
+        self._stubs: dict[int, State] = {}  # states of the layers outside of the stage
         self.held: Tensor | None = None
         if piece.tokens is not None:
             self.tokens = piece.tokens
@@ -116,7 +119,10 @@ class StageForward(ActingForward):
 
     @property
     def _restarts(self) -> bool:
-        """Whether nothing of the stage is kept but the choice of tokens."""
+        """True if the stage only chooses tokens and stores nothing.
+
+        This is so in the first stage of a prefill that restarts.
+        """
         first = self._piece.tokens is None
         return self.policy.propagation.restarts and first
 
@@ -128,7 +134,9 @@ class StageForward(ActingForward):
     def enter_layer(
         self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        """See `Forward.enter_layer`; outside of the stage, the arguments of one token.
+        """Return the arguments of the piece or, outside of the stage, of one token.
+
+        See `Forward.enter_layer`.
 
         Raises:
             UnsupportedModelError: Tokens see later ones, or there are several streams of hidden
@@ -155,7 +163,7 @@ class StageForward(ActingForward):
             self._note_places(here)
             return hidden, here
         if index == stage.last and piece.looks:
-            # What goes into the next stage, which begins with this layer, has its features.
+            # The next stage begins with this layer, so that its features are added here.
             hidden = self._with_features_before(index, hidden)
             return self._end_inside(index, module, hidden, kwargs)
         return super().enter_layer(index, module, hidden, kwargs)
@@ -175,7 +183,7 @@ class StageForward(ActingForward):
     def _stub(
         self, index: int, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The arguments of a layer outside of the stage: those of one token, which sees itself."""
+        """Return the arguments of a layer outside of the stage: one token, which sees itself."""
         layer = self.layers[index]
         self._stubs[index] = layer.state()
         if isinstance(layer, RecurrentLayer):
@@ -196,16 +204,16 @@ class StageForward(ActingForward):
         return hidden, here
 
     def _few_go_on(self, index: int) -> bool:
-        # Other layers are ended inside of, and resumed by the next stage.
+        # A stage ends inside its other layers of this kind, and the next stage resumes them.
         return self._piece.is_output and index == len(self.layers) - 1 and super()._few_go_on(index)
 
     # Inside its attention.
 
     def columns(self, index: int) -> Columns | None:
-        """See `Forward.columns`.
+        """Refuse attention that measures distances in columns; see `Forward.columns`.
 
         Raises:
-            UnsupportedModelError: The layer's attention counts how far keys lie by columns.
+            UnsupportedModelError: The layer's attention measures distances in columns.
         """
         if self._inside == index and not (self.first and self._slots is None):
             raise UnsupportedModelError(
@@ -215,21 +223,24 @@ class StageForward(ActingForward):
         return None
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Forward.update`; a layer outside of the stage sees its one token."""
+        """Return all keys and values of a layer; outside of the stage, only one token's.
+
+        See `Forward.update`.
+        """
         if index in self._stubs:
             return keys, values
         return super().update(index, keys, values)
 
     def _held_len(self, layer: PolicyLayer) -> None:
-        """Not known: layers are told of other tokens than the forward."""
+        """Return None: layers may hold other tokens than the forward knows."""
 
     # After a layer.
 
     def leave_layer(self, index: int, output: Any) -> Any:
-        """The layer's output; at the stage's end what goes into the next is held.
+        """Return the layer's output; at the end of the stage, hold it for the next stage.
 
         Raises:
-            UnsupportedModelError: The layer returns something else for each of its tokens.
+            UnsupportedModelError: The layer returns another tensor with an entry for each token.
         """
         if index in self._stubs:
             return output
@@ -248,7 +259,7 @@ class StageForward(ActingForward):
         return output
 
     def finish(self) -> SeenTokens:
-        """See `ActingForward.finish`; of the stage's layers alone."""
+        """Finish the layers of the stage; see `ActingForward.finish`."""
         self._checks.look()
         for index, state in self._stubs.items():
             self.layers[index].restore(state)  # recurrent layers have read their one token
@@ -266,17 +277,17 @@ class StageForward(ActingForward):
         return self.tokens
 
     def _tell_layers(self) -> None:
-        """Let layers know which tokens have been seen."""
+        """Tell the layers which tokens have been seen."""
         for layer in self.layers:
             layer.follow(self.tokens)
 
 
 class StageChunk(StageForward, ChunkForward):
-    """A forward over a piece that does not end its stage: appended, its queries remembered."""
+    """A forward that appends a piece before the last of its stage, and remembers its queries."""
 
     @property
     def chunks(self) -> Any:
-        """The prompt so far, or what the stage has read of it."""
+        """The chunks of the prompt so far, or the pieces of the stage so far."""
         chunks = super().chunks
         if chunks.staged is None:
             return chunks
@@ -294,7 +305,7 @@ class StageChunk(StageForward, ChunkForward):
 
     def _tell_layers(self) -> None:
         staged, stage = self._chunks.staged, self._piece.stage
-        first = stage.first + (self._piece.resumed is not None)  # which has chosen what it keeps
+        first = stage.first + (self._piece.resumed is not None)  # a resumed layer has chosen
         for layer in self.layers[first : stage.last + 1]:
             layer.follow(self.tokens)
         if staged is None:
@@ -305,7 +316,7 @@ class StageChunk(StageForward, ChunkForward):
             layer.follow(tokens)
 
     def in_order(self, output: Any) -> Any:
-        """The decoder's output without hidden states: which of them go on is not known yet."""
+        """Return the output without hidden states: it is not yet known which are passed on."""
         if isinstance(output, tuple):
             return (output[0][:, :0], *output[1:])
         output["last_hidden_state"] = output["last_hidden_state"][:, :0]
@@ -313,13 +324,13 @@ class StageChunk(StageForward, ChunkForward):
 
 
 class StageEnd(StageForward, LastChunkForward):
-    """The forward that ends a stage: the policy acts on all that the stage has read.
+    """A forward that ends a stage: the policy acts on all tokens that the stage has read.
 
     Attributes:
-        passed: Of the tokens that reached the stage, with padding before them, those that go on,
-            ``[batch, passed_len]``; None for all.
-        attended: Keys and values of the layer that the next stage is to resume, and which of them
-            are tokens; None without such.
+        passed: The slots ``[batch, passed_len]`` of the tokens that are passed on, among those that
+            reached the stage with padding before them; None for all.
+        attended: Keys and values of the layer that the next stage resumes, and which of them are
+            tokens; None if it resumes none.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -353,7 +364,10 @@ class StageEnd(StageForward, LastChunkForward):
             self.passed = self._here(self.policy.decide_restart(self._context(index, inputs)))
 
     def observe(self, index: int, inputs: AttentionInputs) -> None:
-        """See `Forward.observe`; before a restart nothing is kept but what is looked at there."""
+        """Let the policy decide; before a restart, only score the layer if that is needed.
+
+        See `Forward.observe`.
+        """
         if self._restarts:
             if index in self.history.layers:
                 context = self._context(index, inputs)
@@ -364,11 +378,12 @@ class StageEnd(StageForward, LastChunkForward):
 
 
 def taken_from(parts: Sequence[Tensor], columns: Tensor) -> Tensor:
-    """Some columns of tensors that stand one after the other.
+    """Take some columns from consecutive tensors.
 
     Args:
-        parts: ``[batch, len, ...]`` each, alike but for the length.
-        columns: ``[batch, count]`` int64, of all of them; -1 for zeros.
+        parts: ``[batch, len, ...]`` each; only their lengths may differ.
+        columns: ``[batch, count]`` int64, columns in the concatenation of all parts; -1 gives
+            zeros.
 
     Returns:
         ``[batch, count, ...]``.

@@ -1,4 +1,4 @@
-"""Which forwards a model with recurrent layers can be given: a state skips nothing."""
+"""Refuse forwards that would make a recurrent layer skip tokens or padding."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from kvpolicy.integrations.transformers.forward.inputs import Incoming
 
 
 def check_states_go_on(incoming: Incoming, *, several: bool) -> None:
-    """Check that recurrent layers can read a forward's tokens behind what they have read.
+    """Check that recurrent layers can read a forward's tokens after earlier ones.
 
     Args:
         incoming: The forward's tokens and those seen before.
-        several: Whether the model's layers go on from a state with more than one token.
+        several: Whether the model's layers can continue from a state with more than one token.
 
     Raises:
-        UnsupportedModelError: Padding stands behind a row's tokens, or several tokens come where
-            the model can only take one.
+        UnsupportedModelError: A row has padding behind its tokens, tokens read before have become
+            padding, or several tokens come where the model can only take one.
     """
     if incoming.moved is not None:
         raise UnsupportedModelError(
@@ -44,16 +44,17 @@ def check_states_go_on(incoming: Incoming, *, several: bool) -> None:
 
 
 def check_states_skip_nothing(valid: Tensor, started: Tensor) -> None:
-    """Check that a recurrent layer is to read no padding behind what it has read.
+    """Check that recurrent layers read no padding after tokens they have read.
 
-    A row that passes on fewer tokens than another, or restarts with fewer, is padded before them.
+    A row that passes on fewer tokens than another, or restarts with fewer, is padded before these
+    tokens.
 
     Args:
-        valid: bool ``[batch, reaching_len]``: False on padding, of the tokens that reach it.
-        started: bool ``[batch]``, rows of which something has been read before this forward.
+        valid: bool ``[batch, reaching_len]``, the tokens that reach the layer, False on padding.
+        started: bool ``[batch]``, rows in which tokens were read before this forward.
 
     Raises:
-        UnsupportedModelError: It is.
+        UnsupportedModelError: They would.
     """
     between = started.to(valid.device) & ~valid.all(dim=1)
     if bool(between.any()):

@@ -1,9 +1,9 @@
-"""Decoding into buffers of a fixed size, which `generate` can compile.
+"""Decode into buffers of a fixed size, which `generate` can compile.
 
-Once a prompt is read, the sizes are known. Then nothing of what one step runs depends on how many
-tokens came before: a layer writes its token into a slot counted in a tensor, and sees the slots
-whose places lie before the token's. What changes from step to step outside of tensors, such as
-which tokens have been seen, is kept outside of what is compiled.
+The sizes are known once a prompt is read. After that, the code of a step does not depend on how
+many tokens came before: a layer writes its token into a slot counted in a tensor, and sees the
+slots at or before the token's place. State that changes from step to step outside of tensors, such
+as which tokens have been seen, is kept outside of the compiled code.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ IMPLEMENTATIONS = ("eager", "sdpa")
 
 @attrs.define(eq=False)
 class StaticKeys:
-    """Buffers that a layer's keys and values are written into, one token at a time.
+    """A pair of buffers into which a layer's keys and values are written, one token at a time.
 
     Args:
         keys: ``[batch, kv_heads, capacity, head_dim]``.
-        values: Likewise.
-        filled: ``[1]`` int64: slots taken.
-        mask: What the token at hand sees of the slots, its own among them.
+        values: ``[batch, kv_heads, capacity, head_dim]``.
+        filled: ``[1]`` int64, the number of slots taken.
+        mask: The mask of the current token over the slots, its own included.
     """
 
     keys: Tensor
@@ -47,11 +47,11 @@ class StaticKeys:
 
     @property
     def capacity(self) -> int:
-        """Slots."""
+        """The number of slots."""
         return self.keys.shape[2]
 
     def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one token; returns the whole buffers, whose unused slots the mask hides."""
+        """Write one token; return the whole buffers, whose unused slots the mask hides."""
         self.keys.index_copy_(2, self.filled, keys)
         self.values.index_copy_(2, self.filled, values)
         self.filled.add_(1)
@@ -60,19 +60,19 @@ class StaticKeys:
 
 @attrs.define(eq=False)
 class StaticDecoding:
-    """The decoding of one answer; what is compiled reads ``layers`` and ``positions`` only.
+    """A decoding of one answer; compiled code reads only ``layers`` and ``positions``.
 
     Args:
         layers: Every layer's buffers.
-        positions: ``[batch, 1]`` int64: rotary positions of the token at hand, where a restart left
-            tokens out; None where they are those that the model is given.
-        masks: Those of the layers.
-        room: Tokens there is room for; with ``choice``, before layers choose.
-        left: Tokens of the answer that there is memory for, layers choosing in between.
-        starts: By layer, the slots taken when decoding began, or when layers last chose.
-        choice: How layers stay bounded; None where they do not.
-        steps: Tokens whose forward has been asked for since.
-        rests: Whether the layers hold what they have chosen in memory of their own, and the buffers
+        positions: ``[batch, 1]`` int64, rotary positions of the current token after a restart has
+            left tokens out; None if they are the positions that the model is given.
+        masks: The masks of the layers.
+        room: Number of tokens that fit; with ``choice``, before layers choose.
+        left: Number of tokens of the answer that fit if layers choose in between.
+        starts: By layer, the number of slots taken when decoding began or when layers last chose.
+        choice: How layers stay bounded; None if they are not bounded.
+        steps: Number of tokens whose forward was asked for since then.
+        rests: Whether the layers hold their chosen slots in their own memory, and the buffers hold
             nothing.
     """
 
@@ -95,15 +95,15 @@ class StaticDecoding:
         left: int,
         decoding: DecodingEviction | None = None,
     ) -> StaticDecoding:
-        """Take up what a prompt has left.
+        """Begin decoding from the layers of a prompt.
 
         Args:
-            layers: What each layer holds.
-            tokens: Those seen.
-            windows: Each layer's sliding window; None where it sees all.
+            layers: The layers of the cache.
+            tokens: The tokens seen.
+            windows: Each layer's sliding window; None if it sees all tokens.
             implementation: The model's attention implementation.
-            left: The most tokens to come.
-            decoding: What bounds the layers.
+            left: The largest number of tokens to come.
+            decoding: The rule that bounds the layers; None if they are not bounded.
         """
         choice, room = None, left
         if decoding is not None:
@@ -122,11 +122,11 @@ class StaticDecoding:
             mask, ring = masks.of_layer(index).mask, None if choice is None else choice.rings[index]
             tensors = [keys, values, filled, mask]
             if ring is not None:
-                # Attention is given it, and shows its queries to whom it names.
+                # Attention gets this mask, and shows its queries to the ring that the mask names.
                 mask = observed_by(mask.view(mask.shape), ring)
                 tensors += [mask, ring.queries, ring.slot]
             for tensor in tensors:
-                # One address for as long as it lives, which CUDA graphs have to be told.
+                # CUDA graphs must know that this tensor never changes its address.
                 torch._dynamo.mark_static_address(tensor)
             buffers.append(StaticKeys(keys, values, filled, mask))
         positions = None if tokens.skipped is None else torch.zeros_like(tokens.lengths)[:, None]
@@ -134,11 +134,11 @@ class StaticDecoding:
         return StaticDecoding(buffers, positions, masks, room, left, starts, choice)
 
     def advance(self, positions: Tensor, rotary: Tensor) -> None:
-        """Make ready for the next token.
+        """Prepare the next token: its mask, its rotary position, and the slot of its query.
 
         Args:
-            positions: ``[batch, 1]``, its own.
-            rotary: ``[batch, 1]``, those that it is read at.
+            positions: ``[batch, 1]``, its original positions.
+            rotary: ``[batch, 1]``, its rotary positions.
         """
         self.masks.advance(self.steps)
         if self.choice is not None:
@@ -148,32 +148,35 @@ class StaticDecoding:
         self.steps += 1
 
     def follow(self, layers: list[PolicyLayer], tokens: SeenTokens) -> None:
-        """Let the layers know of that token, with which ``tokens`` have been seen."""
+        """Tell the layers that one more token is written; ``tokens`` are the ones seen now."""
         for layer in layers:
             layer.written(tokens)
 
     def unwritten(self) -> int:
-        """Tokens of the last steps that not every layer has written."""
+        """Count the tokens of the last steps that not every layer has written."""
         device = self.layers[0].filled.device
         filled = torch.stack([each.filled.to(device) for each in self.layers])
         written = filled - torch.tensor(self.starts, device=device)[:, None]
         return self.steps - int(written.min())
 
     def read_queries(self, layers: list[PolicyLayer], seen: int) -> None:
-        """Let the layers remember the queries of the steps so far; ``seen`` are the columns."""
+        """Copy the queries of the steps so far to the layers.
+
+        ``seen`` is the number of columns seen.
+        """
         if self.choice is not None:
             self.choice.read(layers, self.steps, seen)
 
     def go_on(self, layers: list[PolicyLayer], tokens: SeenTokens) -> bool:
-        """Go on in the same buffers with what the layers have just chosen.
+        """Load the slots that the layers have just chosen into the same buffers.
 
         Args:
-            layers: What each layer holds, in memory of its own.
-            tokens: Those seen.
+            layers: The layers of the cache, with memory of their own.
+            tokens: The tokens seen.
 
         Returns:
-            Whether what is held fits the buffers and the shapes of the masks: else nothing has
-            changed, and others are to be made.
+            True if the slots fit the buffers and the masks' shapes. Otherwise nothing has changed,
+            and new buffers must be made.
         """
         choice, left = self.choice, self.left - self.steps
         assert choice is not None
@@ -195,23 +198,23 @@ class StaticDecoding:
         return True
 
 
-# Hooks know no cache but the one in the call: what was compiled with one is right for all. Those of
-# two threads may be there at once, so that a second one must change nothing; torch may call one
-# without keyword arguments where the other thread has just removed it.
+# Hooks use only the cache in the call, so that code compiled with one cache is right for all. The
+# hooks of two threads may be registered at once, so that running a hook twice must change nothing.
+# Torch may call a hook without keyword arguments if the other thread has just removed it.
 
 
 def before_decoder(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A decoder's rotary positions, where a restart left tokens out.
+    """Replace a decoder's rotary positions, if a restart has left tokens out.
 
     Raises:
-        UnsupportedGenerationError: It is not `generate` that calls.
+        UnsupportedGenerationError: The call does not come from `generate`.
     """
     if kwargs is None or (static := _static_of(kwargs)) is None:
         return None
     mask = kwargs.get("attention_mask")
-    if isinstance(mask, dict):  # by kind of layer, all made of the one that `generate` gave
+    if isinstance(mask, dict):  # by kind of layer, all made from the mask of `generate`
         mask = next(iter(mask.values()))
     if mask is None or mask.ndim != 4:
         raise UnsupportedGenerationError(
@@ -225,11 +228,11 @@ def before_decoder(
 
 @attrs.frozen
 class BeforeLayer:
-    """A decoder layer's own mask.
+    """A hook that gives a decoder layer its own mask.
 
     Args:
-        index: The layer's.
-        names: What its forward calls its arguments, in their order.
+        index: Index of the layer.
+        names: The names of its forward's arguments, in their order.
     """
 
     index: int
@@ -237,14 +240,14 @@ class BeforeLayer:
 
     @staticmethod
     def of(index: int, layer: nn.Module) -> BeforeLayer:
-        """The hook of a layer."""
+        """Make the hook of a layer."""
         names = list(inspect.signature(type(layer).forward).parameters)[1:]  # after self
         return BeforeLayer(index, tuple(names))
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Change ``attention_mask``."""
+        """Replace ``attention_mask`` by the layer's own mask."""
         given = {**dict(zip(self.names, args, strict=False)), **(kwargs or {})}
         static = _static_of(given)
         if static is None:

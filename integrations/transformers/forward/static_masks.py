@@ -1,4 +1,4 @@
-"""What decoded tokens see of buffers of a fixed size, written to between two steps."""
+"""Make the masks of decoded tokens over fixed buffers, updated between two steps."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.define(eq=False)
 class StaticMask:
-    """What the next token sees of the slots of one layer, or of several that are alike.
+    """A mask of the next token over the slots of one layer, or of several equal layers.
 
-    It is written to between two steps, outside of what is compiled.
+    It is written to between two steps, outside of compiled code.
 
     Args:
-        mask: ``[1 or batch, 1 or query_heads, 1, capacity]``, as `Visibility.mask` makes it.
-        slot: The next token's.
-        window: What the first token sees through a sliding window, by place, and the model's
-            attention implementation; None where nothing falls out of one.
+        mask: ``[1 or batch, 1 or query_heads, 1, capacity]``, in the form of `Visibility.mask`.
+        slot: The slot of the next token.
+        window: What the first token sees through a sliding window, and the model's attention
+            implementation; None if no token leaves a window.
     """
 
     mask: Tensor
@@ -36,7 +36,7 @@ class StaticMask:
     def of(
         layer: PolicyLayer, capacity: int, implementation: str, dtype: torch.dtype
     ) -> StaticMask:
-        """The mask of a layer that sees all that it holds."""
+        """Make the mask of a layer that sees all its slots."""
         held, length = layer.positions, layer.kept_len
         assert held is not None
         visible = torch.ones(1, 1, length, dtype=torch.int64, device=held.device)
@@ -55,7 +55,7 @@ class StaticMask:
         implementation: str,
         dtype: torch.dtype,
     ) -> StaticMask:
-        """The mask of a layer that sees a sliding window."""
+        """Make the mask of a layer that sees a sliding window."""
         held, length = layer.positions, layer.kept_len
         assert held is not None
         own = tokens.lengths.to(held.device)[:, None]
@@ -66,7 +66,7 @@ class StaticMask:
         return StaticMask(mask, length, (seen, implementation))
 
     def advance(self, step: int) -> None:
-        """Show the token of a step, counted from 0."""
+        """Update the mask for the token of a step, counted from 0."""
         if self.window is not None:
             first, implementation = self.window
             seen = attrs.evolve(first, queries=first.queries + step)
@@ -78,11 +78,13 @@ class StaticMask:
 
 @attrs.define(eq=False)
 class LayerMasks:
-    """The masks of all layers; those that hold equally much, none of it padding, share one.
+    """A set of the masks of all layers.
+
+    Layers that hold equal numbers of tokens, without padding, share one mask.
 
     Args:
-        masks: Each once.
-        places: By layer, its mask's place among them.
+        masks: The different masks.
+        places: By layer, the index of its mask in ``masks``.
     """
 
     masks: list[StaticMask]
@@ -97,15 +99,15 @@ class LayerMasks:
         capacities: Sequence[int],
         room: int,
     ) -> LayerMasks:
-        """The masks of the next token.
+        """Make the masks of the next token.
 
         Args:
-            layers: What each layer holds.
-            tokens: Those seen.
-            windows: Each layer's sliding window; None where it sees all.
+            layers: The layers of the cache.
+            tokens: The tokens seen.
+            windows: Each layer's sliding window; None if it sees all tokens.
             implementation: The model's attention implementation.
-            capacities: By layer, the slots of its buffers.
-            room: The most tokens to come.
+            capacities: By layer, the number of slots of its buffers.
+            room: The largest number of tokens to come.
         """
         found: dict[Any, StaticMask] = {}
         kinds = []
@@ -124,16 +126,16 @@ class LayerMasks:
         return LayerMasks(list(found.values()), [places[kind] for kind in kinds])
 
     def of_layer(self, index: int) -> StaticMask:
-        """A layer's mask."""
+        """Return the mask of a layer."""
         return self.masks[self.places[index]]
 
     def advance(self, step: int) -> None:
-        """Show the token of a step, counted from 0."""
+        """Update all masks for the token of a step, counted from 0."""
         for mask in self.masks:
             mask.advance(step)
 
     def take(self, others: LayerMasks) -> bool:
-        """Become others in the same memory, if they are of the same layers and fit its shapes."""
+        """Copy other masks into the same memory; return False if their shapes or sharing differ."""
         pairs = list(zip(self.masks, others.masks, strict=False))
         if self.places != others.places or not all(
             own.mask.ndim == new.mask.ndim
@@ -150,5 +152,5 @@ class LayerMasks:
 
 
 def _tensor(mask: Mask) -> Tensor:
-    assert isinstance(mask, Tensor)  # those of `IMPLEMENTATIONS` are
+    assert isinstance(mask, Tensor)  # true for all `IMPLEMENTATIONS`
     return mask

@@ -1,1 +1,1 @@
-"""A model taken apart: its layers, how a cache attaches to it, how its queries are seen."""
+"""Take a model apart: find its layers, attach a cache to it, and observe its queries."""

@@ -1,4 +1,4 @@
-"""Attaching a cache to a model: hooks that exist only while it lasts."""
+"""Attach a cache to a model, by hooks that exist only while it is attached."""
 
 from __future__ import annotations
 
@@ -21,64 +21,67 @@ DecoderHook = Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]
 
 
 class Passage(Protocol):
-    """One forward, as the hooks on layers see it."""
+    """A protocol for one forward, as the hooks on layers see it."""
 
     def enter_layer(
         self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The arguments under which a decoder layer sees only the tokens that reach it."""
+        """Return the arguments that let a decoder layer read only the tokens that reach it."""
 
     def waits_for_queries(self) -> bool:
-        """Whether the layer's attention function is still to come."""
+        """True if the layer's attention function has not been called yet."""
 
     def leave_layer(self, index: int, output: Any) -> Any:
-        """The layer's output for the tokens that go on."""
+        """Return the layer's output for the tokens that the next layer gets."""
 
 
 class Listener(Protocol):
-    """Whoever is told of the calls of a model: the cache's `Reader`."""
+    """A protocol for the object that hooks report a model's calls to: the cache's `Reader`."""
 
     @property
     def policy(self) -> CachePolicy:
-        """The policy that acts."""
+        """The policy that acts on the model's forwards."""
 
     @property
     def may_drop(self) -> bool:
-        """Whether the next forward may drop tokens."""
+        """True if the next forward may drop tokens."""
 
     @property
     def may_evict(self) -> bool:
-        """Whether the policy acts on the next forward, and may keep fewer tokens than there are."""
+        """True if the policy acts on the next forward and may keep fewer tokens than there are."""
 
     @property
     def is_static(self) -> bool:
-        """Whether an answer is being decoded into buffers of a fixed size."""
+        """True if an answer is being decoded into fixed buffers."""
 
     @property
     def forward(self) -> Passage:
-        """The forward under way."""
+        """The forward that is under way."""
 
     def begin_call(self, keep_last: int | None) -> None:
-        """Take up a call of the model, which runs the decoder and then a head."""
+        """Begin a call of the model, which runs the decoder and then a head.
+
+        ``keep_last`` is the number of last tokens whose logits are asked for; None for all.
+        """
 
     def note_call(self, arguments: Mapping[str, Any], kinds: Tensor | None) -> None:
-        """Take note of a call of a module around the decoder; ``kinds`` are those of its tokens."""
+        """Remember the arguments of a module around the decoder, and its tokens' ``kinds``."""
 
     def end_call(self, *, failed: bool) -> None:
-        """Conclude a call of the model, or undo it."""
+        """Finish a call of the model, or undo it if it failed."""
 
     def begin_forward(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Take up a forward of the decoder; returns the arguments to run it with."""
+        """Begin a forward of the decoder; return the arguments to run it with."""
 
     def finish_forward(self, output: Any) -> Any:
-        """Conclude it; returns the decoder's output."""
+        """Finish a forward of the decoder; return its output."""
 
     def fail_forward(self) -> None:
-        """Take it back."""
+        """Undo a forward of the decoder that failed."""
 
 
 class _Hooks:
-    """Hooks whose copies, on a copied module, do nothing."""
+    """A base class for hooks; on a copy of the model, their copies do nothing."""
 
     cache: Cache
 
@@ -89,18 +92,18 @@ class _Hooks:
         return idle
 
 
-# Torch looks up whether a hook takes keyword arguments when it calls it. Where another thread has
-# detached its cache from the model in between, the hook is called without; it was that thread's,
-# whose own forwards have ended, so there is nothing to do.
+# Torch looks up if a hook takes keyword arguments only when it calls the hook. If another thread
+# detaches its cache from the model just before, the hook is called without them. It is a hook of
+# that thread, whose own forwards have ended, so there is nothing to do.
 
 
 class LayerHooks(_Hooks):
-    """What one decoder layer does for a cache.
+    """The hooks on one decoder layer, which act for one cache.
 
     Args:
         cache: The cache.
         listener: Who is told of the calls that carry it.
-        index: The layer's.
+        index: Index of the layer.
     """
 
     def __init__(self, cache: Cache, listener: Listener, index: int) -> None:
@@ -111,10 +114,10 @@ class LayerHooks(_Hooks):
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Give the layer the arguments of the tokens that reach it."""
+        """Cut the layer's arguments to the tokens that reach it."""
         if not _carries(self.cache, args, kwargs):
             return None
-        # Some models give all but the input by name, some not.
+        # Some models pass all arguments but the input by keyword, others do not.
         others = dict(kwargs or {}) if len(args) < 2 else by_name(module, args, kwargs)
         name = list(signature(type(module).forward).parameters)[1]  # after self
         hidden: Tensor = args[0] if args else others[name]
@@ -123,7 +126,7 @@ class LayerHooks(_Hooks):
         return (hidden,), others
 
     def after(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        """Cut the layer's output to the tokens that go on."""
+        """Cut the layer's output to the tokens that the next layer gets."""
         if len(rest) < 2 or not _carries(self.cache, args, rest[0]):
             return None
         if self.listener.forward.waits_for_queries():
@@ -136,7 +139,7 @@ class LayerHooks(_Hooks):
 
 
 class Attachment(_Hooks):
-    """Hooks on a model that act on the calls that carry one cache, and on no others.
+    """A set of hooks on a model that act only on calls that carry one cache.
 
     Args:
         cache: The cache.
@@ -148,13 +151,13 @@ class Attachment(_Hooks):
         self.cache = cache
         self.listener = listener
         self.parts = parts
-        self._outer: list[nn.Module] = [parts.model]  # whose calls are watched as well
+        self._outer: list[nn.Module] = [parts.model]  # modules whose calls are watched
         self._handles: list[RemovableHandle] = []
         self._routed: list[nn.Module] = []
         self._observed: list[nn.Module] = []
 
     def attach(self) -> None:
-        """Register the hooks; if that fails, none is left."""
+        """Register the hooks; remove all of them again if that fails."""
         self.detach()
         try:
             for attention in filter(None, self.parts.attentions):
@@ -176,8 +179,8 @@ class Attachment(_Hooks):
                 hooks = LayerHooks(self.cache, self.listener, index)
                 self._handles += [
                     layer.register_forward_pre_hook(hooks.before, with_kwargs=True),
-                    # First, so that other hooks, such as those that record hidden states, see
-                    # what goes on.
+                    # First, so that other hooks, such as hooks that record hidden states, see the
+                    # cut output.
                     layer.register_forward_hook(hooks.after, with_kwargs=True, prepend=True),
                 ]
         except BaseException:
@@ -186,7 +189,7 @@ class Attachment(_Hooks):
 
     @property
     def alone(self) -> bool:
-        """Whether no other cache is attached to the model, whose hooks would be compiled too."""
+        """True if no other cache is attached, whose hooks would be compiled too."""
         return all(users_of(attention) == 1 for attention in filter(None, self.parts.attentions))
 
     def decode(
@@ -196,12 +199,12 @@ class Attachment(_Hooks):
         *,
         observes: bool = False,
     ) -> None:
-        """Register the hooks of a decoding that may be compiled, in the place of the others.
+        """Replace the hooks by the ones for a decoding that may be compiled.
 
         Args:
-            before_decoder: Before the decoder; it knows no cache but that in the call.
-            before_layers: Likewise before each layer.
-            observes: Whether attention is to show its queries to whom the masks name.
+            before_decoder: The hook before the decoder; it uses the cache that the call carries.
+            before_layers: The hook before each layer, of the same form.
+            observes: Whether attention must show its queries to the objects that the masks name.
         """
         self.detach()
         for attention in filter(None, self.parts.attentions) if observes else ():
@@ -215,7 +218,7 @@ class Attachment(_Hooks):
         ]
 
     def detach(self) -> None:
-        """Leave the model as it was."""
+        """Remove all hooks, so that the model is as before."""
         for handle in self._handles:
             handle.remove()
         for attention in self._routed:
@@ -226,7 +229,7 @@ class Attachment(_Hooks):
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Watch the calls of another module around the same decoder as well."""
+        """Watch the calls of another module around the same decoder too, inside the block."""
         if model in self._outer:
             yield
             return
@@ -240,7 +243,7 @@ class Attachment(_Hooks):
             for handle in handles:
                 handle.remove()
             if not self.listener.is_static and not set(handles) & set(self._handles):
-                self.attach()  # hooks were registered anew in between, those on this model too
+                self.attach()  # all hooks were registered again in between, also on this model
 
     def _on_model(self, model: nn.Module) -> list[RemovableHandle]:
         return [
@@ -251,7 +254,7 @@ class Attachment(_Hooks):
     def before_model(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Refuse what asks for logits of tokens that may be dropped; see which are asked for."""
+        """Refuse calls that need logits of dropped tokens; note which logits are asked for."""
         if not self._carries_cache(args, kwargs):
             return
         arguments = by_name(module, args, kwargs)
@@ -284,26 +287,29 @@ class Attachment(_Hooks):
     def before_between(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Take note of the mask of a module between the model and its decoder."""
+        """Remember the mask that a module between the model and its decoder gets."""
         if self._carries_cache(args, kwargs):
             arguments = by_name(module, args, kwargs)
             self.listener.note_call(arguments, self.parts.kinds_of(arguments))
 
     def after_model(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-        """Conclude the call, or take it back, which may have failed behind the decoder."""
+        """Finish a call of the model, or undo it.
+
+        It may have failed after the decoder, in the head.
+        """
         if len(rest) == 2 and self._carries_cache(args, rest[0]):
             self.listener.end_call(failed=rest[1] is None)
 
     def before_decoder(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Take up a forward that carries the cache."""
+        """Begin a forward that carries the cache."""
         if not self._carries_cache(args, kwargs):
             return None
         return (), self.listener.begin_forward(by_name(module, args, kwargs))
 
     def after_decoder(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        """Conclude a forward, or take it back if it failed and there is no output."""
+        """Finish a forward, or undo it if it failed and has no output."""
         if len(rest) < 2 or not self._carries_cache(args, rest[0]):
             return None
         if rest[1] is None:

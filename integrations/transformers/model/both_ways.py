@@ -1,8 +1,9 @@
-"""Where a prompt cannot be cut in two, since tokens before the cut see tokens behind it.
+"""Find where a prompt must not be cut in two, since tokens before the cut see tokens after it.
 
-Vision-language models may let the tokens of an image see each other both ways (Gemma 3, Molmo 2),
-or all of a prompt (PaliGemma). Their masks are made of the tokens' types. So the model itself is
-asked for the mask of a few tokens whose types follow each other as those of the prompt do.
+In vision-language models the tokens of an image may see each other in both directions (Gemma 3,
+Molmo 2), or all tokens of a prompt may (PaliGemma). Such masks depend on the types of the tokens.
+So the model itself makes the mask of a few tokens, whose types follow each other in the same order
+as in the prompt.
 """
 
 from __future__ import annotations
@@ -25,36 +26,38 @@ _MASKS = "create_masks_for_generate"
 
 
 def types_in(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What a call says of the types of tokens, by name."""
+    """Return the arguments of a call that give the types of its tokens, by name."""
     named = ((name, arguments.get(name)) for name in _TYPES)
     return {name: each for name, each in named if isinstance(each, Tensor)}
 
 
 @attrs.frozen(eq=False)
 class Cuts:
-    """At which columns a prompt may be cut.
+    """A table of the columns at which a prompt may be cut into chunks.
 
     Args:
-        forbidden: ``[columns + 1]`` bool: whether a token before a column sees it or one behind it.
+        forbidden: ``[columns + 1]`` bool, True if a token before a column sees that column or a
+            later one.
     """
 
     forbidden: Tensor
 
     def around(self, column: int) -> tuple[int, int | None]:
-        """The nearest columns, before and behind one, at which the prompt may be cut.
+        """Return the nearest allowed columns at or before ``column``, and after it.
 
-        None where nothing is known of one behind it: at the end of what is known.
+        The second one is None if no later allowed column is known: nothing is known behind the last
+        column.
         """
         allowed = [each for each in range(len(self.forbidden)) if not self.forbidden[each]]
         behind = [each for each in allowed if each > column and each < len(self.forbidden) - 1]
         return max(each for each in allowed if each <= column), min(behind, default=None)
 
     def refused(self, column: int, seen: int) -> UnsupportedModelError:
-        """What is said of a cut at a column.
+        """Return the error that refuses a cut at a column.
 
         Args:
             column: The column.
-            seen: Columns read before the prompt.
+            seen: Number of columns read before the prompt.
         """
         before, behind = self.around(column)
         ends = [f"at column {before}"] if before > seen else []
@@ -66,14 +69,15 @@ class Cuts:
         )
 
     def check_size(self, size: int, seen: int) -> None:
-        """Check that no chunk of a prompt ends where it may not.
+        """Check that no chunk of a prompt ends at a forbidden column.
 
         Args:
             size: Columns of a chunk.
-            seen: Columns read before the prompt.
+            seen: Number of columns read before the prompt.
 
         Raises:
-            UnsupportedGenerationError: One does.
+            UnsupportedGenerationError: A chunk does; the message names a larger size that works, if
+                any.
         """
         end = len(self.forbidden) - 1
 
@@ -94,19 +98,20 @@ class Cuts:
 
 
 def cuts_of(model: Any, arguments: Mapping[str, Any], valid: Tensor, seen: int) -> Cuts | None:
-    """Where a prompt may be cut, by what a call of the model is given.
+    """Find where a prompt may be cut, from the arguments of a model's call.
 
     Args:
         model: The model.
-        arguments: Of the call, by name.
+        arguments: Arguments of the call, by name.
         valid: ``[batch, columns]`` bool, False on padding, of all columns so far.
-        seen: Columns read before the prompt.
+        seen: Number of columns read before the prompt.
 
     Returns:
-        Of as many columns as types are given of; None where the model's masks go by none.
+        The cuts, for all columns with types; None if the model's masks do not depend on types.
 
     Raises:
-        UnsupportedModelError: Types are given of some columns only, which models read by position.
+        UnsupportedModelError: Types are given for some columns only, and the model reads types by
+            position.
     """
     makes = getattr(type(model), _MASKS, None)
     known: Collection[str] = () if makes is None else signature(makes).parameters
@@ -135,22 +140,22 @@ def cuts_of(model: Any, arguments: Mapping[str, Any], valid: Tensor, seen: int) 
 
 
 class _Masks:
-    """The masks that a model makes.
+    """A cache of the masks that a model makes for sequences of token types.
 
     Args:
         model: The model.
-        name: What it calls the types of tokens.
+        name: The model's argument for the types of tokens.
     """
 
     def __init__(self, model: Any, name: str) -> None:
         self._makes = getattr(type(model), _MASKS)
         self._name = name
         self._config = copy.deepcopy(model.config)
-        self._config._attn_implementation = "eager"  # whose masks say everything
+        self._config._attn_implementation = "eager"  # has a number for every pair of tokens
         self._made: dict[tuple[int, ...], Tensor] = {}
 
     def sees(self, types: list[int]) -> Tensor:
-        """Which tokens see which: bool, of two tokens for each of the types given."""
+        """Return which tokens see which, as bool; each of the types given has two tokens."""
         key = tuple(types)
         if key not in self._made:
             self._made[key] = self._sees(torch.tensor(types).repeat_interleave(2)[None])
@@ -175,19 +180,20 @@ class _Masks:
         return sees
 
     def forbid(self, forbidden: Tensor, types: list[int], columns: list[int]) -> None:
-        """Add the columns at which a row may not be cut.
+        """Mark the columns at which one row must not be cut.
 
         Args:
             forbidden: See `Cuts`.
-            types: By column.
-            columns: Those of the row's tokens, ascending.
+            types: The type of each column.
+            columns: The columns of the row's tokens, ascending.
         """
         runs = [list(run) for _, run in groupby(columns, key=lambda column: types[column])]
         if not runs:
             return
         sees = self.sees([types[run[0]] for run in runs])
         for index, run in enumerate(runs):
-            # Two tokens stand for a run: it is cut before the first of them, or between the two.
+            # Each run has two tokens in the mask: a cut is before the first of them, or between the
+            # two.
             if bool(sees[: 2 * index, 2 * index :].any()):
                 forbidden[run[0]] = True
             if bool(sees[: 2 * index + 1, 2 * index + 1 :].any()):

@@ -1,4 +1,4 @@
-"""A call's arguments by name."""
+"""Bind the positional arguments of a call to their names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 def by_name(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """A call's arguments by name."""
+    """Return the arguments of a call by name."""
     bound = signature(type(module).forward).bind_partial(module, *args, **(kwargs or {}))
     arguments = dict(bound.arguments)
     arguments.update(arguments.pop("kwargs", {}))
@@ -23,5 +23,5 @@ def by_name(
 
 @functools.lru_cache(maxsize=32)
 def signature(function: Callable[..., Any]) -> inspect.Signature:
-    """A function's, looked up once."""
+    """Return the signature of a function, looked up only once."""
     return inspect.signature(function)

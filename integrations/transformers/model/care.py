@@ -1,4 +1,4 @@
-"""Short cuts that a model's forwards may take."""
+"""List the shortcuts that forwards of a model may take."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ import attrs
 
 @attrs.frozen
 class Care:
-    """Short cuts that are right on nearly all models, and left out where they are not.
+    """A set of flags for shortcuts that are right on nearly all models.
+
+    A shortcut is switched off for a model where it gives wrong results.
 
     Args:
-        narrows: Whether layers may be run for some of their tokens only.
-        spares_masks: Whether a layer may get no mask where its attention function would do right
-            without.
-        pads: Whether rows may be padded: a model that counts padding as positions does not read a
-            padded row as it reads it alone, with any cache.
-        continues: Whether several tokens may follow what recurrent layers have read: not in a model
-            whose layers then begin anew, with any cache.
-        counts: Whether a model that is given no positions counts a row's tokens from 0: RoBERTa's
-            like counts from another number then, so that nobody but the caller can say where a
-            padded row begins.
-        placed: Whether ``generate`` gives such a model positions, which count from 0.
-        refills: Whether the last layer's output is filled up to the input's length, in a model that
-            gives it the input's shape, whichever tokens went on.
+        narrows: Whether a layer may be run for only some of the tokens that reach it.
+        spares_masks: Whether a layer may get no mask if its attention function gives the right
+            result without one.
+        pads: Whether rows may be padded. A model that counts padding as positions reads a padded
+            row differently from the same row without padding, with any cache.
+        continues: Whether several tokens may be appended at once behind a recurrent state. In some
+            models the recurrent layers then start again from an empty state, with any cache.
+        counts: Whether a model that is given no positions counts a row's tokens from 0. Models like
+            RoBERTa count from another number, so that only the caller knows where a padded row
+            begins.
+        placed: Whether ``generate`` gives such a model positions that count from 0.
+        refills: Whether the last layer's output is padded to the input's length. A model needs this
+            if it reshapes that output to the shape of the input, although tokens were dropped.
     """
 
     narrows: bool = True

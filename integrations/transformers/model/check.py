@@ -1,8 +1,8 @@
-"""A self-check on the model itself, for what the tests of the library do not know.
+"""Check on the model itself that policies give right results, for models that no test covers.
 
 Two prompts of some dozen tokens, one of them padded, are read under a policy that evicts and under
-one that drops tokens, and a few tokens are decoded. What the model says is held against its own
-dense attention, without a cache, under the mask of what each layer held.
+a policy that drops tokens, and a few tokens are decoded. The model's logits are compared with those
+of its own dense attention, without a cache, under the mask of the tokens that each layer held.
 """
 
 from __future__ import annotations
@@ -38,29 +38,31 @@ DECODED = 3
 EVICTING = SnapKV(retention_rate=0.5, window_size=4, kernel_size=3)
 DROPPING = FastKV(tsp_rate=0.7, retention_rate=0.4, window_size=4, kernel_size=3)
 EVERYTHING = FullContext()
-# A wrong computation is off by about what was evicted is worth; a right one by rounding.
+# A wrong result differs by about as much as eviction changes the logits; a right one by rounding.
 LARGEST_SHARE = 0.1
-# In half precision rounding alone may send a token to other experts.
+# In half precision, rounding alone may route a token to other experts.
 OTHER_LARGEST_SHARE = 0.3
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4}
 OTHER_ROUNDING = 3e-2
 
 MakeCache = Callable[[CachePolicy], Any]
 
-# While a model is being checked, how.
+# The shortcuts under which a model is being checked now; None outside of a check.
 _checking: ContextVar[Care | None] = ContextVar("kvpolicy_checking", default=None)
 _lock = threading.Lock()
-_verdicts: dict[tuple[str, ...], Verdict] = {}  # by class and configuration: what was found once
+_verdicts: dict[tuple[str, ...], Verdict] = {}  # earlier results, by class and configuration
 
 
 @attrs.frozen
 class Finding:
-    """What one policy's part of the check has found.
+    """The result of the check for one kind of policy.
 
     Args:
-        error: Largest difference of logits, the median over the tokens of a row, of the worst row.
-        effect: What was evicted or dropped is worth: the same of dense attention with and without.
-        reason: Why the policy cannot be applied; None where it can.
+        error: The largest difference of logits of a token, the median over the tokens of a row, the
+            largest over the rows.
+        effect: The same measure between dense attention with and without the evicted or dropped
+            tokens.
+        reason: Why the policy cannot be applied; None if it can.
     """
 
     error: float = 0.0
@@ -68,7 +70,7 @@ class Finding:
     reason: str | None = None
 
 
-# What is tried, in this order.
+# The sets of shortcuts that are tried, in this order.
 CARES = (
     Care(),
     Care(refills=True),
@@ -81,13 +83,13 @@ CARES = (
 
 @attrs.frozen
 class Verdict:
-    """What can be done with a model.
+    """The result of the self-check: which policies a model can be used with.
 
     Args:
-        tested: Whether the library's tests hold its family, so that nothing was computed.
-        evicting: Of policies that evict keys and values.
-        dropping: Of policies that drop tokens as well.
-        care: How its forwards are to be run.
+        tested: Whether the library's tests cover its family.
+        evicting: The finding for policies that evict keys and values.
+        dropping: The finding for policies that also drop tokens.
+        care: The shortcuts that its forwards may take.
     """
 
     tested: bool
@@ -97,14 +99,14 @@ class Verdict:
 
     @property
     def reasons(self) -> int:
-        """How many of the findings are refusals."""
+        """The number of findings that refuse a policy."""
         return sum(each.reason is not None for each in (self.evicting, self.dropping))
 
     def check(self, policy: CachePolicy, num_layers: int) -> None:
-        """Refuse a policy that the model cannot be read with.
+        """Refuse a policy that the model cannot be used with.
 
         Raises:
-            UnsupportedModelError: It is one; says why.
+            UnsupportedModelError: The policy is refused; the message says why.
         """
         if policy.propagation.restarts and not self.care.pads:
             raise UnsupportedModelError(
@@ -123,20 +125,22 @@ class Verdict:
 def verdict_of(
     model: nn.Module, parts: ModelParts, make_cache: MakeCache, *, fresh: bool = False
 ) -> Verdict:
-    """Check a model, or say what was found before for its class and configuration.
+    """Check a model, or return the earlier result for its class and configuration.
+
+    Families that the library's tests cover are not checked.
 
     Args:
         model: The model.
         parts: Its modules.
-        make_cache: Makes a cache with a policy.
-        fresh: Whether to compute even where the outcome is known.
+        make_cache: A function that makes a cache with a policy.
+        fresh: Whether to run the check even if the result is known.
     """
     untold, care = Finding(), _checking.get()
     if care is not None:
         return Verdict(False, untold, untold, care)
-    # Of the model as a whole: one with images around a decoder that is known is not known itself.
+    # The type of the whole model: a model with images around a tested decoder is not itself tested.
     named = getattr(getattr(model, "config", None), "model_type", None) in TESTED
-    # Nor is one whose attention is another than its family's.
+    # A model whose attention differs from its family's is not tested either.
     tested = named and parts.shows_queries
     if tested and not fresh:
         return Verdict(True, untold, untold)
@@ -179,24 +183,24 @@ def _tried(
 
 
 def _own_modules(parts: ModelParts) -> list[str]:
-    """The classes of modules in layers whose attention is a function of their own."""
+    """Return the classes of all modules in layers with an attention function of their own."""
     layers = [parts.layers[i] for i in parts.attending if parts.attentions[i] is None]
     kinds = {type(each) for layer in layers for each in layer.modules()}
     return sorted(f"{each.__module__}.{each.__qualname__}" for each in kinds)
 
 
 def _positions(model: Any, row: Tensor, dtype: torch.dtype) -> dict[str, bool]:
-    """How a model counts: see `Care.counts` and `Care.placed`.
+    """Find how a model counts positions; see `Care.counts` and `Care.placed`.
 
     Args:
         model: The model.
         row: ``[1, len]`` int64.
-        dtype: Of its weights.
+        dtype: Dtype of its weights.
     """
     try:
         own = plain_outputs(model, row).float()
         given = plain_outputs(model, row, placed=True).float()
-    except Exception:  # one that takes no positions, or no text alone
+    except Exception:  # takes no positions, or needs more than text
         return {"counts": True, "placed": False}
     if _apart(given, own) <= _rounding(dtype, own):
         return {"counts": True, "placed": False}
@@ -205,7 +209,7 @@ def _positions(model: Any, row: Tensor, dtype: torch.dtype) -> dict[str, bool]:
     )
     try:
         logits = model.generate(row, generation_config=config).logits[0].float()
-    except Exception:  # a decoder, or one that generates from images only: read by hand
+    except Exception:  # has no `generate`, or needs images: read in a loop
         return {"counts": False, "placed": True}
     nearer = (logits[0] - given[-1]).abs().max() < (logits[0] - own[-1]).abs().max()
     return {"counts": False, "placed": bool(nearer)}
@@ -214,21 +218,24 @@ def _positions(model: Any, row: Tensor, dtype: torch.dtype) -> dict[str, bool]:
 def _with_continuing(
     model: nn.Module, parts: ModelParts, make_cache: MakeCache, verdict: Verdict
 ) -> Care:
-    """Whether recurrent layers go on from their states when several tokens come at once."""
+    """Return the verdict's shortcuts, with ``continues`` as found by a test.
+
+    The test reads several tokens at once behind a recurrent state.
+    """
     with _as_check(model, verdict.care):
         try:
             right = _continues(model, parts, make_cache(EVERYTHING))
-        except Exception:  # whatever a model that nobody knows may raise
+        except Exception:  # an unknown model may raise anything
             right = False
     return attrs.evolve(verdict.care, continues=right)
 
 
 def _continues(model: Any, parts: ModelParts, cache: Any) -> bool:
-    """Of a row read in two parts: whether what is said of its end is what is said of it whole."""
+    """True if a row read in two chunks gives the same last hidden states as in one."""
     decoder: Any = parts.decoder
     first, second = _rows(parts)
     whole = torch.cat([first, second])
-    # As `generate` gives them: some decoders count every call's from 0.
+    # Given as by `generate`, since some decoders count the positions of every call from 0.
     places = torch.arange(len(whole), device=whole.device)[None]
     with cache.attached(model):
         for part, own in ((first, places[:, : len(first)]), (second, places[:, len(first) :])):
@@ -259,13 +266,13 @@ def _found(model: nn.Module, parts: ModelParts, cache: Any) -> Finding:
         return _compared(model, parts, cache)
     except UnsupportedModelError as error:
         return Finding(reason=str(error))
-    except Exception as error:  # whatever a model that nobody knows may raise
+    except Exception as error:  # an unknown model may raise anything
         said = " ".join(str(error).split())[:300]
         return Finding(reason=f"its self-check ended in {type(error).__name__}: {said}")
 
 
 def _compared(model: nn.Module, parts: ModelParts, cache: Any) -> Finding:
-    """Of a padded batch and, since layers may do without masks there, of a row alone."""
+    """Check a padded batch, and one row without padding, for which layers may get no mask."""
     care = _checking.get()
     rows = _rows(parts)
     batches = [rows, rows[:1]] if care is None or care.pads else [rows[:1]]
@@ -300,15 +307,15 @@ def _of_batch(model: nn.Module, parts: ModelParts, cache: Any, rows: list[Tensor
 def _of_row(
     model: nn.Module, parts: ModelParts, cache: Any, row: int, found: Tensor, ids: Tensor
 ) -> Finding:
-    """Hold what was read of a row against dense attention.
+    """Compare the logits read of a row with the logits of dense attention.
 
     Args:
         model: The model.
         parts: Its modules.
-        cache: The cache that has read it.
-        row: Of the batch.
-        found: ``[count, vocab]``, logits of its last tokens.
-        ids: ``[len]``, its tokens.
+        cache: The cache that has read the row.
+        row: Index of the row in the batch.
+        found: ``[count, vocab]``, logits of the row's last tokens.
+        ids: ``[len]``, ids of the row's tokens.
     """
     end, prompt = len(ids), len(ids) - len(found) + 1
     left = _left(cache, row, prompt)
@@ -348,7 +355,7 @@ def _of_row(
 
 
 def _rows(parts: ModelParts) -> list[Tensor]:
-    """Token ids that mean nothing in particular; none that stands for an image or an end."""
+    """Draw rows of random token ids, without ids of images and other special tokens."""
     config, size = parts.config, parts.config.vocab_size
     whole: Any = parts.model
     special = {
@@ -365,7 +372,7 @@ def _rows(parts: ModelParts) -> list[Tensor]:
 
 
 def _places_given() -> bool:
-    """Whether positions are given in the check that is under way."""
+    """True if the check that is under way gives the model positions."""
     care = _checking.get()
     return care is not None and care.placed
 
@@ -379,7 +386,10 @@ def _reads_text(model: Any, row: Tensor) -> bool:
 
 
 def _read(model: nn.Module, cache: Any, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Logits ``[batch, 1 + DECODED, vocab]`` and tokens decoded ``[batch, 1 + DECODED]``."""
+    """Read rows and decode; return logits and decoded ids.
+
+    They are ``[batch, 1 + DECODED, vocab]`` and ``[batch, 1 + DECODED]``.
+    """
     longest = max(map(len, rows))
     ids = torch.stack([torch.cat([row.new_zeros(longest - len(row)), row]) for row in rows])
     mask = torch.stack([_valid(row, longest) for row in rows])
@@ -405,7 +415,10 @@ def _valid(row: Tensor, longest: int) -> Tensor:
 
 
 def _read_by_hand(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_read`, of a model without `generate`: hidden states in the place of logits."""
+    """Read rows and decode as `_read` does, for a model without `generate`.
+
+    It returns hidden states in place of logits.
+    """
     found, said, new = [], [], ids
     with cache.attached(model):
         for step in range(1 + DECODED):
@@ -422,11 +435,11 @@ def _read_by_hand(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> tuple[Te
 
 
 def _left(cache: Any, row: int, prompt: int) -> list[tuple[Tensor, list[int]]]:
-    """By layer, what is kept of a row's prompt, and which of its tokens reached it."""
+    """Return, by layer, the kept positions of a row's prompt, and the ones that reached it."""
     reached = list(range(prompt))
     found: list[tuple[Tensor, list[int]]] = []
     for index, layer in enumerate(cache.layers):
-        # Without attention, what has reached a layer is all that counts there.
+        # For a layer without attention only the tokens that reached it matter.
         kept = torch.tensor([reached]) if layer.positions is None else layer.positions[row]
         own = kept.masked_fill(kept >= prompt, -1), reached
         found.append(own if layer.producer is None else found[layer.producer])
@@ -436,15 +449,15 @@ def _left(cache: Any, row: int, prompt: int) -> list[tuple[Tensor, list[int]]]:
 
 
 def _dtype(parts: ModelParts) -> torch.dtype:
-    """That of the weights: logits may have been converted."""
+    """Return the dtype of the weights, since logits may have been converted."""
     return next(each.dtype for each in parts.decoder.parameters() if each.is_floating_point())
 
 
 def _rounding(dtype: torch.dtype, want: Tensor) -> float:
-    """How far apart logits as large as these may be that are the same but for rounding."""
+    """Return how far apart two equal logits of this size may be through rounding."""
     return ROUNDING.get(dtype, OTHER_ROUNDING) * max(float(want.abs().max()), 1e-3)
 
 
 def _apart(found: Tensor, want: Tensor) -> float:
-    """The largest difference of a token's logits, the median over the tokens."""
+    """Return the largest difference of a token's logits, as the median over the tokens."""
     return float(statistics.median((found - want).abs().amax(dim=-1).tolist()))

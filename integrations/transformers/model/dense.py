@@ -1,4 +1,4 @@
-"""A model's own dense attention, without a cache, under what a policy left visible."""
+"""Run a model with its own dense attention, without a cache, under given masks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvpolicy.integrations.transformers.model.kinds import Indexed
 from kvpolicy.integrations.transformers.model.masks import first_seen
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 
-# By layer, what its attention is narrowed to in this thread: [query_heads, len, len] bool.
+# By layer, which tokens its attention may see in this thread: [kv_heads or 1, len, len] bool.
 _visible: ContextVar[Sequence[Tensor] | None] = ContextVar("kvpolicy_visible", default=None)
-# Likewise, the tokens that reach it: [len] bool.
+# By layer, the tokens that reach it in this thread: [len] bool.
 _reaching: ContextVar[Sequence[Tensor] | None] = ContextVar("kvpolicy_reaching", default=None)
 
 
@@ -33,14 +33,14 @@ def dense_outputs(
     *,
     placed: bool = False,
 ) -> Tensor:
-    """What a model says of one row, every layer's attention narrowed to what is visible there.
+    """Return a model's outputs for one row, with each layer's attention restricted by a mask.
 
     Args:
         model: The model, or its decoder.
         parts: Its modules.
         ids: ``[1, len]`` int64.
-        see: By layer, ``[kv_heads or 1, len, len]`` bool: whether a token (second axis) sees
-            another.
+        see: By layer, ``[kv_heads or 1, len, len]`` bool: True if a token (second axis) sees
+            another token (third axis).
         reaching: By layer, ``[len]`` bool: the tokens that its states read, if it has any.
         placed: See `plain_outputs`.
 
@@ -58,12 +58,13 @@ def dense_outputs(
 
 @torch.no_grad()
 def plain_outputs(model: nn.Module, ids: Tensor, *, placed: bool = False) -> Tensor:
-    """What a model says of one row ``[1, len]``: logits or hidden states ``[len, size]``.
+    """Return a model's logits or last hidden states ``[len, size]`` for one row.
 
     Args:
         model: The model, or its decoder.
         ids: ``[1, len]`` int64.
-        placed: Whether it is given positions, as by ``generate``, and does not count them itself.
+        placed: Whether the model gets positions, as from ``generate``, instead of counting them
+            itself.
     """
     places = torch.arange(ids.shape[1], device=ids.device)[None]
     given = {"position_ids": places} if placed else {}
@@ -95,9 +96,9 @@ def _dense(parts: ModelParts) -> Iterator[None]:
 
 @contextmanager
 def _given_mask(layer: nn.Module, index: int, implementation: str) -> Iterator[None]:
-    """Give a layer with an attention function of its own what is visible there as its mask.
+    """Give a layer with its own attention function a mask of the tokens it may see.
 
-    What is visible is no more than what comes before, so that the model's own mask adds nothing.
+    These tokens are never later than the query, so that the model's own causal mask adds nothing.
     """
 
     def before(
@@ -109,7 +110,7 @@ def _given_mask(layer: nn.Module, index: int, implementation: str) -> Iterator[N
         names = list(inspect.signature(type(module).forward).parameters)[1:]  # after self
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         hidden, visible = given.pop(names[0]), see[index]
-        assert bool((visible == visible[:1]).all())  # some take one mask for all heads
+        assert bool((visible == visible[:1]).all())  # some layers take one mask for all heads
         mask = visible[:1].to(hidden.device)[None]
         if implementation != "sdpa":
             lowest = torch.finfo(hidden.dtype).min
@@ -125,9 +126,9 @@ def _given_mask(layer: nn.Module, index: int, implementation: str) -> Iterator[N
 
 @contextmanager
 def _reading_some(layer: nn.Module, index: int) -> Iterator[None]:
-    """Run a module without attention on the tokens that reach it, one after the other.
+    """Run a module without attention only on the tokens that reach it.
 
-    The others leave it as zeros: nobody reads them. Calls of other threads pass through.
+    Its output is 0 for the other tokens, which nothing reads. Calls of other threads pass through.
     """
 
     def before(
@@ -161,13 +162,13 @@ def _reading_some(layer: nn.Module, index: int) -> Iterator[None]:
 
 
 def _there(index: int) -> Tensor | None:
-    """The tokens ``[len]`` that reach a layer."""
+    """Return the tokens ``[len]`` that reach a layer, as bool; None outside of a check."""
     reaching = _reaching.get()
     return None if reaching is None else reaching[index]
 
 
 def _spread(value: Any, there: Tensor) -> Any:
-    """What a module says of some tokens ``[1, count, ...]``, among zeros for the others."""
+    """Put outputs ``[1, count, ...]`` of some tokens back into the whole row, 0 elsewhere."""
     if not isinstance(value, Tensor) or value.ndim < 3 or value.shape[1] != int(there.sum()):
         return value
     whole = value.new_zeros(value.shape[0], len(there), *value.shape[2:])
@@ -176,7 +177,7 @@ def _spread(value: Any, there: Tensor) -> Any:
 
 
 def _cut(value: Any, there: Tensor) -> Any:
-    """What a layer is given for each token of a row, for some of them."""
+    """Cut an argument of a layer to some of the row's tokens."""
     if isinstance(value, tuple):
         return tuple(_cut(part, there) for part in value)
     if not isinstance(value, Tensor) or value.ndim < 2:
@@ -188,19 +189,23 @@ def _cut(value: Any, there: Tensor) -> Any:
 
 
 class _Picked:
-    """Runs layers whose indexer picks among the tokens that are seen, as if there were no others.
+    """A runner for layers whose indexer picks keys: it runs them on the visible tokens only.
 
-    Under a mask alone an indexer may pick what is hidden. So each of a layer's tokens takes its
-    output from a run over the tokens that it sees.
+    A mask would not be enough, since the indexer could pick hidden tokens. So the output of each
+    token comes from a run of the layer over exactly the tokens that this token sees.
     """
 
     def __init__(self) -> None:
-        # What the last such layer gave besides hidden states: of the whole row, then by run.
+        # What the last layer of this kind returned besides hidden states: for the whole row, then
+        # by run.
         self._beside: list[tuple[Tensor, dict[tuple[bool, ...], Any]]] = []
 
     @contextmanager
     def among_what_is_seen(self, parts: ModelParts, index: int) -> Iterator[None]:
-        """Do so with a layer. Calls of other threads pass through."""
+        """Replace a layer's outputs by the outputs of these runs, inside the block.
+
+        Calls of other threads pass through.
+        """
         kind = parts.kinds[index]
         by_slot = isinstance(kind, Indexed) and kind.blocks
 
@@ -212,7 +217,7 @@ class _Picked:
             hidden, runs = torch.zeros_like(hidden), {}
             for there, own in _runs(see[index][0].to(hidden.device)):
                 given = kwargs
-                if by_slot:  # of what is there, whose blocks these are
+                if by_slot:  # blocks are counted in the visible tokens
                     slots = there.cumsum(dim=0)[None] - 1
                     given = {**kwargs, "position_ids": slots}
                 found = self._run(module, args, given, there)
@@ -236,7 +241,7 @@ class _Picked:
         def cut(name: str, value: Any) -> Any:
             lent = next((by_run for whole, by_run in self._beside if whole is value), None)
             if lent is not None:
-                return lent.get(tuple(there.tolist()))  # not there for a layer that picks anew
+                return lent.get(tuple(there.tolist()))  # None for a layer that picks its own slots
             cut_once = _cut(value, there)
             pairs = name == "attention_mask" and isinstance(value, Tensor) and value.ndim == 4
             return _cut(cut_once.transpose(2, 3), there).transpose(2, 3) if pairs else cut_once
@@ -246,12 +251,12 @@ class _Picked:
 
 
 def _runs(see: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The tokens of each run ``[len]`` bool, and those whose outputs are taken from it.
+    """Yield the tokens of each run ``[len]`` bool, and the tokens whose output it gives.
 
     Args:
-        see: ``[len, len]`` bool: whether a token (first axis) sees another.
+        see: ``[len, len]`` bool: True if a token (first axis) sees another (second axis).
     """
-    left = see.sum(dim=0) > 1  # nobody reads what is seen by itself alone, but for the last
+    left = see.sum(dim=0) > 1  # a token that only itself sees is not read, except the last one
     left[-1] = True
     causal = torch.ones_like(see).tril()
     while bool(left.any()):
@@ -262,10 +267,10 @@ def _runs(see: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class _Dense:
-    """An attention module's own eager function, under a mask of the judge's making.
+    """An attention function: the module's own eager one, under the mask set for its layer.
 
     Args:
-        index: The layer's.
+        index: Index of the layer.
     """
 
     def __init__(self, index: int) -> None:
@@ -274,7 +279,7 @@ class _Dense:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; ``mask`` is the model's own."""
+        """Attend under both masks; ``mask`` is the model's own."""
         eager, see = routing.eager_function(module), _visible.get()
         assert see is not None
         visible = see[self.index].to(query.device)
@@ -294,12 +299,12 @@ class _Dense:
 def visible_to(
     layers: Sequence[tuple[Tensor, list[int]]], windows: Sequence[int | None], prompt: int, end: int
 ) -> list[Tensor]:
-    """What every token of a row may see at every layer, after a policy has read its prompt.
+    """Return which tokens every token of a row sees in every layer, after a policy has acted.
 
     Args:
         layers: For each layer the positions kept of the prompt, ``[kv_heads, kept]``, -1 on empty
             slots, and the positions of the prompt that reached it.
-        windows: Each layer's sliding window; None where it sees all.
+        windows: Each layer's sliding window; None if it sees all tokens.
         prompt: Tokens of the prompt.
         end: Tokens of the whole row.
 
@@ -312,7 +317,7 @@ def visible_to(
     for (kept, reached), window in zip(layers, windows, strict=True):
         there = torch.zeros(end, dtype=torch.bool)
         there[reached] = True
-        # A padded slot writes to a column of its own.
+        # A padded slot writes to a spare column.
         columns = torch.where(kept < 0, end, kept).cpu()
         held = torch.zeros(kept.shape[0], end + 1, dtype=torch.bool).scatter_(1, columns, True)
         decoded = places >= prompt
@@ -320,7 +325,8 @@ def visible_to(
         see = torch.where(decoded[:, None], later[:, None, :], there[None, None, :]) & causal
         if window is not None:
             see = see & (places[None, :] >= first_seen(places, window)[:, None])
-        # What did not reach a layer sees itself there, so that it stays finite; nobody reads it.
+        # A token that did not reach a layer sees itself there, so that its output stays finite; it
+        # is not read.
         found.append(see | torch.eye(end, dtype=torch.bool))
     return found
 
@@ -328,10 +334,10 @@ def visible_to(
 def reaching_by_layer(
     layers: Sequence[tuple[Tensor, list[int]]], prompt: int, end: int
 ) -> list[Tensor]:
-    """The tokens that reach every layer: some of the prompt's, and all later ones.
+    """Return the tokens that reach every layer: some of the prompt, and all later ones.
 
     Args:
-        layers: As of `visible_to`.
+        layers: See `visible_to`.
         prompt: Tokens of the prompt.
         end: Tokens of the whole row.
 

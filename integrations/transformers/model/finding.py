@@ -1,4 +1,4 @@
-"""Finding a model's decoder, its layers, and the module of each that attends."""
+"""Find a model's decoder, its layers, and the attention module of each layer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvpolicy.integrations.transformers.model.call_arguments import signature
 from kvpolicy.integrations.transformers.model.unseen import column_bias, takes_cache
 from kvpolicy.kinds import TokenKind
 
-# Where models with several inputs keep the part that decodes text.
+# Attributes under which models with several inputs hold the part that decodes text.
 _INNER = ("language_model", "text_model", "decoder", "model", "transformer")
 
 
 def find_decoder(model: Any) -> nn.Module:
-    """The module that runs the decoder layers, one after the other.
+    """Find the module that runs the decoder layers one after the other.
 
     Raises:
-        UnsupportedModelError: There is none that can be found, or it is compiled.
+        UnsupportedModelError: No such module is found, or it is compiled.
     """
     config = getattr(model, "config", None)
     name = type(model).__name__
@@ -34,7 +34,7 @@ def find_decoder(model: Any) -> nn.Module:
     for each in _candidates(model):
         if layer_list(each) is not None:
             return _reading_tokens(model, each)
-    # One whose layers attend several times: the innermost module around them.
+    # If layers attend several times each: the innermost module around the attention modules.
     around = [each for each in _candidates(model) if attending_in_turn(each)]
     if around:
         return _reading_tokens(model, around[-1])
@@ -42,7 +42,7 @@ def find_decoder(model: Any) -> nn.Module:
 
 
 def _without_layers(model: nn.Module) -> str:
-    """Why a model has no list of decoder layers that a cache could go by."""
+    """Return why no list of decoder layers was found in a model."""
     if not takes_cache(model):
         return (
             "model must take past_key_values, the cache in which a policy chooses, but "
@@ -63,9 +63,9 @@ def _without_layers(model: nn.Module) -> str:
 
 
 def _reading_tokens(model: nn.Module, module: nn.Module) -> nn.Module:
-    """The innermost module around one, or that one, whose calls bring tokens or their embeddings.
+    """Return the innermost module, ``module`` or one around it, that takes tokens or embeddings.
 
-    A model of BERT's like embeds the tokens before it calls the module that has the layers.
+    Models like BERT embed the tokens before they call the module that has the layers.
     """
     named = dict(model.named_modules())
     name = next(name for name, each in named.items() if each is module)
@@ -89,7 +89,7 @@ def _takes_tokens(module: nn.Module) -> bool:
 
 
 def _candidates(model: Any) -> Iterator[nn.Module]:
-    """Modules that may be the decoder, the likeliest first."""
+    """Yield the modules that may be the decoder, the likeliest first."""
     seen: set[int] = set()
     queue: list[Any] = [model]
     while queue:
@@ -102,19 +102,22 @@ def _candidates(model: Any) -> Iterator[nn.Module]:
             found: Any = module
             queue.append(found.get_decoder())
         queue += [getattr(module, name, None) for name in _INNER]
-        # A head that does not name its decoder.
+        # Needed for a head that has no `get_decoder`.
         queue += [each for each in module.children() if layer_list(each) is not None]
 
 
 def modules_between(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
-    """The modules through which a call of a model reaches its decoder, both left out."""
+    """Return the modules between a model and its decoder, on the path of a call.
+
+    The model and the decoder are not included.
+    """
     path = next((name for name, each in model.named_modules() if each is decoder), "")
     parts = path.split(".")
     return [model.get_submodule(".".join(parts[:end])) for end in range(1, len(parts))]
 
 
 def placeholders_of(model: Any) -> dict[int, TokenKind]:
-    """The token ids that stand for features of images, videos and sounds, and what they are."""
+    """Return the ids of placeholders for image, video or audio features, with their kind."""
     config = getattr(model, "config", None)
     found = {}
     for kind in (TokenKind.IMAGE, TokenKind.VIDEO, TokenKind.AUDIO):
@@ -126,7 +129,7 @@ def placeholders_of(model: Any) -> dict[int, TokenKind]:
 
 
 def check_uncompiled(module: nn.Module) -> None:
-    """Check that a module that hooks go on, or its forward, was not given to `torch.compile`."""
+    """Check that a module was not given to `torch.compile`, since it gets hooks."""
     if (
         isinstance(module, torch._dynamo.OptimizedModule)
         or module._compiled_call_impl is not None
@@ -139,7 +142,7 @@ def check_uncompiled(module: nn.Module) -> None:
 
 
 def layer_list(decoder: Any) -> nn.ModuleList | None:
-    """The list of a decoder's layers: as many as its configuration says."""
+    """Find the list of a decoder's layers, which has the length that its configuration says."""
     config = getattr(decoder, "config", None)
     count = getattr(config, "num_hidden_layers", None)
     for module in decoder.children():
@@ -149,13 +152,19 @@ def layer_list(decoder: Any) -> nn.ModuleList | None:
 
 
 def layers_within(decoder: nn.Module) -> list[nn.Module]:
-    """A decoder's layers: of its own list or that of a module within, or what attends in turn."""
+    """Return a decoder's layers, or its attention modules if it has no list of layers.
+
+    The list may be its own or that of a module inside it.
+    """
     found = map(layer_list, _candidates(decoder))
     return list(next((each for each in found if each is not None), attending_in_turn(decoder)))
 
 
 def attending_in_turn(decoder: nn.Module) -> list[nn.Module]:
-    """The modules that attend, in order; empty unless there is one for each layer of a cache."""
+    """Return the attention modules in order, or none if their number is not that of the layers.
+
+    The number of layers is that of the configuration, and the modules must count them from 0.
+    """
     count = getattr(getattr(decoder, "config", None), "num_hidden_layers", None)
     found = [each for each in decoder.modules() if _calls_interface(each)]
     in_turn = [getattr(each, "layer_idx", None) for each in found] == list(range(count or 0))
@@ -169,17 +178,17 @@ def _calls_interface(module: nn.Module) -> bool:
 
 
 def find_attention(layer: nn.Module, index: int) -> nn.Module | None:
-    """The one module of a layer that calls an attention function of Transformers; None without.
+    """Find the one module of a layer that calls Transformers' attention; None if there is none.
 
     Raises:
-        UnsupportedModelError: There are several.
+        UnsupportedModelError: Several modules do.
     """
     found = [
         module
         for module in layer.modules()
         if _is_of_layer(module, index) and _calls_interface(module)
     ]
-    # Beside it may stand one for the tokens of an encoder, which a decoder alone does not call.
+    # A second module may attend to the tokens of an encoder, which a decoder alone does not call.
     found = [each for each in found if not _is_cross(layer, each)] or found
     if len(found) > 1:
         raise UnsupportedModelError(
@@ -191,7 +200,10 @@ def find_attention(layer: nn.Module, index: int) -> nn.Module | None:
 
 
 def _is_of_layer(module: nn.Module, index: int) -> bool:
-    """Whether a module is its layer's own; one whose weights several layers share has no index."""
+    """True if a module belongs to its layer.
+
+    A module whose weights several layers share has no index.
+    """
     own = getattr(module, "layer_idx", index)
     return own is None or own in (index, -1)
 
@@ -202,11 +214,11 @@ def _is_cross(layer: nn.Module, attention: nn.Module) -> bool:
 
 
 def stateful_parts(module: nn.Module, attention: nn.Module | None) -> Iterator[nn.Module]:
-    """The modules inside of a layer that are given the cache, and do not attend.
+    """Yield the modules inside a layer that take the cache and do not attend.
 
     Args:
         module: The layer.
-        attention: The one that does, which may hold such modules itself; None without one.
+        attention: The module that attends, which may contain such modules; None if there is none.
     """
     for each in module.children():
         names = signature(type(each).forward).parameters.keys()
@@ -218,10 +230,10 @@ def stateful_parts(module: nn.Module, attention: nn.Module | None) -> Iterator[n
 
 
 def check_holds_states(layer: nn.Module, index: int, attention: nn.Module | None) -> None:
-    """Check that a recurrent layer gives its states to the cache.
+    """Check that a recurrent layer keeps its states in the cache.
 
     Raises:
-        UnsupportedModelError: It keeps them itself.
+        UnsupportedModelError: It keeps them in the model.
     """
     if not any(True for _ in stateful_parts(layer, attention)):
         raise UnsupportedModelError(
@@ -232,7 +244,7 @@ def check_holds_states(layer: nn.Module, index: int, attention: nn.Module | None
 
 
 def takes_own_caches_only(decoder: nn.Module) -> bool:
-    """Whether a decoder says that its cache is of a class that its own module defines."""
+    """True if a decoder's signature asks for a cache class defined in its own module."""
     parameter = signature(type(decoder).forward).parameters.get("past_key_values")
     named = None if parameter is None else parameter.annotation
     known = (named, *typing.get_args(named))

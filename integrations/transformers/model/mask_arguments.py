@@ -1,4 +1,4 @@
-"""Where a layer that attends and carries a state is given its two masks."""
+"""Find where a layer with attention and a state takes its two masks."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 import attrs
 
-# What the mask of the attention is called; where there are several of these names, the first.
+# Names of the attention mask; if a layer has several of them, the first one counts.
 _OF_ATTENTION = ("causal_mask", "causal", "attention_mask")
 
 
 @attrs.frozen
 class MaskArguments:
-    """The names of two masks: one tells the keys that queries see, one tokens from padding.
+    """The names of two masks of a layer: of the keys that queries see, and of the padding.
 
     Args:
-        attention: That of the attention's mask.
-        states: Those of the states' mask.
-        together: Whether both are entries of one dictionary, the ``attention_mask``.
+        attention: Name of the attention's mask.
+        states: Names of the states' mask.
+        together: Whether both masks are entries of one dictionary, the ``attention_mask``.
     """
 
     attention: str
@@ -27,7 +27,7 @@ class MaskArguments:
 
     @staticmethod
     def of(arguments: Mapping[str, Any]) -> MaskArguments:
-        """Read off a layer's arguments, by name."""
+        """Find the names among a layer's arguments."""
         both = arguments.get("attention_mask")
         names = [name for name in arguments if name.endswith("mask")]
         if isinstance(both, dict):
@@ -37,14 +37,14 @@ class MaskArguments:
         return MaskArguments(attention, states, isinstance(both, dict))
 
     def taken(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments with the attention's mask as ``attention_mask``, and no other mask."""
+        """Return the arguments with only the attention's mask, as ``attention_mask``."""
         masks = arguments["attention_mask"] if self.together else arguments
         others = {name: each for name, each in arguments.items() if name not in self.states}
         others.pop(self.attention, None)
         return {**others, "attention_mask": masks.get(self.attention)}
 
     def given(self, arguments: Mapping[str, Any], of_states: Any) -> dict[str, Any]:
-        """The arguments of `taken` as the layer takes them, with a mask for its states."""
+        """Return the layer's own form of the arguments of `taken`, with a mask for its states."""
         others = {name: each for name, each in arguments.items() if name != "attention_mask"}
         masks = {
             self.attention: arguments["attention_mask"],

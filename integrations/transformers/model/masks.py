@@ -1,8 +1,8 @@
-"""Attention masks by position, for layers whose keys are no longer those of the whole context.
+"""Make attention masks by position, for layers that hold only part of the context.
 
-Each attention implementation of Transformers wants its own form: eager a tensor to add, sdpa a bool
-tensor, flex_attention a `BlockMask`, flash attention the tokens that are no padding, since what it
-sees is decided by the order of the keys alone.
+Each attention implementation of Transformers needs its own form: eager a tensor that is added, sdpa
+a bool tensor, flex_attention a `BlockMask`. Flash attention gets only the tokens that are not
+padding, since the order of the keys alone decides what its queries see.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from kvpolicy.errors import UnsupportedModelError
 
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
-# The forms of mask that are known here, and so the attention implementations that are supported.
+# The attention implementations whose form of mask is known here, which are the supported ones.
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", *FLASH)
-# Those whose masks are tensors of a number for every query and key.
+# The implementations whose masks are tensors with an entry for every query and key.
 DENSE = ("eager", "sdpa")
 
 Mask = Tensor | BlockMask | None
@@ -29,26 +29,28 @@ Places = TypeVar("Places", Tensor, int)
 
 
 class Chunk(int):
-    """The length of chunks, where it stands in the place of a sliding window's.
+    """A length of chunks, in a field that otherwise holds a sliding window.
 
-    A token then sees those of its own chunk. Chunks begin at multiples of their length.
+    A token then sees the tokens of its own chunk. Chunks begin at multiples of their length.
     """
 
 
 def first_seen(places: Places, window: int) -> Places:
-    """The first place that tokens at ``places`` see through a window, or in their chunk."""
+    """Return the first place that tokens at ``places`` see: in their window, or in their chunk."""
     return places - places % window if isinstance(window, Chunk) else places - window + 1
 
 
 @attrs.frozen(eq=False)
 class OwnVisibility:
-    """What a model's own mask says of a forward's tokens among themselves.
+    """A part of the model's own mask: which tokens of a forward see which of each other.
 
     Args:
-        block: ``[batch, new_len, new_len]`` bool: whether a token (second axis) sees another.
-        queries: ``[batch, query_len]`` int64, the queries' columns in it; -1 on padding.
-        keys: ``[batch, 1 or kv_heads, key_len]`` int64, the keys' columns in it; -1 on keys that
-            were held before, and on padding.
+        block: ``[batch, new_len, new_len]`` bool: True if a token (second axis) sees another (third
+            axis).
+        queries: ``[batch, query_len]`` int64, the columns of the queries in ``block``; -1 on
+            padding.
+        keys: ``[batch, 1 or kv_heads, key_len]`` int64, the columns of the keys in ``block``; -1 on
+            keys that were held before the forward, and on padding.
     """
 
     block: Tensor
@@ -57,16 +59,17 @@ class OwnVisibility:
 
     @staticmethod
     def block_of(mask: Any, columns: Tensor, order: Tensor | None) -> Tensor | None:
-        """The block of a layer's own mask, where it lets some token see a later one.
+        """Return the block of new tokens in a layer's own mask, if a token sees a later one.
 
         Args:
-            mask: ``[batch or 1, 1, new_len, columns]``, bool or to be added; or anything else.
-            columns: ``[batch, new_len]`` bool, False on padding: of the mask's last columns.
-            order: ``[batch, new_len]`` int64, the column in each place; None where they keep
-                their places.
+            mask: The layer's mask, ``[batch or 1, 1, new_len, columns]``, bool or added to scores;
+                anything else gives None.
+            columns: ``[batch, new_len]`` bool, for the mask's last columns, False on padding.
+            order: ``[batch, new_len]`` int64, the column that comes to each place; None keeps the
+                order.
 
         Returns:
-            ``[batch or 1, new_len, new_len]`` bool; None where order alone decides.
+            ``[batch or 1, new_len, new_len]`` bool; None if the mask is causal.
         """
         new_len = columns.shape[1]
         if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] != new_len:
@@ -84,7 +87,10 @@ class OwnVisibility:
         return block.gather(2, order[:, None, :].expand(-1, new_len, -1))
 
     def over(self, visible: Tensor, query_heads: int) -> Tensor:
-        """``visible`` ``[batch, 1 or query_heads, query_len, key_len]``, where it knows better."""
+        """Return ``visible`` with its entries for new keys replaced by the model's own mask.
+
+        ``visible`` is ``[batch, 1 or query_heads, query_len, key_len]``.
+        """
         columns, heads = self.keys, self.keys.shape[1]
         rows = self.queries.clamp(min=0)[:, :, None].expand(-1, -1, self.block.shape[2])
         seen = self.block.expand(rows.shape[0], -1, -1).gather(1, rows)[:, None]
@@ -99,17 +105,20 @@ class OwnVisibility:
 
 @attrs.frozen(eq=False)
 class Visibility:
-    """Which keys each query sees: those up to its own place, that are no padding, in its window.
+    """A rule for which keys a query sees: keys at or before its own place, inside its window.
+
+    Padding is never seen.
 
     Args:
         keys: ``[batch, 1 or kv_heads, key_len]`` int64, places of the keys, -1 on padding.
         queries: ``[batch, query_len]`` int64, places of the queries, -1 on padding.
-        query_heads: Query heads, of a group for each of ``keys``' heads.
-        window: Places a query sees, its own among them, or its `Chunk`; None for all before it.
-        reference: ``[batch]`` int64: the place behind the prompt that is seen in spite of the
-            window; None where it hides all that is far.
-        own: What the model's own mask says of the tokens at hand, where it is not of order alone,
-            as where the tokens of an image see each other both ways; None where it is.
+        query_heads: Number of query heads; each head of ``keys`` has a group of them.
+        window: Number of places a query sees, its own included, or its `Chunk`; None for all places
+            up to its own.
+        reference: ``[batch]`` int64, the first place behind the prompt: earlier places are seen in
+            spite of the window. None if the window applies everywhere.
+        own: The model's own mask of the new tokens, if it is not causal, as where the tokens of an
+            image see each other in both directions; None if it is causal.
     """
 
     keys: Tensor
@@ -120,11 +129,11 @@ class Visibility:
     own: OwnVisibility | None = None
 
     def mask(self, implementation: str, dtype: torch.dtype) -> Mask:
-        """The mask in the form that an implementation wants.
+        """Make the mask in the form that an attention implementation needs.
 
         Args:
             implementation: One of `IMPLEMENTATIONS`.
-            dtype: The layer's dtype, for masks that are added.
+            dtype: Dtype of the layer, for masks that are added to scores.
 
         Returns:
             For sdpa ``[batch, 1 or query_heads, query_len, key_len]`` bool, True where the query
@@ -133,7 +142,8 @@ class Visibility:
             are.
 
         Raises:
-            UnsupportedModelError: Flash attention cannot see different keys in the heads of a row.
+            UnsupportedModelError: The heads of a row see different keys under flash attention, or
+                the model's own mask is not causal under flash attention or flex_attention.
         """
         if self.own is not None and implementation not in DENSE:
             raise UnsupportedModelError(
@@ -165,8 +175,8 @@ class Visibility:
             visible &= near
         if self.own is not None:
             visible = self.own.over(visible, self.query_heads)
-        # A padded query sees everything: what it yields is never used, but it has to stay finite,
-        # since a weight of 0 times NaN would spoil the others.
+        # A padded query sees everything. Its output is not used, but must be finite: a later weight
+        # of 0 times NaN would still be NaN.
         return visible | (queries < 0)
 
     def _block_mask(self) -> BlockMask:
@@ -177,7 +187,7 @@ class Visibility:
         reference = none[:, 0] if self.reference is None else self.reference
 
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            # The kernel asks for every row and head, also where the mask is one for all.
+            # The kernel passes every row and head, even if one mask is used for all of them.
             row = row if batch > 1 else torch.zeros_like(row)
             own = self.queries[row, query]
             place = self.keys[row, head // group if heads > 1 else torch.zeros_like(head), key]
@@ -200,11 +210,11 @@ class Visibility:
 
 
 def of_picked(mask: Tensor, slots: Tensor) -> Tensor:
-    """A mask under which queries see only what an indexer has picked for them.
+    """Restrict a mask to the keys that an indexer has picked for each query.
 
     Args:
         mask: ``[batch or 1, 1, query_len, key_len]``, bool or to be added.
-        slots: ``[batch, query_len, count]`` int, of the keys.
+        slots: ``[batch, query_len, count]`` int, the slots of the picked keys.
     """
     picked = torch.zeros(*slots.shape[:2], mask.shape[3], dtype=torch.bool, device=mask.device)
     picked = picked.scatter_(2, slots.to(torch.int64), True)[:, None]
@@ -214,13 +224,14 @@ def of_picked(mask: Tensor, slots: Tensor) -> Tensor:
 
 
 def of_picked_blocks(mask: Tensor, blocks: Tensor, size: int, query_heads: int) -> Tensor:
-    """A mask under which queries see only the blocks of keys that an indexer has picked for them.
+    """Restrict a mask to the blocks of keys that an indexer has picked for each query.
 
     Args:
         mask: ``[batch or 1, 1, query_len, key_len]``, bool or to be added.
-        blocks: ``[batch, heads, query_len, count]`` int, for groups of query heads; -1 for none.
-        size: Keys of a block.
-        query_heads: Of all groups.
+        blocks: ``[batch, heads, query_len, count]`` int, the picked blocks of each group of query
+            heads; -1 for none.
+        size: Number of keys in a block.
+        query_heads: Number of query heads of all groups together.
     """
     key_len = mask.shape[3]
     count = -(-key_len // size)
@@ -242,11 +253,11 @@ def causal_mask(
     device: torch.device,
     spare: bool = True,
 ) -> Any:
-    """Mask of the last ``query_len`` of ``key_len`` tokens where no slot is padding.
+    """Make a causal mask for the last ``query_len`` of ``key_len`` tokens, without padding.
 
     Returns:
-        As `Visibility.mask`, for a batch of 1; None where the implementation does right without,
-        unless ``spare`` is False.
+        The mask as from `Visibility.mask`, for a batch of 1; None if the implementation gives the
+        right result without one, unless ``spare`` is False.
     """
     if implementation in FLASH or (spare and query_len == 1):
         return None

@@ -1,8 +1,8 @@
-"""How queries are seen in a step of which any part may be compiled.
+"""Observe queries in a decoding step that may be compiled.
 
-`routed_attention` finds its cache in a context variable, which no compiler follows. Here a layer's
-mask, which the cache gives and the layer hands on to its attention function, names who is shown the
-queries.
+`routed_attention` finds its cache in a context variable, which the compiler cannot follow. Here the
+cache stores the object that receives the queries on the layer's mask, and the layer passes that
+mask to its attention function.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ OBSERVED = "kvpolicy_observed"
 
 
 class ObservedConfig:
-    """A module's configuration in all but the name of its attention function, fit to be compiled.
+    """A module's configuration with another attention function, fit for compilation.
 
     Args:
-        config: The module's own.
-        attend: The function that it names.
+        config: The module's own configuration.
+        attend: The attention function that it names.
     """
 
     _attn_implementation = OBSERVED
@@ -40,45 +40,46 @@ class ObservedConfig:
         self.users = 0
 
     def __getattr__(self, name: str) -> Any:
-        if name == "original" or name.startswith("__"):  # asked for while a copy is being made
+        if name == "original" or name.startswith("__"):  # looked up while a copy is being made
             raise AttributeError(name)
         return getattr(self.original, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.original, memo)  # a copied module is not the one that generates
+        return copy.deepcopy(self.original, memo)  # a copy of the module does not generate here
 
     def __reduce__(self) -> tuple[Any, ...]:
         return copy.copy, (self.original,)
 
 
 class QueryRing(Protocol):
-    """Who is shown the queries of a step of which any part may be compiled."""
+    """A protocol for the object that receives the queries of a step that may be compiled."""
 
     def write(self, queries: Tensor, mask: Tensor, values: Tensor | None) -> Tensor | None:
-        """Take those of one token, ``[batch, query_heads, 1, head_dim]``.
+        """Store the queries of one token, ``[batch, query_heads, 1, head_dim]``.
 
         Args:
-            queries: Of the token.
-            mask: What it sees, as its attention function gets it.
-            values: The layer's, where attention is a plain softmax of scaled products.
+            queries: Queries of the token.
+            mask: The mask of the token, as its attention function gets it.
+            values: The layer's values, if attention is a plain softmax of scaled products; else
+                None.
 
         Returns:
-            What the token's attention gives, ``[batch, 1, query_heads, value_dim]``, where that
-            comes out on the way; None where it is left to the module's own function.
+            The token's attention output, ``[batch, 1, query_heads, value_dim]``, if it is a
+            by-product; None if the module's own function must compute it.
         """
 
 
 def observed_by(mask: Tensor, ring: QueryRing) -> Tensor:
-    """Let a mask, which a layer hands to its attention function, name who sees the queries.
+    """Store on a mask the object that receives the queries; return the mask.
 
-    The function is told of no cache, and of what it is told the mask alone comes from one.
+    An attention function gets no cache; the mask is the only argument that comes from one.
     """
     mask._kvpolicy_ring = ring  # type: ignore[attr-defined]
     return mask
 
 
 def observe(attention: Any) -> None:
-    """Make an attention module call through `observed_attention`; `unobserve` takes it back.
+    """Make an attention module call `observed_attention`; `unobserve` undoes it.
 
     Raises:
         UnsupportedModelError: See `route`.
@@ -92,13 +93,13 @@ def observe(attention: Any) -> None:
             own = ObservedConfig(own, attend)
             if routed is None:
                 attention.config = own
-            else:  # of a cache that another thread has attached
+            else:  # another thread has attached a cache to this module
                 routed.original = own
         own.users += 1
 
 
 def unobserve(attention: Any) -> None:
-    """Take back one `observe`; the last one leaves the module as it was."""
+    """Undo one `observe`; the last one leaves the module as it was."""
     with lock:
         routed = attention.config if isinstance(attention.config, RoutedConfig) else None
         own = attention.config if routed is None else routed.original
@@ -118,7 +119,7 @@ def observed_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Show the queries to whom the mask names; call the module's own attention function."""
+    """Show the queries to the object that the mask names, then call the module's own function."""
     attend = module.config.attend
     ring = getattr(attention_mask, "_kvpolicy_ring", None)
     if ring is not None and attention_mask is not None:

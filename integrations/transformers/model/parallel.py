@@ -1,8 +1,8 @@
-"""Models whose heads lie in several processes: Transformers' tensor parallelism.
+"""Find how heads are spread over processes in a tensor-parallel model of Transformers.
 
 Every process of a tensor-parallel model reads the same batch and computes a share of each layer's
-heads. A cache then holds the keys and values of its process's heads, and decides for them alone,
-except where a choice is for all heads together: those go through `kvpolicy.heads.Heads`.
+heads. A cache then holds the keys and values of its own process's heads, and chooses for these
+heads only. A choice for all heads together goes through `kvpolicy.heads.Heads`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvpolicy.heads import Heads, HeadShare
 
 @attrs.frozen(eq=False)
 class ProcessHeads(HeadShare):
-    """The share of a layer's heads that this process computes.
+    """A description of the heads of a layer that this process computes.
 
     Args:
         share: See `HeadShare`.
@@ -30,7 +30,7 @@ class ProcessHeads(HeadShare):
     group: Any
 
     def exchange(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all processes of the group; see `HeadShare.exchange`."""
+        """Gather a tensor from all processes of the group; see `HeadShare.exchange`."""
         tensor = tensor.detach().contiguous()
         found = [torch.empty_like(tensor) for _ in range(self.shares)]
         distributed.all_gather(found, tensor, group=self.group)
@@ -39,13 +39,13 @@ class ProcessHeads(HeadShare):
 
 @attrs.frozen(eq=False)
 class Spread:
-    """How an attention module's weights are spread over processes; by default they are not.
+    """A description of how attention weights are spread over processes; by default they are not.
 
     Args:
-        share: The process's place in the group.
-        shares: Processes in the group.
+        share: Index of the process in the group.
+        shares: Number of processes in the group.
         group: The process group; None if there is none.
-        query_heads: Query heads of the whole layer; None where it does not matter.
+        query_heads: Query heads of the whole layer; None if nothing is spread.
     """
 
     share: int = 0
@@ -55,12 +55,12 @@ class Spread:
 
     @staticmethod
     def of(attention: nn.Module, config: Any, tp_size: int = 1) -> Spread:
-        """Read it off the module's parameters.
+        """Find how the parameters of a module are spread.
 
         Args:
             attention: The attention module.
             config: The decoder's configuration.
-            tp_size: Processes over which Transformers has spread the model.
+            tp_size: Number of processes over which Transformers has spread the model.
         """
         if not distributed.is_available() or not distributed.is_initialized():
             return Spread()
@@ -72,19 +72,20 @@ class Spread:
         mesh: Any = meshes[0] if meshes else None
         if mesh is not None and mesh.ndim > 1:
             mesh = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else None
-        if mesh is None:  # fine as long as all heads turn out to be here
+        if mesh is None:  # allowed as long as this process computes all heads
             return Spread(shares=tp_size, query_heads=config.num_attention_heads)
         return Spread(
             mesh.get_local_rank(), mesh.size(), mesh.get_group(), config.num_attention_heads
         )
 
     def heads(self, query_heads: int) -> Heads:
-        """Where the heads of a layer are, of which ``query_heads`` query heads are seen here.
+        """Return where the heads of a layer are, given the number of query heads seen here.
 
-        Seen, since a plan may spread the weights and yet bring all heads to every process.
+        The number must be seen in a forward, since a plan may spread the weights and still bring
+        all heads to every process.
 
         Raises:
-            UnsupportedModelError: They are neither all heads nor an equal share of them.
+            UnsupportedModelError: The heads seen are neither all heads nor an equal share of them.
         """
         if self.query_heads is None or query_heads == self.query_heads:
             return Heads()

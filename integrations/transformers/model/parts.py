@@ -1,4 +1,4 @@
-"""What a cache needs to know of a model: its layers, their attention, and what each can see."""
+"""Take a model apart into its layers, their attention modules and their windows."""
 
 from __future__ import annotations
 
@@ -37,29 +37,31 @@ from kvpolicy.policy import CachePolicy
 
 
 class ModelParts:
-    """The modules of a model that a cache attaches to.
+    """A model taken apart into the modules that a cache attaches to.
 
     Args:
         model: A decoder-only language model of Transformers, with or without its head.
 
     Attributes:
         decoder: The model without its head.
-        between: The modules through which a call of the model reaches it.
-        layers: Its decoder layers.
-        kinds: The kind of each.
-        attentions: The attention module of each; None where a layer does not attend, or does so
-            by a function of its own.
-        own_caches_only: Whether the decoder refuses caches of classes that are not its own, unless
-            it is told to use none: its layers use what they are given.
-        windows: For each, the tokens its sliding window sees, itself among them; None where it
-            sees all.
-        answer_windows: For each, the tokens it sees of what follows a first prompt, which it sees
-            whole; None where it makes no difference between the two.
-        temperatures: For each, how its queries depend on positions that it counts; None without.
+        between: The modules between the model and its decoder, on the path of a call.
+        layers: The decoder layers.
+        kinds: The kind of each layer.
+        attentions: The attention module of each layer; None if a layer does not attend, or attends
+            with a function of its own.
+        own_caches_only: Whether the decoder refuses caches of other classes than its own. It does
+            not check the class if it is told to use no cache, and its layers use the one they are
+            given.
+        windows: For each layer, how many tokens its sliding window sees, the token itself included;
+            None if it sees all.
+        answer_windows: For each layer that sees a whole first prompt but only a window of later
+            tokens, the length of that window; None for other layers.
+        temperatures: For each layer, how it scales queries by positions that it counts itself; None
+            if it does not.
 
     Raises:
         TypeError: ``model`` is not a torch module.
-        UnsupportedModelError: A policy cannot be applied to it; says why.
+        UnsupportedModelError: A policy cannot be applied to the model; the message says why.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -69,7 +71,7 @@ class ModelParts:
         self.decoder = find_decoder(model)
         self.between = modules_between(model, self.decoder)
         for module in (self.decoder, *model.children(), *self.between):
-            # A model may name the decoder inside of a compiled one as its own.
+            # A model may return the decoder inside a compiled module as its decoder.
             if getattr(module, "_orig_mod", module) is self.decoder or module in self.between:
                 check_uncompiled(module)
         self.config: Any = self.decoder.config
@@ -117,10 +119,10 @@ class ModelParts:
 
     @property
     def implementation(self) -> str:
-        """The attention implementation, which may be changed between two forwards.
+        """The attention implementation, which may change between two forwards.
 
         Raises:
-            UnsupportedModelError: It is one whose masks are not known.
+            UnsupportedModelError: The form of its masks is not known.
         """
         name = str(self.config._attn_implementation)
         known = IMPLEMENTATIONS if self.shows_queries else DENSE
@@ -133,31 +135,31 @@ class ModelParts:
 
     @property
     def plain_scores(self) -> bool:
-        """Whether attention is a softmax of products, without a cap or sinks."""
+        """True if attention is a softmax of products, without a softcap or sinks."""
         capped = getattr(self.config, "attn_logit_softcapping", None) is not None
         own = filter(None, self.attentions)
         return not capped and not any(hasattr(each, "sinks") for each in own)
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """The number of decoder layers."""
         return len(self.layers)
 
     @property
     def max_positions(self) -> int | None:
-        """The positions that the model states it has; None where it states none."""
+        """The number of positions that the model says it has; None if it does not say."""
         stated = getattr(self.config, "max_position_embeddings", None)
         return None if not isinstance(stated, int) else int(stated * stretch(self.config))
 
     def kinds_of(self, arguments: Mapping[str, Any]) -> Tensor | None:
-        """What the tokens of a call stand for.
+        """Return the kind of each token of a call.
 
         Args:
-            arguments: Of the model's call, by name.
+            arguments: Arguments of the model's call, by name.
 
         Returns:
-            ``[batch, new_len]`` int8, each a `TokenKind`; None where the model reads text only, or
-            the tokens are not known.
+            ``[batch, new_len]`` int8, each a `TokenKind`; None if the model reads text only, or if
+            the call has no ids.
         """
         ids = arguments.get("input_ids")
         if not self._placeholders or not isinstance(ids, Tensor) or ids.ndim != 2:
@@ -169,47 +171,53 @@ class ModelParts:
 
     @property
     def eligible(self) -> list[int]:
-        """Layers after which tokens may be dropped whatever the context; all if there is none."""
+        """The layers after which tokens may be dropped in a context of any length.
+
+        They see the whole context, and no later layer uses slots that their indexer picked. If
+        there are none, all layers that see the whole context are returned, or else all that attend.
+        """
         attending = self.attending
         whole = [index for index in attending if self.windows[index] is None]
         free = [index for index in whole if not self._lends(index)]
         return free or whole or attending
 
     def _lends(self, index: int) -> bool:
-        """Whether a later layer attends to slots that an indexer up to this one has picked."""
+        """True if a later layer uses slots picked by an indexer of this or an earlier layer."""
         later = (kind for kind in self.kinds[index + 1 :] if isinstance(kind, Indexed))
         following = next(later, None)
         return following is not None and following.borrows
 
     @property
     def shows_queries(self) -> bool:
-        """Whether the queries of every layer that attends can be seen."""
+        """True if the queries of every layer that attends can be seen."""
         return all(self.attentions[index] is not None for index in self.attending)
 
     @property
     def passes_on(self) -> bool:
-        """Whether a layer's output is that of its tokens, so that some may be left out of it.
+        """True if every layer's output has one entry for each token, so that some may be dropped.
 
-        Where the modules that attend are taken for layers, something is added to their output.
+        It is False if attention modules are used as layers, since the model adds something to their
+        output.
         """
         pairs = zip(self.layers, self.attentions, strict=True)
         return all(layer is not attention for layer, attention in pairs)
 
     @property
     def attending(self) -> list[int]:
-        """Layers that have keys, values and queries of their own."""
+        """The layers that have keys, values and queries of their own."""
         return [index for index, kind in enumerate(self.kinds) if kind.attends]
 
     @property
     def holds_states(self) -> bool:
-        """Whether some layer carries a state from token to token."""
+        """True if some layer carries a state from token to token."""
         return any(kind.states for kind in self.kinds)
 
     def device_of(self, index: int) -> torch.device:
-        """The device on which a layer computes.
+        """Return the device on which a layer computes.
 
-        Offloaded weights are on none before it runs. Then a buffer of the decoder tells, such as
-        that of its rotary embedding, or another parameter; without any, it is the CPU.
+        Offloaded weights have no device before the layer runs. Then the device is that of a buffer
+        of the decoder, such as that of its rotary embedding, or of another parameter. Without any
+        of these, it is the CPU.
         """
         found = itertools.chain(
             self.layers[index].parameters(), self.decoder.buffers(), self.decoder.parameters()
@@ -218,18 +226,19 @@ class ModelParts:
 
     @property
     def causal(self) -> bool:
-        """Whether a layer without a mask sees no later token; else it sees all of a first prompt.
+        """True if a token without a mask sees no later token.
 
-        As of PaliGemma, which reads an image and its prompt both ways.
+        Otherwise a layer without a mask sees all of a first prompt, as in PaliGemma, which reads an
+        image and its prompt in both directions.
         """
         own = filter(None, self.attentions)
         return all(getattr(each, "is_causal", True) for each in own)
 
     def check_padding(self, care: Care) -> None:
-        """Check that the model reads a padded row as it reads it alone.
+        """Check that padding a row does not change how the model reads it.
 
         Raises:
-            UnsupportedModelError: It does not.
+            UnsupportedModelError: Padding changes it.
         """
         by_slot = any(isinstance(kind, Indexed) and kind.blocks for kind in self.kinds)
         if by_slot or not care.pads:
@@ -240,10 +249,10 @@ class ModelParts:
             )
 
     def check_turn(self, seen: int) -> None:
-        """Check that a turn can begin behind the columns seen.
+        """Check that a new turn can begin behind the columns seen.
 
         Raises:
-            UnsupportedModelError: What follows the first prompt falls out of a window.
+            UnsupportedModelError: Layers see only a window of the tokens behind the first prompt.
         """
         if seen and any(self.answer_windows):
             raise UnsupportedModelError(
@@ -253,20 +262,21 @@ class ModelParts:
             )
 
     def check_queries(self, policy: CachePolicy) -> None:
-        """Check that a policy asks for no queries where none can be seen.
+        """Check that a policy needs no queries if some layer shows none.
 
         Raises:
-            UnsupportedModelError: It does.
+            UnsupportedModelError: It needs queries.
         """
         if not self.shows_queries:
             unseen.check_policy(self.model, policy)
 
     def check_policy(self, policy: CachePolicy, context_len: int) -> None:
-        """Check that a policy can act on a context of a length.
+        """Check that a policy can act on a context of this length.
 
         Raises:
-            UnsupportedModelError: It drops tokens after a layer that cannot see them all, or closes
-                gaps of layers of another kind than full attention.
+            UnsupportedModelError: The policy drops tokens after a layer that cannot see them all,
+                restarts a context longer than a sliding window, or is ``gapless`` on a layer that
+                has not full attention.
         """
         if policy.gapless:
             self._check_gapless(policy)
@@ -297,7 +307,10 @@ class ModelParts:
             )
 
     def _check_gapless(self, policy: CachePolicy) -> None:
-        """Check that all layers hold keys that can be turned, and as many of them."""
+        """Check that every layer has full attention, without queries scaled by position.
+
+        Only then can its keys be rotated to other positions.
+        """
         for index, kind in enumerate(self.kinds):
             if not isinstance(kind, FullAttention) or self.temperatures[index] is not None:
                 scaled = (
@@ -310,15 +323,15 @@ class ModelParts:
                 )
 
     def check_logits(self, policy: CachePolicy, keep_last: int | None) -> None:
-        """Check that a policy that drops tokens can act where some of the logits are asked for.
+        """Check that a policy that drops tokens can act if only some logits are asked for.
 
         Args:
-            policy: One that drops tokens.
-            keep_last: How many of the last tokens' logits are asked for; None for all.
+            policy: A policy that drops tokens.
+            keep_last: Number of last tokens whose logits are asked for; None for all.
 
         Raises:
-            UnsupportedModelError: The decoder itself cuts hidden states to those tokens, which it
-                takes for the last of the prompt.
+            UnsupportedModelError: The decoder itself cuts hidden states to the last tokens, without
+                knowing which tokens were dropped.
         """
         cuts = "logits_to_keep" in signature(type(self.decoder).forward).parameters
         if cuts and keep_last not in (None, 1):
@@ -331,8 +344,8 @@ class ModelParts:
         """Check that a policy that drops tokens can act on several rows at a time.
 
         Raises:
-            UnsupportedModelError: Queries are scaled by where they stand, for which attention takes
-                one column for all rows, and rows may pass on unlike tokens.
+            UnsupportedModelError: Attention scales a query by its column, which is one number for
+                all rows, while rows may pass on different tokens.
         """
         floor = getattr(self.config, "log_scaling_n_floor", None)
         if rows > 1 and floor is not None and context_len > floor:
@@ -343,7 +356,10 @@ class ModelParts:
             )
 
     def _check_acting(self, policy: CachePolicy, acting: frozenset[int]) -> None:
-        """Check that a policy asks only layers whose queries can be seen."""
+        """Check that a policy drops tokens only after layers that allow it.
+
+        Such a layer attends by itself, and its indexer does not pick slots for a later layer.
+        """
         if acting and not self.passes_on:
             raise UnsupportedModelError(
                 f"{policy.propagation} cannot be applied to {type(self.model).__name__}, whose "

@@ -1,4 +1,4 @@
-"""The weights by which a layer makes its output of what its heads give."""
+"""Read the weights of a layer's output projection, which combines the outputs of its heads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 
 def linear_modules(layer: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a layer that multiply by a matrix, whatever they hold it in."""
+    """Yield the modules of a layer that multiply by a matrix, in any storage format."""
     for module in layer.modules():
         if hasattr(module, "in_features") or isinstance(module, Conv1D):
             yield module
@@ -23,9 +23,9 @@ class OutputProjection:
     """A layer's output projection.
 
     Args:
-        module: What is applied to the heads' outputs, side by side.
-        query_heads: Heads of this process.
-        value_dim: Channels of each head's output.
+        module: The module that is applied to the concatenated outputs of the heads.
+        query_heads: Number of query heads in this process.
+        value_dim: Number of channels of each head's output.
     """
 
     module: nn.Module
@@ -33,14 +33,15 @@ class OutputProjection:
     value_dim: int
 
     def weight(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """``[query_heads, value_dim, hidden]``: a view of the weights, where they lie plainly.
+        """Return the weights ``[query_heads, value_dim, hidden]``.
 
-        Weights that are quantised, adapted or not in memory are read off what the module makes of
-        each channel alone, a new tensor.
+        They are a view where they are held as a plain tensor. If they are quantised, adapted or not
+        in memory, they are computed: the module is applied to each channel alone, which gives a new
+        tensor.
 
         Args:
-            dtype: Of what the module is given.
-            device: Likewise.
+            dtype: Dtype of the module's input.
+            device: Device of the module's input.
         """
         matrix = self._plain()
         if matrix is None:
@@ -51,14 +52,14 @@ class OutputProjection:
         return matrix.reshape(self.query_heads, self.value_dim, -1)
 
     def _plain(self) -> Tensor | None:
-        """``[channels, hidden]``; None where the weights do not lie so."""
+        """Return the weights ``[channels, hidden]``; None if they are not a plain tensor."""
         weight: Any = getattr(self.module, "weight", None)
         if type(self.module) not in (nn.Linear, Conv1D) or weight.is_meta:
             return None
         weight = weight.detach()
-        if hasattr(weight, "to_local"):  # spread over processes: of the heads that are here
+        if hasattr(weight, "to_local"):  # spread over processes: the part of this process's heads
             weight = weight.to_local()
-        if type(weight) is not Tensor:  # of a class that holds numbers in its own way
+        if type(weight) is not Tensor:  # of a class with a storage format of its own
             return None
         matrix: Tensor = weight.T if type(self.module) is nn.Linear else weight
         return matrix

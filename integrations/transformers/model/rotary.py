@@ -1,4 +1,4 @@
-"""The rotary embedding of a model's layer, both ways, by what the model gives its layers."""
+"""Apply and undo a layer's rotary embedding, whose frequencies are found from its inputs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from torch import Tensor, nn
 
 from kvpolicy.rotary import RotaryEmbedding
 
-# A model computes angles in float32, from the same numbers.
+# The largest difference of cosines and sines, which a model computes in float32 from the same
+# frequencies.
 ROUNDING = 1e-3
 
 
 @attrs.frozen(eq=False)
 class Turns:
-    """How a layer turns its queries and keys.
+    """A description of how a layer rotates its queries and keys.
 
     Args:
-        frequencies: float32 ``[pairs]``, the angle of each pair of channels a position.
-        scale: What the channels that are turned are multiplied by, as YaRN does.
-        channels: int64 ``[2, pairs]``, the first and the second channel of each pair; of no pair
-            where the layer turns nothing.
+        frequencies: float32 ``[pairs]``, the angle per position of each pair of channels.
+        scale: Factor on the rotated channels, as in YaRN.
+        channels: int64 ``[2, pairs]``, the first and the second channel of each pair; no pairs if
+            the layer rotates nothing.
     """
 
     frequencies: Tensor
@@ -31,7 +32,10 @@ class Turns:
     channels: Tensor
 
     def turned(self, states: Tensor, places: Tensor, *, back: bool = False) -> Tensor:
-        """States ``[batch, heads, length, head_dim]`` turned by ``[batch, heads or 1, length]``."""
+        """Rotate states to places; with ``back``, undo that rotation.
+
+        States are ``[batch, heads, length, head_dim]``, places ``[batch, heads or 1, length]``.
+        """
         found = states.clone()
         if not self.channels.shape[1]:
             return found
@@ -49,21 +53,22 @@ class Turns:
 
 @attrs.frozen(eq=False)
 class Gapless:
-    """Tokens that a restarted prefill reads without gaps.
+    """A map from original positions to the positions at which a restarted prefill reads.
 
     Args:
-        positions: ``[batch, count]`` int64, their original positions, ascending; -1 on the left of
-            shorter rows.
-        start: ``[batch]`` int64, the tokens of each row before its prompt.
+        positions: ``[batch, count]`` int64, the original positions of the tokens read, ascending;
+            -1 on the left of shorter rows.
+        start: ``[batch]`` int64, the number of tokens of each row before its prompt.
     """
 
     positions: Tensor
     start: Tensor
 
     def places(self, positions: Tensor) -> Tensor:
-        """At which positions the tokens of original ``[batch, heads or 1, length]`` are read.
+        """Return the places of the tokens with these original positions.
 
-        One that was left out has the place of the last before it.
+        Both are ``[batch, heads or 1, length]``. A token that was left out gets the place of the
+        last token before it that was read.
         """
         read, start = (each.to(positions.device) for each in (self.positions, self.start))
         read, start = read.contiguous(), start[:, None]
@@ -77,11 +82,12 @@ class Gapless:
 
 @attrs.frozen(eq=False)
 class LayerRotary(RotaryEmbedding):
-    """That of a layer in a forward.
+    """A rotary embedding of one layer in one forward.
 
     Args:
-        turns: How the layer turns.
-        gapless: What a restarted prefill reads; None where tokens are read at their own positions.
+        turns: How the layer rotates.
+        gapless: The positions of a restarted prefill; None if tokens are read at their original
+            positions.
     """
 
     turns: Turns
@@ -101,22 +107,22 @@ class LayerRotary(RotaryEmbedding):
 
 @attrs.frozen
 class Form:
-    """How a model writes cosines and sines of frequencies for its layers.
+    """A format in which a model gives cosines and sines to its layers.
 
     Args:
-        name: ``halves``: all of them twice, one after the other; ``pairs``: each of them twice;
-            ``once``; ``complex``.
+        name: ``halves``: all cosines (or sines), then all again; ``pairs``: each one twice in a
+            row; ``once``: each one once; ``complex``: as complex numbers.
     """
 
     name: str
 
     def given(self, cos: Tensor, sin: Tensor, like: Any) -> Any:
-        """What a layer is given, of cosines and sines ``[batch, length, pairs]``.
+        """Return cosines and sines ``[batch, length, pairs]`` in this format.
 
         Args:
             cos: float32.
             sin: float32.
-            like: What the layer is given otherwise.
+            like: What the model gives the layer, for dtype and device.
         """
         if self.name == "complex":
             return torch.complex(cos, sin).to(like)
@@ -134,17 +140,17 @@ FORMS = tuple(map(Form, ("halves", "pairs", "once", "complex")))
 def frequencies_of(
     decoder: nn.Module, given: Any, places: Tensor, valid: Tensor
 ) -> tuple[Tensor, float, Form] | None:
-    """The frequencies of which a layer's embeddings are made, by trying those that a model has.
+    """Find the frequencies of a layer's rotary embedding among the ones in the model.
 
     Args:
-        decoder: Its decoder.
-        given: What the layer is given: cosines and sines, or complex numbers, of each token.
+        decoder: The layer's decoder.
+        given: What the layer is given: cosines and sines, or complex numbers, for each token.
         places: ``[batch, length]`` int64, the tokens' positions.
         valid: ``[batch, length]`` bool, False on padding.
 
     Returns:
-        float32 ``[pairs]``, what both are multiplied by, and how they are written; None where none
-        of them make these.
+        Frequencies float32 ``[pairs]``, the factor on cosines and sines, and their format; None if
+        no frequencies of the model give these embeddings.
     """
     parts = given if isinstance(given, tuple) else (given,)
     if not all(isinstance(each, Tensor) and each.ndim == 3 for each in parts):
@@ -176,7 +182,7 @@ def _alike(made: Tensor, given: Tensor, valid: Tensor, tolerance: float) -> bool
 
 
 def _candidates(decoder: nn.Module) -> Iterator[tuple[Tensor, float]]:
-    """The frequencies that modules of a decoder hold, each with its scale."""
+    """Yield the frequencies that modules of a decoder hold, each with its scale."""
     for module in decoder.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name.endswith("inv_freq") and buffer.ndim == 1:
@@ -186,15 +192,15 @@ def _candidates(decoder: nn.Module) -> Iterator[tuple[Tensor, float]]:
 
 
 def channels_of(pairs: int, head_dim: int, fits: Callable[[Tensor], bool]) -> Tensor | None:
-    """Which channels of a head are turned together, by trying the ways that models have.
+    """Find which channels of a head are rotated together, by trying the usual pairings.
 
     Args:
-        pairs: How many pairs.
-        head_dim: Channels of a head.
-        fits: Whether ``[2, pairs]`` are those.
+        pairs: Number of pairs.
+        head_dim: Number of channels of a head.
+        fits: A function that returns True if ``[2, pairs]`` are the right channels.
 
     Returns:
-        int64 ``[2, pairs]``; None where none fit.
+        int64 ``[2, pairs]``; None if no pairing fits.
     """
     every = torch.arange(2 * pairs)
     for start in dict.fromkeys((0, head_dim - 2 * pairs)):
@@ -207,7 +213,7 @@ def channels_of(pairs: int, head_dim: int, fits: Callable[[Tensor], bool]) -> Te
 
 
 def _parameters(config: Any) -> Iterator[dict[str, Any]]:
-    """What a configuration says of rotary embeddings, of all layers or of each kind of them."""
+    """Yield the rotary parameters of a configuration, of all layers or of each kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         found = getattr(config, name, None)
         if isinstance(found, dict):
@@ -216,17 +222,17 @@ def _parameters(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def has_axes(config: Any) -> bool:
-    """Whether rotary positions have several axes."""
+    """True if rotary positions have several axes."""
     return any("mrope_section" in each for each in _parameters(config))
 
 
 def changes_with_length(config: Any) -> bool:
-    """Whether rotary frequencies depend on how long the context is."""
+    """True if rotary frequencies depend on the length of the context."""
     kinds = [str(each.get("rope_type", each.get("type"))) for each in _parameters(config)]
     return any("dynamic" in kind or kind == "longrope" for kind in kinds)
 
 
 def stretch(config: Any) -> float:
-    """By how much rotary positions may go beyond those that a configuration states; at least 1."""
+    """Return by which factor rotary positions may exceed the stated maximum; at least 1."""
     factors = [each.get("factor") for each in _parameters(config)]
     return max([1.0, *(float(each) for each in factors if isinstance(each, (int, float)))])

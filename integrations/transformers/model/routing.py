@@ -1,9 +1,9 @@
-"""How a cache gets to see queries: attention modules call through a function registered here.
+"""Let a cache see queries: attention modules call a function that is registered here.
 
-Transformers looks the attention function up by a name in the module's configuration. While a
-cache is attached, the attention modules of its model read a configuration that names
-`routed_attention`, which calls the function that was named before, and tells the cache of the
-queries if the keys come from one. Calls with any other cache pass straight through.
+Transformers looks the attention function up by a name in the module's configuration. While a cache
+is attached, the attention modules of its model read a configuration that names `routed_attention`.
+This function calls the original one, and shows the queries to the cache that the keys come from.
+Calls with any other cache pass straight through.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvpolicy.integrations.transformers.model.masks import (
 )
 
 ROUTED = "kvpolicy_routed"
-# Arguments of attention functions that change what is computed, but for the scaling.
+# Arguments of attention functions that change the result, except for the scaling.
 _CHANGING = ("position_bias", "cache", "softcap", "s_aux")
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
@@ -39,7 +39,7 @@ Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
 @attrs.frozen
 class Scores:
-    """How an attention function makes scores of products; see `LayerContext`."""
+    """The settings by which attention turns products into scores; see `LayerContext`."""
 
     scaling: float
     softcap: float | None = None
@@ -48,13 +48,13 @@ class Scores:
 
 @attrs.frozen(eq=False)
 class AttentionInputs:
-    """What an attention function is called with.
+    """The arguments of an attention function.
 
     Args:
         queries: ``[batch, query_heads, query_len, head_dim]``.
         keys: ``[batch, kv_heads, key_len, head_dim]``.
-        values: Likewise; the head dimension may be another.
-        scores: How scores are made of products.
+        values: ``[batch, kv_heads, key_len, head_dim]``; its head dimension may differ.
+        scores: How products of queries and keys become scores.
     """
 
     queries: Tensor
@@ -64,10 +64,10 @@ class AttentionInputs:
 
 
 def without_queries(query_heads: int, keys: Tensor, values: Tensor) -> AttentionInputs:
-    """What an attention function is called with that nobody sees: keys and values alone.
+    """Make the inputs of an attention function that cannot be seen: keys and values only.
 
     Args:
-        query_heads: Query heads of the layer, as far as they are known.
+        query_heads: Number of query heads of the layer, 0 if unknown.
         keys: See `AttentionInputs`.
         values: See `AttentionInputs`.
     """
@@ -78,22 +78,25 @@ def without_queries(query_heads: int, keys: Tensor, values: Tensor) -> Attention
 
 
 class Observer(Protocol):
-    """A forward that wants to see the queries of a layer whose keys it has handed out."""
+    """A protocol for a forward that needs the queries of a layer to which it gave keys."""
 
     def waits_for(self, keys: Tensor, *, own: bool) -> bool:
-        """Whether the attention function that got ``keys`` is one that is still to come.
+        """True if this call of an attention function, with ``keys``, is the awaited one.
 
         Args:
-            keys: The function's.
-            own: Whether the layer's own module calls it, which may have made these keys of those
-                that were handed out.
+            keys: Keys that the function was given.
+            own: Whether the layer's own module calls the function. The module may have computed
+                these keys from the keys that the cache returned.
         """
 
     def at_own_positions(self, index: int, queries: Tensor) -> Tensor:
-        """A layer's queries, where it has counted other positions for them than their own."""
+        """Return a layer's queries as they are at the right positions.
+
+        A layer may have scaled them for other positions, which it counted itself.
+        """
 
     def before_attention(self, index: int, inputs: AttentionInputs) -> None:
-        """The layer's queries are known, its attention is not computed yet."""
+        """Use a layer's queries before its attention is computed."""
 
     def attend(
         self, attend: Attend, module: nn.Module, query: Tensor, *others: Any, **kwargs: Any
@@ -101,27 +104,28 @@ class Observer(Protocol):
         """Call the module's attention function."""
 
     def observe(self, index: int, inputs: AttentionInputs) -> None:
-        """The layer has attended."""
+        """Use a layer's queries after its attention is computed."""
 
 
-# The forward whose keys went to an attention module of this thread, the layer's index, the module.
+# The forward that waits for queries in this thread, the index of the layer, and its attention
+# module.
 waiting: ContextVar[tuple[Observer, int, nn.Module] | None] = ContextVar(
     "kvpolicy_waiting", default=None
 )
 
-# Functions that modules call in the place of their own, by the module's id.
+# Functions that modules call in place of their own, by the id of the module.
 _replacing: ContextVar[dict[int, Attend]] = ContextVar("kvpolicy_replacing", default={})  # noqa: B039 -- never written to
 
-# Whether this thread is inside of an attention function.
+# Whether this thread is inside an attention function.
 _inside: ContextVar[bool] = ContextVar("kvpolicy_inside", default=False)
 
 lock = threading.Lock()  # held while a module's configuration is replaced
 
 
 class RoutedConfig:
-    """A module's configuration in all but the name of its attention function.
+    """A module's configuration with another attention function.
 
-    The function itself, while it runs, reads the name it has.
+    While the attention function runs, it reads the original name here.
     """
 
     @property
@@ -138,14 +142,14 @@ class RoutedConfig:
         return getattr(self.original, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.original, memo)  # a copied module is attached to nothing
+        return copy.deepcopy(self.original, memo)  # a copy of the module is attached to nothing
 
     def __reduce__(self) -> tuple[Any, ...]:
         return copy.copy, (self.original,)
 
 
 def route(attention: Any) -> None:
-    """Make an attention module call through `routed_attention`; `unroute` takes it back.
+    """Make an attention module call `routed_attention`; `unroute` undoes it.
 
     Raises:
         UnsupportedModelError: The module does not look its function up in `AttentionInterface`.
@@ -159,7 +163,7 @@ def route(attention: Any) -> None:
 
 
 def unroute(attention: Any) -> None:
-    """Take back one `route`; the last one leaves the module as it was."""
+    """Undo one `route`; the last one leaves the module as it was."""
     with lock:
         routed = attention.config
         assert isinstance(routed, RoutedConfig)
@@ -170,7 +174,7 @@ def unroute(attention: Any) -> None:
 
 @contextmanager
 def replaced(attention: Any, function: Attend) -> Iterator[None]:
-    """Let an attention module call a function of this thread's in the place of its own.
+    """Let an attention module call another function in this thread, inside the block.
 
     Raises:
         UnsupportedModelError: See `route`.
@@ -185,10 +189,10 @@ def replaced(attention: Any, function: Attend) -> Iterator[None]:
 
 
 def eager_function(attention: Any) -> Attend:
-    """The function that a module calls where attention is to be eager.
+    """Return the eager attention function of a module.
 
     Raises:
-        UnsupportedModelError: It has none.
+        UnsupportedModelError: The module has none.
     """
     _, default = _functions(type(attention).forward)
     if default is None:
@@ -200,7 +204,7 @@ def eager_function(attention: Any) -> Attend:
 
 
 def users_of(attention: Any) -> int:
-    """How many caches a module calls through `routed_attention` for."""
+    """Count the caches for which a module calls `routed_attention`."""
     config = attention.config
     return config.users if isinstance(config, RoutedConfig) else 0
 
@@ -230,7 +234,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     attend = _replacing.get().get(id(module)) or own_function(module)
-    if module.config._attn_implementation in DENSE:  # a kernel would apply what is picked itself
+    if module.config._attn_implementation in DENSE:  # a kernel applies the indexer's choice itself
         attention_mask = _as_picked(module, query, key, attention_mask, kwargs)
     pending = waiting.get()
     if pending is None or not pending[0].waits_for(key, own=pending[2] is module):
@@ -252,9 +256,9 @@ def _attention(
 
 
 def _as_picked(module: Any, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> Any:
-    """The mask under which queries see only what the module's indexer has picked, if it has one.
+    """Restrict the mask to the keys that the module's indexer has picked, if it has an indexer.
 
-    A module that does not know its function by name leaves it to the function to apply that.
+    A module that does not know its function's name leaves this to the function.
     """
     slots, blocks = kwargs.pop("indices", None), kwargs.pop("block_indices", None)
     if slots is None and blocks is None:
@@ -271,13 +275,13 @@ def _as_picked(module: Any, query: Tensor, key: Tensor, mask: Any, kwargs: dict[
 
 
 def is_plain(attend: Attend, kwargs: dict[str, Any]) -> bool:
-    """Whether an attention function is known to weigh values by a softmax of scaled products."""
+    """True if an attention function is known to be a plain softmax of scaled products."""
     plain = attend is sdpa_attention_forward and not kwargs.get("dropout")
     return plain and all(kwargs.get(name) is None for name in _CHANGING)
 
 
 def own_function(attention: Any) -> Attend:
-    """The function the module would call, found the way its own code finds it."""
+    """Return the function that the module would call, found as its own code finds it."""
     interface, default = _functions(type(attention).forward)
     config = attention.config
     name = (config.original if isinstance(config, RoutedConfig) else config)._attn_implementation
@@ -287,7 +291,7 @@ def own_function(attention: Any) -> Attend:
 
 @functools.lru_cache(maxsize=64)
 def _functions(method: Callable[..., Any]) -> tuple[Any, Any]:
-    """Where the forward of attention modules looks their function up, and the one it has else."""
+    """Return where a module looks its attention function up, and its default function."""
     forward: Any = inspect.unwrap(method)
     interface = forward.__globals__.get("ALL_ATTENTION_FUNCTIONS")
     if interface is None or "ALL_ATTENTION_FUNCTIONS" not in forward.__code__.co_names:

@@ -1,4 +1,7 @@
-"""Models that the library's tests hold against dense attention, and that need no self-check."""
+"""List the models that the library's tests compare with dense attention.
+
+They need no self-check.
+"""
 
 _NAMES = """
 afmoe apertus arcee aria aria_text axk1 axk2 aya_vision bailing_hybrid bamba beam bert
@@ -24,6 +27,6 @@ shieldgemma2 smollm3 smolvlm solar_open stablelm starcoder2 step3p7 unlimited_oc
 video_llama_3 video_llava vipllava whisper youtu zamba2 zaya
 """
 
-# By the model_type of the whole model's configuration. `make families` holds every one of them;
-# paligemma, which reads a prompt without an image both ways, is held by the tests with images.
+# The model_type in the configuration of the whole model. `make families` tests every one of them;
+# paligemma, which reads a prompt without an image in both directions, is tested with images.
 TESTED = frozenset(_NAMES.split())

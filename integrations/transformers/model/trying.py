@@ -1,4 +1,4 @@
-"""A layer tried on a few tokens: what it does with rotary embeddings and its heads' outputs."""
+"""Try a layer on a few tokens, to find its rotary embedding and its output projection."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from torch import Tensor, nn
 from kvpolicy.integrations.transformers.model.projection import OutputProjection, linear_modules
 from kvpolicy.integrations.transformers.model.routing import Attend, replaced
 
-# What a layer may raise that cannot be run as it is here.
+# Errors of a layer that cannot be run in this way.
 FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
-class Enough(Exception):  # noqa: N818 -- not an error: it ends a run that has served
-    """What was to be seen of a layer has been."""
+class Enough(Exception):  # noqa: N818 -- not an error: it ends a run early
+    """A signal that ends a layer's run once all that is needed has been seen."""
 
 
 def near(found: Tensor, wanted: Tensor) -> bool:
-    """Whether two tensors are the same but for rounding."""
+    """True if two tensors are equal up to rounding."""
     tolerance = max(1e-3, 4 * torch.finfo(wanted.dtype).eps) * float(wanted.abs().max())
     return bool((found.float() - wanted.float()).abs().max() <= tolerance)
 
 
 @attrs.frozen(eq=False)
 class Entering:
-    """A layer that is about to run.
+    """A layer that is about to run, with its arguments for a few tokens.
 
     Args:
-        index: Its index.
+        index: Index of the layer.
         module: The decoder layer.
-        attention: Its attention module.
-        hidden: Of a few tokens of every row.
-        token_axis: The axis of these in it.
-        arguments: The layer's other arguments by name, for these tokens; without mask and cache.
-        embeddings: The rotary embedding of all of the forward's tokens; None where it gets none.
+        attention: The layer's attention module.
+        hidden: Hidden states of a few tokens of every row.
+        token_axis: The axis of tokens in ``hidden``.
+        arguments: The layer's other arguments for these tokens, by name, without mask and cache.
+        embeddings: The rotary embedding of all tokens of the forward; None if the layer gets none.
     """
 
     index: int
@@ -50,7 +50,10 @@ class Entering:
     embeddings: Any
 
     def states(self, embeddings: Callable[[Any], Any]) -> tuple[Tensor, Tensor]:
-        """Its queries and keys under another rotary embedding, made of one like its own."""
+        """Return the layer's queries and keys under a changed rotary embedding.
+
+        ``embeddings`` is a function that makes it from the layer's own.
+        """
         made = embeddings(self.arguments["position_embeddings"])
         return self._states({**self.arguments, "position_embeddings": made})
 
@@ -65,10 +68,10 @@ class Entering:
         return found[0], found[1]
 
     def check_finite(self) -> None:
-        """Check that its queries and keys are numbers, of which anything can be found out.
+        """Check that the layer's queries and keys are finite numbers.
 
         Raises:
-            ValueError: They are not.
+            ValueError: Some are NaN or infinite.
         """
         if all(bool(each.isfinite().all()) for each in self._states(self.arguments)):
             return
@@ -79,7 +82,7 @@ class Entering:
         )
 
     def projection(self) -> OutputProjection | None:
-        """The module that takes what all heads give, perhaps gated; None if there is none."""
+        """Find the output projection of all heads, even behind a gate; None if there is none."""
         drawn: list[Tensor] = []
         taken: list[tuple[nn.Module, Tensor]] = []
         generator = torch.Generator().manual_seed(0)
@@ -99,7 +102,7 @@ class Entering:
 
         with ExitStack() as hooks:
             for module in linear_modules(self.module):
-                # Before those that spread what it takes over processes.
+                # Before hooks that spread the module's input over processes.
                 hook = module.register_forward_pre_hook(look, prepend=True)
                 hooks.callback(hook.remove)
             for _ in range(2):
@@ -109,7 +112,7 @@ class Entering:
         one, other = (
             each.reshape(of_module.shape) for each, (_, of_module) in zip(drawn, taken, strict=True)
         )
-        # A gate is a factor of each channel, the same both times.
+        # A gate multiplies each channel by the same factor in both runs.
         if not near(taken[0][1] * other, taken[1][1] * one):
             return None
         return OutputProjection(taken[0][0], *drawn[0].shape[2:])
@@ -118,7 +121,7 @@ class Entering:
     def _run(self, attend: Attend, arguments: dict[str, Any]) -> None:
         with replaced(self.attention, attend):
             try:
-                # Not through its hooks, one of which has brought us here.
+                # `forward` is called directly, since this code runs inside a hook of the layer.
                 self.module.forward(self.hidden, **arguments)
             except Enough:
                 return

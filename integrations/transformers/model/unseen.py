@@ -1,7 +1,7 @@
-"""Layers whose own attention function shows nobody its queries, and what can be done with them.
+"""Support layers with an attention function of their own, whose queries cannot be seen.
 
-Their keys and values still go through the cache, where a policy can choose that asks for no
-queries. It does so when the cache gets them, and the layer attends to all of them nevertheless.
+Their keys and values still go through the cache. A policy that needs no queries can choose among
+them when the cache gets them. The layer attends to all of them in that forward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from kvpolicy.policies import (
 )
 from kvpolicy.policy import CachePolicy
 
-# What such a model is checked with. All heads keep the same: some take one mask for all.
+# The policies with which such a model is checked. All heads keep the same tokens, since some models
+# take one mask for all heads.
 EVICTING = StreamingLLM(retention_rate=0.5)
 DROPPING = CachePolicy(
     KeyNormScorer(),
@@ -27,19 +28,20 @@ DROPPING = CachePolicy(
     TokenSelectivePropagation(tsp_rate=0.7, window_size=4),
 )
 
-# Parts of the names of arguments that are added to scores, column by column.
+# Parts of the names of arguments that are added to scores by column.
 _BIASES = ("alibi", "position_bias", "relative_position")
 
 
 def check_layer(layer: nn.Module, decoder: nn.Module) -> None:
-    """Check what is known of a layer with an attention function of its own.
+    """Check that a policy can be applied to a layer with its own attention function.
 
     Args:
         layer: The decoder layer.
-        decoder: Its decoder.
+        decoder: The decoder that has the layer.
 
     Raises:
-        UnsupportedModelError: It uses no cache, or counts in columns, which a policy changes.
+        UnsupportedModelError: The layer uses no cache, or depends on columns, which a policy
+            changes.
     """
     config: Any = decoder.config
     if not takes_cache(decoder):
@@ -59,15 +61,15 @@ def check_layer(layer: nn.Module, decoder: nn.Module) -> None:
 
 
 def takes_cache(decoder: nn.Module) -> bool:
-    """Whether a decoder can be called with a cache of Transformers."""
+    """True if a decoder can be called with a cache of Transformers."""
     parameters = inspect.signature(type(decoder).forward).parameters
     return "past_key_values" in parameters
 
 
 def column_bias(layer: nn.Module) -> str | None:
-    """What a layer's arguments say of scores that depend on the columns of keys; None if nothing.
+    """Describe an argument by which a layer's scores depend on columns; None if there is none.
 
-    What a policy leaves lies in other columns than it did, so that such scores would be wrong.
+    After eviction, keys are in other columns than before, so that such scores would be wrong.
     """
     for name in inspect.signature(type(layer).forward).parameters:
         if any(each in name for each in _BIASES):
@@ -82,7 +84,8 @@ def check_policy(model: nn.Module, policy: CachePolicy) -> None:
     """Check that a policy asks for no queries of a model that shows none.
 
     Raises:
-        UnsupportedModelError: It does, or what it asks for comes with them.
+        UnsupportedModelError: The policy looks at queries, restarts the prefill or reads the prompt
+            twice; or the model is tensor-parallel.
     """
     name = type(model).__name__
     if policy.num_queries != 0 or policy.propagation.restarts or policy.reading is not None:

@@ -1,1 +1,1 @@
-"""What a cache holds: layers, storage, the tokens seen, and how they are reported and saved."""
+"""Hold the contents of a cache: layers, storage and seen tokens; report them and save them."""

@@ -1,4 +1,4 @@
-"""What a `PolicyCache` stores for a layer that attends to images."""
+"""Store the keys and values of images, for a layer that attends to images."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
 class CrossLayer(PolicyLayer):
-    """Keys and values of images ``[batch, kv_heads, image_len, head_dim]``, which stay as they are.
+    """A cache layer that holds keys and values of images, which no policy evicts.
+
+    They are ``[batch, kv_heads, image_len, head_dim]`` each.
 
     Args:
-        storage: Of keys and values of tokens; those of images stay on their device.
-        room: As of a `PolicyLayer`.
+        storage: How keys and values of tokens are held; keys and values of images stay unchanged on
+            their device.
+        room: See `PolicyLayer`.
     """
 
     attends = False
@@ -26,7 +29,7 @@ class CrossLayer(PolicyLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        """Those of all images, where a model finds them; None before any."""
+        """The keys of all images, which the model looks up here; None before the first image."""
         return None if self.images is None else self.images[0]
 
     @property
@@ -35,7 +38,7 @@ class CrossLayer(PolicyLayer):
         return None if self.images is None else self.images[1]
 
     def with_images(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of more images behind; returns all of them."""
+        """Append the keys and values of more images; return the keys and values of all."""
         if self.images is not None:
             keys = torch.cat([self.images[0], keys], dim=2)
             values = torch.cat([self.images[1], values], dim=2)
@@ -44,7 +47,7 @@ class CrossLayer(PolicyLayer):
         return images
 
     def hold_images(self, images: tuple[Tensor, Tensor] | None) -> None:
-        """Hold these, and no others."""
+        """Replace the images held by these keys and values; None removes all."""
         self.images, self.is_initialized = images, images is not None
         if images is not None:
             self.dtype, self.device = images[0].dtype, images[0].device

@@ -1,4 +1,4 @@
-"""How many tokens layers hold, where all are to hold as many."""
+"""Count how many tokens layers hold, where a policy needs equal numbers in all of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 
 
 def held_counts(layers: Iterable[PolicyLayer], like: Tensor) -> tuple[Tensor, Tensor]:
-    """The fewest and the most tokens of each row that a head of any layer holds.
+    """Return the fewest and the most tokens of each row that any head of any layer holds.
 
     Args:
-        layers: All of which hold keys and values.
-        like: ``[batch]`` int64, of which the results are to be.
+        layers: Layers, all of which hold keys and values.
+        like: ``[batch]`` int64, whose dtype and device the results get.
     """
     fewest, most = [], []
     for layer in layers:

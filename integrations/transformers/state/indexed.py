@@ -1,4 +1,4 @@
-"""What a `PolicyCache` stores for a layer whose indexer picks the keys that a query attends to."""
+"""Store a layer whose indexer picks the keys that each query attends to."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from kvpolicy.selection import gather_slots
 
 
 class IndexedLayer(PolicyLayer):
-    """Keys and values as in any layer, and slot by slot an index key beside them.
+    """A cache layer that holds an index key for every slot, beside its keys and values.
 
-    A layer that borrows the slots of an earlier layer's indexer has no index keys of its own. Where
-    index keys are turned to their positions only when they are scored, these are held beside them.
+    A layer that uses the slots picked by an earlier layer's indexer has no index keys of its own.
+    If the model rotates index keys only when it scores them, their position ids are held beside
+    them.
 
     Args:
         storage: How keys and values are held; index keys are not quantised.
-        room: As of a `PolicyLayer`.
-        blocks: Whether the indexer picks blocks of slots, and hands index keys to the layer itself.
+        room: See `PolicyLayer`.
+        blocks: Whether the indexer picks blocks of slots, and gives its index keys directly to this
+            layer.
 
     Attributes:
-        borrows: Whether the layer has no index keys, nor was given any since the forward began.
-        new_places: ``[axes, batch, new_len]`` int64: the position ids of a forward's tokens, which
-            a model that turns index keys late gives to the first such layer.
-        taking: What index keys go to that are handed to the layer, during a forward.
+        borrows: Whether the layer holds no index keys and was given none in the current forward.
+        new_places: ``[axes, batch, new_len]`` int64, the position ids of a forward's tokens. A
+            model that rotates index keys late gives them to its first layer of this kind.
+        taking: During a forward, the function that receives the index keys given to the layer.
     """
 
     one_choice = True
@@ -41,8 +43,8 @@ class IndexedLayer(PolicyLayer):
     ) -> None:
         super().__init__(storage, room)
         self.blocks = blocks
-        self.index: Held | None = None  # its keys are index keys, of one head
-        self._shown: tuple[Tensor, Tensor] | None = None  # of every slot, till some are kept
+        self.index: Held | None = None  # its keys are the index keys, of one head
+        self._shown: tuple[Tensor, Tensor] | None = None  # of every slot, until `store` keeps some
         self._attended: Tensor | None = None  # the keys of the forward under way
 
     def fresh(self) -> PolicyLayer:
@@ -51,11 +53,15 @@ class IndexedLayer(PolicyLayer):
 
     @property
     def borrows(self) -> bool:
-        """See the class."""
+        """True if the layer has no index keys; see the class."""
         return self._shown is None and self.index is None
 
     def index_tensors(self) -> tuple[Tensor, Tensor]:
-        """Index keys ``[batch, 1, kept_len, index_dim]``, and what else each slot has, as wide."""
+        """Return the index keys, and the position ids held beside them.
+
+        Both have one row per slot: ``[batch, 1, kept_len, index_dim]`` and ``[batch, 1, kept_len,
+        axes]``, of width 0 if there are none.
+        """
         if self.index is not None:
             return self.index.read()
         assert self.held is not None
@@ -63,7 +69,9 @@ class IndexedLayer(PolicyLayer):
         return none, none
 
     def update_index(self, keys: Tensor) -> Tensor:
-        """As `PolicyCache.update_indexer`, of index keys ``[batch, 1, new_len, index_dim]``.
+        """Add new index keys ``[batch, 1, new_len, index_dim]``; return all of them.
+
+        See `PolicyCache.update_indexer`.
 
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
@@ -78,16 +86,19 @@ class IndexedLayer(PolicyLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        """See `PolicyLayer.keys`; during a forward those attended to, whose slots are picked."""
+        """The keys that are held; during a forward, the keys that the indexer picks from.
+
+        See `PolicyLayer.keys`.
+        """
         return super().keys if self._attended is None else self._attended
 
     def attend_to(self, keys: Tensor) -> None:
-        """Take note of the keys ``[batch, kv_heads, key_len, head_dim]`` of a forward under way."""
+        """Remember the keys ``[batch, kv_heads, key_len, head_dim]`` of the current forward."""
         self._attended = keys
 
     @property
     def indexer_position_ids(self) -> None:
-        """Nothing: a model would put its positions before those of the tokens at hand."""
+        """Always None: otherwise a model would prepend old positions to new ones."""
         return None
 
     @indexer_position_ids.setter
@@ -95,17 +106,18 @@ class IndexedLayer(PolicyLayer):
         self.new_places = places
 
     def places(self) -> Tensor | None:
-        """The position ids ``[axes, batch, kept_len]`` of what is held; None without any."""
+        """The position ids ``[axes, batch, kept_len]`` of the slots held; None without any."""
         places = None if self.index is None else self.index.read()[1]
         return None if places is None or not places.shape[3] else places[:, 0].permute(2, 0, 1)
 
     def show_index(self, new: Tensor, places: Tensor | None, order: Tensor | None) -> Tensor:
-        """All index keys of a forward after which `store` keeps some slots.
+        """Return all index keys of a forward after which `store` keeps some slots.
 
         Args:
-            new: ``[batch, new_len, index_dim]``, of its tokens.
+            new: ``[batch, new_len, index_dim]``, the index keys of its tokens.
             places: ``[axes, batch, new_len]`` int64, their position ids; None without any.
-            order: ``[batch, 1, key_len]`` int64, the slot in each place; None where they stay.
+            order: ``[batch, 1, key_len]`` int64, the slot that comes to each place; None keeps the
+                order.
 
         Returns:
             ``[batch, key_len, index_dim]``.
@@ -134,11 +146,11 @@ class IndexedLayer(PolicyLayer):
         self._shown = keys, beside
 
     def append_index(self, new: Tensor, places: Tensor | None) -> Tensor:
-        """Add the index keys of a forward's tokens behind those held; return all of them.
+        """Append the index keys of a forward's tokens; return all index keys.
 
         Args:
             new: See `show_index`.
-            places: Likewise.
+            places: See `show_index`.
         """
         slots = _slots(new, places)
         if self.index is None:
@@ -159,7 +171,7 @@ class IndexedLayer(PolicyLayer):
         counts: tuple[int, ...] | None = None,
         whole: bool | None = None,
     ) -> None:
-        """See `PolicyLayer.store`; index keys are kept alongside."""
+        """Keep some slots, with their index keys; see `PolicyLayer.store`."""
         shown, self._shown = self._shown, None
         positions, kept = positions[:, :1], kept[:, :1]
         super().store(keys, values, positions, kept, carried, room=room, counts=counts, whole=whole)
@@ -167,7 +179,7 @@ class IndexedLayer(PolicyLayer):
             self._hold_index(*(gather_slots(each, kept) for each in shown))
 
     def load_index(self, keys: Tensor, beside: Tensor) -> None:
-        """Hold what a file has; see `index_tensors`."""
+        """Hold the index keys read from a file; see `index_tensors`."""
         self.index = None
         if keys.shape[3]:
             self._hold_index(keys, beside)
@@ -180,7 +192,7 @@ class IndexedLayer(PolicyLayer):
         super().move_to(device, tokens)
         if self.index is not None and self.held is not None:
             keys, beside = self.index.read()
-            dtype = self.held.read()[0].dtype  # that of the model, loaded in another precision
+            dtype = self.held.read()[0].dtype  # the model's, which may differ from the file's
             self._hold_index(keys.to(device, dtype), beside.to(device))
 
     def drop_last(self, count: int) -> None:
@@ -206,23 +218,23 @@ class IndexedLayer(PolicyLayer):
         super().restore(tuple(own))
 
     def follow(self, tokens: SeenTokens) -> None:
-        """See `PolicyLayer.follow`; the forward is over."""
+        """End a forward, and learn which tokens have been seen; see `PolicyLayer.follow`."""
         super().follow(tokens)
         self._attended = self.new_places = self.taking = None
 
     def get_seq_length(self) -> int:
-        """Columns seen; during a forward, slots attended to."""
+        """Return the columns seen; during a forward, the number of slots attended to."""
         return super().get_seq_length() if self._attended is None else self._attended.shape[2]
 
     def _nothing(self) -> State:
         return (*super()._nothing(), None)
 
     def nbytes(self) -> int:
-        """See `PolicyLayer.nbytes`; with the index keys."""
+        """Return the bytes of keys, values and index keys; see `PolicyLayer.nbytes`."""
         return super().nbytes() + (0 if self.index is None else self.index.nbytes())
 
     def taken_nbytes(self) -> int:
-        """See `PolicyLayer.taken_nbytes`; with the index keys."""
+        """Return the bytes of taken slots, index keys included; see `PolicyLayer.taken_nbytes`."""
         return super().taken_nbytes() + (0 if self.index is None else self.index.taken_nbytes())
 
     def beside_nbytes(self) -> int:
@@ -233,7 +245,11 @@ class IndexedLayer(PolicyLayer):
 
 
 def _slots(new: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Index keys ``[batch, 1, new_len, index_dim]``, and position ids likewise, of any width."""
+    """Return new index keys, and their position ids in the same shape.
+
+    They are ``[batch, 1, new_len, index_dim]`` and ``[batch, 1, new_len, axes]``, of width 0
+    without position ids.
+    """
     keys = new[:, None]
     if places is None:
         return keys, keys[..., :0]

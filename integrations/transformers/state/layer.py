@@ -1,4 +1,4 @@
-"""What a `PolicyCache` stores for one layer."""
+"""Store the keys and values of one layer."""
 
 from __future__ import annotations
 
@@ -22,34 +22,37 @@ from kvpolicy.selection import gather_positions, gather_slots
 
 # Keys, values, and positions of what the policy kept, in ascending order; see `PolicyLayer.store`.
 Loose = Callable[[], tuple[Tensor, Tensor, Tensor]]
-State = tuple[Any, ...]  # what `PolicyLayer.restore` takes; to be read by it alone
+State = tuple[Any, ...]  # the argument of `PolicyLayer.restore`, which alone reads it
 
 
 class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
-    """The keys and values one layer keeps, then those of the tokens read since.
+    """A cache layer that holds the kept keys and values, followed by the ones of newer tokens.
 
-    Tensors are replaced, never written to, so that a failed forward can be taken back.
+    Tensors are replaced, never written to, so that a failed forward can be undone.
 
     Args:
-        storage: How they are held.
-        room: Slots to have memory for in advance, behind what the policy keeps.
+        storage: How keys and values are held.
+        room: Slots for which memory is reserved, behind the slots that the policy keeps.
 
     Attributes:
         padded: Whether some row or head holds fewer tokens than others.
-        ragged: Whether heads of one row do.
-        counts: For each row, the tokens that the policy kept in each head, where these are as many;
-            None where they are not, or not known.
+        ragged: Whether some head holds fewer tokens than another head of the same row.
+        counts: For each row, the number of tokens that the policy kept in each head; None if heads
+            differ, or if the number is unknown.
         spread: How the model's heads of this layer are spread over processes.
         attends: Whether the layer has keys and values of its own.
-        producer: The layer whose keys and values it attends to instead; None without such.
-        one_choice: Whether tokens are kept for all heads together, whatever attention is given.
-        shows_queries: Whether the model's attention shows its queries there.
-        observed: What it remembers of an answer, for the policy to choose by while it is decoded.
-        scores: How its attention makes scores of products; None before the first forward that a
-            policy acts on.
-        expands: Whether attention makes keys of more heads of what is held.
-        turns: How its keys are turned to positions, where the policy asks.
-        projection: What its output is made by, where the policy asks.
+        producer: Index of the layer whose keys and values it attends to instead; None if it has its
+            own.
+        one_choice: Whether all heads keep the same tokens, even if attention gets keys of several
+            heads.
+        shows_queries: Whether the queries of this layer's attention can be observed.
+        observed: The decoded queries and scorer state by which the policy evicts during an answer.
+        scores: How its attention turns products of queries and keys into scores; None before the
+            first forward on which a policy acts.
+        expands: Whether attention computes keys and values of more heads from the tensors held, as
+            latent attention does.
+        turns: How rotary embedding rotates its keys, if the policy asks for it.
+        projection: The layer's output projection, if the policy asks for it.
     """
 
     attends = True
@@ -60,12 +63,12 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
 
     def __init__(self, storage: Storage | None = None, room: int = 0) -> None:
-        # Not the base's own, which would set keys and values.
+        # The constructor of the base is not called, since it would set keys and values.
         self.storage = PlainStorage() if storage is None else storage
         self.room = room
         self._held: Held | None = None
         self._loose: Loose | None = None
-        # What `join` has shown, and how it is held already.
+        # The keys that `join` returned, and the object that already holds them.
         self._joined: tuple[Tensor, Held] | None = None
         self.is_initialized = False
         self.padded = False
@@ -79,21 +82,21 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.shows_queries = True
         self.turns: Turns | None = None
         self.projection: OutputProjection | None = None
-        self._chosen: Tensor | None = None  # positions of what the policy kept, without appended
+        self._chosen: Tensor | None = None  # positions of the kept tokens, without appended ones
         self._tokens: SeenTokens | None = None
 
     def fresh(self) -> PolicyLayer:
-        """A layer like it that holds nothing yet."""
+        """Return a layer with the same settings that holds nothing."""
         return type(self)(self.storage, self.room)
 
     def weight(self, values: Tensor) -> Tensor:
-        """As `LayerContext.output_weight`, of the precision and device of values."""
+        """Return `LayerContext.output_weight` in the dtype and on the device of ``values``."""
         assert self.projection is not None
         return self.projection.weight(values.dtype, values.device)
 
     @property
     def held(self) -> Held | None:
-        """Its keys and values; None before the first forward."""
+        """The keys and values of the layer; None before the first forward."""
         if self._loose is not None:
             self._hold(*self._loose(), room=0)
         return self._held
@@ -103,24 +106,28 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self._held, self._loose = held, None
 
     def loosen(self, loose: Loose) -> None:
-        """Hold what another keeps in an order of its own, until somebody looks."""
+        """Hold slots that another object keeps unsorted; they are sorted when first read.
+
+        ``loose`` returns their keys, values and positions in ascending order of position.
+        """
         self._held, self._loose = None, loose
 
     @property
     def keys(self) -> Tensor | None:
-        """``[batch, kv_heads, kept_len, head_dim]``, None before the first forward."""
+        """The keys ``[batch, kv_heads, kept_len, head_dim]``; None before the first forward."""
         return None if self.held is None else self.held.read()[0]
 
     @property
     def values(self) -> Tensor | None:
-        """``[batch, kv_heads, kept_len, head_dim]``, None before the first forward."""
+        """The values ``[batch, kv_heads, kept_len, head_dim]``; None before the first forward."""
         return None if self.held is None else self.held.read()[1]
 
     @property
     def positions(self) -> Tensor | None:
-        """``[batch, kv_heads, kept_len]`` int64 original positions, -1 on slots without a token.
+        """The original position of each slot's token, -1 on empty slots.
 
-        Of one head where one choice is for all heads, as under latent attention.
+        ``[batch, kv_heads, kept_len]`` int64; None before the first forward. It has one head if all
+        heads keep the same tokens, as under latent attention.
         """
         if self.held is None or self._chosen is None or self._tokens is None:
             return None
@@ -130,17 +137,17 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def choices(self) -> int:
-        """Heads of `positions`: every KV head, or 1 where one choice is for all of them."""
+        """The number of heads of `positions`: every KV head, or 1 if all keep the same tokens."""
         return 1 if self._chosen is None else self._chosen.shape[1]
 
     @property
     def kept_len(self) -> int:
-        """Slots held per row and head."""
+        """The number of slots that the layer holds per row and head."""
         return 0 if self.held is None else self.held.shape[2]
 
     @property
     def capacity(self) -> int:
-        """Slots per row and head that there is memory for."""
+        """The number of slots per row and head for which there is memory."""
         return 0 if self.held is None else self.held.capacity
 
     def store(
@@ -155,20 +162,21 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         counts: tuple[int, ...] | None = None,
         whole: bool | None = None,
     ) -> None:
-        """Keep some slots of all that the layer sees; no query is remembered then.
+        """Keep some of the slots that the layer sees, and forget all decoded queries.
 
         Args:
-            keys: ``[batch, kv_heads, key_len, head_dim]``, as attention or, where it expands them,
-                as the module gave them to the cache.
-            values: Likewise.
-            positions: ``[batch, kv_heads or 1, key_len]``; of 1 where one choice is for all heads.
-            kept: ``[batch, kv_heads or 1, kept_len]``.
-            carried: ``[batch, heads, key_len, carries]``, what a scorer carries for each; None
-                for nothing.
-            room: Slots to have memory for behind what is kept; the layer's own if None.
-            counts: For each row, the tokens kept in each head; None where heads keep unlike numbers
-                or that is not known, and is to be looked at.
-            whole: Whether that is all there are; None where that is not known.
+            keys: ``[batch, kv_heads, key_len, head_dim]``, as attention got them or, if attention
+                expands the tensors held, as the module gave them to the cache.
+            values: See ``keys``.
+            positions: ``[batch, kv_heads or 1, key_len]``; 1 if all heads keep the same tokens.
+            kept: ``[batch, kv_heads or 1, kept_len]``, the slots to keep, -1 on padding.
+            carried: ``[batch, heads, key_len, carries]``, the scorer's state for each key; None if
+                the scorer has none.
+            room: Slots for which memory is reserved behind the kept slots; None takes the layer's
+                own number.
+            counts: For each row, the number of tokens kept in each head; None if heads differ or
+                the number is unknown, so that it must be read from the tensors.
+            whole: Whether ``kept`` is all slots; None if unknown.
         """
         self.observed = Observed(carried=None if carried is None else gather_slots(carried, kept))
         room = self.room if room is None else room
@@ -180,7 +188,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @staticmethod
     def _is_whole(keys: Tensor, positions: Tensor, kept: Tensor, whole: bool | None) -> bool:
-        """Whether all is kept of what a layer sees; see `store`."""
+        """True if ``kept`` names all slots that the layer sees; see `store`."""
         if kept.shape[2] != keys.shape[2]:
             return False
         if whole is not None:
@@ -189,7 +197,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return torch.equal(kept, torch.where(positions >= 0, everything, -1))
 
     def load(self, keys: Tensor, values: Tensor, chosen: Tensor, tokens: SeenTokens) -> None:
-        """Hold what a file has: ``chosen`` are the positions of what the policy kept."""
+        """Hold keys and values read from a file.
+
+        ``chosen`` are the positions of the tokens that the policy kept.
+        """
         self._hold(keys, values, chosen, self.room)
         self.follow(tokens)
 
@@ -203,9 +214,13 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         *,
         counts: tuple[int, ...] | None = None,
     ) -> None:
-        """Hold ``kept`` of these; without it the first, at ``chosen``, and what was appended."""
+        """Hold the slots ``kept`` of these keys and values, or all slots if ``kept`` is None.
+
+        Without ``kept``, the first slots are those of the positions ``chosen``, and the rest are
+        appended tokens.
+        """
         heads, width = chosen.shape[1:]
-        if counts is None:  # one look at all that has to be known
+        if counts is None:  # one transfer from the device for all counts
             of_heads = (chosen >= 0).sum(dim=2).tolist()
         else:
             of_heads = [[count] * heads for count in counts]
@@ -218,7 +233,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
                 appended = keys.shape[2] - width
                 slots = torch.arange(width, device=chosen.device)
                 kept = torch.where(chosen >= 0, slots, -1)
-            shares = keys.shape[1] // heads  # of one choice for all heads
+            shares = keys.shape[1] // heads  # more than 1 if all heads keep the same tokens
             each = [count for row in of_heads for count in row for _ in range(shares)]
             held: Held = Packed.of(self.storage, keys, values, kept, appended, counts=each)
         elif kept is None and self._joined is not None and self._joined[0] is keys:
@@ -234,17 +249,18 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def _packs(self, chosen: Tensor, tokens: int) -> bool:
-        """Whether rows and heads are held without padding."""
-        # What one choice is for all heads of is read by more than attention, or made keys of.
+        """True if rows and heads are to be held without padding."""
+        # Not where all heads keep the same tokens: there, more than attention reads the tensors
+        # held. And not where attention computes keys of more heads from them.
         return not (self.one_choice or self.expands) and wastes_slots(chosen, tokens)
 
     def choose_once(self) -> None:
-        """Take the positions, which are the same in all heads so far, for those of all heads."""
+        """Keep one head's positions for all heads, which hold the same tokens so far."""
         if self._chosen is not None:
             self._chosen = self._chosen[:, :1]
 
     def move_to(self, device: torch.device, tokens: SeenTokens) -> None:
-        """Hold the same on a device, where ``tokens`` are as well."""
+        """Move keys and values to a device, on which ``tokens`` already are."""
         self.follow(tokens)
         if self.held is not None and self._chosen is not None:
             keys, values = self.held.read()
@@ -254,15 +270,15 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def append(
         self, keys: Tensor, values: Tensor, tokens: SeenTokens, missing: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Add the tokens of one forward behind what is held, and return all of it.
+        """Append the tokens of one forward; return all keys and values.
 
         Args:
             keys: ``[batch, kv_heads, new_len, head_dim]``.
-            values: Likewise.
-            tokens: Those seen before.
-            missing: How many are to come, these among them, so that there is memory for them at
-                once: buffers that grow are held twice, since what a failure goes back to stays. 0
-                where that is not known.
+            values: ``[batch, kv_heads, new_len, head_dim]``.
+            tokens: The tokens seen before.
+            missing: How many tokens are still to come, these included, so that memory is reserved
+                for all of them at once. A buffer that grows is held twice, since the old one is
+                kept for undoing a failed forward. 0 if the number is unknown.
         """
         room = self.room + (0 if keys.requires_grad else missing)
         if self.held is None:  # the first chunk of a first prompt
@@ -278,13 +294,14 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.held.read()
 
     def join(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """All that is held with the tokens of one forward behind; `store` is to keep some of it.
+        """Return all keys and values, with the tokens of one forward at the end, before `store`.
 
-        Where there is memory for them, they are written behind what is held.
+        The layer holds the new tokens only after `store` has kept some of all slots. If there is
+        memory behind the slots held, the new tokens are written there.
 
         Args:
             keys: ``[batch, kv_heads, new_len, head_dim]``.
-            values: Likewise.
+            values: ``[batch, kv_heads, new_len, head_dim]``.
         """
         held = self.held
         if held is None:
@@ -298,7 +315,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return torch.cat([held_keys, keys], dim=2), torch.cat([held_values, values], dim=2)
 
     def append_packed(self, keys: Tensor, values: Tensor) -> Packed:
-        """As `append`, where rows and heads are held without padding; nothing is unpacked."""
+        """Append the tokens of one forward to rows and heads held without padding.
+
+        It does what `append` does, and unpacks nothing.
+        """
         assert self.held is not None
         held = self.held.appended(keys, values)
         assert isinstance(held, Packed)
@@ -306,13 +326,15 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return held
 
     def claim(self, capacity: int | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[batch, kv_heads, capacity, head_dim]`` with room, to be written to.
+        """Return the key and value buffers with free slots, for another object to write to.
 
-        Until `release`, only whoever has claimed them appends, and tells so by `written`.
+        They are ``[batch, kv_heads, capacity, head_dim]``. Until `release`, only that object
+        appends, and reports it with `written`.
 
         Args:
-            capacity: Slots of buffers that nobody else holds, so that any slot may be written to;
-                None for those there are, with the layer's room behind what is held.
+            capacity: Slots of new buffers that no other object holds, so that every slot may be
+                overwritten; None for the present buffers, with the layer's ``room`` behind the
+                slots held.
         """
         held = self._padded_alike()
         room = held.with_room(self.room) if capacity is None else held.moved(capacity)
@@ -321,48 +343,48 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return room.claim()
 
     def move_into(self, keys: Tensor, values: Tensor) -> None:
-        """Hold the same in buffers that `claim` has given before, which are claimed again."""
+        """Move keys and values into buffers that `claim` gave earlier, and claim these again."""
         held = self._padded_alike().into(keys, values)
         self.held = held
         held.claim()
 
     def _padded_alike(self) -> Plain:
-        """What is held, with as many slots for all rows and heads, as for fixed buffers."""
+        """Return keys and values padded to one number of slots, as fixed buffers need them."""
         held = self.held.unpacked() if isinstance(self.held, Packed) else self.held
         assert isinstance(held, Plain)
         return held
 
     def own(self) -> None:
-        """Hold the same in memory that nobody else writes to."""
+        """Move keys and values to memory that no other object writes to."""
         if isinstance(self.held, Plain):
             self.held = self.held.moved(self.kept_len)
             self._pack()
 
     def _pack(self) -> None:
-        """Hold without padding what fixed buffers have held with it."""
+        """Remove the padding that fixed buffers needed."""
         if self.held is None or self._chosen is None or isinstance(self.held, Packed):
             return
         if self._packs(self._chosen, int((self._chosen >= 0).sum())):
             self._hold(*self.held.read(), self._chosen, 0)
 
     def written(self, tokens: SeenTokens) -> None:
-        """One more slot of what was claimed is taken; ``tokens`` have been seen then."""
+        """Count one more written slot of claimed buffers; ``tokens`` are the tokens now seen."""
         assert isinstance(self.held, Plain)
         self.held = self.held.written(1)
         self.follow(tokens)
 
     def release(self) -> None:
-        """What was claimed is the layer's own again."""
-        if isinstance(self.held, Plain):  # not what was chosen since, in memory of its own
+        """End `claim`: only the layer itself appends again."""
+        if isinstance(self.held, Plain):  # not slots chosen since, which have memory of their own
             self.held.release()
             self._pack()
 
     def follow(self, tokens: SeenTokens) -> None:
-        """Learn which tokens have been seen now."""
+        """Remember which tokens have been seen now."""
         self._tokens = tokens
 
     def drop_last(self, count: int) -> None:
-        """Take back the last ``count`` appended slots."""
+        """Remove the last ``count`` appended slots."""
         if count and self.held is not None:
             self.held = self.held.first(self.kept_len - count)
             self.observed = self.observed.without_last(count)
@@ -378,8 +400,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.follow(tokens)
 
     def state(self) -> State:
-        """All that `restore` needs to bring the layer back to this moment."""
-        held = self.held  # first: what is loose is counted as it is held
+        """Return the state that `restore` needs to bring the layer back to this moment."""
+        held = self.held  # first, since sorting loose slots updates the counts
         counts = self.padded, self.ragged, self.counts
         return held, self._chosen, counts, self._tokens, self.observed
 
@@ -391,48 +413,48 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = self.held is not None
 
     def nbytes(self) -> int:
-        """Bytes of memory behind the keys and values, whole storages."""
+        """Return the bytes of the storages behind keys and values, reserved memory included."""
         return 0 if self.held is None else self.held.nbytes()
 
     def taken_nbytes(self) -> int:
-        """Those of `nbytes` that are of slots that are taken, not of room for more."""
+        """Return how many of `nbytes` belong to taken slots, without reserved memory."""
         return 0 if self.held is None else self.held.taken_nbytes()
 
     def beside_nbytes(self) -> int:
-        """Bytes of what is held of each slot beside its keys and values, in one row."""
+        """Return the bytes held per slot beside its keys and values, in one row."""
         return 0
 
     def state_nbytes(self) -> int:
-        """Bytes of what is held besides, whatever the number of tokens."""
+        """Return the bytes of a state, which does not grow with the number of tokens."""
         return 0
 
-    # What Transformers asks of a layer.
+    # The interface of a cache layer of Transformers.
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: `store` brings the first tensors."""
+        """Do nothing: `store` brings the first tensors."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Raise: only the cache knows whether these are a prompt's or to be appended."""
+        """Raise an error: only the cache knows if these tokens are a prompt or are appended."""
         raise NotAttachedError("a PolicyLayer is written through PolicyCache.update, not by itself")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length of the keys a forward will see, and the columns seen but not stored."""
+        """Return the key length of the next forward, and the number of columns not stored."""
         return self.kept_len + query_length, self.get_seq_length() - self.kept_len
 
     def get_seq_length(self) -> int:
-        """Columns seen, not stored."""
+        """Return the number of columns seen, which is not the number stored."""
         return 0 if self._tokens is None else self._tokens.seen
 
     def get_max_length(self) -> int:
-        """-1: there is no maximum."""
+        """Return -1: there is no maximum length."""
         return -1
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget all keys, values and queries."""
         self.restore(self._nothing())
 
     def _nothing(self) -> State:
-        """The state of a layer that holds nothing."""
+        """Return the state of a layer that holds nothing."""
         return (None, None, (False, False, None), None, Observed())

@@ -1,4 +1,4 @@
-"""What tells a model from another one, however it was loaded."""
+"""Tell if two models are the same one, even if they were loaded in different ways."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-# Values of every parameter that are compared.
+# How many values of every parameter are compared.
 SAMPLE = 64
-# Rounding of a number to each precision in which weights are loaded, and the least it tells apart.
+# For each precision in which weights are loaded: the relative rounding error, and the absolute one
+# near 0.
 ROUNDING = {
     torch.float64: (2.0**-53, 0.0),
     torch.float32: (2.0**-24, 0.0),
     torch.float16: (2.0**-11, 2.0**-24),
     torch.bfloat16: (2.0**-8, 0.0),
 }
-# What of a configuration says how a model is loaded or used, not which it is.
+# Settings that say how a model is loaded or used, not which model it is.
 CIRCUMSTANTIAL = frozenset(
     {
         "architectures",
@@ -51,13 +52,13 @@ CIRCUMSTANTIAL = frozenset(
 
 @attrs.frozen
 class Parameter:
-    """One parameter.
+    """A record of one model parameter: its shape, its precision and a sample of its values.
 
     Args:
-        shape: Its axes; of a tensor-parallel model, those of the process's own part.
-        dtype: Its precision, such as ``"bfloat16"``; None where it cannot be compared: it is
-            quantised, or its weights are not in memory.
-        sample: ``[up to SAMPLE]`` float32, some of its values; empty where there is no ``dtype``.
+        shape: Its axes; in a tensor-parallel model, the axes of this process's part.
+        dtype: Its precision, such as ``"bfloat16"``; None if it cannot be compared, because it is
+            quantised or its weights are not in memory.
+        sample: ``[up to SAMPLE]`` float32, some of its values; empty if ``dtype`` is None.
     """
 
     shape: tuple[int, ...]
@@ -67,13 +68,13 @@ class Parameter:
 
 @attrs.frozen(eq=False)
 class ModelPrint:
-    """A model's configuration, and its parameters by name, with samples of those that are numbers.
+    """A fingerprint of a model: its configuration, and samples of its parameters.
 
-    The same weights in another precision, quantised, or offloaded are the same model.
+    The same weights in another precision, quantised or offloaded, count as the same model.
 
     Args:
-        config: What of its configuration says which model it is.
-        parameters: By name.
+        config: The settings of its configuration that say which model it is.
+        parameters: Its parameters, by name.
     """
 
     config: dict[str, Any]
@@ -82,7 +83,7 @@ class ModelPrint:
     @staticmethod
     @torch.no_grad()
     def of(decoder: nn.Module) -> ModelPrint:
-        """The print of a model.
+        """Take the fingerprint of a model.
 
         Args:
             decoder: The model without its head.
@@ -98,7 +99,7 @@ class ModelPrint:
         return ModelPrint(_identity(config.to_dict()), found)
 
     def difference(self, other: ModelPrint) -> str | None:
-        """What ``other``, the print of a model to be used in its place, differs in; None if not."""
+        """Describe the first difference from another model's fingerprint; None if there is none."""
         keys = sorted(self.config.keys() | other.config.keys())
         unlike = [key for key in keys if self.config.get(key) != other.config.get(key)]
         if unlike:
@@ -116,7 +117,7 @@ class ModelPrint:
         return None
 
     def is_comparable(self, other: ModelPrint) -> bool:
-        """Whether values of both are known of any parameter."""
+        """True if values of at least one parameter are known in both fingerprints."""
         return next(self._compared(other), None) is not None
 
     def _compared(self, other: ModelPrint) -> Iterator[tuple[str, Parameter, Parameter]]:
@@ -126,7 +127,7 @@ class ModelPrint:
                 yield name, own, its
 
     def packed(self) -> tuple[str, Tensor]:
-        """A string, and a tensor of all samples one after the other; see `unpacked`."""
+        """Return the fingerprint as a string and a tensor of all samples; see `unpacked`."""
         each = [
             [name, list(own.shape), own.dtype, len(own.sample)]
             for name, own in self.parameters.items()
@@ -137,10 +138,10 @@ class ModelPrint:
 
     @staticmethod
     def unpacked(text: str, samples: Tensor) -> ModelPrint:
-        """Read what `packed` has written.
+        """Build a fingerprint from the output of `packed`.
 
         Raises:
-            ValueError: It has not.
+            ValueError: The arguments are not an output of `packed`.
         """
         try:
             read = json.loads(text)
@@ -171,7 +172,10 @@ def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_memory(module: nn.Module) -> AbstractContextManager[Any]:
-    """While it lasts, a module's own weights are where they can be read, if Accelerate has them."""
+    """Return a context in which a module's own weights are in memory.
+
+    It loads weights that Accelerate has offloaded, and does nothing for other modules.
+    """
     if not any(each.is_meta for each in module.parameters(recurse=False)) or not hasattr(
         module, "_hf_hook"
     ):
@@ -186,7 +190,7 @@ def _sampled(parameter: Tensor) -> Parameter:
     if hasattr(parameter, "to_local"):
         parameter = parameter.to_local()
     shape = tuple(parameter.shape)
-    # Quantised weights are tensors of a class of their own, or integers.
+    # Quantised weights are tensors of another class, or integers.
     plain = type(parameter) in (Tensor, nn.Parameter) and parameter.dtype in ROUNDING
     if not plain or parameter.is_meta or not parameter.numel():
         return Parameter(shape, None, torch.empty(0))
@@ -197,7 +201,7 @@ def _sampled(parameter: Tensor) -> Parameter:
 
 
 def _same(own: Parameter, its: Parameter) -> bool:
-    """Whether both are roundings of the same values, or round to the same in bfloat16."""
+    """True if both samples are roundings of the same values, or equal when cast to bfloat16."""
     if own.sample.shape != its.sample.shape:
         return False
     dtypes = (getattr(torch, str(each.dtype)) for each in (own, its))

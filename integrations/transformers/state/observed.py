@@ -1,4 +1,4 @@
-"""What a layer remembers of an answer, for its policy to choose by while it is decoded."""
+"""Remember decoded queries and scorer state, by which a policy evicts during an answer."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.frozen(eq=False)
 class Observed:
-    """The last decoded queries of a layer, and what a scorer carries for what was kept.
+    """The last decoded queries of a layer, with the scorer's state for the kept tokens.
 
-    Nothing changes it: every operation gives another one.
+    It is immutable: every operation returns a new object.
 
     Args:
         queries: ``[batch, query_heads, count, head_dim]``, after rotary embedding; None for none.
-        end: Columns seen when the last of them was.
-        carried: float32 ``[batch, kv_heads, chosen_len, carries]``, for what the policy kept at its
-            last choice; see `Scorer.advance`. None for nothing.
-        columns: ``[batch, count]`` int64, each query's column, -1 for none: rows that have padding
-            among an answer's columns look further back. None where they are the last ``count``
-            before ``end``.
+        end: Number of columns seen up to the last of these queries.
+        carried: float32 ``[batch, kv_heads, chosen_len, carries]``, the scorer's state for the
+            tokens that the policy kept at its last choice; see `Scorer.advance`. None if there is
+            none.
+        columns: ``[batch, count]`` int64, the column of each query, -1 where a row has no query. A
+            row with padding among the columns of the answer has queries from earlier columns. None
+            if they are the last ``count`` columns before ``end``.
     """
 
     queries: Tensor | None = None
@@ -34,20 +35,20 @@ class Observed:
 
     @property
     def count(self) -> int:
-        """Queries remembered."""
+        """The number of queries remembered."""
         return 0 if self.queries is None else self.queries.shape[2]
 
     def noted(
         self, queries: Tensor, tokens: SeenTokens, most: int | None, unbroken: int
     ) -> Observed:
-        """With the queries of one more forward.
+        """Add the queries of one more forward.
 
         Args:
             queries: ``[batch, query_heads, new_len, head_dim]``.
-            tokens: Those seen, with the forward's.
-            most: Queries to be remembered beside those of this forward, which may be taken back;
-                None for all.
-            unbroken: Last columns of which none is padding in any row.
+            tokens: The tokens seen, those of the forward included.
+            most: How many queries to remember before those of this forward, whose tokens may be
+                removed again; None for all.
+            unbroken: Number of last columns that are not padding in any row.
         """
         new_len, end = queries.shape[2], tokens.seen
         own = queries if self.queries is None else torch.cat([self.queries, queries], dim=2)
@@ -55,15 +56,15 @@ class Observed:
         if self.columns is not None:
             new = torch.arange(end - new_len, end, device=own.device)
             columns = torch.cat([self.columns, new.expand(len(own), -1)], dim=1)
-        # A copy: attention modules may go on with what they have given.
+        # A copy, since attention modules may still write to the tensor that they passed.
         whole = Observed(own.clone() if own is queries else own, end, self.carried, columns)
         return whole if most is None else whole.last(most + new_len, tokens, unbroken)
 
     def last(self, count: int, tokens: SeenTokens, unbroken: int) -> Observed:
-        """With the last ``count`` queries of every row only.
+        """Keep only the last ``count`` queries of every row.
 
         Args:
-            count: How many.
+            count: How many queries to keep.
             tokens: See `positions`.
             unbroken: See `noted`.
         """
@@ -82,7 +83,7 @@ class Observed:
         return attrs.evolve(self, queries=queries, columns=None if mended else columns)
 
     def without_last(self, count: int) -> Observed:
-        """Without the queries of the last ``count`` columns."""
+        """Forget the queries of the last ``count`` columns."""
         if self.queries is None:
             return self
         end = self.end - count
@@ -93,18 +94,18 @@ class Observed:
         return attrs.evolve(self, queries=kept, end=end)
 
     def without_rows(self, rows: Tensor) -> Observed:
-        """Without the queries of the rows ``[count]`` of the batch."""
+        """Forget the queries of the rows ``[count]`` of the batch."""
         if self.queries is None:
             return self
         columns = self._columns(len(self.queries)).to(self.queries.device)
         return attrs.evolve(self, columns=columns.index_fill(0, rows.to(columns.device), -1))
 
     def rows(self, rows: Tensor) -> Observed:
-        """With the rows ``[count]`` of the batch."""
+        """Take the rows ``[count]`` of the batch."""
         return self._each(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
 
     def to(self, device: torch.device) -> Observed:
-        """The same on a device."""
+        """Move everything to a device."""
         return self._each(lambda tensor: tensor.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Observed:
@@ -115,20 +116,20 @@ class Observed:
         return Observed(queries, self.end, carried, columns)
 
     def in_precision(self, dtype: torch.dtype) -> Observed:
-        """With queries of another dtype."""
+        """Convert the queries to another dtype."""
         return self if self.queries is None else attrs.evolve(self, queries=self.queries.to(dtype))
 
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Return the bytes of queries, scorer state and columns."""
         held = (self.queries, self.carried, self.columns)
         tensors = (each for each in held if each is not None)
         return sum(each.untyped_storage().nbytes() for each in tensors)
 
     def positions(self, tokens: SeenTokens) -> Tensor:
-        """Positions ``[batch, count]`` of the queries' tokens, -1 on padding.
+        """Return the positions ``[batch, count]`` of the queries' tokens, -1 on padding.
 
         Args:
-            tokens: Those seen, at least up to ``end``.
+            tokens: The tokens seen, at least up to ``end``.
         """
         valid = tokens.valid[:, : self.end]
         places = (valid.cumsum(dim=1) - 1).masked_fill(~valid, -1)
@@ -138,13 +139,13 @@ class Observed:
         return places.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
 
     def _columns(self, batch: int) -> Tensor:
-        """``[batch, count]`` int64, those of the queries."""
+        """Return the columns of the queries, ``[batch, count]`` int64."""
         if self.columns is not None:
             return self.columns
         return torch.arange(self.end - self.count, self.end).expand(batch, -1)
 
     def shown(self, tokens: SeenTokens) -> tuple[Tensor, Tensor]:
-        """The queries and their positions, each row's padding before its tokens.
+        """Return the queries and their positions, with each row's padding before its tokens.
 
         Args:
             tokens: See `positions`.
@@ -158,6 +159,9 @@ class Observed:
 
 
 def _taken(queries: Tensor, order: Tensor) -> Tensor:
-    """Queries ``[batch, query_heads, count, head_dim]`` at ``order`` ``[batch, taken]``."""
+    """Take the queries at ``order`` ``[batch, taken]``.
+
+    ``queries`` are ``[batch, query_heads, count, head_dim]``.
+    """
     index = order[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
     return queries.gather(2, index)

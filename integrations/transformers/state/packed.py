@@ -1,4 +1,4 @@
-"""How a layer's keys and values are held where its rows and heads keep unlike numbers of tokens."""
+"""Hold keys and values without padding, if rows and heads keep different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -14,30 +14,35 @@ from kvpolicy.integrations.transformers.state.storage import GROWTH_SHARE, Held,
 
 
 def wastes_slots(positions: Tensor, tokens: int) -> bool:
-    """Whether padding to one length would take more than a layer may hold beside its tokens.
+    """True if padding to one length would take more memory than a layer may waste.
+
+    The limit is `GROWTH_SHARE` of all slots.
 
     Args:
-        positions: ``[batch, kv_heads, kept_len]`` of what is kept, -1 on padding.
-        tokens: How many of them are no padding.
+        positions: ``[batch, kv_heads, kept_len]`` positions of the kept tokens, -1 on padding.
+        tokens: How many of these slots are not padding.
     """
     return positions.numel() - tokens > positions.numel() * GROWTH_SHARE
 
 
 @attrs.frozen(eq=False)
 class Packed(Held):
-    """Tokens of unlike numbers a row and head without padding, then those appended since.
+    """Keys and values in which every row and head holds its own number of tokens, unpadded.
 
-    What a policy keeps stands head by head behind each other. Every head gets as many appended
-    tokens as the others, so that these are held as anywhere and nothing is packed anew for them.
+    The tokens that a policy keeps are concatenated, one head after the other. Appended tokens are
+    held in an ordinary tensor, since every head gets the same number of them, so that appending
+    packs nothing again.
 
     Args:
-        storage: How both are held.
-        chosen: What was kept: ``[1, 1, total, head_dim]``, row by row, in it head by head, in it
-            the head's tokens in their order.
-        lengths: ``[batch * kv_heads]`` int64, the tokens of each, on the device of attention.
-        counts: The same as numbers.
-        width: Slots per row and head of what was kept, at least the most of these.
-        recent: What came since: ``[batch, kv_heads, new_len, head_dim]``.
+        storage: How kept and appended tokens are held.
+        chosen: The kept tokens, ``[1, 1, total, head_dim]``: row by row, within a row head by head,
+            within a head in the order of its tokens.
+        lengths: ``[batch * kv_heads]`` int64, the number of kept tokens of each head, on the device
+            of attention.
+        counts: The same numbers as Python ints.
+        width: Number of slots per row and head that the kept tokens have in `shape`, at least the
+            largest of ``counts``.
+        recent: The tokens appended since, ``[batch, kv_heads, new_len, head_dim]``.
     """
 
     storage: Storage
@@ -57,16 +62,17 @@ class Packed(Held):
         *,
         counts: Sequence[int] | None = None,
     ) -> Packed:
-        """Hold some slots of a layer.
+        """Pack some slots of a layer.
 
         Args:
-            storage: How they are held.
+            storage: How the slots are held.
             keys: ``[batch, kv_heads, key_len, head_dim]``.
-            values: Likewise.
-            kept: ``[batch, kv_heads or 1, kept_len]``, the slots, -1 on the left for none.
-            appended: How many of the last slots came since, and are held of every head.
-            counts: How many slots each head of each row keeps, row by row; None where that is not
-                known, and is to be looked at.
+            values: ``[batch, kv_heads, key_len, head_dim]``.
+            kept: ``[batch, kv_heads or 1, kept_len]``, the slots to keep, padded with -1 on the
+                left.
+            appended: How many of the last slots are appended tokens, which every head holds.
+            counts: How many slots each head of each row keeps, row by row; None if unknown, so that
+                it must be read from ``kept``.
 
         Example:
             >>> from kvpolicy.integrations.transformers import PlainStorage
@@ -80,7 +86,7 @@ class Packed(Held):
         kept = kept.expand(-1, heads, -1).reshape(batch * heads, width)
         counts = (kept >= 0).sum(dim=1).tolist() if counts is None else counts
         lengths, total = on_device(counts, kept.device), sum(counts)
-        # Not by `nonzero`, which waits for the device to know how many there are.
+        # `nonzero` is not used, since it waits for the device to count.
         each = torch.arange(len(counts), device=kept.device)
         each = each.repeat_interleave(lengths, output_size=total)
         behind = lengths.cumsum(0)[each] - torch.arange(total, device=kept.device)  # 1: the last
@@ -121,7 +127,9 @@ class Packed(Held):
         return sum(self.counts) + self.recent.slots
 
     def parts(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """What was kept and what came since, where attention needs them: keys and values of each.
+        """Return keys and values of the kept tokens, then keys and values of the appended ones.
+
+        They are on the device where attention needs them.
 
         Returns:
             Tensors ``[total, head_dim]`` and ``[batch, kv_heads, new_len, head_dim]``, which may be
@@ -131,7 +139,7 @@ class Packed(Held):
         return (keys[0, 0], values[0, 0]), self.recent.read()
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """See `Held.read`; copies, with zeros on slots that hold nothing."""
+        """Return padded copies of all keys and values, 0 on empty slots; see `Held.read`."""
         chosen, recent = self.parts()
         keys, values = (self._unpacked(*each) for each in zip(chosen, recent, strict=True))
         return keys, values
@@ -140,10 +148,10 @@ class Packed(Held):
         batch, heads, count, dim = recent.shape
         width = self.width
         whole = chosen.new_zeros(batch * heads, width + count, dim)
-        if chosen.device.type == "cpu":  # where a copy of a block is the fastest
+        if chosen.device.type == "cpu":  # where copying blocks is fastest
             for head, tokens in enumerate(torch.split(chosen, list(self.counts))):
                 whole[head, width - len(tokens) : width] = tokens
-        else:  # where every call costs
+        else:  # where every call has a cost
             ends = torch.arange(batch * heads, device=chosen.device) * (width + count) + width
             shifts = (ends - self.lengths.cumsum(0)).repeat_interleave(
                 self.lengths, output_size=len(chosen)
@@ -155,7 +163,7 @@ class Packed(Held):
         return whole
 
     def unpacked(self) -> Plain:
-        """The same with as many slots for every row and head as for the one that has most."""
+        """Return the same keys and values, padded to as many slots as the longest head has."""
         keys, values = self.read()
         return Plain.of(keys, values, keys.device)
 
@@ -183,7 +191,10 @@ class Packed(Held):
         return self._taken(taken, [self.counts[each] for each in taken], self.recent.rows(rows))
 
     def _taken(self, taken: range | list[int], counts: list[int], recent: Held) -> Packed:
-        """The first ``counts`` tokens of each of some rows' heads, by their places."""
+        """Take the first ``counts`` kept tokens of some heads.
+
+        ``taken`` are indices of heads, ``row * kv_heads + head``.
+        """
         keys, values = self.chosen.read()
         ends = list(itertools.accumulate(self.counts))
         lengths = torch.tensor(counts, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What a `PolicyCache` stores for a layer that carries a state, or holds nothing at all."""
+"""Store the state of a recurrent layer, and define layers that store nothing."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 States = dict[int, Tensor]
 
-# Transformers 5.17 has none, and does not ask for it.
+# Transformers 5.17 has no such class, and does not need it.
 _Dummy: Any = getattr(cache_utils, "DummyLayer", object)
 
 
 class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
-    """The state of a recurrent layer or of a convolution, as Transformers' own cache holds it.
+    """A cache layer that holds recurrent and convolution states as Transformers' cache does.
 
-    Models write into the tensors of a state. `own_states` gives them others to write to, before
-    every forward, so that one that fails can be taken back, and copies go their own way.
+    Models write into the tensors of a state. Before every forward `own_states` replaces them by
+    copies, so that a failed forward can be undone and copies of a cache are independent.
 
     Args:
-        storage: Of keys and values; the state is held as it is.
-        room: As of a `PolicyLayer`.
-        number_of_states: States of either kind, one for each module of the layer that has one.
+        storage: How keys and values are held; the state is held unchanged.
+        room: See `PolicyLayer`.
+        number_of_states: Number of states of either kind, one for each module of the layer that has
+            a state.
     """
 
     attends = False
-    is_croppable = False  # a state cannot be taken back by some tokens
+    is_croppable = False  # tokens cannot be removed from a state
 
     def __init__(
         self, storage: Storage | None = None, room: int = 0, number_of_states: int = 1
@@ -54,23 +55,23 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
 
     @property
     def states(self) -> tuple[States, States]:
-        """Those of convolutions and the recurrent ones, ``[batch, ...]`` each, by number."""
+        """The convolution states and the recurrent states, ``[batch, ...]`` each, by number."""
         return _held(self.conv_states), _held(self.recurrent_states)
 
     def own_states(self) -> None:
-        """Go on with copies of the states, which nothing else holds."""
+        """Replace the states by copies that nothing else holds."""
         self.hold_states(
             *({index: each.clone() for index, each in part.items()} for part in self.states)
         )
 
     def hold_states(self, conv: States, recurrent: States) -> None:
-        """Hold these, and no others."""
+        """Replace all states by these."""
         for index in range(self.number_of_states):
             self.conv_states[index] = conv.get(index)
             self.recurrent_states[index] = recurrent.get(index)
             self.is_conv_states_initialized[index] = index in conv
             self.is_recurrent_states_initialized[index] = index in recurrent
-            # As Transformers', which learns of a state from that of its convolution.
+            # As in Transformers, which sets this flag when the convolution state is set.
             self.has_previous_state[index] = index in conv
             self.conv_kernel_size[index] = conv[index].shape[-1] if index in conv else None
         device: Any = next((each.device for each in (*conv.values(), *recurrent.values())), None)
@@ -109,28 +110,31 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
         self.hold_states(*states)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget the state, and all keys and values."""
         PolicyLayer.reset(self)
 
     def _nothing(self) -> State:
         return (*super()._nothing(), ({}, {}))
 
-    # What Transformers asks of a layer.
+    # The interface of a cache layer of Transformers.
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Make room for a state; keys and values need none."""
+        """Prepare memory for a state; keys and values need none."""
         if not args:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
 
 class SideBySideLayer(RecurrentLayer):
-    """Keys and values, of which a policy chooses, and a state beside them, which is held whole."""
+    """A cache layer with both keys and values, which a policy evicts, and a state held whole."""
 
     attends = True
 
 
 class EmptyLayer(PolicyLayer, _Dummy):  # type: ignore[misc]
-    """A layer that reads its tokens one by one, such as experts alone, and holds nothing."""
+    """A cache layer that holds nothing, for a layer that reads tokens independently.
+
+    An example is a layer with experts only.
+    """
 
     attends = False
 
@@ -139,12 +143,12 @@ class EmptyLayer(PolicyLayer, _Dummy):  # type: ignore[misc]
 
 
 class SharedLayer(EmptyLayer):
-    """A layer that attends to the keys and values of another one, and holds nothing itself.
+    """A cache layer that holds nothing, since it attends to another layer's keys and values.
 
     Args:
-        storage: As of a `PolicyLayer`.
-        room: As of a `PolicyLayer`.
-        producer: The layer that holds them, which is known after `link`.
+        storage: See `PolicyLayer`.
+        room: See `PolicyLayer`.
+        producer: Index of the layer that holds them; `link` connects the two.
     """
 
     def __init__(
@@ -160,16 +164,16 @@ class SharedLayer(EmptyLayer):
 
     @property
     def positions(self) -> Tensor | None:
-        """Those of the layer that holds its keys and values."""
+        """The positions in the layer that holds its keys and values; None before `link`."""
         return None if self._lender is None else self._lender.positions
 
     def borrow(self, lender: PolicyLayer) -> None:
-        """Learn which layer holds its keys and values."""
+        """Set the layer that holds its keys and values."""
         self._lender = lender
 
 
 def link(layers: Sequence[PolicyLayer]) -> None:
-    """Tell every layer of a cache that shares another's keys which one that is."""
+    """Connect every layer that shares another layer's keys and values to that layer."""
     for layer in layers:
         if isinstance(layer, SharedLayer):
             assert layer.producer is not None
@@ -177,12 +181,12 @@ def link(layers: Sequence[PolicyLayer]) -> None:
 
 
 def layer_for(kind: LayerKind, storage: Storage, room: int) -> PolicyLayer:
-    """What a cache holds for a layer of a kind, nothing yet.
+    """Make the empty cache layer for a kind of model layer.
 
     Args:
-        kind: The layer's.
+        kind: Kind of the model layer.
         storage: How keys and values are held.
-        room: Slots to have memory for in advance.
+        room: Slots for which memory is reserved.
     """
     if kind.producer is not None:
         return SharedLayer(storage, room, kind.producer)

@@ -1,4 +1,4 @@
-"""What a cache holds, against what a full one would."""
+"""Report the tokens and bytes a cache holds, and the bytes of a full cache."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 
 @attrs.frozen
 class LayerReport:
-    """One layer, or all layers together.
+    """A count of the tokens and bytes held by one layer, or by all layers together.
 
     Args:
         seen: Tokens seen, over all rows, padding not counted.
         kept: Tokens whose keys and values are held, over all rows; the mean over the KV heads.
-        held_bytes: Bytes of the keys and values held, in this process, of index keys where a layer
-            has an indexer, and of the layer's state. Buffers have room for more: that of
-            ``max_new_tokens``, or, while decoding, up to a sixteenth.
-        full_bytes: Bytes of the same that a full cache would hold, padding included.
-        padding_bytes: Those of ``held_bytes`` that hold no token: where heads or rows keep nearly
-            equal numbers of tokens, all have as many slots as the one that keeps most, as they have
-            while `generate` decodes into fixed buffers. Elsewhere they are held without padding.
-        holds_tokens: Whether the layer has keys and values at all; others hold a state, which is as
+        held_bytes: Bytes held in this process: keys and values, index keys if the layer has an
+            indexer, and the layer's state. Memory reserved for more tokens is not counted: that for
+            ``max_new_tokens`` or, while decoding, up to a sixteenth.
+        full_bytes: The same bytes in a full cache, padding included.
+        padding_bytes: How many of ``held_bytes`` hold no token. Heads and rows are padded to the
+            length of the longest if they keep nearly equal numbers of tokens, or while `generate`
+            decodes into fixed buffers. Otherwise they are held without padding.
+        holds_tokens: Whether the layer has keys and values. Other layers hold a state, which is as
             large in a full cache, or nothing.
-        observed_bytes: Bytes of the queries and sums that a policy chooses by while it decodes,
-            which a full cache has none of; not among ``held_bytes``.
+        observed_bytes: Bytes of the queries and sums by which a policy evicts while it decodes. A
+            full cache has none; they are not part of ``held_bytes``.
     """
 
     seen: int
@@ -39,19 +39,21 @@ class LayerReport:
 
     @property
     def share(self) -> float:
-        """Held bytes over full bytes, in [0, 1]; 0 for an empty cache."""
+        """The ratio of held bytes to full bytes, in [0, 1]; 0 for an empty cache."""
         return self.held_bytes / self.full_bytes if self.full_bytes else 0.0
 
 
 @attrs.frozen
 class CacheReport:
-    """What each layer of a cache holds; ``str()`` makes a table of at most 80 columns.
+    """A report of the tokens and bytes each layer holds; ``str()`` makes a table.
 
-    Under tensor parallelism a cache holds the keys and values of its process's heads, and all that
-    is said of bytes and of heads, the full cache's bytes too, is of these.
+    The table has at most 80 columns.
+
+    Under tensor parallelism a cache holds only the keys and values of its process's heads. All
+    numbers of bytes and heads then count these heads only, also those of the full cache.
 
     Args:
-        layers: One entry a layer.
+        layers: One report for each layer.
 
     Example:
         >>> print(CacheReport((LayerReport(1000, 100.0, 51200, 512000, 2048),)))
@@ -64,10 +66,10 @@ class CacheReport:
 
     @staticmethod
     def of(layers: Sequence[PolicyLayer], seen: int, columns: int) -> CacheReport:
-        """Read the layers of a cache.
+        """Make the report of a cache's layers.
 
         Args:
-            layers: What each layer holds.
+            layers: The layers of the cache.
             seen: Tokens seen, over all rows, padding not counted.
             columns: Columns seen, padding included.
         """
@@ -94,7 +96,10 @@ class CacheReport:
 
     @property
     def total(self) -> LayerReport:
-        """All layers: bytes are sums; tokens kept are the mean over the layers that hold some."""
+        """The report of all layers together.
+
+        Bytes are sums; tokens kept are the mean over the layers that hold keys and values.
+        """
         count = max(sum(layer.holds_tokens for layer in self.layers), 1)
         return LayerReport(
             seen=max((layer.seen for layer in self.layers), default=0),

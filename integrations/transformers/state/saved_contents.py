@@ -1,4 +1,4 @@
-"""Whether what a file of a cache holds fits together, before a cache is made of it."""
+"""Check that the contents of a saved cache fit together, before a cache is made of them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 
 from kvpolicy.integrations.transformers.state.saved_states import OF_CROSS, OF_INDEX, check_states
 
-# Characters of what is no JSON that an error shows.
+# How many characters of invalid JSON an error shows.
 _SHOWN = 80
 
 
 def check_contents(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Check that layers, tokens and metadata agree.
+    """Check that the layers, tokens and metadata of a file agree.
 
     Args:
         metadata: The file's strings by name.
         tensors: Its tensors by name.
 
     Raises:
-        KeyError: Something is missing.
-        ValueError: Something is not what it must be; names it.
+        KeyError: A string or tensor is missing.
+        ValueError: A string or tensor is wrong; the message names it.
     """
     query_heads = _read_json(metadata, "query_heads")
     if not isinstance(query_heads, list) or not query_heads:
@@ -65,7 +65,7 @@ def _read_json(metadata: Mapping[str, str], name: str) -> Any:
 
 
 def _check_producers(producers: object, query_heads: list[object]) -> None:
-    """Check that layers without keys attend to those of earlier layers that have some."""
+    """Check that layers without keys attend to the keys of earlier layers."""
     if not isinstance(producers, dict):
         raise ValueError(f"producers must be layers by layer, got {producers!r}")
     for layer, producer in producers.items():
@@ -79,12 +79,12 @@ def _check_producers(producers: object, query_heads: list[object]) -> None:
 
 
 def _acted(lengths: Tensor, appended: Tensor) -> Tensor:
-    """``[batch]`` int64, the tokens of each row that the policy has acted on."""
+    """Return how many tokens of each row the policy has acted on, ``[batch]`` int64."""
     return lengths - (appended >= 0).sum(dim=1)
 
 
 def _check_tokens(tensors: Mapping[str, Tensor], *, padded: bool) -> Tensor:
-    """Check the tokens seen; returns each row's number of those that the policy has acted on."""
+    """Check the tokens seen; return how many of each row the policy has acted on."""
     valid, lengths = tensors["tokens.valid"], tensors["tokens.lengths"]
     _check_tensor("tokens.valid", valid, torch.bool, None, None)
     batch = len(valid)
@@ -118,7 +118,7 @@ def _check_tokens(tensors: Mapping[str, Tensor], *, padded: bool) -> Tensor:
 
 
 def _check_since(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Check by row how many of its tokens came since layers chose, where the file says so."""
+    """Check the number of tokens of each row since layers last evicted, if the file has it."""
     if "rows_since" not in metadata:
         return
     since, lengths = _read_json(metadata, "rows_since"), tensors["tokens.lengths"].tolist()
@@ -135,7 +135,10 @@ def _check_since(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> 
 
 
 def _check_appended(appended: Tensor, valid: Tensor) -> None:
-    """Check that these are the positions of the last columns, as `SeenTokens` counts them."""
+    """Check that ``appended`` are the positions of the last columns.
+
+    See `SeenTokens` for how positions are counted.
+    """
     _check_tensor("tokens.appended", appended, torch.int64, len(valid), None)
     if appended.shape[1] >= valid.shape[1]:
         raise ValueError(
@@ -157,13 +160,13 @@ def _check_appended(appended: Tensor, valid: Tensor) -> None:
 def _check_layers(
     query_heads: list[object], tensors: Mapping[str, Tensor], acted: Tensor, unlike: object
 ) -> None:
-    """Check every layer, and that all are those of one model.
+    """Check every layer, and that all layers fit one model.
 
     Args:
-        query_heads: An entry a layer, None without keys.
+        query_heads: One entry for each layer, None for a layer without keys.
         tensors: The file's tensors by name.
         acted: ``[batch]``, tokens that the policy has acted on.
-        unlike: Where layers have heads of unlike sizes, those of each; else None.
+        unlike: If layers differ in their head sizes, the sizes of each layer; else None.
     """
     if unlike is not None and (not isinstance(unlike, list) or len(unlike) != len(query_heads)):
         raise ValueError(f"head_sizes must be a list with an entry a layer, got {unlike!r}")
@@ -195,7 +198,7 @@ def _check_layers(
 def _check_layer(
     index: int, query_heads: object, tensors: Mapping[str, Tensor], acted: Tensor
 ) -> tuple[int, ...]:
-    """Check a layer; returns its query heads, KV heads, head_dim of keys and that of values."""
+    """Check a layer; return its query heads, KV heads and head dimensions of keys and values."""
     names = [f"layers.{index}.{name}" for name in ("keys", "values", "positions")]
     keys, values, positions = (tensors[name] for name in names)
     if not keys.is_floating_point():
@@ -203,7 +206,7 @@ def _check_layer(
     _check_tensor(names[0], keys, keys.dtype, len(acted), None, None, None)
     _, kv_heads, kept_len, _ = keys.shape
     _check_tensor(names[1], values, keys.dtype, len(acted), kv_heads, kept_len, None)
-    # A latent may have no rotary part, which stands in the place of values.
+    # In latent attention the rotary part takes the place of values, and may be empty.
     whole = f"layers.{index}.{OF_INDEX[0]}" in tensors
     for name, tensor in zip(names[:2], (keys, values), strict=True):
         if not (kv_heads and (tensor.shape[3] or (whole and tensor is values))):
@@ -228,7 +231,10 @@ def _check_layer(
 def _check_observed(
     index: int, query_heads: int, tensors: Mapping[str, Tensor], sizes: tuple[int, int]
 ) -> None:
-    """Check what a layer remembers of an answer; ``sizes`` are its rows and the tokens chosen."""
+    """Check the decoded queries and the scorer state of a layer.
+
+    ``sizes`` are the number of rows, and the number of tokens that the policy kept.
+    """
     (batch, chosen_len), seen = sizes, tensors["tokens.valid"].shape[1]
     queries = tensors.get(f"layers.{index}.queries")
     if queries is not None:
@@ -262,7 +268,7 @@ def _check_crosses(
     tensors: Mapping[str, Tensor],
     batch: int,
 ) -> None:
-    """Check what layers hold that attend to images: as many keys as values, or none."""
+    """Check the layers that attend to images: keys and values have one shape, or are absent."""
     crosses = _read_json(metadata, "crosses") if "crosses" in metadata else []
     fits = isinstance(crosses, list) and len(crosses) in (0, len(query_heads))
     wrong = [
@@ -287,7 +293,7 @@ def _check_crosses(
 
 
 def _check_index(index: int, tensors: Mapping[str, Tensor], keys: Tensor) -> None:
-    """Check what a layer with an indexer holds beside its keys: one of each a slot."""
+    """Check that a layer with an indexer has an index key and its position ids for every slot."""
     names = [f"layers.{index}.{name}" for name in OF_INDEX]
     if not any(name in tensors for name in names):
         return
@@ -309,7 +315,7 @@ def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | N
 
 
 def _check_positions(name: str, positions: Tensor, acted: Tensor) -> None:
-    """Check positions of tokens that the policy acted on: -1 on the left, then ascending."""
+    """Check positions of kept tokens: -1 on the left, then ascending and below ``acted``."""
     most = acted.view(-1, *[1] * (positions.ndim - 1))
     if bool(((positions < -1) | (positions >= most)).any()):
         raise ValueError(

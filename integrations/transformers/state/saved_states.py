@@ -1,4 +1,4 @@
-"""The states of recurrent layers, as the file of a cache has them."""
+"""Save the states of recurrent layers in the file of a cache, and read and check them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer, States
 
-# What the states of convolutions and the others are called, before their numbers.
+# Names of convolution states and recurrent states, before their numbers.
 PARTS = ("conv", "recurrent")
 _OF_KEYS = ("keys", "values", "positions", "queries", "carried", "columns")
-# Beside them, where a layer has an indexer.
+# Held beside these, if a layer has an indexer.
 OF_INDEX = ("index_keys", "index_beside")
-# In the place of them, where a layer attends to images.
+# Held in place of these, if a layer attends to images.
 OF_CROSS = ("image_keys", "image_values")
-# More than any layer has, so that a broken file makes no room for what is not there.
+# A limit above the number of any layer, so that a damaged file cannot ask for much memory.
 _MOST = 64
 
 
 def state_tensors(layers: Sequence[PolicyLayer]) -> dict[str, Tensor]:
-    """Every state by its name in a file, such as ``layers.3.conv.0``."""
+    """Return every state by its name in a file, for example ``layers.3.conv.0``."""
     return {
         f"layers.{index}.{part}.{number}": each
         for index, layer in enumerate(layers)
@@ -34,9 +34,9 @@ def state_tensors(layers: Sequence[PolicyLayer]) -> dict[str, Tensor]:
 
 
 def state_metadata(layers: Sequence[PolicyLayer]) -> dict[str, str]:
-    """By layer, how many states it may have, and the names of those that it holds.
+    """Describe, for each recurrent layer, how many states it may have and which it holds.
 
-    Nothing where no layer is recurrent.
+    The result is empty if no layer is recurrent.
     """
     found = {
         str(index): {
@@ -56,12 +56,14 @@ def state_metadata(layers: Sequence[PolicyLayer]) -> dict[str, str]:
 def read_states(
     metadata: Mapping[str, str], tensors: Mapping[str, Tensor], index: int
 ) -> tuple[int, States, States]:
-    """How many states a layer may have, and those it holds; of contents that were checked.
+    """Read how many states a layer may have, and the states it holds.
+
+    The contents of the file must have been checked.
 
     Args:
         metadata: The file's strings by name.
         tensors: Its tensors by name.
-        index: The layer's.
+        index: Index of the layer.
     """
     of_layer = json.loads(metadata.get("states", "{}")).get(str(index), {"number": 0})
     found: list[States] = []
@@ -75,17 +77,17 @@ def read_states(
 def check_states(
     states: object, query_heads: Sequence[object], tensors: Mapping[str, Tensor], batch: int
 ) -> None:
-    """Check the states of layers, and that no layer holds what it is not to hold.
+    """Check the states of layers, and that no layer holds a tensor that it must not hold.
 
     Args:
-        states: What the file says of them.
-        query_heads: An entry a layer, None without keys.
+        states: The file's description of them; see `state_metadata`.
+        query_heads: One entry for each layer, None for a layer without keys.
         tensors: The file's tensors by name.
-        batch: Rows.
+        batch: Number of rows.
 
     Raises:
         KeyError: A state is missing.
-        ValueError: Something is not what it must be; names it.
+        ValueError: A description or tensor is wrong; the message names it.
     """
     if not isinstance(states, dict) or not all(map(_is_of_layer, states.values())):
         raise ValueError(f"states must tell numbers and names of states by layer, got {states!r}")
@@ -116,7 +118,7 @@ def check_states(
 
 
 def _is_of_layer(found: Any) -> bool:
-    """Whether this is what `state_metadata` says of a layer; a state has one of its convolution."""
+    """True if ``found`` has the form in which `state_metadata` describes one layer."""
     if not isinstance(found, dict) or found.keys() != {"number", "held"}:
         return False
     number, held = found["number"], found["held"]

@@ -1,4 +1,4 @@
-"""A cache as a file: what its layers hold, with the policy and the model that filled it."""
+"""Save a cache to a file, with its policy and the fingerprint of its model, and load it."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ VERSION = 3
 
 @attrs.frozen(eq=False)
 class SavedCache:
-    """What a file holds of a cache.
+    """The contents of a cache file.
 
     Args:
         policy: The policy's description.
-        model: The model that filled the cache.
+        model: The fingerprint of the model that filled the cache.
         tokens: The tokens seen.
-        layers: What each layer holds.
+        layers: The layers of the cache.
         propagated: See `PolicyCache.propagated`.
         starts_turn: Whether the policy acts on the next forward.
     """
@@ -66,12 +66,12 @@ class SavedCache:
     starts_turn: bool
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the file whole or not at all.
+        """Write the whole file, or nothing if that fails.
 
         Raises:
             TypeError: ``path`` is no path.
-            OSError: It cannot be written, or there is something that is no regular file.
-            ValueError: ``path`` names no file.
+            OSError: The file cannot be written, or ``path`` exists and is not a regular file.
+            ValueError: ``path`` is empty.
         """
         target, mode = _target(path)
         model, samples = self.model.packed()
@@ -121,17 +121,17 @@ class SavedCache:
                 found[f"tokens.{name}"] = getattr(self.tokens, name)
         for index, positions in self.propagated.items():
             found[f"propagated.{index}"] = positions
-        # The format takes no two names for one storage.
+        # The format does not allow two names for one storage, so that every tensor is copied.
         return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> SavedCache:
-        """Read a file, into tensors on the CPU.
+        """Read a file into tensors on the CPU.
 
         Raises:
             TypeError: ``path`` is no path.
-            OSError: It cannot be read, or is no regular file.
-            ValueError: It is no saved cache, one of another version, or what it holds does not
+            OSError: The file cannot be read, or is not a regular file.
+            ValueError: The file is not a saved cache or has another version, or its contents do not
                 fit together.
         """
         _check_path(path)
@@ -159,16 +159,17 @@ class SavedCache:
             raise _broken(path, error) from None
 
     def policy_of(self, path: str | os.PathLike[str], policy: CachePolicy | None) -> CachePolicy:
-        """The policy that filled the cache.
+        """Return the policy that filled the cache.
 
         Args:
             path: The file, for messages.
             policy: The policy, if it is given; else it is built from its description.
 
         Raises:
-            TypeError: ``policy`` is no `CachePolicy`.
-            ValueError: ``policy`` is another, or must be given; or the layers carry what its
-                scorer does not, or hold other numbers of tokens than it needs.
+            TypeError: ``policy`` is not a `CachePolicy`.
+            ValueError: ``policy`` is a different one, or is None though it must be given; or the
+                scorer state in the layers is not of the policy's scorer; or layers hold other
+                numbers of tokens than a ``gapless`` policy needs.
         """
         try:
             policy = self._built_policy(path) if policy is None else self._same(path, policy)
@@ -188,7 +189,7 @@ class SavedCache:
         return policy
 
     def _check_gapless(self, path: str | os.PathLike[str]) -> None:
-        """Check that what follows is read behind as many tokens as layers hold."""
+        """Check that rotary positions continue directly behind the tokens that layers hold."""
         lengths, skipped = self.tokens.lengths, self.tokens.skipped
         skipped = torch.zeros_like(lengths) if skipped is None else skipped
         holding = [layer for layer in self.layers if layer.held is not None]
@@ -212,12 +213,12 @@ class SavedCache:
                 f"policy must be the one that filled the cache in {path}, which is "
                 f"{_named(self.policy)}, got {policy}"
             )
-        check_kind("policy", policy, CachePolicy)  # a file may name a part alone
+        check_kind("policy", policy, CachePolicy)  # a file may describe a single part
         return policy
 
 
 def _named(description: Description) -> str:
-    """A described policy as one writes it, or its data where it cannot be built."""
+    """Return a described policy as code, or the description itself if it cannot be built."""
     try:
         return str(from_description(description))
     except ValueError:
@@ -229,13 +230,16 @@ def _broken(path: str | os.PathLike[str], error: object) -> ValueError:
 
 
 def _check_path(path: object) -> None:
-    """Check that it is a path: `os.stat` takes a number for a file that is open."""
+    """Check that ``path`` is a path.
+
+    Otherwise `os.stat` would take an int for an open file.
+    """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a str or os.PathLike, got {path!r}")
 
 
 def _target(path: str | os.PathLike[str]) -> tuple[Path, int]:
-    """The regular file to be written, behind all links, and the mode it is to have."""
+    """Return the regular file to write, with all links resolved, and the mode it must have."""
     _check_path(path)
     if not os.fspath(path):
         raise ValueError(f"path must name a file, got {path!r}")
@@ -250,25 +254,28 @@ def _target(path: str | os.PathLike[str]) -> tuple[Path, int]:
 
 
 def _mode_of_new_files() -> int:
-    """What the process's umask leaves of a file's mode; temporary files are their owner's alone."""
+    """Return the mode of new files under the process's umask.
+
+    It is needed since a temporary file can be read by its owner only.
+    """
     umask = os.umask(0)
     os.umask(umask)
     return 0o666 & ~umask
 
 
 def _producer_metadata(layers: Sequence[PolicyLayer]) -> dict[str, str]:
-    """By layer that attends to another's keys, which that is; nothing where there is none."""
+    """Describe which layer each layer shares keys with; empty if no layer shares keys."""
     found = {i: each.producer for i, each in enumerate(layers) if each.producer is not None}
     return {"producers": json.dumps(found)} if found else {}
 
 
 def _since_metadata(tokens: SeenTokens) -> dict[str, str]:
-    """See `SeenTokens.rows_since`; nothing where that is None."""
+    """Describe `SeenTokens.rows_since`; empty if it is None."""
     return {} if tokens.rows_since is None else {"rows_since": json.dumps(tokens.rows_since)}
 
 
 def _size_metadata(layers: Sequence[PolicyLayer]) -> dict[str, str]:
-    """By layer, its query heads, KV heads and head dimensions; nothing where all are alike."""
+    """Describe the query heads, KV heads and head dimensions of each layer; empty if all agree."""
     sizes = [_sizes(layer) for layer in layers]
     alike = len({each for each in sizes if each is not None}) <= 1
     return {} if alike else {"head_sizes": json.dumps(sizes)}

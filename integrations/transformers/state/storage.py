@@ -1,4 +1,4 @@
-"""How a layer's keys and values are held: as they are, quantised, or away from the device."""
+"""Hold a layer's keys and values: unchanged, quantised, or on another device."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from torch import Tensor
 
 from kvpolicy.checks import check_count
 
-# When a token is appended and there is no room, buffers grow by this share, or by a few slots at
-# least: decoding copies what it holds once in so many steps.
+# If a token is appended to a full buffer, the buffer grows by this share, or at least by the number
+# of slots below. So decoding copies its buffers only once in many steps.
 GROWTH_SHARE = 1 / 16
 SMALLEST_GROWTH = 16
 
 
 class Held(abc.ABC):
-    """Keys and values of one layer. Nothing changes it: every operation gives another one."""
+    """The keys and values of one layer.
+
+    It is immutable: every operation returns a new object.
+    """
 
     @property
     @abc.abstractmethod
     def shape(self) -> torch.Size:
-        """``[batch, kv_heads, kept_len, head_dim]`` of the keys."""
+        """The shape ``[batch, kv_heads, kept_len, head_dim]`` of the keys."""
 
     @property
     @abc.abstractmethod
@@ -34,67 +37,67 @@ class Held(abc.ABC):
     @property
     @abc.abstractmethod
     def dtype(self) -> torch.dtype:
-        """That of keys and values, where attention needs them."""
+        """The dtype of keys and values as attention gets them."""
 
     @property
     def capacity(self) -> int:
-        """Slots per row and head that there is memory for."""
+        """The number of slots per row and head for which there is memory."""
         return self.shape[2]
 
     @property
     def slots(self) -> int:
-        """Slots that are taken, over all rows and heads."""
+        """The number of taken slots, over all rows and heads."""
         return self.shape[:3].numel()
 
     @abc.abstractmethod
     def read(self) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[batch, kv_heads, kept_len, head_dim]``, where attention needs them."""
+        """Return keys and values ``[batch, kv_heads, kept_len, head_dim]`` where attention is."""
 
     @abc.abstractmethod
     def appended(self, keys: Tensor, values: Tensor) -> Held:
-        """With more tokens behind."""
+        """Return an object with these tokens appended."""
 
     @abc.abstractmethod
     def first(self, count: int) -> Held:
-        """With the first ``count`` slots only."""
+        """Return an object with only the first ``count`` slots."""
 
     @abc.abstractmethod
     def rows(self, rows: Tensor) -> Held:
-        """With the rows ``[count]`` of the batch."""
+        """Return an object with the rows ``[count]`` of the batch."""
 
     @abc.abstractmethod
     def nbytes(self) -> int:
-        """Bytes of memory behind it, whole storages."""
+        """Return the bytes of the storages behind it, reserved memory included."""
 
     def taken_nbytes(self) -> int:
-        """Those of `nbytes` that are of slots that are taken."""
+        """Return how many of `nbytes` belong to taken slots."""
         return self.nbytes() * self.shape[2] // max(self.capacity, 1)
 
     def with_room(self, count: int) -> Held:
-        """With memory for ``count`` more slots, where memory is had in advance."""
+        """Reserve memory for ``count`` more slots, if this storage can reserve memory."""
         return self
 
 
 class Storage(abc.ABC):
-    """How a cache holds keys and values, layer by layer."""
+    """A strategy for holding keys and values, layer by layer."""
 
     @abc.abstractmethod
     def hold(self, keys: Tensor, values: Tensor) -> Held:
-        """Hold what a layer keeps.
+        """Hold the keys and values that a layer keeps.
 
         Args:
             keys: ``[batch, kv_heads, kept_len, head_dim]``.
-            values: Likewise; the head dimension may be another.
+            values: ``[batch, kv_heads, kept_len, head_dim]``; its head dimension may differ.
         """
 
     def beside(self) -> Storage:
-        """How what stands beside keys and values is held, of which nothing may be lost."""
+        """Return the storage for tensors beside keys and values, which must not lose precision."""
         return self
 
 
 @attrs.frozen
 class PlainStorage(Storage):
-    """Holds tensors as they come, on their device.
+    """A storage that holds tensors unchanged, on their device.
 
     Example:
         >>> PlainStorage().hold(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4)).nbytes()
@@ -108,7 +111,7 @@ class PlainStorage(Storage):
 
 @attrs.frozen
 class OffloadedStorage(Storage):
-    """Holds tensors in the memory of the CPU; a layer's come back while it attends.
+    """A storage in CPU memory; a layer's tensors are copied back while it attends.
 
     Example:
         >>> OffloadedStorage().hold(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4)).shape
@@ -123,20 +126,20 @@ class OffloadedStorage(Storage):
 
 @attrs.frozen
 class QuantizedStorage(Storage):
-    """Holds tensors in few bits, by the quantised cache layers of Transformers.
+    """A storage in a few bits per number, by the quantised cache layers of Transformers.
 
-    What a policy keeps is quantised at once; tokens that are appended stay as they are until there
-    are ``residual_length`` of them, when all is quantised anew.
+    The tokens that a policy keeps are quantised at once. Appended tokens stay unquantised until
+    there are ``residual_length`` of them; then all tokens are quantised again.
 
     Args:
-        backend: ``"quanto"`` (optimum-quanto) or ``"hqq"``, which has to be installed.
+        backend: ``"quanto"`` (optimum-quanto) or ``"hqq"``; it must be installed.
         nbits: Bits of a number: 2 or 4 with quanto, 1, 2, 3, 4 or 8 with hqq.
         q_group_size: Numbers that share a scale; must divide the head dimension.
-        residual_length: Appended tokens that are held as they are, at least 1.
+        residual_length: Number of appended tokens at which all are quantised, at least 1.
 
     Raises:
         TypeError: A number is not an int.
-        ValueError: The backend is unknown or a number below 1.
+        ValueError: The backend is unknown, or a number is below 1.
         ImportError: The backend is not installed.
 
     Source: KIVI (arXiv 2402.02750), as in Transformers' ``QuantizedCache``.
@@ -153,10 +156,10 @@ class QuantizedStorage(Storage):
         self._layer()
 
     def _layer(self) -> Any:
-        """An empty quantised layer of Transformers."""
+        """Make an empty quantised layer of Transformers."""
         from transformers import cache_utils
 
-        # Along the axis that each backend groups within a head's numbers.
+        # The axis with which each backend groups numbers of one head.
         kinds = {
             "quanto": (cache_utils.QuantoQuantizedLayer, 0),
             "hqq": (cache_utils.HQQQuantizedLayer, 1),
@@ -198,7 +201,7 @@ class QuantizedStorage(Storage):
 
 @attrs.define(eq=False)
 class _Used:
-    """How many slots of two buffers are taken, by whichever holder came last."""
+    """A counter of the taken slots of two buffers, shared by all objects that hold them."""
 
     slots: int
 
@@ -207,8 +210,8 @@ class _Used:
 class Plain(Held):
     """The first ``length`` slots of two buffers, which may be longer and shared.
 
-    Appending writes behind them where nobody has written yet, and copies them elsewhere: what
-    another holder sees never changes.
+    Appended tokens are written behind these slots if nothing is there yet; otherwise all slots are
+    copied to new buffers. So the slots that another object sees never change.
     """
 
     keys: Tensor
@@ -219,7 +222,7 @@ class Plain(Held):
 
     @staticmethod
     def of(keys: Tensor, values: Tensor, device: torch.device) -> Plain:
-        """Hold whole tensors."""
+        """Hold whole tensors, copied if they are views into larger ones."""
         length = keys.shape[2]
         return Plain(own_storage(keys), own_storage(values), device, length, _Used(length))
 
@@ -267,11 +270,11 @@ class Plain(Held):
         return Plain(held.keys, held.values, held.device, after, held.used)
 
     def _may_write(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether autograd allows to write into buffers, as everywhere but in training."""
+        """True if autograd allows writing into the buffers, as it does outside of training."""
         return not any(each.requires_grad for each in (keys, values, self.keys, self.values))
 
     def _has_room(self, after: int) -> bool:
-        # A tensor made in inference mode cannot be written to outside of it.
+        # A tensor that was made in inference mode cannot be written to outside of that mode.
         frozen = self.keys.is_inference() and not torch.is_inference_mode_enabled()
         return self.used.slots == self.length and after <= self.keys.shape[2] and not frozen
 
@@ -281,44 +284,44 @@ class Plain(Held):
         return self if self._has_room(after) else self._in_buffers(after)
 
     def has_room_for(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether more tokens can be written behind what is held, and nothing is copied."""
+        """True if these tokens can be written behind the slots held, without a copy."""
         return self._may_write(keys, values) and self._has_room(self.length + keys.shape[2])
 
     def moved(self, capacity: int) -> Plain:
-        """The same in buffers of its own, of a capacity."""
+        """Copy the slots to new buffers with this capacity."""
         return self._in_buffers(capacity)
 
     def into(self, keys: Tensor, values: Tensor) -> Plain:
-        """The same in the first slots of two buffers, which nobody else holds."""
+        """Copy the slots into the first slots of two buffers that nothing else holds."""
         keys[:, :, : self.length] = self.keys[:, :, : self.length]
         values[:, :, : self.length] = self.values[:, :, : self.length]
         return Plain(keys, values, self.device, self.length, _Used(self.length))
 
     def claim(self) -> tuple[Tensor, Tensor]:
-        """The buffers whole, for another to write behind what is held; nobody else does then."""
+        """Return the whole buffers, and let only the caller write behind the slots held."""
         self.used.slots = self.capacity
         return self.keys, self.values
 
     def written(self, count: int) -> Plain:
-        """With ``count`` slots more, which another has written into the buffers."""
+        """Return an object with ``count`` more slots, which the caller of `claim` has written."""
         return Plain(self.keys, self.values, self.device, self.length + count, self.used)
 
     def release(self) -> None:
-        """Nobody writes behind what is held now."""
+        """End `claim`, so that tokens can be appended here again."""
         self.used.slots = self.length
 
     def _grown(self, after: int) -> Plain:
-        """The same in larger buffers of its own."""
+        """Copy the slots to larger buffers."""
         return self._in_buffers(after + max(int(after * GROWTH_SHARE), SMALLEST_GROWTH))
 
     def _in_buffers(self, capacity: int) -> Plain:
-        """The same in buffers of its own."""
+        """Copy the slots to new buffers with this capacity, 0 on free slots."""
 
         def larger(tensor: Tensor) -> Tensor:
             batch, heads, _, dim = tensor.shape
             buffer = tensor.new_empty(batch, heads, capacity, dim)
             buffer[:, :, : self.length] = tensor[:, :, : self.length]
-            buffer[:, :, self.length :] = 0  # may be read under a mask, and must be finite
+            buffer[:, :, self.length :] = 0  # finite, since it may be read under a mask
             return buffer
 
         used = _Used(self.length)
@@ -343,7 +346,7 @@ class Plain(Held):
 @attrs.frozen(eq=False)
 class _Quantized(Held):
     storage: QuantizedStorage
-    layer: Any  # of Transformers, never updated but in a copy; None where it would be empty
+    layer: Any  # of Transformers; only copies of it are updated; None if it is empty
     keys: Tensor  # of the tokens appended since
     values: Tensor
     quantized_len: int = 0
@@ -401,7 +404,7 @@ class _Quantized(Held):
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    """The plain tensors that a quantised one is made of."""
+    """Return the plain tensors that a quantised tensor is made of."""
     if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
         names, _ = value.__tensor_flatten__()
         return [each for name in names for each in _tensors_in(getattr(value, name))]
@@ -419,7 +422,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def own_storage(tensor: Tensor) -> Tensor:
-    """The tensor, copied if it is a view into something larger."""
+    """Return the tensor, copied if it is a view into a larger storage."""
     tensor = tensor.contiguous()
     if _nbytes(tensor) != tensor.numel() * tensor.element_size():
         return tensor.clone()

@@ -1,4 +1,4 @@
-"""What a cache knows of the tokens it has seen, whatever became of their keys and values."""
+"""Record which tokens a cache has seen, also tokens whose keys and values are gone."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from torch import Tensor
 
 @attrs.frozen(eq=False)
 class SeenTokens:
-    """The tokens of every row that the model has read so far; a new one is made at each forward.
+    """A record of the tokens that the model has read in every row; each forward makes a new one.
 
-    A column is one step of the batch's input; a row's position counts its own tokens only, so a
-    left-padded row has the positions it would have alone.
+    A column is one step of the batch's input. A position counts only the tokens of its own row, so
+    a left-padded row has the same positions as the row without padding.
 
     Args:
         valid: ``[batch, seen]`` bool, False on padding.
-        lengths: ``[batch]`` int64, tokens of each row.
+        lengths: ``[batch]`` int64, number of tokens of each row.
         appended: ``[batch, appended_len]`` int64, positions of the tokens read since the policy
             last acted, which every layer holds behind what it kept; -1 on padding.
         acted_ids: ``[batch, seen - appended_len]`` int64, ids of the columns that the policy has
-            acted on, anything on padding; -1 where they are not known, as of embeddings.
-        appended_ids: ``[batch, appended_len]``, likewise, of those read since.
+            acted on. They have any value on padding, and -1 where an id is unknown, as for
+            embeddings.
+        appended_ids: ``[batch, appended_len]`` int64, ids of the columns read since, in the same
+            form.
         padded: Whether any column is padding in any row.
-        skipped: ``[batch]`` int64, how far each row's rotary positions lie behind its positions:
-            the tokens that restarted prefills left out, or that a policy without gaps evicted. None
-            where there are none.
-        kinds: ``[batch, seen]`` int8, the `TokenKind` of each column; None where all are text.
-        rows_since: For each row, its own tokens since layers last chose in it, where an answer is
-            bounded and rows were given unlike numbers of tokens; None where these are all columns
-            of ``appended``, or nothing is bounded.
+        skipped: ``[batch]`` int64, by how much each row's rotary positions are smaller than its
+            positions: the number of tokens that restarted prefills left out, or that a ``gapless``
+            policy evicted. None if there are none.
+        kinds: ``[batch, seen]`` int8, the `TokenKind` of each column; None if all are text.
+        rows_since: For each row, the number of its tokens since layers last evicted in it, if an
+            answer is bounded and rows got different numbers of tokens. None if every column of
+            ``appended`` counts in every row, or if answers are not bounded.
     """
 
     valid: Tensor
@@ -44,7 +46,7 @@ class SeenTokens:
 
     @staticmethod
     def none(batch: int, device: torch.device) -> SeenTokens:
-        """No token seen yet."""
+        """Make the record of rows in which no token has been seen."""
         none = torch.empty(batch, 0, dtype=torch.int64, device=device)
         return SeenTokens(
             valid=torch.empty(batch, 0, dtype=torch.bool, device=device),
@@ -57,46 +59,55 @@ class SeenTokens:
 
     @property
     def batch(self) -> int:
-        """Rows."""
+        """The number of rows."""
         return self.valid.shape[0]
 
     @property
     def seen(self) -> int:
-        """Columns, padding included: what Transformers calls the sequence length of a cache."""
+        """The number of columns, padding included.
+
+        Transformers calls it the sequence length of a cache.
+        """
         return self.valid.shape[1]
 
     @property
     def unbroken(self) -> int:
-        """Last columns of which none is padding in any row; to ask waits for the device."""
+        """The number of last columns that are not padding in any row.
+
+        Reading it waits for the device.
+        """
         if not self.padded:
             return self.seen
         return int(self.valid.all(dim=0).flip(0).cumprod(dim=0).sum())
 
     @property
     def since(self) -> tuple[int, ...]:
-        """For each row of a bounded answer, its own tokens since layers last chose in it."""
+        """The number of tokens in each row of a bounded answer since layers last evicted there."""
         return self.rows_since or (self.appended.shape[1],) * self.batch
 
     def due(self, every: int) -> tuple[int, ...]:
-        """The rows of a bounded answer in which layers are to choose.
+        """Return the rows of a bounded answer in which layers must evict now.
 
         Args:
-            every: Tokens of a row from one choice to the next.
+            every: Number of tokens of a row between two evictions.
         """
         return tuple(row for row, count in enumerate(self.since) if count >= every)
 
     @property
     def ids(self) -> Tensor:
-        """``[batch, seen]`` int64, the ids of all columns; see ``acted_ids``."""
+        """The ids of all columns, ``[batch, seen]`` int64; see ``acted_ids``."""
         return torch.cat([self.acted_ids, self.appended_ids], dim=1)
 
     def positions_of(self, new_valid: Tensor) -> Tensor:
-        """Positions ``[batch, new_len]`` of the next tokens; -1 where ``new_valid`` is False."""
+        """Return the positions ``[batch, new_len]`` of the next tokens.
+
+        They are -1 where ``new_valid`` is False.
+        """
         positions = self.lengths[:, None] + new_valid.cumsum(dim=1) - 1
         return positions.masked_fill(~new_valid, -1)
 
     def rotary_positions_of(self, new_valid: Tensor) -> Tensor:
-        """Positions ``[batch, new_len]`` at which the next tokens are read; 0 on padding."""
+        """Return the rotary positions ``[batch, new_len]`` of the next tokens, 0 on padding."""
         positions = self.positions_of(new_valid)
         if self.skipped is not None:
             positions = positions - self.skipped[:, None]
@@ -114,22 +125,24 @@ class SeenTokens:
         kinds: Tensor | None = None,
         bounded: bool = False,
     ) -> SeenTokens:
-        """With the next tokens.
+        """Return a record with the next tokens added.
 
         Args:
             positions: ``[batch, new_len]`` int64, in the order the layers hold them.
             columns: ``[batch, new_len]`` bool, in the order of the input.
-            ids: ``[batch, new_len]``, likewise; None where they are not known.
+            ids: ``[batch, new_len]``, in the order of the input; None if they are unknown.
             padded: Whether any column is padding.
-            acts: Whether the policy acts on them; then nothing counts as appended.
-            skipped: ``[batch]`` int64, how many of them a restarted prefill left out; None where
-                it does not restart.
-            kinds: ``[batch, new_len]`` int8, those of the columns; None where all are text.
-            bounded: Whether they are of an answer that is bounded, so that each row's are counted.
+            acts: Whether the policy acts on these tokens; then no token counts as appended.
+            skipped: ``[batch]`` int64, how many of these tokens a restarted prefill left out; None
+                if it does not restart.
+            kinds: ``[batch, new_len]`` int8, the kind of each column; None if all are text.
+            bounded: Whether they belong to a bounded answer, so that the tokens of each row are
+                counted.
         """
         new = torch.full_like(columns, -1, dtype=torch.int64) if ids is None else ids.long()
         since = torch.cat([self.appended_ids, new], dim=1)
-        # Joined where the policy acts only: a decoded token shall not copy a long prompt's.
+        # Joined only where the policy acts: otherwise every decoded token would copy the ids of a
+        # long prompt.
         acted = torch.cat([self.acted_ids, since], dim=1) if acts else self.acted_ids
         return SeenTokens(
             valid=torch.cat([self.valid, columns], dim=1),
@@ -144,7 +157,7 @@ class SeenTokens:
         )
 
     def _since_with(self, columns: Tensor, padded: bool) -> tuple[int, ...] | None:
-        """``rows_since`` with more columns, some of which are padding only if ``padded``."""
+        """Return ``rows_since`` with more columns; ``padded`` says if some are padding."""
         if self.rows_since is None and not padded:
             return None
         new = columns.sum(dim=1).tolist() if padded else (columns.shape[1],) * self.batch
@@ -162,11 +175,14 @@ class SeenTokens:
         return text
 
     def settled(self, every: int = 0) -> SeenTokens:
-        """With nothing that counts as appended: the policy has acted on all of it.
+        """Return a record in which no token counts as appended.
+
+        The policy has acted on all tokens.
 
         Args:
-            every: As of `due`, of whose rows alone this is so; what the others hold counts as kept,
-                but they go on to count their tokens. 0 for all rows.
+            every: See `due`: the policy has evicted only in the rows that `due` returns. In other
+                rows all tokens count as kept too, but ``rows_since`` still counts them. 0 means all
+                rows.
         """
         since = tuple(0 if count >= every else count for count in self.since)
         return attrs.evolve(
@@ -178,9 +194,10 @@ class SeenTokens:
         )
 
     def kinds_at(self, positions: Tensor) -> Tensor | None:
-        """The kinds of the tokens at ``positions`` ``[batch, kv_heads, key_len]``; None as there.
+        """Return the kinds of the tokens at ``positions``; None if all tokens are text.
 
-        What stands at -1 means nothing.
+        ``positions`` and the result are ``[batch, kv_heads, key_len]``. The kind at position -1 has
+        no meaning.
         """
         if self.kinds is None:
             return None
@@ -190,7 +207,7 @@ class SeenTokens:
         return kinds.gather(1, positions.clamp(min=0).flatten(1)).view(positions.shape)
 
     def without_last(self, count: int) -> SeenTokens:
-        """Without the last ``count`` columns, which must have been appended."""
+        """Return a record without the last ``count`` columns, which must have been appended."""
         keep = self.seen - count
         valid, gone = self.valid[:, :keep], self.valid[:, keep:].sum(dim=1)
         since = self.rows_since
@@ -209,7 +226,7 @@ class SeenTokens:
         )
 
     def to(self, device: torch.device) -> SeenTokens:
-        """The same on a device."""
+        """Return the record on a device."""
         return SeenTokens(
             valid=self.valid.to(device),
             lengths=self.lengths.to(device),
@@ -223,7 +240,7 @@ class SeenTokens:
         )
 
     def take_rows(self, rows: Tensor) -> SeenTokens:
-        """With the rows ``[count]`` of the batch."""
+        """Return the record of the rows ``[count]`` of the batch."""
         rows = rows.to(self.lengths.device)
         valid = self.valid.index_select(0, rows)
         since = self.rows_since
@@ -240,19 +257,19 @@ class SeenTokens:
         )
 
     def with_padding(self, valid: Tensor) -> tuple[SeenTokens, Tensor]:
-        """Declare tokens already seen to be padding, such as those after a row's end of text.
+        """Mark tokens already seen as padding, for example after a row's end of text.
 
         Args:
             valid: ``[batch, seen]`` bool, False also where `self.valid` is.
 
         Returns:
-            The tokens that are left, and ``[batch, seen]`` int64 that maps a position before to
-            the position after, -1 for those that are padding now.
+            The record of the remaining tokens, and ``[batch, seen]`` int64 that maps an old
+            position to the new one, -1 for tokens that are padding now.
         """
         before = (self.valid.cumsum(dim=1) - 1).masked_fill(~self.valid, 0)
         after = (valid.cumsum(dim=1) - 1).masked_fill(~valid, -1)
         moved = torch.full_like(before, -1)
-        # A padded column would write to position 0 as well: let it write to a column of its own.
+        # A padded column would also write to position 0, so it writes to a spare column.
         spare = torch.cat([moved, moved[:, :1]], dim=1)
         spare.scatter_(1, before.masked_fill(~self.valid, self.seen), after)
         moved = spare[:, : self.seen]
@@ -263,7 +280,7 @@ class SeenTokens:
         return tokens, moved
 
     def with_answer(self, ids: Tensor, first: int) -> SeenTokens:
-        """With the ids ``[batch, count]`` of the columns from ``first`` on, where not known."""
+        """Fill in unknown ids from the column ``first`` on, with ``ids`` ``[batch, count]``."""
         own, acted = self.ids, self.acted_ids.shape[1]
         count = max(min(self.seen - first, ids.shape[1]), 0)
         known = own[:, first : first + count]
@@ -272,10 +289,12 @@ class SeenTokens:
         return attrs.evolve(self, acted_ids=own[:, :acted], appended_ids=own[:, acted:])
 
     def first_unlike(self, ids: Tensor) -> tuple[int, int] | None:
-        """Row and column of the first token seen that is another one in a whole conversation.
+        """Find the first seen token whose id differs in a whole conversation.
+
+        It is returned as row and column, None if there is none.
 
         Args:
-            ids: ``[batch, len]``, at least the columns seen.
+            ids: ``[batch, len]``, ids of the conversation, at least for the columns seen.
         """
         own = self.ids
         unlike = self.valid & (own >= 0) & (ids[:, : self.seen].to(own.device, own.dtype) != own)

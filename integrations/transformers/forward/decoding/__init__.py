@@ -1,1 +1,1 @@
-"""Decoding an answer under a policy that bounds what layers hold of it."""
+"""Decode an answer under a policy that bounds how many of its tokens layers hold."""

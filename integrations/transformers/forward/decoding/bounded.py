@@ -1,4 +1,4 @@
-"""A forward of decoded tokens under a policy that bounds what layers hold of an answer."""
+"""Run a forward of decoded tokens under a policy that bounds how many tokens layers hold."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
 class DecodingForward(Forward):
-    """Appends its tokens, remembers their queries, and lets layers choose when it is time.
+    """A forward that appends tokens, remembers their queries, and lets layers evict when due.
 
-    It is time in a row with the forward that appends its ``every``-th token since the last choice:
-    every layer, once it has attended, chooses among all that it holds, the new tokens included.
-    Rows in which it is not time keep all that they hold.
+    A row is due in the forward that appends its ``every``-th token since the last choice. Every
+    layer then chooses, after it has attended, among all tokens it holds, the new ones included.
+    Rows that are not due keep all tokens.
     """
 
     bounded = True
@@ -32,17 +32,17 @@ class DecodingForward(Forward):
         self._chooses = bool(rows)
         self._due = Due.of(rows, self.tokens)
         self._unbroken = self.tokens.unbroken if self._decoding.num_queries else 0
-        self._kept: Tensor | None = None  # the slots that the last layer with an indexer keeps
+        self._kept: Tensor | None = None  # slots kept by the last layer with an indexer
 
     @property
     def _asks(self) -> bool:
         return self._chooses
 
     def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Forward.update`; where queries are needed, an attention function is to show them."""
+        """Append keys and values as `Forward.update` does; wait for queries if they are needed."""
         given = super().update(index, keys, values)
         layer = self.layers[index]
-        if not layer.shows_queries:  # it attends to what it is handed, whatever is kept of it
+        if not layer.shows_queries:  # it attends to all these keys in any case
             if self._chooses:
                 self._choose(index, without_queries(layer.query_heads, *given), given)
         elif self._chooses or self._decoding.num_queries != 0:
@@ -50,7 +50,7 @@ class DecodingForward(Forward):
         return given
 
     def observe(self, index: int, inputs: AttentionInputs) -> None:
-        """Remember the layer's queries; when it is time, let it choose."""
+        """Remember the layer's queries, and let the layer choose if a row is due."""
         assert self._pending is not None
         stored, self._pending = self._pending, None
         layer, asked = self.layers[index], self._decoding.num_queries
@@ -63,7 +63,7 @@ class DecodingForward(Forward):
             self._choose(index, inputs, stored)
 
     def _choose(self, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]) -> None:
-        """Let a layer choose among all that it holds, which is ``stored``."""
+        """Let a layer choose among all tokens it holds, which are ``stored``."""
         layer = self.layers[index]
         held = Held(
             layer=layer,
@@ -79,7 +79,7 @@ class DecodingForward(Forward):
         )
         how = self._decoding, self._window(index), self.implementation
         if isinstance(layer, IndexedLayer):
-            # Whoever attends to slots that another layer's indexer has picked keeps the same.
+            # A layer that uses the slots of another layer's indexer keeps the same tokens.
             follows = self._kept if layer.borrows else None
             chosen = held.choose(*how, follows=follows, due=self._due)
             self._kept = chosen.indices
@@ -88,7 +88,10 @@ class DecodingForward(Forward):
         chosen.store()
 
     def finish(self) -> SeenTokens:
-        """See `Forward.finish`; after a choice nothing counts as appended."""
+        """Finish the forward; after a choice no token counts as appended.
+
+        See `Forward.finish`.
+        """
         if self._chooses:
             self.tokens = self.tokens.settled(self._decoding.every)
         return super().finish()

@@ -1,4 +1,4 @@
-"""What a layer chooses among, where it holds more than the tokens of a first prompt."""
+"""Let a layer choose among the tokens it holds, also behind a first prompt."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from kvpolicy.selection import compress, gather_positions, gather_slots
 
 @attrs.frozen(eq=False)
 class Near:
-    """What a sliding layer keeps: all that the next token's window will see.
+    """A selection for sliding layers: they keep all tokens that the next token's window will see.
 
-    The window is bound enough for the policy not to choose there; in rows that are shorter than it,
-    which it does not bound, the policy does.
+    The window bounds the layer, so that the policy does not choose there. In rows shorter than the
+    window, which it does not bound, the policy chooses.
 
     Args:
-        near: ``[batch, kv_heads or 1, key_len]`` bool, what the window will see.
-        short: ``[batch, 1, 1]`` bool, rows for which the policy chooses.
-        leaves_short_rows: Whether there are any.
-        counts: For each row, the tokens of each head that the window will see, where that is known
-            without looking; None where it is not.
+        near: ``[batch, kv_heads or 1, key_len]`` bool, the keys that the window will see.
+        short: ``[batch, 1, 1]`` bool, the rows in which the policy chooses.
+        leaves_short_rows: Whether there are such rows.
+        counts: For each row, the number of tokens of each head that the window will see, if it can
+            be computed from lengths alone, without reading a tensor; else None.
     """
 
     near: Tensor
@@ -52,14 +52,14 @@ class Near:
         seen_len: tuple[int, ...] | None = None,
         held_len: tuple[int, ...] | None = None,
     ) -> Near:
-        """Measure a layer's keys.
+        """Find the keys of a layer that its next window sees.
 
         Args:
             positions: ``[batch, kv_heads or 1, key_len]`` int64, -1 on padding.
-            lengths: ``[batch]``, tokens of each row.
-            window: The layer's.
+            lengths: ``[batch]``, number of tokens of each row.
+            window: The layer's sliding window.
             implementation: The model's attention implementation.
-            seen_len: ``lengths`` as numbers; None where they are not known.
+            seen_len: ``lengths`` as Python ints; None if unknown.
             held_len: See `LayerContext.held_len`.
         """
         lengths = lengths.to(positions.device)[:, None, None]
@@ -74,7 +74,10 @@ class Near:
         return Near(near, short, shorter, counts)
 
     def kept(self, chosen: Tensor | None) -> Tensor:
-        """Indices ``[batch, kv_heads or 1, kept_len]``, with ``chosen`` those of the short rows."""
+        """Return the indices ``[batch, kv_heads or 1, kept_len]`` to keep.
+
+        ``chosen`` are the policy's indices for the short rows.
+        """
         most = int(self.near.sum(dim=-1).max()) if self.counts is None else max(self.counts)
         kept = compress(self.near, most)
         if chosen is None:
@@ -88,12 +91,14 @@ class Near:
 
 
 def carried_for(observed: Observed, keys: Tensor, carries: int) -> Tensor:
-    """What is carried for each key ``[batch, kv_heads, key_len, carries]``, 0 for those since.
+    """Return the scorer's state for each key, 0 for keys since the last choice.
+
+    It is ``[batch, kv_heads, key_len, carries]``.
 
     Args:
-        observed: What the layer remembers.
+        observed: The layer's decoded queries and scorer state.
         keys: ``[batch, kv_heads, key_len, head_dim]``, in the order in which the layer holds them.
-        carries: Numbers for each key.
+        carries: How many numbers the state has for each key.
     """
     held = observed.carried
     if held is None:
@@ -103,7 +108,7 @@ def carried_for(observed: Observed, keys: Tensor, carries: int) -> Tensor:
 
 @attrs.frozen(eq=False)
 class Due:
-    """Those rows of a batch in which layers choose now; the others keep all that they hold.
+    """A record of the rows of a batch in which layers choose now; the others keep all tokens.
 
     Args:
         rows: ``[count]`` int64, on the tokens' device.
@@ -115,7 +120,7 @@ class Due:
 
     @staticmethod
     def of(rows: Sequence[int], tokens: SeenTokens) -> Due | None:
-        """Some ``rows``; None for all rows there are, or none of them."""
+        """Record some ``rows``; None if they are all rows of the batch, or none."""
         if len(rows) in (0, tokens.batch):
             return None
         which = on_device(rows, tokens.lengths.device)
@@ -124,19 +129,20 @@ class Due:
 
 @attrs.frozen(eq=False)
 class Held:
-    """All that a layer holds while an answer is decoded, for it to choose anew.
+    """A record of all tokens that a layer holds while an answer is decoded, to choose among.
 
     Args:
         layer: The layer.
-        index: Its index.
-        num_layers: Layers of the model.
+        index: Index of the layer.
+        num_layers: Number of layers of the model.
         keys: ``[batch, kv_heads, key_len, head_dim]``, as attention gets them.
-        values: Likewise.
-        stored: What is held, where attention makes more heads of it; else keys and values.
-        positions: ``[batch, kv_heads or 1, key_len]`` int64 of what is stored, -1 on padding.
-        scores: How scores are made of products.
-        tokens: Those seen, of which the last count as appended.
-        observed: What the layer remembers of the answer.
+        values: ``[batch, kv_heads, key_len, head_dim]``, as attention gets them.
+        stored: The tensors held, if attention computes more heads from them; else keys and values.
+        positions: ``[batch, kv_heads or 1, key_len]`` int64, positions of the slots stored, -1 on
+            padding.
+        scores: How products of queries and keys become scores.
+        tokens: The tokens seen, the last of which count as appended.
+        observed: The layer's decoded queries and scorer state.
     """
 
     layer: PolicyLayer
@@ -158,15 +164,15 @@ class Held:
         follows: Tensor | None = None,
         due: Due | None = None,
     ) -> Chosen:
-        """Let the layer choose.
+        """Let the layer choose which tokens to keep.
 
         Args:
-            decoding: The rule.
+            decoding: The rule that bounds the answer.
             window: The layer's sliding window, if it is shorter than the context.
             implementation: The model's attention implementation.
             follows: ``[batch, 1, kept_len]`` int64, the choice of an earlier layer that holds the
-                same tokens, which this one keeps as well; None where it chooses by itself.
-            due: The rows in which it is time; None for all.
+                same tokens, which this layer keeps too; None if it chooses by itself.
+            due: The rows in which the layer chooses; None for all.
         """
         held, order = self._padding_first()
         carries = decoding.carries
@@ -193,7 +199,7 @@ class Held:
         follows: Tensor | None,
         carried: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """What all rows keep, and what their scorer carries on; see `choose`."""
+        """Return the slots that all rows keep, and the new state of the scorer; see `choose`."""
         if follows is not None:
             if carried is not None:
                 carried = decoding.carry(self._context(decoding, carried))
@@ -207,7 +213,7 @@ class Held:
         return near.kept(chosen), carried
 
     def _of_rows(self, due: Due, rows: Tensor) -> Held:
-        """What is held of the rows that are due, which are ``rows`` on the layer's device."""
+        """Take the rows that are due, which are ``rows`` on the layer's device."""
         keys, values, *stored, positions = (
             each.index_select(0, rows)
             for each in (self.keys, self.values, *self.stored, self.positions)
@@ -223,7 +229,7 @@ class Held:
         )
 
     def _with_others(self, kept: Tensor, rows: Tensor) -> Tensor:
-        """What the rows that are due keep, and all that the others hold."""
+        """Combine the slots kept in the rows that are due with all slots of the other rows."""
         slots = torch.arange(self.positions.shape[2], device=kept.device)
         whole = torch.where(self.positions >= 0, slots, -1)
         own = pad(kept, (len(slots) - kept.shape[2], 0), value=-1)
@@ -231,7 +237,7 @@ class Held:
         return whole[:, :, int((whole < 0).all(dim=0).all(dim=0).sum()) :]
 
     def _still_looked_at(self, decoding: DecodingEviction, due: Due | None) -> Observed | None:
-        """Queries that the next choice looks at besides those to come; None for none."""
+        """Return the earlier queries that the next choice needs; None if it needs none."""
         asked, tokens, observed = decoding.num_queries, self.tokens, self.observed
         if due is None and (not asked or asked <= decoding.every):
             return None
@@ -241,7 +247,7 @@ class Held:
         return observed.last(asked, tokens, tokens.unbroken) if asked else None
 
     def _padding_first(self) -> tuple[Held, Tensor | None]:
-        """With padding on the left, as rows may have some among an answer's columns."""
+        """Move padding among an answer's columns to the left; return the result and the order."""
         if not (self.tokens.padded or self.layer.padded):
             return self, None
         order = (self.positions >= 0).to(torch.uint8).argsort(dim=2, stable=True)
@@ -294,15 +300,15 @@ class Held:
 
 @attrs.frozen(eq=False)
 class Chosen:
-    """What a layer keeps of all it holds.
+    """A choice of the tokens that a layer keeps.
 
     Args:
-        held: What it holds, padding on the left.
-        order: ``[batch, kv_heads or 1, key_len]`` int64, the slot in each place of that; None where
-            they stand as the layer has them.
-        indices: ``[batch, kv_heads or 1, kept_len]``, of what is kept.
-        carried: What its scorer carries for each key; None for nothing.
-        observed: The queries that are still to be looked at; None for none.
+        held: The tokens that the layer holds, padding on the left.
+        order: ``[batch, kv_heads or 1, key_len]`` int64, the layer's slot in each place of
+            ``held``; None if the order is the layer's.
+        indices: ``[batch, kv_heads or 1, kept_len]``, the indices to keep.
+        carried: The scorer's state for each key; None if there is none.
+        observed: The queries that the next choice needs; None if it needs none.
     """
 
     held: Held
@@ -312,7 +318,10 @@ class Chosen:
     observed: Observed | None
 
     def store(self, *, room: int | None = None) -> None:
-        """Let the layer hold it, with memory for ``room`` more; the layer's own if None."""
+        """Store the choice in the layer, with memory reserved for ``room`` more tokens.
+
+        None for ``room`` reserves the layer's own number.
+        """
         layer, positions = self.held.layer, self.held.positions
         if isinstance(layer, IndexedLayer):
             layer.show_held(self.order)

@@ -1,4 +1,4 @@
-"""Between two steps of a decoding into buffers of a fixed size: layers choose what they keep."""
+"""Let layers evict between two steps of a decoding into fixed buffers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.define(eq=False)
 class StaticChoice:
-    """What an answer that is decoded into fixed buffers needs beside them, to be bounded.
+    """The state by which an answer in fixed buffers stays bounded.
 
     Args:
-        decoding: The rule.
-        windows: Each layer's sliding window; None where it sees all.
+        decoding: The rule that bounds the answer.
+        windows: Each layer's sliding window; None if it sees all tokens.
         implementation: The model's attention implementation.
-        rings: By layer, its last queries; None where no query is looked at.
-        begun: By layer, queries that its ring began with.
-        pending: What layers have chosen and not taken yet, where a choice was interrupted.
+        rings: By layer, its last queries; None if the rule needs no queries.
+        begun: By layer, the number of queries that its ring began with.
+        pending: Choices that layers have made but not stored, if a choice was interrupted.
     """
 
     decoding: DecodingEviction
@@ -43,7 +43,7 @@ class StaticChoice:
         windows: Sequence[int | None],
         implementation: str,
     ) -> StaticChoice:
-        """Take up what layers remember."""
+        """Make the rings of all layers, and load the queries that layers remember."""
         rings: list[StaticQueries | None] = []
         slots: dict[torch.device, Tensor] = {}
         for layer in layers:
@@ -58,7 +58,7 @@ class StaticChoice:
         return choice
 
     def load(self, layers: Sequence[PolicyLayer]) -> None:
-        """Begin with what the layers remember."""
+        """Load the queries that the layers remember into their rings."""
         self.begun = []
         for layer, ring in zip(layers, self.rings, strict=True):
             self.begun.append(0 if ring is None else min(layer.observed.count, ring.capacity))
@@ -66,23 +66,26 @@ class StaticChoice:
                 ring.load(layer.observed)
 
     def advance(self, step: int) -> None:
-        """Make ready for the token of a step, counted from 0."""
+        """Set the ring slot for the token of a step, counted from 0."""
         for ring, begun in self._first_rings():
             ring.slot.fill_((begun + step) % ring.capacity)
 
     def _first_rings(self) -> list[tuple[StaticQueries, int]]:
-        """One ring for each slot that several share, with what it began with."""
+        """Return one ring for each slot tensor that several rings share.
+
+        Each comes with the number of queries it began with.
+        """
         pairs = zip(self.rings, self.begun, strict=True)
         found = {id(ring.slot): (ring, begun) for ring, begun in pairs if ring is not None}
         return list(found.values())
 
     def read(self, layers: Sequence[PolicyLayer], steps: int, seen: int) -> None:
-        """Let the layers remember what the rings hold after a number of steps.
+        """Copy the queries in the rings to the layers, after a number of steps.
 
         Args:
-            layers: What each layer holds.
-            steps: Tokens since the rings were loaded.
-            seen: Columns.
+            layers: The layers of the cache.
+            steps: Number of tokens since the rings were loaded.
+            seen: Number of columns seen.
         """
         for layer, ring, begun in zip(layers, self.rings, self.begun, strict=True):
             if ring is not None:
@@ -92,19 +95,19 @@ class StaticChoice:
         """Check that attention has shown the queries of every step.
 
         Raises:
-            UnsupportedModelError: It has not.
+            UnsupportedModelError: Queries are missing.
         """
         shown = [each for layer in layers if (each := layer.observed.queries) is not None]
         if self.decoding.num_queries == 0 or not shown:
             return
         home = shown[0].device
-        # A token's queries are all there or none.
+        # The queries of a token are all missing or all present.
         missing = [each[..., 0].isnan().any().to(home) for each in shown]
         if bool(torch.stack(missing).any()):
             raise not_shown()
 
     def choose(self, layers: Sequence[PolicyLayer], tokens: SeenTokens) -> None:
-        """Let every layer choose, and keep it pending."""
+        """Let every layer choose, and hold the choices as pending."""
         self.pending = [
             self._of_layer(index, layer, len(layers), tokens)
             for index, layer in enumerate(layers)
@@ -136,38 +139,38 @@ class StaticChoice:
         return held.choose(self.decoding, near, self.implementation)
 
     def take(self) -> None:
-        """Let the layers hold what they have chosen, each in memory of its own.
+        """Store the pending choices in the layers, each in its own memory.
 
-        May be interrupted, and is gone on with where it was.
+        If this is interrupted, the next call continues with the remaining choices.
         """
         while self.pending:
             self.pending[0].store(room=0)
             self.pending.pop(0)
 
     def capacity_for(self, index: int, layer: PolicyLayer, until: int, left: int) -> int:
-        """Slots that a layer needs.
+        """Return how many slots a layer needs.
 
         Args:
-            index: The layer's.
-            layer: What it holds.
-            until: Tokens until layers choose.
-            left: Tokens of the answer that there is to be memory for.
+            index: Index of the layer.
+            layer: The layer in the cache.
+            until: Number of tokens until layers choose.
+            left: Number of tokens of the answer that must fit.
         """
         return min(self._bound(index, layer, until), layer.kept_len + left)
 
     def _bound(self, index: int, layer: PolicyLayer, until: int) -> int:
-        """Slots that a layer needs for an answer of any length."""
+        """Return how many slots a layer needs for an answer of any length."""
         most = None if self.windows[index] is not None else self.decoding.most_tokens
         bound = layer.kept_len + until
         return bound if most is None else max(bound, most + self.decoding.every)
 
     def fits(self, index: int, layer: PolicyLayer, capacity: int, left: int) -> bool:
-        """Whether a layer that has just chosen goes into buffers, which are not longer for nothing.
+        """True if a layer that has just chosen fits buffers that are not needlessly long.
 
         Args:
-            index: The layer's.
-            layer: What it holds.
-            capacity: The buffers' slots.
+            index: Index of the layer.
+            layer: The layer in the cache.
+            capacity: Number of slots of the buffers.
             left: See `capacity_for`.
         """
         every = self.decoding.every
@@ -178,7 +181,7 @@ class StaticChoice:
 
 
 def not_shown() -> UnsupportedModelError:
-    """What to say of a model whose attention has not shown the queries of every step."""
+    """Make the error for a model whose attention has not shown the queries of every step."""
     return UnsupportedModelError(
         "model must hand the mask of a layer to its attention function as it is where a policy "
         "looks at the queries of an answer, but did not show them all; leave max_new_tokens of the "

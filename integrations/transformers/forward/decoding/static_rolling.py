@@ -1,8 +1,8 @@
-"""Decoding into slots that are given up one by one: a token takes the place of another.
+"""Decode into slots that are freed one by one: a new token takes the slot of an evicted one.
 
-Where a rule chooses at every step by what the last query attends to, and one entry goes, nothing
-has to be moved: the next token is written where the one stood that goes. So slots are in no order
-while an answer is decoded; who looks at a layer meanwhile gets them sorted (`PolicyLayer.loosen`).
+If a rule evicts one token at every step by the attention of the last query, nothing must be moved:
+the next token is written into the slot of the evicted one. So slots are unordered while an answer
+is decoded. Code that reads a layer meanwhile gets them sorted (`PolicyLayer.loosen`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvpolicy.selection import gather_slots
 
 
 def takes_places(decoding: DecodingEviction) -> bool:
-    """Whether a rule lets the entry go, at every step, that the last query attends to least."""
+    """True if a rule evicts, at every step, the token that the last query attends to least."""
     return (
         decoding.every == 1
         and decoding.scorer is not None
@@ -40,17 +40,17 @@ def takes_places(decoding: DecodingEviction) -> bool:
 
 @attrs.define(eq=False)
 class Places:
-    """Which token stands in which slot, and which goes next; of all layers at once.
+    """A table of all layers: which token is in which slot, and which slot is next.
 
     Args:
         held: ``[layers, batch, kv_heads, capacity]`` int64 positions, -1 on free slots.
-        slots: ``[layers, batch, kv_heads]`` int64: where the token at hand goes.
-        weights: float32 ``[layers, batch, query_heads, capacity]``, of the last query's attention;
-            NaN until they are written.
-        masks: ``[layers, 1 or batch, 1 or query_heads, 1, capacity]``, as of `Visibility`; of 1
-            where all hold equally many.
-        protected: First tokens of the context that stay.
-        free: The most free slots of a head.
+        slots: ``[layers, batch, kv_heads]`` int64, the slot of the current token.
+        weights: float32 ``[layers, batch, query_heads, capacity]``, the attention weights of the
+            last query; NaN until they are written.
+        masks: ``[layers, 1 or batch, 1 or query_heads, 1, capacity]``, in the form of `Visibility`;
+            1 if all rows and heads hold equal numbers of tokens.
+        protected: Number of first tokens of the context that are never evicted.
+        free: The largest number of free slots of a head.
     """
 
     held: Tensor
@@ -68,7 +68,7 @@ class Places:
         capacity: int,
         protected: int,
     ) -> Places:
-        """Those of layers that hold fewer tokens than there are slots."""
+        """Make the table of layers that hold fewer tokens than there are slots."""
         places, masks = [], []
         heads = layers[0].query_heads
         for layer in layers:
@@ -77,10 +77,10 @@ class Places:
             places.append(pad(positions, (0, capacity - positions.shape[2]), value=-1))
             lengths = tokens.lengths.to(positions.device)[:, None]
             mask = Visibility(places[-1], lengths, heads).mask(implementation, layer.dtype)
-            assert isinstance(mask, Tensor)  # those of `IMPLEMENTATIONS` are
+            assert isinstance(mask, Tensor)  # true for all `IMPLEMENTATIONS`
             masks.append(mask.expand(-1, heads, -1, -1))
         held, shown = torch.stack(places), torch.stack(masks)
-        if bool((held[:, :1, :1] < 0).eq(held < 0).all()):  # and will be: rows go in step
+        if bool((held[:, :1, :1] < 0).eq(held < 0).all()):  # stays so: rows grow together
             shown = shown[:, :1, :1].contiguous()
         shape = (*held.shape[:2], heads, capacity)
         return Places(
@@ -93,9 +93,9 @@ class Places:
         )
 
     def choose(self) -> None:
-        """Find each head's slot for the next token: a free one, or that of the least attended to.
+        """Find each head's next slot: a free one, or the slot of the least attended token.
 
-        What stood there is forgotten; asked again, the slot is free.
+        That token is forgotten. If this is called again, the slot is free.
         """
         layers, batch, kv_heads, capacity = self.held.shape
         seen = self.weights.view(layers, batch, kv_heads, -1, capacity).mean(dim=3)
@@ -105,12 +105,12 @@ class Places:
         if self.free:
             seen.masked_fill_(self.held < 0, -1.0)
         least = seen.amin(dim=-1, keepdim=True)
-        # Among equals the earlier stays.
+        # Among equal weights the earlier token stays.
         self.slots.copy_(self.held.masked_fill(seen > least, -2).argmax(dim=-1))
         self.held.scatter_(3, self.slots[..., None], -1)
 
     def advance(self, positions: Tensor) -> None:
-        """Let the token at ``positions`` ``[batch, 1]`` stand where there is room."""
+        """Put the token at ``positions`` ``[batch, 1]`` into each head's next slot."""
         layers, _, kv_heads, _ = self.held.shape
         new = positions[None, :, None].to(self.held.device).expand(layers, -1, kv_heads, -1)
         self.held.scatter_(3, self.slots[..., None], new)
@@ -123,21 +123,21 @@ class Places:
         self.free -= 1
 
     def forget(self, positions: Tensor) -> None:
-        """Let tokens at ``positions`` ``[batch]`` stand nowhere."""
+        """Remove the tokens at ``positions`` ``[batch]`` from the table."""
         self.held.masked_fill_(self.held == positions[None, :, None, None].to(self.held.device), -1)
 
 
 @attrs.define(eq=False)
 class RollingQueries:
-    """Takes a layer's last query, and attends with it where it is known how.
+    """An observer of a layer's last query, which also computes its attention if it can.
 
-    So the weights that a layer chooses by are those that it attends with, computed once.
+    So the weights by which a layer evicts are those by which it attends, computed once.
 
     Args:
         keys: ``[batch, kv_heads, capacity, head_dim]``.
         query: ``[batch, query_heads, 1, head_dim]``.
         weights: float32 ``[batch, query_heads, capacity]``.
-        scores: How products become weights.
+        scores: How products of queries and keys become scores.
     """
 
     keys: Tensor
@@ -146,7 +146,7 @@ class RollingQueries:
     scores: Scores
 
     def write(self, queries: Tensor, mask: Tensor, values: Tensor | None) -> Tensor | None:
-        """Take that of one token whose key is written; see `QueryRing.write`."""
+        """Store the query of one token whose key is written; see `QueryRing.write`."""
         self.query.copy_(queries)
         batch, heads, _, head_dim = queries.shape
         keys = self.keys.float().flatten(0, 1)
@@ -168,15 +168,15 @@ class RollingQueries:
 
 @attrs.define(eq=False)
 class RollingKeys:
-    """Buffers that a layer's keys and values are written into, each head's where it has room.
+    """A pair of buffers for a layer's keys and values, with one next slot for each head.
 
     Args:
         keys: ``[batch, kv_heads, capacity, head_dim]``.
-        values: Likewise.
-        slot: ``[batch, kv_heads]`` int64.
-        filled: ``[1]`` int64: tokens written since layers last chose.
-        mask: What the token at hand sees of the slots, its own among them.
-        queries: Who is shown the query.
+        values: ``[batch, kv_heads, capacity, head_dim]``.
+        slot: ``[batch, kv_heads]`` int64, the slot of the current token.
+        filled: ``[1]`` int64, number of tokens written since layers last chose.
+        mask: The mask of the current token over the slots, its own included.
+        queries: The observer of the query.
     """
 
     keys: Tensor
@@ -187,7 +187,7 @@ class RollingKeys:
     queries: RollingQueries
 
     def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one token; returns the whole buffers, whose free slots the mask hides."""
+        """Write one token; return the whole buffers, whose free slots the mask hides."""
         slot = self.slot[..., None, None]
         self.keys.scatter_(2, slot.expand(-1, -1, 1, keys.shape[3]), keys)
         self.values.scatter_(2, slot.expand(-1, -1, 1, values.shape[3]), values)
@@ -197,18 +197,18 @@ class RollingKeys:
 
 @attrs.define(eq=False)
 class RollingDecoding:
-    """The decoding of one answer, in the place of a `StaticDecoding`.
+    """A decoding of one answer in rolling slots, in place of a `StaticDecoding`.
 
     Args:
         layers: Every layer's buffers.
-        positions: ``[batch, 1]`` int64: rotary positions of the token at hand, where a restart left
-            tokens out; None where they are those that the model is given.
-        places: What stands where.
-        filled: ``[layers, 1]`` int64, those of the layers.
-        left: Tokens of the answer that there is memory for, where layers then hold less than their
-            bound; None where there is memory for that.
-        steps: Tokens whose forward has been asked for since layers last chose, 0 or 1.
-        checked: Whether attention has been seen to show its queries.
+        positions: ``[batch, 1]`` int64, rotary positions of the current token after a restart has
+            left tokens out; None if they are the positions that the model is given.
+        places: Which token is in which slot.
+        filled: ``[layers, 1]`` int64, the ``filled`` of all layers.
+        left: Number of tokens of the answer that fit, if the layers have memory for fewer tokens
+            than their bound; else None.
+        steps: Number of tokens whose forward was asked for since layers last chose, 0 or 1.
+        checked: Whether it was checked that attention shows its queries.
     """
 
     layers: list[RollingKeys]
@@ -232,20 +232,20 @@ class RollingDecoding:
         left: int,
         decoding: DecodingEviction,
     ) -> RollingDecoding | None:
-        """Take up what a prompt has left; None where layers cannot be decoded like this.
+        """Begin decoding from the layers of a prompt; None if the layers do not allow it.
 
         Args:
-            layers: What each layer holds.
-            tokens: Those seen.
-            windows: Each layer's sliding window; None where it sees all.
+            layers: The layers of the cache.
+            tokens: The tokens seen.
+            windows: Each layer's sliding window; None if it sees all tokens.
             implementation: The model's attention implementation.
-            left: The most tokens to come.
-            decoding: What bounds the layers.
+            left: The largest number of tokens to come.
+            decoding: The rule that bounds the layers.
         """
         most = decoding.most_tokens
         if not takes_places(decoding) or most is None or tokens.appended.shape[1]:
             return None
-        # Of a prompt there may be more, which the first choice ends.
+        # Layers may hold more of a prompt until their first choice.
         fits = all(layer.kept_len <= most for layer in layers)
         if not fits or not _are_alike(layers) or any(each is not None for each in windows):
             return None
@@ -263,7 +263,7 @@ class RollingDecoding:
             queries = RollingQueries(keys, query, weights, layer.scores)
             mask = observed_by(places.masks[index], queries)
             for tensor in (keys, values, weights, slot, query, mask, filled[index]):
-                # One address for as long as it lives, which CUDA graphs have to be told.
+                # CUDA graphs must know that this tensor never changes its address.
                 torch._dynamo.mark_static_address(tensor)
             buffers.append(RollingKeys(keys, values, slot, filled[index], mask, queries))
         positions = None if tokens.skipped is None else torch.zeros_like(tokens.lengths)[:, None]
@@ -279,17 +279,20 @@ class RollingDecoding:
             self.left -= 1
 
     def follow(self, layers: Sequence[PolicyLayer], tokens: SeenTokens) -> None:
-        """See `StaticDecoding.follow`; what the layers hold is in no order."""
+        """Tell the layers which tokens are seen; their slots are unordered.
+
+        See `StaticDecoding.follow`.
+        """
         for index, layer in enumerate(layers):
             layer.follow(tokens)
             layer.loosen(functools.partial(self._sorted, index, tokens.appended.shape[1]))
 
     def choose(self) -> bool:
-        """Let one entry of every head go, where there is no room for another.
+        """Evict one token of every head without a free slot.
 
         Returns:
-            Whether there is memory for the next token: else nothing has gone, as layers hold less
-            than their bound.
+            True if there is memory for the next token. Otherwise nothing was evicted, since layers
+            hold fewer tokens than their bound.
 
         Raises:
             UnsupportedModelError: Attention did not show its queries.
@@ -316,7 +319,10 @@ class RollingDecoding:
             layer.observed = Observed(query, seen) if self.steps else Observed()
 
     def _sorted(self, index: int, appended: int) -> tuple[Tensor, Tensor, Tensor]:
-        """A layer's keys and values by position, and the positions without those appended."""
+        """Return a layer's keys and values sorted by position, and the positions of the kept ones.
+
+        Keys and values include the appended tokens; positions do not.
+        """
         places, buffers = self.places.held[index], self.layers[index]
         count = int((places >= 0).sum(dim=-1).max())
         positions, order = places.sort(dim=-1)
@@ -327,7 +333,7 @@ class RollingDecoding:
 
 
 def _are_alike(layers: Sequence[PolicyLayer]) -> bool:
-    """Whether layers are of one shape, on one device, and their scores have no sinks."""
+    """True if layers have one shape and one device, and their scores have no sinks."""
     found = set()
     for layer in layers:
         if layer.held is None or layer.scores is None or layer.scores.sinks is not None:

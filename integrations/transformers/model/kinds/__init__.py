@@ -1,4 +1,4 @@
-"""The kinds of decoder layers, one file a kind."""
+"""Define the kinds of decoder layers, one file for each kind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
     "Tokenwise",
 ]
 
-# In the order in which they are asked; the last takes whatever is left.
+# In the order in which they are tried; the last one accepts every layer.
 KINDS: tuple[type[LayerKind], ...] = (
     SharedKeys,
     CrossAttention,
@@ -57,16 +57,16 @@ KINDS: tuple[type[LayerKind], ...] = (
 
 
 def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
-    """The kind of each of a decoder's layers, as its configuration and Transformers' cache say.
+    """Return the kind of each decoder layer, from its configuration and Transformers' cache.
 
     Args:
         config: The decoder's configuration.
-        num_layers: Its layers.
+        num_layers: Number of its layers.
     """
     own = DynamicCache(config=config).layers
     called = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     called = called or ["full_attention"] * num_layers
-    if len(own) == 1 < num_layers:  # grown as layers come: all alike
+    if len(own) == 1 < num_layers:  # Transformers adds more layers of this class later
         own = own * num_layers
     indexers = getattr(config, "indexer_types", None) or [None] * num_layers
     crossing = getattr(config, "cross_attention_layers", None) or ()
@@ -94,7 +94,7 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
 
 
 def _producers(config: Any, called: Sequence[str]) -> dict[int, int]:
-    """By layer that makes no keys, the last layer of its own kind that does."""
+    """Map each layer without keys of its own to the last layer of its kind that makes keys."""
     first = len(called) - (getattr(config, "num_kv_shared_layers", None) or 0)
     makers = {kind: index for index, kind in enumerate(called[:first])}
     return {i: makers[called[i]] for i in range(first, len(called)) if called[i] in makers}

@@ -1,4 +1,4 @@
-"""What the library has to know of a decoder layer, whatever model it comes from."""
+"""Define the facts that the library must know of a decoder layer of any model."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ import attrs
 
 @attrs.frozen
 class LayerKind(abc.ABC):
-    """A kind of decoder layer: what it holds for a token, and what it can see.
+    """A kind of decoder layer: the tensors it holds for a token, and the tokens it sees.
 
-    A model is taken apart into layers of known kinds; nothing else of the library asks which family
-    a model is of. A new kind is a file of its own beside this one, and an entry in `KINDS`.
+    A model is taken apart into layers of known kinds; no other code asks for the family of a model.
+    A new kind is a new file beside this one, and an entry in `KINDS`.
 
     Attributes:
-        name: In a few words, as tables show it.
-        attends: Whether it has keys, values and queries, which a policy may choose by.
-        window: Tokens a layer sees, its own among them; None where it sees all.
-        states: States of either kind that it carries from token to token; 0 without any.
-        producer: The earlier layer whose keys and values it attends to; None without such.
+        name: A few words, as shown in tables.
+        attends: Whether the layer has keys, values and queries of its own, by which a policy can
+            choose.
+        window: Number of tokens that a token sees, itself included; None if it sees all.
+        states: Number of states of either kind that the layer carries from token to token; 0 if it
+            has none.
+        producer: The earlier layer whose keys and values this one attends to; None if it has its
+            own.
     """
 
     name: ClassVar[str]
@@ -32,33 +35,33 @@ class LayerKind(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:
-        """The kind of a layer, if it is this one."""
+        """Return this kind with the layer's settings if the layer is of this kind; else None."""
 
     @property
     def refusal(self) -> str | None:
-        """Why no policy can be applied to a model with such a layer; None where one can."""
+        """The reason why no policy can be applied to a model with this layer; None if it can."""
         return None
 
 
 @attrs.frozen
 class LayerFacts:
-    """What a model says of one of its layers.
+    """A record of one layer's facts, as its model and Transformers' cache describe it.
 
     Args:
-        index: The layer's.
+        index: Index of the layer.
         kind: Transformers' word for it, such as ``"sliding_attention"``.
-        cached_as: The name of the class that Transformers' own cache has for it; None where it
-            has none.
-        window: The sliding window of that, or else of the configuration, in tokens.
-        latent: Whether attention makes keys and values of a latent that all heads share.
-        states: The states of either kind that it holds, if it holds any.
-        indexer: ``"full"`` or ``"shared"`` where layers differ in whether they have an indexer.
-        indexes_blocks: Whether an indexer picks blocks of slots, and hands its index keys to what
-            the layer holds.
-        crosses: Whether it attends to images instead of the tokens.
-        untold: Whether its indexer turns index keys by positions that this Transformers' cache does
-            not hold beside them.
-        producer: The layer whose keys and values it attends to; None where it makes its own.
+        cached_as: The name of its class in Transformers' own cache; None if it has none there.
+        window: The sliding window in tokens, of that class or else of the configuration.
+        latent: Whether attention computes keys and values from a latent that all heads share.
+        states: Number of states of either kind that the layer holds, if it holds any.
+        indexer: ``"full"`` or ``"shared"`` in models in which only some layers have an indexer of
+            their own.
+        indexes_blocks: Whether an indexer picks blocks of slots, and gives its index keys to the
+            cache's layer.
+        crosses: Whether the layer attends to images instead of tokens.
+        untold: Whether its indexer rotates index keys by positions that the cache of this
+            Transformers version does not hold.
+        producer: The layer whose keys and values this one attends to; None if it makes its own.
     """
 
     index: int

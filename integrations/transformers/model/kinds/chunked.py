@@ -1,4 +1,4 @@
-"""Layers that attend within chunks of the context."""
+"""Define layers that attend only inside a chunk of the context."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvpolicy.integrations.transformers.model.masks import Chunk
 
 @attrs.frozen
 class ChunkedAttention(LayerKind):
-    """Keys and values of the tokens in the chunk at hand, which is bound enough.
+    """A layer that holds keys and values of the current chunk only, so that it needs no policy.
 
-    Chunks begin at multiples of their length in original positions, whatever was dropped below.
-    Once the context is longer than one there is nothing to choose, and tokens cannot be dropped
-    behind such a layer, which has not seen them all.
+    Chunks begin at multiples of their length, counted in original positions even after tokens were
+    dropped in earlier layers. In a context longer than a chunk the policy chooses nothing in this
+    layer. Tokens cannot be dropped after it, since it has not seen all of them.
     """
 
     name: ClassVar[str] = "chunked attention"

@@ -1,4 +1,4 @@
-"""Layers that attend to an image's features instead of the tokens."""
+"""Define layers that attend to image features instead of tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 @attrs.frozen
 class CrossAttention(LayerKind):
-    """Keys and values of images, whatever the number of tokens: there is nothing to choose.
+    """A layer that holds keys and values of images, so that there is nothing to choose.
 
-    Each token reads them by itself, and a layer without images is left out. Tokens cannot be
-    dropped behind such a layer, whose queries look at no token.
+    Their number does not depend on the number of tokens. Each token attends to them independently,
+    and without images the layer is skipped. Tokens cannot be dropped after it, since its queries
+    look at no token.
     """
 
     name: ClassVar[str] = "cross attention"

@@ -1,4 +1,4 @@
-"""Layers that attend to all tokens before."""
+"""Define layers that attend to all earlier tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 @attrs.frozen
 class FullAttention(LayerKind):
-    """Keys and values of every token; the selector chooses among them, per KV head."""
+    """A layer that holds keys and values of every token; a selector chooses per KV head."""
 
     name: ClassVar[str] = "full attention"
 
@@ -19,6 +19,6 @@ class FullAttention(LayerKind):
     def of(cls, layer: LayerFacts) -> LayerKind | None:
         """See `LayerKind.of`."""
         known = ("full_attention", "attention", "sliding_attention", "global")
-        # A layer may be called sliding and have no window.
+        # A layer may be called sliding but have no window.
         plain = layer.cached_as in (None, "DynamicLayer")
         return cls() if layer.kind in known and plain else None

@@ -1,4 +1,4 @@
-"""Layers in which an indexer picks the keys that a query attends to."""
+"""Define layers in which an indexer picks the keys that a query attends to."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 @attrs.frozen
 class Indexed(LayerKind):
-    """An index key of every token beside its keys and values, or its latent (DeepSeek Sparse).
+    """A layer that holds an index key for each token, beside keys and values (DeepSeek Sparse).
 
-    The indexer scores index keys for each query, which then attends to the best few. Keys, values
-    and index keys of a token are kept or evicted together, so that there is one choice for all
-    heads; afterwards the indexer picks among what the layer holds.
+    A latent may take the place of keys and values. The indexer scores the index keys for each
+    query, which then attends to the best few. The keys, values and index key of a token are kept or
+    evicted together, so that all heads keep the same tokens. Afterwards the indexer picks among the
+    tokens that the layer holds.
 
     Args:
-        borrows: Whether the layer has no indexer, and attends to the slots that an earlier layer's
-            has picked. It then keeps the tokens that layer keeps.
-        blocks: Whether it picks blocks of slots, which are counted in what is held.
+        borrows: Whether the layer has no indexer, and attends to the slots picked by an earlier
+            layer's indexer. It then keeps the same tokens as that layer.
+        blocks: Whether the indexer picks blocks of slots, counted in the slots that are held.
     """
 
     name: ClassVar[str] = "with an indexer"

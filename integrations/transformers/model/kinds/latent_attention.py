@@ -1,4 +1,4 @@
-"""Layers that hold one latent for all heads of a token."""
+"""Define layers that hold one latent per token for all heads."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 @attrs.frozen
 class LatentAttention(LayerKind):
-    """A latent and a rotary key of every token, of which attention makes keys and values (MLA).
+    """A layer that holds a latent and a rotary key of every token (MLA).
 
-    A policy's scorer is shown the keys and values that attention makes, head by head; there is one
-    choice for all heads, by the mean of their saliency, and what is held are the latents. That
-    follows from what the attention function is called with, not from here, so that it goes for any
-    layer whose module makes more heads of what the cache hands out.
+    Attention computes keys and values from them. A policy's scorer sees these keys and values, head
+    by head. All heads keep the same tokens, chosen by the mean of their saliency, and the layer
+    holds the latents. This behaviour does not depend on this class: it follows from the inputs of
+    the attention function, for any layer whose module makes more heads from the tensors that the
+    cache returns.
     """
 
     name: ClassVar[str] = "latent attention"

@@ -1,4 +1,4 @@
-"""Layers that carry a state from token to token: recurrences and convolutions."""
+"""Define layers that carry a state from token to token: recurrences and convolutions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 @attrs.frozen
 class Recurrent(LayerKind):
-    """A state of one size, whatever the number of tokens: there is nothing to choose.
+    """A layer that holds a state of fixed size, so that there is nothing to choose.
 
-    Tokens cannot be dropped behind such a layer, which has no queries. Behind one that has dropped
-    some, it reads those that went on, in their order.
+    Tokens cannot be dropped after it, since it has no queries. After an earlier layer has dropped
+    tokens, it reads the remaining ones in their order.
     """
 
     name: ClassVar[str] = "recurrent"

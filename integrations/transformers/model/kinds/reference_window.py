@@ -1,4 +1,4 @@
-"""Layers that attend to a whole prompt, and to the last tokens of what follows."""
+"""Define layers that attend to a whole prompt, and to a window of the tokens after it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 @attrs.frozen
 class ReferenceWindow(LayerKind):
-    """Keys and values of a first prompt, among which the selector chooses, and a window behind.
+    """A layer that sees all of the first prompt, and a sliding window of later tokens.
 
-    What follows the prompt falls out of the window, be it an answer or another turn, of which a
-    policy would keep what nothing sees: there is one turn.
+    The selector chooses among the keys and values of the prompt. Later tokens, of an answer or
+    another turn, leave the window. A policy would keep some of them though no query sees them, so
+    that only one turn is allowed.
 
     Args:
-        answer_window: Tokens behind the prompt that one of them sees, itself among them.
+        answer_window: Number of tokens behind the prompt that such a token sees, itself included.
     """
 
     name: ClassVar[str] = "reference sliding window"

@@ -1,4 +1,4 @@
-"""Layers that no policy can be applied to, and why."""
+"""Define layers to which no policy can be applied, with the reason."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _CACHED_AS = {
 
 @attrs.frozen
 class Refused(LayerKind):
-    """A layer whose kind no policy knows.
+    """A layer of a kind that no policy can be applied to.
 
     Args:
-        called: The kind, in a few words.
-        reason: Why nothing can be chosen there.
+        called: A few words for the kind.
+        reason: Why no policy can choose there.
     """
 
     name: ClassVar[str] = "unknown"
@@ -33,7 +33,7 @@ class Refused(LayerKind):
 
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:
-        """Any layer: to be asked last."""
+        """Accept any layer, so that it must be tried last."""
         found = _REASONS.get(layer.kind) or _CACHED_AS.get(layer.cached_as or "")
         return cls(*(found or (layer.kind, f"is cached as {layer.cached_as}")))
 

@@ -1,4 +1,4 @@
-"""Layers that attend to the keys and values of an earlier one."""
+"""Define layers that attend to the keys and values of an earlier layer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 @attrs.frozen
 class SharedKeys(LayerKind):
-    """Nothing of its own: it sees what its producer sees, and later what that has kept.
+    """A layer without keys of its own: it sees its producer's keys, later the kept ones.
 
-    The producer's queries alone decide what is kept, so that tokens cannot be dropped behind such a
-    layer. Behind one that has dropped some, its queries are those of the tokens that went on.
+    Only the producer's queries decide what is kept, so that tokens cannot be dropped after this
+    layer. After an earlier layer has dropped tokens, it has queries for the remaining ones only.
     """
 
     name: ClassVar[str] = "shared keys"

@@ -1,4 +1,4 @@
-"""Layers that attend and carry a state as well."""
+"""Define layers that have both attention and a recurrent state."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _CACHED_AS = (
 
 @attrs.frozen
 class SideBySide(LayerKind):
-    """Keys and values of every token, and a state beside them.
+    """A layer that holds keys and values of every token, and a state beside them.
 
-    The policy chooses among keys and values; the state is held whole. Tokens may be dropped behind
-    such a layer, whose queries are seen: both of its parts have read all that reached it by then,
-    and nothing of its state is taken back. Behind one that has dropped some, both read those that
-    went on. The layer is run for all of its tokens, whichever go on, since the state needs them.
+    The policy chooses among keys and values; the state is held whole. Tokens may be dropped after
+    this layer, since its queries are seen: both parts have then read all tokens that reached the
+    layer, and the state is not changed back. After an earlier layer has dropped tokens, both parts
+    read the remaining ones. The layer always runs for all tokens that reach it, also those that it
+    drops, since the state needs them.
     """
 
     name: ClassVar[str] = "attention and recurrent"

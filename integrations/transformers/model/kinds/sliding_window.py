@@ -1,4 +1,4 @@
-"""Layers that attend to the last tokens only."""
+"""Define layers that attend only to the last tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 @attrs.frozen
 class SlidingWindow(LayerKind):
-    """Keys and values of the tokens in the window, which is bound enough.
+    """A layer that holds keys and values of its window only, so that it needs no policy.
 
-    Once the context is longer than the window there is nothing to choose, and tokens cannot be
-    dropped behind such a layer, which has not seen them all.
+    In a context longer than the window the policy chooses nothing in this layer. Tokens cannot be
+    dropped after it, since it has not seen all of them.
     """
 
     name: ClassVar[str] = "sliding window"
@@ -22,7 +22,7 @@ class SlidingWindow(LayerKind):
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:
         """See `LayerKind.of`."""
-        if layer.kind == "local":  # of which Transformers' own cache holds everything
+        if layer.kind == "local":  # Transformers' own cache holds all tokens of such a layer
             return None if layer.window is None else cls(window=layer.window)
         known = layer.kind in ("full_attention", "attention", "sliding_attention")
         if not known or layer.cached_as != "DynamicSlidingWindowLayer":

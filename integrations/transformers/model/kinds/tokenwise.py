@@ -1,4 +1,4 @@
-"""Layers that read every token by itself."""
+"""Define layers that read every token independently."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 @attrs.frozen
 class Tokenwise(LayerKind):
-    """An MLP or experts alone, where they are a layer of their own: nothing is held."""
+    """A layer that is only an MLP or experts, and holds nothing."""
 
     name: ClassVar[str] = "without attention"
     attends: ClassVar[bool] = False
@@ -19,6 +19,6 @@ class Tokenwise(LayerKind):
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:
         """See `LayerKind.of`."""
-        # Not by the class of their cache, which others share: it is that of layers with borrowed
-        # keys, and was that of recurrent ones.
+        # The class in the cache cannot tell: layers with borrowed keys have the same one, and
+        # recurrent layers had it too.
         return cls() if layer.kind in ("mlp", "moe") else None
