@@ -194,7 +194,7 @@ def expanded_queries(attention: Any, normed: Tensor, rotary: Sequence[int]) -> l
 
 
 def expansions(attention: Any) -> list[tuple[Tensor, Tensor]]:
-    """Returns, per query head, the matrices from latents to keys, `[nope, rank]`, and values."""
+    """Returns, per query head, the maps from latents to keys `[nope, rank]`, values `[v, rank]`."""
     sizes = [attention.qk_nope_head_dim, attention.v_head_dim]
     return [
         (block[: sizes[0]], block[sizes[0] :])
