@@ -1,4 +1,4 @@
-"""What an analysis is given, checked before anything is computed."""
+"""Check the inputs of an analysis before anything is computed."""
 
 from __future__ import annotations
 
