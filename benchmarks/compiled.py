@@ -37,7 +37,7 @@ class Answer:
 
 @attrs.frozen
 class Compilations:
-    """Counters of what torch has compiled.
+    """A reading of torch's counters of compilations.
 
     Args:
         graphs: Number of compiled graphs.

@@ -119,7 +119,7 @@ def check_file(option: str, file: Path) -> None:
 
 
 def _try_to_write(option: str, existing: Path, wanted: Path) -> None:
-    """Make a folder with a file in a folder, and remove both: permissions alone do not tell.
+    """Write and remove a test file in a folder, since permissions alone do not decide.
 
     Raises:
         ValueError: It cannot be done, as on a read-only disk or in /proc.

@@ -84,7 +84,7 @@ class Progress:
         return f"{self.minutes:.1f} min, step {self.step}: loss {self.loss:.2f}, {accuracy}"
 
     def record(self, loss: float, accuracy: dict[str, float]) -> None:
-        """Update the running loss and accuracies with those of one step."""
+        """Update the running loss and accuracies with one step's values."""
         self.loss = SMOOTHING * (self.loss or loss) + (1 - SMOOTHING) * loss
         for name, value in accuracy.items():
             before = self.accuracy.get(name, value)

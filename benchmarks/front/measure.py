@@ -37,7 +37,7 @@ KINDS = {
 
 @attrs.frozen
 class Asked:
-    """Questions of one kind and one length, on documents.
+    """A set of questions of one kind and one length, on documents.
 
     Args:
         documents: ``[count, document_len]`` token ids.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class PromptSaliency:
-    """A saliency of each token of a prompt.
+    """A measure of how much each token of a prompt matters, with its source.
 
     Args:
         values: float ``[context_len]`` on the CPU, larger means keep.

@@ -102,7 +102,7 @@ class ChunkedReading(Reading):
     def _stage(
         self, stage: Stage, pieces: _Pieces, before: int, *, number: int, resumes: bool
     ) -> tuple[int, int]:
-        """Return the most bytes while a stage is read, and those held after it.
+        """Return the most bytes while a stage is read, and the bytes held after it.
 
         Args:
             stage: The stage.

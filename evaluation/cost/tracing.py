@@ -215,7 +215,7 @@ class _Seen:
 
 
 def _all_keys_are_there(*_: Any) -> None:
-    """Let ``nonzero`` find all entries, for attention: an indexer asks for visible keys."""
+    """Assume for attention that ``nonzero`` finds all: an indexer asks for visible keys."""
     without_numbers.meta_nonzero_assume_all_nonzero = True
 
 

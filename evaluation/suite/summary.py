@@ -84,7 +84,7 @@ class Figure:
 
 @attrs.frozen
 class Summary:
-    """All figures of a folder, in the order of asking.
+    """A summary of a folder: all figures, in the order of asking.
 
     Args:
         figures: By cell.

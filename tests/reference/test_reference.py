@@ -346,7 +346,7 @@ def check_counts(turn: TurnResult, kept_len: int, seen_len: int) -> None:
 
 
 def test_fastkv_counts_over_two_turns() -> None:
-    """Rates are of all tokens seen, in every layer and in both turns."""
+    """Rates count all tokens seen, in every layer and in both turns."""
     model = tiny_model("llama", seed=2, num_layers=6)
     state = ReferenceState(model, FastKV(retention_rate=0.2, tsp_rate=0.35, window_size=6))
     first = state.turn(random_tokens(8, 60), 10)

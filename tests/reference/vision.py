@@ -139,7 +139,7 @@ class StreamingLLM:
 
 @dataclass(frozen=True)
 class SnapKV:
-    """A method that keeps the window and what it attends to most, by the layer's own attention.
+    """A method that keeps the window and the keys most attended to by the window's queries.
 
     Attributes:
         rate: fraction of all tokens seen that each KV head keeps; unused with `tokens`.
