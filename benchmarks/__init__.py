@@ -1,7 +1,7 @@
-"""Benchmarks: scripts that measure, and the results that they have written.
+"""Measure the library with scripts, which write their results to a folder beside them.
 
-Importing the package makes kvpolicy importable where it is not installed, as on a borrowed machine
-that holds a checkout and nothing else: its folders then count as those of the package.
+Importing this package also makes kvpolicy importable from a checkout in which it is not installed,
+as on a borrowed machine: the checkout's folders are then added to the package's path.
 """
 
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""Greedy answers to questions on documents, under a policy that knows the question or not."""
+"""Generate greedy answers to questions that are read before or after the policy has chosen."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def continuations(
     later: bool,
     chosen: Callable[[PolicyCache, Tensor], None] = lambda cache, first: None,
 ) -> Tensor:
-    """Greedy continuations of questions on documents, under a policy.
+    """Return greedy continuations of questions on documents, under a policy.
 
     Args:
         model: in evaluation mode.
@@ -37,10 +37,10 @@ def continuations(
         questions: token ids ``[batch, question_len]``.
         max_new_tokens: tokens to generate.
         later: whether the question is read after the policy has chosen.
-        chosen: told of the cache, and of what it has read, once the policy has chosen.
+        chosen: called once the policy has chosen, with the cache and the tokens it has read.
 
     Returns:
-        ``[batch, max_new_tokens]`` token ids; what follows the end of an answer is to be cut off.
+        ``[batch, max_new_tokens]`` token ids; the caller has to cut off what follows an answer.
     """
     cache = PolicyCache(policy)
     with cache.attached(model):
@@ -57,6 +57,6 @@ def continuations(
 
 
 def word_score(tokenizer: Any, generated: Tensor | list[int], outputs: Sequence[str]) -> float:
-    """The part of the expected words in what was generated, up to the end of the answer."""
+    """Return the share of expected words in the generated text, up to the end of the answer."""
     text, _, _ = tokenizer.decode(generated).partition(tokenizer.eos_token)
     return score(text, outputs)

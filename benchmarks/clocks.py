@@ -1,4 +1,4 @@
-"""Clocks of the benchmarks: how long something took, what a policy's part of it was, deadlines."""
+"""Measure time: how long a call takes, how long a policy's decisions take, and deadlines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OutOfTimeError(Exception):
 
 
 class Deadline:
-    """A point in time.
+    """A point in time after which a measurement has to end.
 
     Args:
         seconds: From now.
@@ -35,18 +35,18 @@ class Deadline:
         self._end = clock() + seconds
 
     def left(self) -> float:
-        """Seconds until then; negative afterwards."""
+        """Return the seconds until the deadline; negative after it."""
         return self._end - self._clock()
 
     def check(self) -> None:
-        """Raise OutOfTimeError if it is over."""
+        """Raise OutOfTimeError if the deadline has passed."""
         if self.left() < 0:
             raise OutOfTimeError
 
 
 @attrs.frozen
 class Interval:
-    """How long something took.
+    """The wall, CPU and device time that something took.
 
     Args:
         wall_ms: Milliseconds on the clock; a GPU is waited for before the clock is read.
@@ -60,7 +60,7 @@ class Interval:
 
 
 def timed(device: torch.device, run: Callable[[], T]) -> tuple[T, Interval]:
-    """Run, and return what came and how long it took; a GPU is waited for before and after."""
+    """Run a function; return its result and time. A GPU is synchronised before and after."""
     on_cuda = device.type == "cuda"
     if on_cuda:
         start, end = _event(), _event()
@@ -81,7 +81,7 @@ def _event() -> Any:
 
 
 class TokenTimes:
-    """A streamer of `generate` that writes down when the prompt and every token came.
+    """A streamer of `generate` that records when the prompt and every token came.
 
     Args:
         clock: Tells the seconds; the machine's clock if None.
@@ -95,27 +95,27 @@ class TokenTimes:
         self._clock = clock or time.perf_counter
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt, or one token of each row."""
+        """Record the time of the prompt, or of one token of each row."""
         self.seconds.append(self._clock())
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Do nothing; `generate` calls this after the last token."""
 
     def steps_ms(self, first: int = 0) -> list[float]:
-        """Milliseconds between readings from the given one on.
+        """Return the milliseconds between readings, from reading ``first`` on.
 
-        From 0 on they are the prefill's, then each further token's.
+        From reading 0 on, these are the time of the prefill, then that of each further token.
         """
         pairs = itertools.pairwise(self.seconds[first:])
         return [(after - before) * 1e3 for before, after in pairs]
 
 
 class TimedPolicy(CachePolicy):
-    """A policy that also says how long its decisions take.
+    """A policy that also measures how long its decisions take.
 
-    On a GPU between CUDA events, without waiting: scoring and choosing, and what waits choosing
-    brings. The look at the parts' answers, one for all layers where the forward can wait for it,
-    and taking the chosen keys and values into the cache are not part of it.
+    On a GPU the time is taken between CUDA events, without waiting. It covers scoring and choosing,
+    and the waits that choosing causes. It does not cover the check of the parts' answers, which is
+    one for all layers if the forward can wait for it, nor storing the chosen keys and values.
 
     Args:
         policy: The policy to time.
@@ -138,20 +138,20 @@ class TimedPolicy(CachePolicy):
         remembered: bool = False,
         checks: DeferredChecks | None = None,
     ) -> Decision:
-        """The policy's decision; see `CachePolicy.decide`."""
+        """Return the policy's decision, and time it; see `CachePolicy.decide`."""
         how: dict[str, Any] = {"remembered": remembered, "checks": checks}
         return self._timed(lambda: super(TimedPolicy, self).decide(context, **how))
 
     def decide_layers(self, layers: Sequence[DeferredLayer]) -> list[Tensor]:
-        """The policy's choice for all layers; see `CachePolicy.decide_layers`."""
+        """Return the policy's choice for all layers, timed; see `CachePolicy.decide_layers`."""
         return self._timed(lambda: super(TimedPolicy, self).decide_layers(layers))
 
     def decide_restart(self, context: LayerContext) -> Tensor | None:
-        """The policy's choice; see `CachePolicy.decide_restart`."""
+        """Return the policy's choice, and time it; see `CachePolicy.decide_restart`."""
         return self._timed(lambda: super(TimedPolicy, self).decide_restart(context))
 
     def total_ms(self) -> float:
-        """Milliseconds of all decisions so far, once the GPU has been waited for."""
+        """Return the milliseconds of all decisions so far; synchronise the GPU first."""
         if self._on_cuda:
             return float(sum(start.elapsed_time(end) for start, end in self._spans))
         return float(sum(end - start for start, end in self._spans) * 1e3)

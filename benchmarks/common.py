@@ -1,4 +1,4 @@
-"""What the benchmarks measure with: models of random weights, prompts, limits, and files."""
+"""Build what the benchmarks measure with: models of random weights, prompts, limits, and files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BASELINE = "dynamic_cache"
 
 @attrs.frozen
 class ModelSpec:
-    """A Llama of random weights.
+    """The sizes of a Llama of random weights.
 
     Args:
         hidden_size: Width of the residual stream.
@@ -33,7 +33,7 @@ class ModelSpec:
         kv_heads: KV heads of a layer.
         intermediate_size: Width of the MLP.
         vocab_size: Tokens of the vocabulary.
-        max_positions: What the configuration says of the context; longer prompts are computed too.
+        max_positions: The configuration's longest context; longer prompts are computed too.
         rope: Rotary parameters of the configuration; the family's default if None.
     """
 
@@ -47,7 +47,7 @@ class ModelSpec:
     rope: dict[str, Any] | None = None
 
     def config(self) -> LlamaConfig:
-        """The configuration; it has no end of text, so that decoding never stops early."""
+        """Return the configuration; without an end token, so that decoding never stops early."""
         rope = {} if self.rope is None else {"rope_parameters": dict(self.rope)}
         return LlamaConfig(
             vocab_size=self.vocab_size,
@@ -62,11 +62,11 @@ class ModelSpec:
         )
 
     def build(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """The model, made on its device; nothing is read or fetched. Weights are those of seed 0.
+        """Build the model on its device with the weights of seed 0; nothing is read or fetched.
 
         Args:
-            device: Of the weights.
-            dtype: Of the weights.
+            device: Device of the weights.
+            dtype: Type of the weights.
         """
         return random_model(self.config(), device, dtype)
 
@@ -80,7 +80,7 @@ TINY = ModelSpec(
 def random_model(
     config: PreTrainedConfig, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """A model of any configuration, made on its device, with the weights of seed 0."""
+    """Return a model of any configuration, built on its device with the weights of seed 0."""
     torch.manual_seed(0)
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -90,13 +90,13 @@ def random_model(
 
 
 def policies_said(names: Sequence[str]) -> dict[str, str]:
-    """Policies by name, as results say them."""
+    """Return the repr of each policy by name, as the results record it."""
     found = {name: policy_of(name) for name in names}
     return {name: "DynamicCache" if each is None else repr(each) for name, each in found.items()}
 
 
 def policy_of(name: str) -> CachePolicy | None:
-    """A registered policy with its own defaults; None for ``dynamic_cache``.
+    """Return a registered policy with its own defaults; None for ``dynamic_cache``.
 
     Args:
         name: A registered policy's, or ``dynamic_cache``.
@@ -109,9 +109,9 @@ def policy_of(name: str) -> CachePolicy | None:
 
 
 def random_prompt(vocab_size: int, context: int, batch: int = 1) -> Tensor:
-    """Token ids ``[batch, context]``, the same every time and on every machine.
+    """Return token ids ``[batch, context]``, the same every time and on every machine.
 
-    Frequencies fall as one over the rank, as those of words do.
+    The frequency of a token falls as one over its rank, as in natural text.
 
     Args:
         vocab_size: Ids lie below it.
@@ -123,7 +123,7 @@ def random_prompt(vocab_size: int, context: int, batch: int = 1) -> Tensor:
 
 
 def allowed(policy: CachePolicy | None, context: int, model: PreTrainedModel) -> dict[str, float]:
-    """The limits of a policy's speed-ups, as a row has them; 1 without a policy."""
+    """Return the limits of a policy's speed-ups, under a row's keys; 1 without a policy."""
     if policy is None:
         return {"prefill_allowed": 1.0, "decode_allowed": 1.0}
     shape = shape_of(model.config)
@@ -136,9 +136,9 @@ def allowed(policy: CachePolicy | None, context: int, model: PreTrainedModel) ->
 def allowed_decode(
     policy: CachePolicy, shape: ModelShape, context: int, model: PreTrainedModel
 ) -> float:
-    """How many times faster a token can be decoded by the bytes that it reads.
+    """Return the largest speed-up of a decoded token, by the bytes that it reads.
 
-    Those are the weights, but for the embeddings, of which a token reads one row, and the keys and
+    These are the weights without the embeddings, of which a token reads one row, and the keys and
     values kept of the prompt.
 
     Args:
@@ -154,7 +154,7 @@ def allowed_decode(
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, lowest and highest.
+    """Return median, lowest and highest of some values.
 
     Example:
         >>> spread([3.0, 1.0, 2.0])
@@ -164,7 +164,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratio_text(ratio: float) -> str:
-    """A ratio in few characters.
+    """Return a ratio as a short text.
 
     Example:
         >>> ratio_text(1.846), ratio_text(12.34)
@@ -174,7 +174,7 @@ def ratio_text(ratio: float) -> str:
 
 
 def as_json(record: dict[str, Any]) -> str:
-    """JSON with lists of numbers on a line of their own; not-a-number is refused.
+    """Return JSON with each list of numbers on one line; not-a-number is refused.
 
     Example:
         >>> print(as_json({"ms": [1.5, 2.0], "at": {"context": 8}}))
@@ -186,7 +186,7 @@ def as_json(record: dict[str, Any]) -> str:
         }
     """
     text = json.dumps(record, indent=1, allow_nan=False)
-    # Newlines stand between values only, never inside a string.
+    # In the text, newlines occur only between values, never inside a string.
     numbers = re.compile(r"\[\n\s+(-?\d[-+.\de]*(?:,\n\s+-?\d[-+.\de]*)*)\n\s*\]")
     return numbers.sub(lambda found: "[" + re.sub(r"\s+", " ", found[1]) + "]", text)
 
@@ -203,7 +203,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Versions and machine, with what a GPU adds."""
+    """Return versions and machine, with the memory and CUDA version of a GPU."""
     found = environment(device)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""One answer of stock `model.generate`, whose decoding it compiles, timed token by token."""
+"""Time one answer of stock `model.generate`, whose decoding is compiled, token by token."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvpolicy.integrations.transformers import PolicyCache
 
 @attrs.frozen
 class Answer:
-    """What one `generate` gave, and what it took.
+    """The tokens, times and peak memory of one call of `generate`.
 
     Args:
-        tokens: ``[batch, tokens]``: those generated, on the processor; fewer than were asked for
-            where time ended.
+        tokens: The generated tokens ``[batch, tokens]``, on the processor; fewer than asked for if
+            time ended.
         prefill_ms: From the start of the prompt to the first token.
-        decode_ms: One for each further token, with all that `generate` does for it.
+        decode_ms: Milliseconds of each further token, with all that `generate` does for it.
         peak_bytes: The most that torch had allocated on the GPU; None without one.
     """
 
@@ -37,12 +37,12 @@ class Answer:
 
 @attrs.frozen
 class Compilations:
-    """What torch has compiled.
+    """A reading of torch's counters of compilations.
 
     Args:
-        graphs: How many.
-        without_cuda_graphs: Times that torch has gone without CUDA graphs where they were meant:
-            Python then starts the kernels one by one after all.
+        graphs: Number of compiled graphs.
+        without_cuda_graphs: Number of times that torch skipped CUDA graphs that were meant to be
+            used: Python then starts the kernels one by one.
     """
 
     graphs: int
@@ -50,28 +50,28 @@ class Compilations:
 
     @staticmethod
     def so_far() -> Compilations:
-        """In this process."""
+        """Return the counters of this process so far."""
         counters = torch._dynamo.utils.counters
         skips = counters["inductor"]["cudagraph_skips"]
         return Compilations(counters["stats"]["unique_graphs"], skips)
 
     def since(self, before: Compilations) -> Compilations:
-        """Those after another reading."""
+        """Return the difference to an earlier reading."""
         return Compilations(
             self.graphs - before.graphs, self.without_cuda_graphs - before.without_cuda_graphs
         )
 
 
 class TokenClock(TokenTimes):
-    """As `TokenTimes`, waiting for the device, under a deadline.
+    """A `TokenTimes` that waits for the device before each reading and ends at a deadline.
 
     Args:
         device: Waited for before the clock is read.
-        deadline: Asked after every reading; `generate` ends where it is over.
-        prefill_over: Called once the first token is there.
+        deadline: Checked after every reading; `generate` ends when it is over.
+        prefill_over: Called once the first token has come.
 
     Attributes:
-        tokens: ``[batch]``, one fewer than readings.
+        tokens: ``[batch]`` for each token; one fewer than there are readings.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class TokenClock(TokenTimes):
         self._prefill_over = prefill_over
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt, or one token of each row."""
+        """Record the time of the prompt, or of one token of each row."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         super().put(value)
@@ -97,10 +97,10 @@ class TokenClock(TokenTimes):
 
 
 def compile_config(device: torch.device) -> CompileConfig | None:
-    """What `generate` is told of compiling.
+    """Return the compile settings to pass to `generate`.
 
-    Nothing on a GPU, where it compiles by itself. Elsewhere it would not; there it is made to, with
-    the backend that runs graphs as they are: to see that it works, not to gain time.
+    This is None on a GPU, where `generate` compiles by itself. Elsewhere it would not compile, so
+    it is made to, with the backend that runs graphs unchanged: a check that it works, without gain.
 
     Args:
         device: The model's.
@@ -114,10 +114,10 @@ def compile_config(device: torch.device) -> CompileConfig | None:
 
 @contextmanager
 def fresh_compiler() -> Iterator[None]:
-    """Begin with nothing compiled, and leave nothing.
+    """Run the block with nothing compiled before, and discard what it compiled.
 
-    What was compiled for one length would have the next one's compiled for any, which decodes
-    slower; and after a few, torch compiles no more.
+    If code compiled for one length were kept, torch would compile the next length for all lengths,
+    which decodes slower. After a few more lengths, torch would stop compiling.
     """
     torch.compiler.reset()
     try:
@@ -135,17 +135,17 @@ def generate_compiled(
     room: int,
     deadline: Deadline | None = None,
 ) -> Answer:
-    """Read a prompt and decode greedily by `generate`, into buffers that have their size at once.
+    """Read a prompt and decode greedily by `generate`, into buffers of their final size.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode, that never ends a text.
         prompt: Token ids ``[batch, context]`` on the model's device, without padding.
         policy: None for Transformers' own `StaticCache`.
         new_tokens: Tokens to generate, at least 1; the prefill gives the first.
-        room: Tokens that the cache has memory for, at least ``new_tokens``. What is compiled
-            depends on it, and not on ``new_tokens``.
-        deadline: Asked before every layer of the prefill and after every token; decoding then ends
-            early.
+        room: New tokens that the cache has memory for, at least ``new_tokens``. The compiled code
+            depends on this, not on ``new_tokens``.
+        deadline: Checked before every layer of the prefill and after every token; decoding then
+            ends early.
 
     Raises:
         OutOfTimeError: The deadline passed during prefill.
@@ -161,7 +161,7 @@ def generate_compiled(
     prefill = ExitStack()
     clock = TokenClock(model.device, deadline, prefill.close)
     with prefill, suppress(OutOfTimeError):
-        # Gone before anything is compiled, which would be otherwise with them.
+        # The hooks are removed before compiling, since they would change what is compiled.
         prefill.enter_context(before_layers(model, prefill_hook(deadline, None)))
         model.generate(
             prompt,

@@ -2,8 +2,9 @@
 
 Run as ``python -m benchmarks.compress --chooser DIR``. The bundled model of word tasks answers; the
 model that chooses is one of the same language with other weights, such as ``python -m
-training.ruler_words.train --seed 11 --minutes 18 --out DIR`` leaves in ``DIR/weights``. Answers
-to the whole prompt, to the middle cut out, and to chunks at random stand beside it, all as text.
+training.ruler_words.train --seed 11 --minutes 18 --out DIR`` leaves in ``DIR/weights``. For
+comparison, it also answers the whole prompt, the prompt with its middle cut out, and one of random
+chunks, all as text.
 ``python -m benchmarks.compress --table`` prints the tables of the results.
 """
 
@@ -43,25 +44,25 @@ from kvpolicy.policies import FullContext, SnapKV, WindowMaxPoolScorer
 RESULTS = FOLDER / "compress.json"
 RATES = (0.1, 0.2, 0.4)
 CHUNK_SIZE = 16
-# Those that are looked up in a document; the others count words, which every sample does.
+# Kinds whose answer is looked up in a document; the others count words, as any sample can do.
 KINDS_ASKED = ("multi-key", "two-hop")
 
 
 @attrs.frozen
 class RandomScorer(PromptScorer):
-    """The control: chunks at random."""
+    """The control: a scorer that chooses chunks at random."""
 
     seed: int = 0
 
     def score(self, model: PreTrainedModel, input_ids: Sequence[int] | Tensor) -> PromptSaliency:
-        """See `PromptScorer.score`; the same tokens get the same."""
+        """Return random saliency, the same for the same tokens; see `PromptScorer.score`."""
         rng = random.Random(f"{self.seed}/{list(input_ids)}")
         return PromptSaliency(torch.tensor([rng.random() for _ in input_ids]), "chance")
 
 
 @attrs.frozen
 class Way:
-    """A way to choose chunks."""
+    """A way to choose chunks: a scorer, where chunks end, and which model scores."""
 
     scorer: PromptScorer
     align: str = "line"
@@ -79,17 +80,17 @@ WAYS = {
 
 
 def in_lines(text: str) -> str:
-    """A line for each sentence, which is the same to models of words."""
+    """Put each sentence on its own line, which changes nothing for models of words."""
     return text.replace(" . ", " .\n")
 
 
 def whole(prompt: WordPrompt) -> str:
-    """All of it."""
+    """Return the whole prompt."""
     return prompt.input
 
 
 def middle_cut(prompt: WordPrompt, rate: float) -> str:
-    """The first and the last words of a prompt, half of the rate each, the question among them."""
+    """Return a prompt's first and last words, half of the rate each, and at least the question."""
     words, asked = prompt.input.split(), len(prompt.question.split())
     count = max(round(rate * len(words)), asked)
     tail = max(count // 2, asked)
@@ -97,7 +98,7 @@ def middle_cut(prompt: WordPrompt, rate: float) -> str:
 
 
 def answered(answerer: Any, policy: CachePolicy, text: str, prompt: WordPrompt) -> float:
-    """The part of an answer's words that a model finds, given a text that ends in the question."""
+    """Return the share of expected words in a model's answer; the text ends in the question."""
     tokenizer = answerer.tokenizer
     document, question = (
         torch.tensor([tokenizer(part).input_ids])
@@ -115,7 +116,7 @@ def measure(
     shorten: Callable[[WordPrompt], str],
     policy: CachePolicy | None = None,
 ) -> dict[str, float]:
-    """Mean score, and mean share of the words, of prompts made shorter, under a policy."""
+    """Return the mean score and the mean share of words of shortened prompts, under a policy."""
     texts = [shorten(prompt) for prompt in asked]
     scores = [
         answered(answerer, policy or FullContext(), text, prompt)
@@ -129,7 +130,7 @@ def measure(
 
 
 def shortened(choosing: Any, way: Way, rate: float) -> Callable[[WordPrompt], str]:
-    """What shortens a prompt at a rate, the question left whole."""
+    """Return a function that shortens a prompt to a rate and leaves the question whole."""
 
     def shorten(prompt: WordPrompt) -> str:
         return compress_prompt(
@@ -150,7 +151,7 @@ PLACES = ("kind", "way", "rate", "chooser")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Every way to shorten, at every rate, on every kind of question; what is there is kept."""
+    """Measure every way to shorten, rate and kind of question that the file does not have yet."""
     chooser, answerer = load(str(options.chooser)), load("ruler_words")
     head = {
         "environment": environment(answerer.model.device),
@@ -175,7 +176,7 @@ def run(options: argparse.Namespace) -> None:
 def cases(
     chooser: Any, answerer: Any, asked: Sequence[WordPrompt], rates: Sequence[float]
 ) -> Iterator[tuple[str, float | None, bool, Callable[[], dict[str, float]]]]:
-    """The ways, each with its rate, whether it is the chooser's, and what measures it."""
+    """Yield the ways, each with its rate, whether the chooser is used, and a measuring function."""
     yield "whole", None, False, partial(measure, answerer, asked, whole)
     yield "whole, asked of the chooser", None, True, partial(measure, chooser, asked, whole)
     for rate in rates:
@@ -189,7 +190,7 @@ def cases(
 
 
 def table(data: dict[str, Any]) -> str:
-    """A row for each way and chooser; for each rate the mean over the kinds, then the kinds."""
+    """Return a Markdown table: a row per way and chooser, a column per rate with mean and kinds."""
     rows = data["rows"]
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     rates = list(dict.fromkeys(row["rate"] for row in rows if row["rate"] is not None))
@@ -212,7 +213,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, or print the table."""
+    """Measure, if not only the table is asked for, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chooser", type=Path, help="folder of the model that chooses")
     parser.add_argument("--chooser-is", default="chooser", help="what to call it in the results")

@@ -1,8 +1,8 @@
-"""Turn after turn on one long document: what a turn takes, and what is held.
+"""Measure turn after turn on one long document: the time of a turn, and the bytes held.
 
 Full context and every policy read a document, then take 50 turns of 200 new tokens, one after the
 other in every turn, so that a machine that slows down slows down all. A turn is the forward over
-its tokens, until the next token is known; the table has the processor's time. Writes
+its tokens, until the next token is known; the table shows the CPU time. Writes
 ``conversation.json``.
 
     python benchmarks/conversation.py [--document 50000] [--turns 50] [--new 200] [--threads 2]
@@ -49,7 +49,7 @@ POLICIES: dict[str, CachePolicy | None] = {
     "snapkv": SnapKV(retention_rate=0.1),
     "fastkv": FastKV(tsp_rate=0.2, retention_rate=0.1),
 }
-AT_THE_ENDS = 5  # turns of which the first and the last are shown
+AT_THE_ENDS = 5  # number of first turns, and of last turns, whose median is shown
 OPTIONS = (
     Option("document", 50000, quick=400, help="tokens"),
     Option("turns", 50, quick=6),
@@ -57,7 +57,7 @@ OPTIONS = (
     Option("shape", "small", quick="tiny", how={"choices": tuple(SHAPES)}),
     Option("device", "cpu"),
 )
-# The processor's time: another program's work does not count, as it would on the clock.
+# The CPU time: it does not include another program's work, as wall time would.
 TABLE = Table(
     "rows",
     Column("policy", -14, "policy"),
@@ -70,7 +70,7 @@ TABLE = Table(
 
 
 def converse(model: PreTrainedModel, options: argparse.Namespace) -> list[Row]:
-    """A row for each policy."""
+    """Run the conversation and return a row for each policy."""
     vocab_size, device = model.config.vocab_size, model.device
     document = random_prompt(vocab_size, options.document).to(device)
     rows, caches = list[Row](), list[Any]()
@@ -103,7 +103,7 @@ def _read(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
 
 
 def measure(run: Run) -> None:
-    """The conversation, of all policies."""
+    """Measure the conversation under all policies."""
     options = run.options
     spec, dtype = SHAPES[options.shape]
     torch.backends.cuda.enable_cudnn_sdp(False)  # plans for every new length; see gpu.py

@@ -1,8 +1,9 @@
-"""A decoded token with buffers of a fixed size, growing ones, and Transformers' own caches.
+"""Time a decoded token with fixed and growing buffers, and with Transformers' own caches.
 
-`generate` reads a prompt and decodes; a streamer tells the time of every token. ``static_cache``
-and ``dynamic_cache`` are Transformers', the others a `PolicyCache` that keeps everything or, as
-FastKV, a tenth. Contenders take turns; ratios are of the same round. Writes ``decode.json``.
+`generate` reads a prompt and decodes; a streamer records the time of every token. ``static_cache``
+and ``dynamic_cache`` are Transformers' caches. The others are a `PolicyCache` that keeps everything
+or, with FastKV, a tenth. Contenders take turns; ratios are of the same round. Writes
+``decode.json``.
 
     python benchmarks/decode.py [--contexts 2048,8192] [--rounds 7] [--threads 2] [--compiled]
     python benchmarks/decode.py --quick
@@ -44,7 +45,7 @@ from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FastKV, FullContext
 
-# Steps at the start that are left out: what the first ones bring along is not a token's.
+# Number of first steps that are left out, since they include one-time work.
 WARM_UP = 4
 STATIC, DYNAMIC = "static_cache", "dynamic_cache"
 POLICIES: dict[str, CachePolicy] = {"everything": FullContext(), "fastkv": FastKV()}
@@ -67,10 +68,10 @@ TABLE = Table(
 
 @attrs.frozen
 class Contender:
-    """A cache to decode with.
+    """A cache to decode with, and whether decoding is compiled.
 
     Args:
-        make: The cache for a model, a context and a number of new tokens.
+        make: Makes the cache for a model, a context and a number of new tokens.
         compiled: Whether `generate` compiles the decoding.
     """
 
@@ -95,7 +96,7 @@ def _fixed(policy: CachePolicy, model: PreTrainedModel, context: int, count: int
 
 
 def contenders(*, compiled: bool) -> dict[str, Contender]:
-    """By name, the static cache first."""
+    """Return the contenders by name, the static cache first."""
     found = {STATIC: Contender(_static), DYNAMIC: Contender(_dynamic)}
     for name, policy in POLICIES.items():
         found[f"{name}, growing"] = Contender(partial(_growing, policy))
@@ -111,7 +112,7 @@ def contenders(*, compiled: bool) -> dict[str, Contender]:
 def take_turn(
     model: PreTrainedModel, prompt: Tensor, contender: Contender, count: int
 ) -> tuple[float, int]:
-    """Read a prompt and decode: milliseconds of a token, and the most entries a layer holds."""
+    """Read a prompt and decode; return a token's milliseconds and the most entries of a layer."""
     cache, clock = contender.make(model, prompt.shape[1], count), TokenTimes()
     how: dict[str, Any] = {}
     if contender.compiled:
@@ -132,7 +133,7 @@ def take_turn(
 
 
 def rows_of(context: int, taken: dict[str, list[tuple[float, int]]]) -> list[Row]:
-    """The rows of one length."""
+    """Return the rows of one length."""
     times = {name: [ms for ms, _ in found] for name, found in taken.items()}
     return [
         {
@@ -148,7 +149,7 @@ def rows_of(context: int, taken: dict[str, list[tuple[float, int]]]) -> list[Row
 
 
 def measure(run: Run) -> None:
-    """Every length, and every contender at it."""
+    """Time every contender at every length."""
     options, spec = run.options, TINY if run.options.quick else SMALL
     model = spec.build()
     settings = {

@@ -1,9 +1,9 @@
-"""Eviction while decoding: what a step costs on average, and which rule keeps what is asked later.
+"""Measure eviction while decoding: the mean cost of a step, and each rule's answer accuracy.
 
-Costs: `generate` decodes into fixed buffers of as many slots with a bound and without one, in
-turns, by the processor's time; ratios are of the same round. Accuracy: needle prompts of the
-bundled model are fed token by token after a short prompt, as if it had said them itself; then comes
-the question, which no rule has seen when it chose. Writes ``decoding.json``.
+Costs: `generate` decodes into fixed buffers of the same number of slots, with a bound and without
+one, in turns. Costs are CPU times; ratios are of the same round. Accuracy: needle prompts of the
+bundled model are fed token by token after a short prompt, as if the model had generated them. The
+question comes last, so that no rule has seen it when it chose. Writes ``decoding.json``.
 
     python benchmarks/decoding.py [--rounds 9] [--budget 1024] [--count 40] [--threads 1]
     python benchmarks/decoding.py --quick
@@ -86,14 +86,14 @@ ACCURACY = Table(
 
 
 def bounded(method: type[Method], tokens: int, every: int) -> Method:
-    """A rule that bounds the answer alone; TOVA's at every step."""
+    """Return a policy whose method's rule bounds only the answer; TOVA chooses at every step."""
     return FullContext(decoding=method().decoding_rule(tokens, min(every, method.every)))
 
 
 def token_ms(
     model: PreTrainedModel, prompt: Tensor, count: int, cache: Callable[[], PolicyCache]
 ) -> float:
-    """Processor milliseconds of a decoded token, the mean over ``count`` behind the first."""
+    """Return a decoded token's CPU milliseconds, the mean of ``count`` after the first step."""
     clock = TokenTimes(time.process_time)
     model.generate(
         prompt,
@@ -110,10 +110,10 @@ def token_ms(
 def costs(
     model: PreTrainedModel, rules: Sequence[type[Method]], budget: int, every: int, rounds: int
 ) -> list[Row]:
-    """Every rule against none, on buffers of ``budget + every`` slots.
+    """Time every rule and no rule, on buffers of ``budget + every`` slots.
 
-    Without a bound a prompt of ``budget`` tokens is given an answer of ``every``; with one, an
-    answer that is evicted from twice.
+    Without a bound, an answer of ``every`` tokens follows a prompt of ``budget`` tokens. With a
+    bound, the answer is so long that tokens are evicted twice.
     """
     prompt = random_prompt(model.config.vocab_size, budget)
     free = partial(PolicyCache, FullContext(), max_new_tokens=every)
@@ -138,7 +138,7 @@ def costs(
 
 @torch.no_grad()
 def answered(model: Any, policy: Method, prompts: Tensor, answers: int) -> tuple[Tensor, int]:
-    """What follows prompts ``[batch, len]`` that are fed token by token, and the most held."""
+    """Feed prompts ``[batch, len]`` token by token; return answers and the most entries held."""
     cache, most = PolicyCache(policy), 0
     with cache.attached(model):
         output = model(prompts[:, :FIRST], past_key_values=cache)
@@ -153,7 +153,7 @@ def answered(model: Any, policy: Method, prompts: Tensor, answers: int) -> tuple
 
 
 def accuracies(run: Run, context: int, budgets: Sequence[int], every: int) -> None:
-    """The share of questions answered exactly, by rule and budget."""
+    """Add a row for each rule and budget with the share of questions answered exactly."""
     model: Any = load_model()
     count = run.options.count
     drawn = [each for hops in (1, 2) for each in NeedleTask(context, hops).prompts(count, seed=11)]
@@ -173,7 +173,7 @@ def accuracies(run: Run, context: int, budgets: Sequence[int], every: int) -> No
 
 
 def measure(run: Run) -> None:
-    """Costs, then accuracy."""
+    """Measure costs, then accuracy."""
     options, quick = run.options, run.options.quick
     spec = TINY if quick else SMALL
     budget, every = (32, 16) if quick else (options.budget, 128)

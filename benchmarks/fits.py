@@ -1,4 +1,4 @@
-"""Exponents of growth: the slope of a straight line through the points on logarithmic axes."""
+"""Fit exponents of growth: slopes of straight lines through points on logarithmic axes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import fmean
 
 from benchmarks.harness import Row, middle, pivot
 
-# What is fitted, and how it is read off a row; None where it was not measured.
+# The quantities that are fitted, with functions that read them from a row; None if not measured.
 QUANTITIES: dict[str, Callable[[Row], float | None]] = {
     "prefill time": middle("prefill_ms"),
     "prefill CPU time": middle("prefill_cpu_ms"),
@@ -20,9 +20,9 @@ QUANTITIES: dict[str, Callable[[Row], float | None]] = {
 
 
 def exponent(at: Sequence[float], values: Sequence[float]) -> float | None:
-    """Slope of the line of least squares through the logarithms; None without two places.
+    """Return the least-squares slope through the logarithms; None with fewer than two places.
 
-    1 is proportional, 2 quadratic, 0 constant.
+    A slope of 1 is proportional growth, 2 quadratic, 0 constant.
 
     Args:
         at: Places on an axis, above 0.
@@ -41,7 +41,7 @@ def exponent(at: Sequence[float], values: Sequence[float]) -> float | None:
 
 
 def fits_of(rows: Sequence[Row]) -> list[Row]:
-    """An exponent for every axis, method and quantity that is known at two places."""
+    """Return a row with the exponent for every axis, method and quantity known at two places."""
     found = []
     for axis, policy in dict.fromkeys((row["axis"], row["policy"]) for row in rows):
         along = [row for row in rows if (row["axis"], row["policy"]) == (axis, policy)]
@@ -55,7 +55,7 @@ def fits_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def table(fits: Sequence[Row]) -> str:
-    """The exponents: a line for each quantity and method, a column for each axis."""
+    """Return a table of exponents: a line per quantity and method, a column per axis."""
     ordered = sorted(fits, key=lambda fit: list(QUANTITIES).index(fit["quantity"]))
     heads = {"quantity": ("exponent of", 20), "policy": ("method", 16)}
     return pivot(ordered, heads, "axis", lambda fit: fit["exponent"], 10, ".2f")

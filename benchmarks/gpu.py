@@ -1,13 +1,14 @@
-"""FastKV's latency experiment: prefill and decoding of long prompts on one GPU, method by method.
+"""Run FastKV's latency experiment: prefill and decoding of long prompts on one GPU, by method.
 
-A model of Llama-3.1-8B's shape, its weights random, made on the device; batch 1; by default 8K, 32K
-and 128K tokens of prompt and 256 generated; some methods also read in chunks. Decoding is a loop by
-hand; a last stage has `generate` compile it, also where the answer is bounded. Writes ``gpu.json``
+The model has Llama-3.1-8B's shape and random weights, and is made on the device. The batch is 1; by
+default a prompt has 8K, 32K or 128K tokens and 256 tokens are generated. Some methods also read in
+chunks. Decoding is a hand-written loop; in a last stage `generate` compiles it, also with a bounded
+answer. Writes ``gpu.json``
 after every cell, and a picture.
 
-torch's first choice on a Hopper GPU, cuDNN's attention, makes a plan for every length that it has
-not seen: tens of milliseconds for each decoded token, and for each layer where layers hold unlike
-numbers. So it is left out unless ``--cudnn`` is given.
+On a Hopper GPU torch prefers cuDNN's attention, which makes a plan for every new length. This takes
+tens of milliseconds for each decoded token, and for each layer if layers hold different numbers of
+tokens. So it is disabled unless ``--cudnn`` is given.
 
     python benchmarks/gpu.py [--minutes 9] [--contexts 8192,32768,131072] [--out DIR]
     python benchmarks/gpu.py --no-compiled             # without the last stage
@@ -69,7 +70,7 @@ LLAMA = ModelSpec(
 )
 PRESETS = {"llama-3.1-8b": (LLAMA, torch.bfloat16), "tiny": (TINY, torch.float32)}
 
-# What the comparison is about comes first, what may not fit comes last.
+# The main comparison comes first; methods that may not fit in memory come last.
 STAGES = (
     (FULL, "fastkv"),
     ("snapkv", "gem_filter", "streaming_llm"),
@@ -77,7 +78,7 @@ STAGES = (
     ("pyramid_infer",),
     ("h2o",),
 )
-# Those whose decoding is compiled, unless others are asked for by name.
+# Policies whose decoding is compiled, unless others are asked for by name.
 COMPILED = (FULL, "fastkv", "snapkv_fixed", "snapkv_bounded")
 
 
@@ -95,10 +96,10 @@ OPTIONS = (
 
 
 def plans_for(spec: ModelSpec) -> dict[str, Plan]:
-    """The methods with the paper's settings; its filter layer where the model has it.
+    """Return the methods with the paper's settings, and its filter layer for a model of 32 layers.
 
-    ``snapkv_bounded`` chooses anew after every 64 decoded tokens, and ``snapkv_fixed`` holds as
-    many entries after the prompt, and lets the answer grow.
+    ``snapkv_bounded`` chooses again after every 64 decoded tokens. ``snapkv_fixed`` holds the same
+    number of entries after the prompt, and lets the answer grow.
     """
     large = spec.num_layers == 32
     chunk, entries = (4096, 1024) if large else (64, 32)
@@ -123,11 +124,11 @@ def plans_for(spec: ModelSpec) -> dict[str, Plan]:
 
 
 def sdpa_backend(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str:
-    """The kernel that torch chooses for a causal prefill without a mask at this model's heads."""
+    """Return the kernel that torch chooses for a causal prefill without a mask at these heads."""
     shape = (1, spec.query_heads, 256, spec.hidden_size // spec.query_heads)
     queries = torch.zeros(shape, dtype=dtype, device=device)
     keys = queries[:, : spec.kv_heads]
-    try:  # not public, and only a remark: nothing else shall fail with it
+    try:  # a private function, for a remark only: its failure must not end the benchmark
         chosen = torch._fused_sdp_choice(queries, keys, keys, is_causal=True, enable_gqa=True)
         return str(torch.nn.attention.SDPBackend(chosen).name).lower()
     except (AttributeError, RuntimeError, TypeError, ValueError):
@@ -135,7 +136,7 @@ def sdpa_backend(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> s
 
 
 def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Find the policies that are named, those compiled among them; check what else is asked for."""
+    """Find the named policies and the compiled ones among them, and check the other options."""
     looped = [name for stage in STAGES for name in stage]
     known = [*looped, *(name for name in COMPILED if name not in looped)]
     chosen = looped if options.policies is None else options.policies.split(",")
@@ -145,7 +146,7 @@ def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         parser.error(f"--minutes must be above 0, got {options.minutes}")
     if options.show is None and options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("--device cuda needs a GPU that torch can see; try --quick")
-    # A prompt is read whole where decoding is compiled.
+    # If decoding is compiled, the prompt is read whole.
     whole = [name for name in known if name in chosen and not name.endswith("_chunks")]
     compiled = COMPILED if options.policies is None else whole
     options.compiled = [] if options.no_compiled else list(compiled)
@@ -153,7 +154,7 @@ def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
 
 
 def measure(run: Run) -> None:
-    """All cells under the deadline; the result is written after each."""
+    """Measure all cells within the deadline, and write the result after each."""
     options = run.options
     deadline = Deadline(60 * options.minutes, time.monotonic)
     spec, dtype = PRESETS[options.preset]
@@ -180,7 +181,7 @@ def measure(run: Run) -> None:
 
 
 def settings_of(options: argparse.Namespace, bench: Bench) -> dict[str, Any]:
-    """What a result says of how it came to be."""
+    """Return the settings that a result records."""
     spec, dtype = PRESETS[options.preset]
     model, plans = bench.model, bench.plans
     compiling = compile_config(model.device)

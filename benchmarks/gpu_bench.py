@@ -1,4 +1,4 @@
-"""Measuring the cells of the GPU benchmark under a budget of time, whatever becomes of each."""
+"""Measure the cells of the GPU benchmark within a time limit, even if some of them fail."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ REHEARSED_TOKENS = 4
 
 
 class Bench:
-    """Measures cells one after the other, whatever becomes of each.
+    """A runner that measures cells one after the other, even if some of them fail.
 
     Args:
         model: The model.
-        plans: By name.
-        settings: How.
+        plans: The plans by name.
+        settings: How cells are measured.
         deadline: When to end.
-        clock: Tells the seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Bench:
 
         Args:
             cells: Names of policies, and contexts.
-            report: Told of every cell when it is done.
+            report: Called with every cell when it is done.
         """
         for name, context in cells:
             self.cells.append(self._run_cell(name, context))
@@ -78,10 +78,10 @@ class Bench:
             report(self.cells[-1])
 
     def predicted_seconds(self, name: str, context: int) -> float:
-        """What a cell may take, by the same policy at a shorter context; 0 without one.
+        """Return the most seconds a cell may take, from a shorter context; 0 without one.
 
-        Two prefills, taken to grow as the square of the context, the most that they can; and the
-        tokens.
+        This is the time of two prefills, assumed to grow as the square of the context, which is the
+        most they can, and the time of the tokens.
         """
         shorter = [
             each
@@ -103,12 +103,12 @@ class Bench:
         )
 
     def attempt(self, empty: Callable[[str, str], C], needed: float, measure: Callable[[], C]) -> C:
-        """A cell, whatever becomes of it.
+        """Measure a cell; if it fails or is skipped, return a cell that says why.
 
         Args:
-            empty: Makes the cell of a status and a note where nothing was measured.
-            needed: Seconds that it may take; where they are not left it is skipped.
-            measure: Measures it.
+            empty: Makes a cell without measurements from a status and a note.
+            needed: Seconds that the cell may take; it is skipped if fewer are left.
+            measure: Measures the cell.
         """
         left = self.deadline.left()
         if left <= 0:
@@ -127,7 +127,7 @@ class Bench:
             where = traceback.extract_tb(error.__traceback__)[-1]
             status = FAILED
             note = f"{type(error).__name__}: {_first_line(error)} ({where.name}:{where.lineno})"
-        # Only now: while an exception is handled, its frames hold on to their tensors.
+        # Not earlier: while an exception is handled, its frames keep their tensors alive.
         gc.collect()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -143,7 +143,7 @@ class Bench:
         turns: list[Turn] = []
         try:
             for _ in range(settings.repeats_of(rehearsal.prefill.wall_ms)):
-                # The first decodes: should time run out, that matters more than repeats.
+                # The first turn decodes: if time runs out, that matters more than repeats.
                 turns.append(self._turn(plan, context, 1 if turns else settings.new_tokens))
         except OutOfTimeError:
             pass  # what has been measured counts
@@ -185,7 +185,7 @@ class Bench:
         )
 
     def _scoring(self, plan: Plan, context: int, turn: Turn) -> dict[str, Any] | None:
-        """Times of a prefill of its own, in which the policy's decisions are timed."""
+        """Return the times of one more prefill, in which the policy's decisions are timed."""
         if self.deadline.left() < 1.2 * turn.prefill.wall_ms / 1e3:
             return None
         assert plan.policy is not None

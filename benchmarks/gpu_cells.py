@@ -1,4 +1,4 @@
-"""The cells of the GPU benchmark: one policy at one context each, as measured and as planned."""
+"""Define the cells of the GPU benchmark (one policy at one context), their settings and order."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ OUT_OF_MEMORY, OUT_OF_TIME = "out of memory", "out of time"
 
 @attrs.frozen
 class Cell:
-    """One policy at one context; what was not measured is None or empty.
+    """The measurements of one policy at one context; None or empty if not measured.
 
     Args:
-        policy: Its name.
+        policy: Name of the policy.
         context: Tokens of the prompt.
         status: ``measured``, ``out of memory``, ``out of time``, ``skipped`` or ``failed``.
-        note: Why, or what is missing from a measured one.
+        note: Why it was not measured, or what is missing from a measured one.
         rehearsal_ms: Prefill of the run before the counted ones.
-        prefill_ms: Of every counted run, on the clock.
+        prefill_ms: Wall time of the prefill of every counted run.
         prefill_device_ms: The same between CUDA events.
-        decode_ms: Of every token after the first, on the clock.
+        decode_ms: Wall time of every token after the first.
         decode_device_ms: The same between CUDA events.
-        scoring_ms: Inside the policy's decisions, in a prefill of its own.
-        scoring_prefill_ms: That prefill as a whole.
+        scoring_ms: Time inside the policy's decisions, in a separate prefill.
+        scoring_prefill_ms: Time of that whole prefill.
         held_bytes: Keys and values after prefill.
         before_bytes: Allocated on the GPU before the prompt: the weights.
         prefill_peak_bytes: The most allocated during prefill.
@@ -71,7 +71,7 @@ class Cell:
     scoring_share: float | None = None
 
     def against(self, full: Cell) -> Cell:
-        """With the ratios to full context at the same context."""
+        """Return the cell with its ratios to full context at the same context."""
         return attrs.evolve(
             self,
             prefill_speedup=_ratio(full.prefill_ms, self.prefill_ms),
@@ -92,7 +92,7 @@ def _ratio(theirs: Sequence[float], ours: Sequence[float]) -> float | None:
 
 @attrs.frozen
 class Settings:
-    """How cells are measured.
+    """The settings of a measurement.
 
     Args:
         new_tokens: Tokens generated, the first by the prefill.
@@ -106,13 +106,13 @@ class Settings:
     cell_seconds: float = 30.0
 
     def repeats_of(self, rehearsal_ms: float) -> int:
-        """How many prefills are counted where one takes so long."""
+        """Return how many prefills are counted if one takes ``rehearsal_ms``."""
         return max(1, min(self.repeats, int(self.cell_seconds * 1e3 / rehearsal_ms)))
 
 
 @attrs.frozen
 class Plan:
-    """How the prompt of a cell is read, and by which policy.
+    """A way to read the prompt of a cell, and the policy.
 
     Args:
         policy: None for Transformers' own caches.
@@ -124,7 +124,7 @@ class Plan:
 
 
 def in_order(stages: Iterable[Sequence[str]], contexts: Sequence[int]) -> list[tuple[str, int]]:
-    """The cells by importance: stage by stage, and every context of one before the next.
+    """Return the cells by importance: stage by stage, each stage context by context.
 
     Example:
         >>> in_order([("full", "fast"), ("slow",)], [8, 32])

@@ -1,4 +1,4 @@
-"""The GPU benchmark's last stage: decoding compiled by `generate`, cell by cell."""
+"""Measure the GPU benchmark's last stage: decoding compiled by `generate`, cell by cell."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ from benchmarks.compiled import Answer, Compilations, fresh_compiler, generate_c
 from benchmarks.gpu_bench import Bench
 from benchmarks.gpu_cells import FULL, MEASURED, Cell
 
-# The prompt's token, one whose forward is compiled, and enough for CUDA graphs to be recorded.
+# The prefill's token, one whose forward is compiled, and enough more to record CUDA graphs.
 WARM_UP_TOKENS = 5
-# What compiling is taken to need until it has been seen: a guess, for dozens of layers.
+# The assumed time of compiling until one has been measured: a guess, for dozens of layers.
 FIRST_COMPILE_SECONDS = 60.0
 
 
 @attrs.frozen
 class CompiledCell:
-    """One policy at one context, decoded compiled; what was not measured is None or empty.
+    """The measurements of one policy at one context with compiled decoding.
 
-    Full context is held in a `StaticCache`, a policy's choice in a `PolicyCache` with
-    ``max_new_tokens``.
+    What was not measured is None or empty. Full context is held in a `StaticCache`, a policy's
+    choice in a `PolicyCache` with ``max_new_tokens``.
 
     Args:
-        policy: Its name.
+        policy: Name of the policy.
         context: Tokens of the prompt.
-        status: As a `Cell`'s.
-        note: Why, or what is missing from a measured one.
-        compile_ms: The few tokens decoded in the warm-up, compiling among them.
-        compiled_graphs: Graphs that the warm-up compiled; one, where nothing broke it up.
-        prefill_ms: Of the measured `generate`, to its first token. It is not compiled.
-        compiled_decode_ms: Of every further token. The first may be slow: CUDA graphs are recorded
-            once more where a cache's memory lies elsewhere than the warm-up's. The median is not.
+        status: As in `Cell`.
+        note: Why it was not measured, or what is missing from a measured one.
+        compile_ms: Time of the few tokens decoded in the warm-up, compiling included.
+        compiled_graphs: Graphs that the warm-up compiled; one if there was no graph break.
+        prefill_ms: Time of the measured `generate` to its first token, which is not compiled.
+        compiled_decode_ms: Time of every further token. The first may be slow: CUDA graphs are
+            recorded again if a cache's memory lies elsewhere than the warm-up's. The median is not
+            affected.
         peak_bytes: The most allocated on the GPU in the measured `generate`.
         decode_allowed: Full context over the policy by the bytes that a decoded token reads.
-        speedup_to_static: Median token of full context, compiled likewise, over this one's.
+        speedup_to_static: Median token of full context, also compiled, over this one's.
         speedup_to_uncompiled: Median token of full context in the loop, uncompiled and on
             `DynamicCache`, over this one's.
     """
@@ -59,11 +60,11 @@ class CompiledCell:
     speedup_to_uncompiled: float | None = None
 
     def against(self, static: Sequence[float], uncompiled: Sequence[float]) -> CompiledCell:
-        """With the ratios to full context at the same context.
+        """Return the cell with its ratios to full context at the same context.
 
         Args:
-            static: Milliseconds of its tokens, compiled; empty where they were not measured.
-            uncompiled: The same in the loop.
+            static: Milliseconds of full context's tokens, compiled; empty if not measured.
+            uncompiled: The same in the hand-written loop, uncompiled.
         """
         ours = median(self.compiled_decode_ms) if self.compiled_decode_ms else None
         return attrs.evolve(
@@ -74,11 +75,11 @@ class CompiledCell:
 
 
 class CompiledBench:
-    """Measures cells of compiled decoding one after the other, whatever becomes of each.
+    """A runner that measures cells of compiled decoding, even if some of them fail.
 
     Args:
-        bench: That of the uncompiled cells, which are done: what is compared to, and what says how
-            long a cell may take.
+        bench: The runner of the uncompiled cells, which are done. Cells are compared with these,
+            and their times predict how long a cell may take.
     """
 
     def __init__(self, bench: Bench) -> None:
@@ -90,7 +91,7 @@ class CompiledBench:
 
         Args:
             cells: Names of policies, and contexts.
-            report: Told of every cell when it is done.
+            report: Called with every cell when it is done.
         """
         for name, context in cells:
             cell = self.bench.attempt(
@@ -107,10 +108,11 @@ class CompiledBench:
             report(self.cells[-1])
 
     def predicted_seconds(self, name: str, context: int) -> float:
-        """What a cell may take.
+        """Return the most seconds that a cell may take.
 
-        Two prefills and the tokens as without compiling, or by the same policy's compiled cell at a
-        shorter context, whichever is more; and what compiling has taken at most.
+        This is the time of two prefills and the tokens, plus the longest compile time so far.
+        Prefill and tokens are taken from the uncompiled cell or from the policy's compiled cell at
+        a shorter context, whichever is more.
         """
         prefills, tokens = [0.0], [0.0]
         if (cell := self._uncompiled(name, context)) is not None:
@@ -165,7 +167,7 @@ class CompiledBench:
         )
 
     def _generate(self, name: str, context: int, count: int) -> Answer:
-        """One answer in a cache of a whole one's size, whose decoding has begun at least."""
+        """Return one answer, in a cache with memory for a whole one; at least one step is timed."""
         bench = self.bench
         vocab_size, room = bench.model.config.vocab_size, bench.settings.new_tokens
         prompt = random_prompt(vocab_size, context).to(bench.model.device)

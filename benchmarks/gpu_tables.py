@@ -1,4 +1,4 @@
-"""The tables of the GPU benchmark: its cells context by context, and what is to be said of them."""
+"""Print the tables of the GPU benchmark: its cells by context, with their notes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def _peak(row: Row) -> float | None:
 
 
 class CellTable(Table):
-    """A table by context, with the notes of the cells that were measured behind it."""
+    """A table sorted by context, followed by the notes of measured cells."""
 
     def text(self, record: dict[str, Any]) -> str:
-        """See `Table.text`; empty for compiled cells where there are none."""
+        """Return the table; empty for compiled cells if there are none. See `Table.text`."""
         rows = sorted(record.get(self.part, []), key=lambda row: int(row["context"]))
         if self.gap and not rows:
             return ""

@@ -1,8 +1,8 @@
-"""Peak memory of one prefill on the processor, measured in a process of its own.
+"""Measure the peak memory of one prefill on the processor, in a separate process.
 
-On Linux the peak is the kernel's own high-water mark of the resident set (VmHWM), which misses
-nothing, as sampling would, and does not begin at the parent's, as a child's ru_maxrss does; it is
-set back before the prompt where the kernel allows it. Elsewhere it is ru_maxrss.
+On Linux the peak is the kernel's own high-water mark of the resident set (VmHWM). It misses
+nothing, which sampling would; and it does not start at the parent's peak, as a child's ru_maxrss
+does. It is reset before the prompt if the kernel allows it. On other systems the peak is ru_maxrss.
 
     python benchmarks/memory.py SPECIFICATION   # in JSON, see `measure_peak`; prints JSON
 """
@@ -36,20 +36,20 @@ def measure_peak(
     threads: int = 1,
     chunk: int | None = None,
 ) -> dict[str, Any]:
-    """Read one prompt in a fresh process.
+    """Read one prompt in a fresh process and return its peak memory.
 
     Args:
         spec: The model.
         policy: A registered policy's name, or ``dynamic_cache``.
         context: Tokens of a row.
         batch: Rows.
-        threads: Of torch.
+        threads: Torch's threads.
         chunk: Tokens of a forward that reads a part of the prompt; None to read it in one.
 
     Returns:
         ``before_bytes`` (resident before the prompt), ``peak_bytes``, ``growth_bytes`` (their
-        difference), ``measured_by``, and ``exact``: False where something before the prompt had
-        reached as high, so that the growth is only known not to be more. ``cpu_ms``, the
+        difference), ``measured_by``, and ``exact``: False if memory was as high before the
+        prompt, so that the growth is only an upper bound. ``cpu_ms``, the
         processor's time of the prompt.
 
     Raises:
@@ -84,7 +84,7 @@ def try_peak(
     threads: int = 1,
     chunk: int | None = None,
 ) -> dict[str, Any] | None:
-    """As `measure_peak`; None, and a line of why, where the process failed."""
+    """Return the result of `measure_peak`; None, after printing why, if the process failed."""
     try:
         return measure_peak(spec, policy, context, batch=batch, threads=threads, chunk=chunk)
     except RuntimeError as error:
@@ -93,12 +93,12 @@ def try_peak(
 
 
 def measure(wanted: dict[str, Any]) -> dict[str, Any]:
-    """What the fresh process does; see `measure_peak`."""
+    """Measure one prompt in the fresh process; see `measure_peak`."""
     torch.set_num_threads(wanted["threads"])
     spec = ModelSpec(**wanted["model"])
     model = spec.build()
     policy = policy_of(wanted["policy"])
-    # What the first call brings along, such as code and thread pools, is not the prompt's.
+    # A first call, so that its one-time memory (code, thread pools) is not counted for the prompt.
     chunk = wanted["chunk"]
     first = None if chunk is None else 32
     take_turn(model, random_prompt(spec.vocab_size, 64), policy, 1, chunk=first)
@@ -119,7 +119,7 @@ def measure(wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def reset_peak() -> bool:
-    """Set the high-water mark back to what is resident now; False where that cannot be done."""
+    """Reset the high-water mark to what is resident now; return False if that is not possible."""
     try:
         CLEAR.write_text("5")
     except OSError:
@@ -128,12 +128,12 @@ def reset_peak() -> bool:
 
 
 def resident_bytes() -> int:
-    """Bytes in memory now; where only the peak is known, that."""
+    """Return the resident bytes now, or the peak where only the peak is known."""
     return _status("VmRSS") if STATUS.exists() else peak_bytes()
 
 
 def peak_bytes() -> int:
-    """The most bytes that were in memory."""
+    """Return the largest number of bytes that was resident."""
     if STATUS.exists():
         return _status("VmHWM")
     import resource  # not on Windows

@@ -1,9 +1,9 @@
-"""Every registered method against full context on the processor: prefill, decoding, peak memory.
+"""Measure every method against full context on the processor: prefill, decoding, peak memory.
 
 A small Llama of random weights reads prompts of 2,048, 8,192 and 32,768 tokens. In every round each
-method has one turn, as has the model without kvpolicy, so that a machine that slows down slows down
-all of them; then what each method's own work takes of its prefill. Writes ``methods.json`` after
-every length, and a picture.
+method has one turn, and so does the model without kvpolicy, so that a machine that becomes slower
+affects all of them. Then each method's own work is timed, as a share of its prefill. Writes
+``methods.json`` after every length, and a picture.
 
     python benchmarks/methods.py [--contexts 2048,8192,32768] [--rounds N] [--threads 2] [--out DIR]
     python benchmarks/methods.py --quick
@@ -93,12 +93,12 @@ TABLES = (TIMES, Text(lambda record: f"\n{overhead_table(record['overhead'])}"),
 
 
 def rounds_for(context: int) -> int:
-    """Fewer of the long prompts, whose times vary less."""
+    """Return the number of rounds; long prompts need fewer, since their times vary less."""
     return 9 if context < 4096 else 5 if context < 16384 else 3
 
 
 def all_policies() -> dict[str, CachePolicy]:
-    """Every registered policy, with its own defaults."""
+    """Return every registered policy, with its own defaults."""
     found = {name: build(name) for name in registered("policy")}
     return {name: each for name, each in found.items() if isinstance(each, CachePolicy)}
 
@@ -110,7 +110,7 @@ def row_of(
     context: int,
     limits: dict[str, float],
 ) -> Row:
-    """The figures of one method at one length; ratios are of the same round."""
+    """Return the figures of one method at one length; ratios are of the same round."""
     return {
         "policy": name,
         "context": context,
@@ -128,7 +128,7 @@ def row_of(
 def rows_of(
     measured: Latencies, policies: dict[str, CachePolicy], model: PreTrainedModel, context: int
 ) -> list[Row]:
-    """The rows of one length, the model without kvpolicy first."""
+    """Return the rows of one length, the model without kvpolicy first."""
     full = measured.baseline
     rows = [row_of(BASELINE, full, full, context, allowed(None, context, model))]
     for name, policy in policies.items():
@@ -138,7 +138,7 @@ def rows_of(
 
 
 def measure_memory(run: Run, spec: ModelSpec) -> None:
-    """Peak memory of the prefill, a fresh process for each method, the baseline's first."""
+    """Measure peak memory of the prefill, in a fresh process for each method, baseline first."""
     context, full = run.options.memory_context, 0
     for name in (BASELINE, *run.options.policies):
         peak = try_peak(spec, name, context, threads=run.options.threads)
@@ -150,7 +150,7 @@ def measure_memory(run: Run, spec: ModelSpec) -> None:
 
 
 def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Find the methods that are named."""
+    """Find the named methods, and refuse unknown names."""
     known = all_policies()
     chosen = list(known) if options.methods is None else options.methods.split(",")
     if unknown := sorted(set(chosen) - set(known)):
@@ -159,7 +159,7 @@ def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
 
 
 def measure(run: Run) -> None:
-    """Times and the methods' own work at every length, then memory."""
+    """Measure times and the methods' own work at every length, then memory."""
     options, spec = run.options, TINY if run.options.quick else SMALL
     model = spec.build()
     rounds = {each: options.rounds or rounds_for(each) for each in options.contexts}

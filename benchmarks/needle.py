@@ -1,7 +1,6 @@
 """Draw the picture of a comparison on the needle task again, from its numbers alone.
 
-`make compare-thorough` makes the numbers; ``benchmarks/results/needle`` holds those that are
-reported.
+`make compare-thorough` makes the numbers; ``benchmarks/results/needle`` holds the reported ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a policy's own work takes of a prefill: scoring, choosing, and taking over what is kept."""
+"""Measure a policy's share of a prefill: scoring, choosing, and storing what is kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADER = "share of prefill in scoring, choosing and taking over"
 
 @contextmanager
 def timed_storing() -> Iterator[list[float]]:
-    """Time what layers take to store what was chosen for them: milliseconds of each."""
+    """Time the storing of chosen keys and values; the list gets each layer's milliseconds."""
     original, spans = PolicyLayer.store, []
 
     def store(self: PolicyLayer, *args: Any, **how: Any) -> None:
@@ -40,7 +40,7 @@ def timed_storing() -> Iterator[list[float]]:
 def overhead_of(
     model: PreTrainedModel, prompt: Tensor, policy: CachePolicy, rounds: int
 ) -> dict[str, Any]:
-    """Time a policy's own work inside of prefills, on the processor.
+    """Time a policy's own work within prefills, on the processor.
 
     Args:
         model: The model.
@@ -49,8 +49,9 @@ def overhead_of(
         rounds: Prefills.
 
     Returns:
-        Of every prefill ``choosing_ms`` (the policy's decisions), ``storing_ms`` (gathering and
-        holding what is kept) and ``prefill_ms`` with both of them; ``share``, their sum over it.
+        For every prefill, ``choosing_ms`` (the policy's decisions), ``storing_ms`` (gathering and
+        storing what is kept) and ``prefill_ms``, which includes both; and ``share``, the spread of
+        the sum of both over the prefill.
     """
     found: dict[str, Any] = {"choosing_ms": [], "storing_ms": [], "prefill_ms": []}
     for _ in range(rounds):
@@ -65,7 +66,7 @@ def overhead_of(
 
 
 def overhead_table(rows: list[dict[str, Any]]) -> str:
-    """A line for each method, a column for each length; at most 80 columns for eight lengths."""
+    """Return a table: a line per method, a column per length; 80 columns fit eight lengths."""
     heads = {"policy": ("method", 15)}
     table = pivot(rows, heads, "context", lambda row: row["share"]["median"], 8, ".2%")
     return f"{HEADER}\n{table}"

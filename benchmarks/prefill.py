@@ -1,9 +1,9 @@
-"""Prefill against the full context, beside what the operation count allows.
+"""Compare prefill times with full context and with the speed-up that operation counts allow.
 
 Models of random weights (16 layers, hidden size 512) on the CPU read prompts of 4,096 and 8,192
 tokens: a Llama, one shaped like Qwen3-Next (three recurrent layers to one that attends) and one
 shaped like DeepSeek V3 (latent attention), both with experts. Every policy takes its turn in every
-round, so that a machine that slows down slows down all of them. Writes ``prefill.json``, or
+round, so that a machine that becomes slower affects all of them. Writes ``prefill.json``, or
 ``prefill_MODEL.json`` for others than the Llama.
 
     python benchmarks/prefill.py [--model llama] [--lengths 4096 8192] [--rounds 7] [--threads 2]
@@ -108,24 +108,24 @@ TABLE = Table(
 
 
 def random_model(name: str = "llama", **sizes: Any) -> PreTrainedModel:
-    """The model all runs share; its weights are the same every time.
+    """Build the model that all runs share; its weights are the same every time.
 
     Args:
         name: One of `MODELS`.
-        sizes: Of the configuration, instead of those that are said there.
+        sizes: Sizes of the configuration, instead of those in `MODELS`.
     """
     kind, own = MODELS[name]
     return common.random_model(AutoConfig.for_model(kind, **{**_SIZES, **own, **sizes}))
 
 
 def allowed_speedup(config: PreTrainedConfig, policy: CachePolicy, context_len: int) -> float:
-    """Operations of the layers in a full prefill over those in the policy's."""
+    """Return the layers' operations in a full prefill over those in the policy's."""
     found = estimate(policy, shape_of(config), context_len)
     return found.full.layers / found.prefill.layers
 
 
 def row_of(name: str, length: int, measured: Latencies, model: PreTrainedModel) -> Row:
-    """The figures of one policy at one length."""
+    """Return the figures of one policy at one length."""
     timing, baseline = measured.timings[name], measured.baseline
     ratios = timing.prefill.speedups(baseline.prefill)
     return {
@@ -144,12 +144,12 @@ def row_of(name: str, length: int, measured: Latencies, model: PreTrainedModel) 
 
 
 def file_of(options: argparse.Namespace) -> str:
-    """The Llama's file has no model's name in its own."""
+    """Return the name of the results file; the Llama's has no model in it."""
     return "prefill.json" if options.model == "llama" else f"prefill_{options.model}.json"
 
 
 def measure(run: Run) -> None:
-    """Every length."""
+    """Measure every length."""
     options, model = run.options, random_model(run.options.model)
     settings = {"rounds": options.rounds, "batch": 1, "model": model.config.to_dict()}
     run.begin(settings, "rows")

@@ -1,9 +1,9 @@
-"""A model of Llama-3.2-1B's shape on the CPU: prefill, decoding and memory.
+"""Measure a model of Llama-3.2-1B's shape on the CPU: prefill, decoding and memory.
 
-Random weights; prompts are read whole and in chunks, and every way of reading takes its turn in
-every round. The type of the weights is the one whose matrix product is faster on this machine,
-unless it is said. Peak memory is the process's while the prompt is read, beyond what it held
-before. Writes ``real_shape.json``.
+The weights are random. Prompts are read whole and in chunks, and every way of reading takes its
+turn in every round. The type of the weights is the one whose matrix product is faster on this
+machine, unless it is given. Peak memory is the process's growth during a turn. Writes
+``real_shape.json``.
 
     python benchmarks/real_shape.py [--contexts 4096,8192] [--rounds 3] [--threads 2] [--out DIR]
     python benchmarks/real_shape.py --quick
@@ -82,7 +82,7 @@ TABLES = (
 
 
 def plans(chunk: int) -> dict[str, Plan]:
-    """What is measured, by name."""
+    """Return the plans to measure, by name."""
     policies = {
         FULL: None,
         "snapkv": SnapKV(retention_rate=0.1),
@@ -94,7 +94,7 @@ def plans(chunk: int) -> dict[str, Plan]:
 
 
 def faster_type(size: int = 2048) -> torch.dtype:
-    """Of float32 and bfloat16, the one in which this machine multiplies matrices faster."""
+    """Return float32 or bfloat16, in whichever this machine multiplies matrices faster."""
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
@@ -108,7 +108,7 @@ def faster_type(size: int = 2048) -> torch.dtype:
 
 
 def free_memory() -> None:
-    """Give what is not used any more back to the system, where the C library can."""
+    """Return unused memory to the system, if the C library can."""
     gc.collect()
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -117,7 +117,7 @@ def free_memory() -> None:
 
 
 def one_turn(model: PreTrainedModel, plan: Plan, context: int, new_tokens: int) -> Row:
-    """One turn: milliseconds of the prompt, of a token and of the processor; memory."""
+    """Run one turn; return milliseconds of prompt, token and CPU, and memory."""
     prompt = random_prompt(model.config.vocab_size, context)
     free_memory()
     reset_peak()
@@ -133,9 +133,9 @@ def one_turn(model: PreTrainedModel, plan: Plan, context: int, new_tokens: int) 
 
 
 def rows_at(run: Run, model: PreTrainedModel, context: int) -> list[Row]:
-    """A row of each plan, from rounds in which all take their turn."""
+    """Return a row of each plan, from rounds in which every plan takes its turn."""
     options, chosen = run.options, plans(run.options.chunk)
-    for plan in chosen.values():  # what a first call brings along is not the prompt's
+    for plan in chosen.values():  # a first call, so that one-time work is not counted
         take_turn(model, random_prompt(model.config.vocab_size, 64), plan.policy, 2)
     turns = {
         name: partial(one_turn, model, plan, context, options.new_tokens)
@@ -161,7 +161,7 @@ def rows_at(run: Run, model: PreTrainedModel, context: int) -> list[Row]:
 
 
 def measure(run: Run) -> None:
-    """Every length."""
+    """Measure every length."""
     options, spec = run.options, TINY if run.options.quick else LLAMA_1B
     dtype = getattr(torch, options.dtype) if options.dtype else faster_type()
     model = spec.build(dtype=dtype)

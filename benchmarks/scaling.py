@@ -1,7 +1,7 @@
-"""How prefill, decoding and memory grow with the context, the batch and the number of layers.
+"""Measure how prefill, decoding and memory grow with context, batch and number of layers.
 
-A small Llama of random weights on the processor; along each axis the other two stay as they are.
-In every round each method has one turn. Exponents are fitted to the medians, see ``fits.py``.
+A small Llama of random weights runs on the processor; along each axis the other two stay fixed. In
+every round each method has one turn. Exponents are fitted to the medians, see ``fits.py``.
 Writes ``scaling.json`` after every point, and a picture.
 
     python benchmarks/scaling.py [--rounds N] [--threads 2] [--no-memory] [--out DIR]
@@ -75,7 +75,7 @@ TABLES = (
 
 @attrs.frozen
 class Point:
-    """A place on an axis.
+    """One measured point on an axis.
 
     Args:
         axis: ``context``, ``batch`` or ``layers``.
@@ -91,14 +91,14 @@ class Point:
 
     @property
     def at(self) -> int:
-        """Where on its axis."""
+        """Return the point's value on its axis."""
         return int(getattr(self, self.axis))
 
 
 def points_of(
     contexts: Sequence[int], batches: Sequence[int], layers: Sequence[int], fixed: Point
 ) -> list[Point]:
-    """The points of the three axes; along each, the other two are as in ``fixed``."""
+    """Return the points of the three axes; along each, the other two are as in ``fixed``."""
     return [
         *(attrs.evolve(fixed, axis="context", context=at) for at in contexts),
         *(attrs.evolve(fixed, axis="batch", batch=at) for at in batches),
@@ -116,12 +116,12 @@ QUICK = points_of([64, 128], [1, 2], [2, 4], Point("", context=64, batch=1, laye
 
 
 def rounds_for(point: Point) -> int:
-    """Fewer of the long prompts, whose times vary less."""
+    """Return the number of rounds; long prompts need fewer, since their times vary less."""
     return 7 if point.context <= 8192 else 3 if point.context <= 16384 else 2
 
 
 def points_for(options: argparse.Namespace) -> list[Point]:
-    """The points that a run measures."""
+    """Return the points that a run measures."""
     points = QUICK if options.quick else REAL
     most = options.max_context
     return [point for point in points if most is None or point.context <= most]
@@ -130,7 +130,7 @@ def points_for(options: argparse.Namespace) -> list[Point]:
 def measure_point(
     point: Point, spec: ModelSpec, names: Sequence[str], rounds: int, new_tokens: int
 ) -> list[Row]:
-    """All methods at one point, in turns."""
+    """Measure all methods at one point, in turns."""
     model = spec.build()
     prompt = random_prompt(spec.vocab_size, point.context, point.batch)
     policies = {name: policy_of(name) for name in names}
@@ -157,7 +157,7 @@ def measure_point(
 
 
 def measure(run: Run) -> None:
-    """Every point; the exponents are fitted again after each."""
+    """Measure every point; the exponents are fitted again after each."""
     options, small = run.options, TINY if run.options.quick else SMALL
     points = points_for(options)
     rounds = [options.rounds or rounds_for(point) for point in points]

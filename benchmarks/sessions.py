@@ -1,11 +1,11 @@
-"""What sessions were estimated to hold, against what they held.
+"""Compare the estimated memory of sessions with the measured memory.
 
     python benchmarks/sessions.py [--device cuda] [--quick] [--out FOLDER]
     python benchmarks/sessions.py --show FILE
 
-On the processor the bytes of live tensors are followed through a real run, and for some cells the
-kernel's high-water mark of a process of its own is read beside; on a GPU torch counts what it has
-allocated. Models have random weights; nothing is downloaded.
+On the processor, the bytes of live tensors are counted during a real run. Some cells are also run
+in a separate process, whose high-water mark is read from the kernel. On a GPU, torch counts what it
+has allocated. Models have random weights; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvpolicy.evaluation.results import environment
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import H2O, AdaKV, FastKV, FullContext, GemFilter, SnapKV
 
-# Sizes by device: small ones of a processor; on a GPU those of 8B models, but for their depth.
+# Sizes by device: small ones on a processor; on a GPU those of 8B models, but with fewer layers.
 SIZES: dict[str, dict[str, Any]] = {
     "cpu": {
         "vocab_size": 512,
@@ -93,7 +93,7 @@ TABLE = Table(
 
 
 def policies(bounded: bool) -> dict[str, CachePolicy]:
-    """Policies by name; bounded while an answer is decoded, those that have a rule for it."""
+    """Return policies by name; if ``bounded``, those that bound the answer while decoding."""
     rules = {
         "snapkv": lambda rule: SnapKV(0.1, decoding=rule),
         "ada_kv": lambda rule: AdaKV(0.1, decoding=rule),
@@ -108,7 +108,7 @@ def policies(bounded: bool) -> dict[str, CachePolicy]:
 
 
 def build(family: str, device: str, context: int) -> PreTrainedModel:
-    """A model of random weights."""
+    """Build a model of random weights."""
     model_type, own = FAMILIES[family]
     config = AutoConfig.for_model(
         model_type,
@@ -124,7 +124,7 @@ def build(family: str, device: str, context: int) -> PreTrainedModel:
 def answered(
     model: PreTrainedModel, policy: CachePolicy, prompt: Tensor, chunk: int | None
 ) -> PolicyCache:
-    """One session: a prompt is read, an answer is decoded."""
+    """Run one session: read a prompt and decode an answer; return the cache."""
     cache = PolicyCache(policy, max_new_tokens=ANSWER)
     chunks = {} if chunk is None else {"prefill_chunk_size": chunk}
     model.generate(prompt, past_key_values=cache, max_new_tokens=ANSWER, do_sample=False, **chunks)
@@ -134,7 +134,7 @@ def answered(
 def measured(
     model: PreTrainedModel, policy: CachePolicy, prompt: Tensor, chunk: int | None
 ) -> tuple[int, int]:
-    """The most bytes of a session beside the weights, and those that are left at its end."""
+    """Return a session's most bytes beside the weights, and the bytes left at its end."""
     if prompt.device.type == "cuda":
         gc.collect()
         before = torch.cuda.memory_allocated()
@@ -154,14 +154,14 @@ def measured(
 
 
 def random_prompt(model: PreTrainedModel, context: int) -> Tensor:
-    """Ids without the padding's."""
+    """Return random token ids without the padding's id."""
     drawn = torch.Generator().manual_seed(0)
     ids = torch.randint(1, model.config.vocab_size, (1, context), generator=drawn)
     return ids.to(model.device)
 
 
 def measure_family(run: Run, family: str, context: int, chunk: int) -> None:
-    """Every policy, way of reading and way of answering, on one model."""
+    """Measure every policy, way of reading and way of answering, on one model."""
     device = run.options.device
     model = build(family, device, context)
     memory = ModelMemory(model.config, family, model.dtype, "sdpa")
@@ -193,7 +193,7 @@ def _numbers(told: Session) -> Row:
 
 
 def process_row(context: int, policy: str, chunk: int | None) -> Row:
-    """One session on the processor in a process of its own, by the kernel's high-water mark."""
+    """Measure one session on the processor in a separate process, by its high-water mark."""
     wanted = json.dumps({"context": context, "policy": policy, "chunk": chunk})
     command = [sys.executable, __file__, "--process", wanted]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -203,10 +203,10 @@ def process_row(context: int, policy: str, chunk: int | None) -> Row:
 
 
 def in_process(wanted: Row) -> Row:
-    """What the process of its own does."""
+    """Measure one session inside the separate process."""
     context, chunk = wanted["context"], wanted["chunk"]
     torch.set_num_threads(1)
-    # Blocks of their own for all large tensors: what is freed among others stays resident.
+    # Each large tensor gets its own block: memory that is freed between others would stay resident.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     model = build("llama", "cpu", context)
     policy, prompt = policies(False)[wanted["policy"]], random_prompt(model, context)
@@ -224,12 +224,12 @@ def in_process(wanted: Row) -> Row:
 
 
 def file_of(options: argparse.Namespace) -> str:
-    """A GPU's numbers have a file of their own."""
+    """Return the name of the results file; a GPU's results have their own."""
     return "sessions.json" if options.device == "cpu" else "sessions_gpu.json"
 
 
 def measure(run: Run) -> None:
-    """All families, then a few sessions in processes of their own."""
+    """Measure all families, then a few sessions in separate processes."""
     options = run.options
     context, chunk = (4096, 512) if options.device == "cpu" else (32768, 2048)
     if options.quick:

@@ -1,4 +1,4 @@
-"""One measured turn: a prompt is read, then tokens are decoded, on a processor or on a GPU."""
+"""Measure one turn: a prompt is read, then tokens are decoded, on a processor or on a GPU."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kvpolicy.integrations.transformers import PolicyCache
 
 @attrs.frozen
 class GPUMemory:
-    """Bytes that torch has allocated on the GPU.
+    """Bytes that torch has allocated on the GPU before and during a turn.
 
     Args:
-        before: Before the prompt: the weights.
-        prefill_peak: The most while the prompt was read.
-        decode_peak: The most while tokens were decoded.
+        before: Bytes before the prompt, which are the weights.
+        prefill_peak: The most bytes while the prompt was read.
+        decode_peak: The most bytes while tokens were decoded.
     """
 
     before: int
@@ -35,11 +35,11 @@ class GPUMemory:
 
 @attrs.frozen
 class Turn:
-    """What one turn took.
+    """The times and memory of one turn.
 
     Args:
-        prefill: From the prompt to the first token.
-        decode: One for each further token.
+        prefill: Time from the prompt to the first token.
+        decode: One time for each further token.
         held_bytes: Bytes of the cache's keys and values after prefill.
         memory: None without a GPU.
     """
@@ -51,12 +51,12 @@ class Turn:
 
 
 class MaskWatch:
-    """How many layers get an attention mask, which keeps sdpa off its flash kernel.
+    """A counter of layers that get an attention mask, with which sdpa cannot use flash attention.
 
     Attributes:
-        prefill: Layers that got one while the prompt was read; both passes of a restart count. A
-            layer that is run for some of its tokens makes its own inside, which is not seen here.
-        decode: Those of all decoded tokens.
+        prefill: Layers that got a mask while the prompt was read; both passes of a restart count.
+            A layer that is run for some of its tokens makes its own mask, which is not counted.
+        decode: Layers that got a mask, summed over all decoded tokens.
     """
 
     def __init__(self) -> None:
@@ -74,15 +74,15 @@ def take_turn(
     masks: MaskWatch | None = None,
     chunk: int | None = None,
 ) -> Turn:
-    """Read a prompt and decode greedily, in a loop by hand.
+    """Read a prompt and decode greedily in a hand-written loop; return times and memory.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
         prompt: Token ids ``[batch, context]`` on the model's device, without padding.
         policy: None for Transformers' own `DynamicCache`.
         new_tokens: Tokens to generate, at least 1; the prefill gives the first.
-        deadline: Asked before every layer of the prefill and every token; decoding then ends early.
-        masks: Told of the masks, if given.
+        deadline: Checked before every layer of the prefill and every token; decoding ends early.
+        masks: Counts the masks, if given.
         chunk: Tokens of a forward that reads a part of the prompt; None to read it in one.
 
     Raises:
@@ -133,24 +133,24 @@ def _next_token(model: PreTrainedModel, input_ids: Tensor, cache: Any) -> Tensor
 
 
 def held_bytes(cache: PolicyCache | DynamicCache) -> int:
-    """Bytes of the keys and values that a cache holds."""
+    """Return the bytes of the keys and values that a cache holds."""
     if isinstance(cache, PolicyCache):
         return cache.report().total.held_bytes
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def restart_peak(device: torch.device) -> int:
-    """Forget the peak; returns the bytes allocated now."""
+    """Reset the peak memory of the GPU; return the bytes allocated now."""
     if device.type != "cuda":
         return 0
-    gc.collect()  # an earlier turn's cache that hangs in a cycle would count as this one's
+    gc.collect()  # an earlier turn's cache in a reference cycle would count for this turn
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
 
 
 def peak(device: torch.device) -> int:
-    """The most bytes allocated since `restart_peak`; 0 without a GPU."""
+    """Return the most bytes allocated since `restart_peak`; 0 without a GPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
@@ -158,7 +158,7 @@ Hook = Callable[[dict[str, Any]], None]
 
 
 def prefill_hook(deadline: Deadline | None, masks: MaskWatch | None) -> Hook | None:
-    """What `before_layers` is to call while a prompt is read; None where there is nothing to do."""
+    """Return the hook for `before_layers` while a prompt is read; None if nothing is to do."""
     if deadline is None and masks is None:
         return None
 
@@ -183,7 +183,7 @@ def _decode_hook(masks: MaskWatch | None) -> Hook | None:
 
 @contextmanager
 def before_layers(model: PreTrainedModel, hook: Hook | None) -> Iterator[None]:
-    """Call a hook before every decoder layer, after those of a cache that is attached already."""
+    """Call a hook before every decoder layer, after the hooks of a cache attached before."""
     if hook is None:
         yield
         return

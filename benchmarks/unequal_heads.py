@@ -1,8 +1,8 @@
-"""Heads that keep unlike numbers of tokens: the bytes they hold, and what a decoded token takes.
+"""Measure heads that keep different numbers of tokens: bytes held, and time of a decoded token.
 
-After a prompt a copy of the cache is padded: every head has as many slots as the one that keeps
-most. Both decode the same tokens in turns, by the processor's time; ratios are of the same round.
-The bytes are also those of the bundled needle model, whose heads do not look at random. Writes
+After a prompt, a copy of the cache is padded: every head gets as many slots as the head that keeps
+most. Both caches decode the same tokens in turns, in CPU time; ratios are of the same round. The
+bytes are also measured on the bundled needle model, whose attention is trained. Writes
 ``unequal_heads.json``.
 
     python benchmarks/unequal_heads.py [--context 8192] [--rounds 21] [--threads 1]
@@ -62,13 +62,13 @@ TABLE = Table(
     Column("padded ms", 10, middle("padded_ms"), ".2f"),
     Column("packed ms", 10, middle("packed_ms"), ".2f"),
     Column("x (range)", 17, extent("of_padded")),
-    # Of the bundled model the bytes alone.
+    # For the bundled model, only the bytes are measured.
     instead=lambda row: None if "of_padded" in row else "".join(c.cell(row) for c in _SHARES),
 )
 
 
 def read(model: PreTrainedModel, prompt: Tensor, rate: float) -> PolicyCache:
-    """A cache after a prompt."""
+    """Return a cache that has read a prompt."""
     cache = PolicyCache(AdaKV(rate))
     with torch.no_grad(), cache.attached(model):
         model(prompt, past_key_values=cache, logits_to_keep=1)
@@ -76,7 +76,7 @@ def read(model: PreTrainedModel, prompt: Tensor, rate: float) -> PolicyCache:
 
 
 def padded(cache: PolicyCache) -> PolicyCache:
-    """A copy that holds the same, padded, until its policy acts again."""
+    """Return a copy with the same entries, padded until its policy acts again."""
     other = copy.deepcopy(cache)
     for layer in other.layers:
         if isinstance(layer.held, Packed):
@@ -85,7 +85,7 @@ def padded(cache: PolicyCache) -> PolicyCache:
 
 
 def shares(cache: PolicyCache) -> dict[str, float]:
-    """Of a full cache's bytes: those of the tokens kept, of what is held, and of padded tensors."""
+    """Return shares of a full cache's bytes: of the tokens kept, as held, and if padded."""
     total, other = cache.report().total, padded(cache)
     return {
         "kept": (total.held_bytes - total.padding_bytes) / total.full_bytes,
@@ -95,7 +95,7 @@ def shares(cache: PolicyCache) -> dict[str, float]:
 
 
 def block_ms(model: PreTrainedModel, cache: PolicyCache) -> float:
-    """Processor milliseconds of a decoded token, the mean over a block."""
+    """Return a decoded token's CPU milliseconds, the mean over a block."""
     token = torch.ones(1, 1, dtype=torch.int64)
     with torch.no_grad(), cache.attached(model):
         start = time.process_time()
@@ -105,7 +105,7 @@ def block_ms(model: PreTrainedModel, cache: PolicyCache) -> float:
 
 
 def row_of(model: PreTrainedModel, context: int, rate: float, rounds: int) -> Row:
-    """One rate of a model with random weights."""
+    """Return the row of one rate, on a model with random weights."""
     packed = read(model, random_prompt(model.config.vocab_size, context), rate)
     row = {"model": "random", "context": context, "rate": rate, **shares(packed)}
     caches = {"padded": padded(packed), "packed": packed}
@@ -120,14 +120,14 @@ def row_of(model: PreTrainedModel, context: int, rate: float, rounds: int) -> Ro
 
 
 def needle_row(rate: float) -> Row:
-    """One rate of the bundled model, whose prompts have at most 1,024 tokens."""
+    """Return the row of one rate on the bundled model, whose prompt has 1,024 tokens."""
     (prompt,) = NeedleTask(1024, 1).prompts(1, seed=1)
     cache = read(load_model(), torch.tensor([prompt.input_ids]), rate)
     return {"model": "needle", "context": 1024, "rate": rate, **shares(cache)}
 
 
 def measure(run: Run) -> None:
-    """Both models at every rate."""
+    """Measure both models at every rate."""
     options, spec = run.options, TINY if run.options.quick else SMALL
     model = spec.build()
     settings = {"model": attrs.asdict(spec), "rounds": options.rounds, "block": BLOCK}

@@ -1,4 +1,4 @@
-"""Evaluation: accuracy, memory and speed of policies, and the `kvpolicy` command.
+"""Measure accuracy, memory and speed of policies, and provide the `kvpolicy` command.
 
 Importing it brings in neither Transformers nor the optional packages of the command and the
 pictures; what needs them imports them when it is called.

@@ -1,4 +1,4 @@
-"""``python -m kvpolicy.evaluation`` is the `kvpolicy` command."""
+"""Run the `kvpolicy` command as ``python -m kvpolicy.evaluation``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The entry point of the `kvpolicy` command: says what is missing or wrong in one line."""
+"""Run the `kvpolicy` command; what is missing or wrong becomes one line on stderr."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpolicy.evaluation.extras import MissingExtraError, require
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command and return its exit status.
 
     Args:
         arguments: What follows the command's name; None for the process's own.

@@ -1,4 +1,4 @@
-"""Optional packages: which extra brings one that is missing."""
+"""Check optional packages, and say which extra installs a missing one."""
 
 from __future__ import annotations
 

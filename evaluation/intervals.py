@@ -1,4 +1,4 @@
-"""Confidence intervals: of shares, of medians and of paired differences."""
+"""Compute confidence intervals of shares, of medians and of paired differences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NORMAL_95 = 1.959964
 
 
 def share_interval(share: float, count: int) -> tuple[float, float]:
-    """The 95% interval of a share: Wilson's, which is right near 0 and 1 too.
+    """Return the 95% interval of a share, by Wilson's method, which also holds near 0 and 1.
 
     Args:
         share: Of the samples, in [0, 1].
@@ -29,7 +29,7 @@ def share_interval(share: float, count: int) -> tuple[float, float]:
 
 
 def median_interval(values: Sequence[float], coverage: float) -> tuple[float, float] | None:
-    """The interval of a median: two of the values, as many from below as from above.
+    """Return an interval of the median: two of the values, the same rank from both ends.
 
     It asks for no distribution.
 
@@ -70,14 +70,14 @@ class Difference:
 
     @property
     def clear(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """True if the interval does not contain 0."""
         return self.low > 0 or self.high < 0
 
 
 def paired_difference(
     scores: Sequence[float], baseline: Sequence[float], *, scale: float = 1.0
 ) -> Difference:
-    """The mean difference of two methods on the same prompts, and its 95% interval.
+    """Return the mean difference of two methods on the same prompts, with 95% interval.
 
     The interval is the normal one of the differences ``scores - baseline`` and of two more, one of
     ``+scale`` and one of ``-scale`` (Bonett and Price, 2012, for scores of 0 and 1), cut to what

@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer, with errors one can act on."""
+"""Load a model and its tokenizer, with errors that name a remedy."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ class Loaded:
 
     @property
     def bundled(self) -> bool:
-        """Whether it is the package's own needle model."""
+        """True if it is the bundled needle model."""
         return self.name == NEEDLE
 
     @property
     def dtype(self) -> str:
-        """Its dtype, such as ``"float32"``."""
+        """Return the model's dtype, such as ``"float32"``."""
         return str(self.model.dtype).removeprefix("torch.")
 
 
 def default_tsp_layer(name: str) -> int | None:
-    """The TSP layer chosen for a model; None where none was, so that a policy's own default holds.
+    """Return the TSP layer chosen for a model; None if none was, for the policy's default.
 
     Args:
         name: As for `load`.
@@ -91,7 +91,7 @@ def load(name: str = NEEDLE, *, dtype: str = "auto", device: str = "cpu") -> Loa
 
 
 def load_tokenizer(name: str = NEEDLE) -> Any:
-    """Load a model's tokenizer alone, which takes no time.
+    """Load only a model's tokenizer, which is fast.
 
     Args:
         name: As for `load`.

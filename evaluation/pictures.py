@@ -1,4 +1,4 @@
-"""Tables as pictures: numbers on coloured cells, a row for each policy."""
+"""Draw tables as pictures: numbers on coloured cells, with a row for each policy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TEXT = 9
 
 @attrs.frozen
 class Cell:
-    """A number on its colour.
+    """A number drawn on its colour.
 
     Args:
         column: Where it begins, from 0.
@@ -39,7 +39,7 @@ class Cell:
 
 
 def new_figure(width: float, rows: int) -> Figure:
-    """A figure with room for so many rows; without pyplot: no window, no global state.
+    """Make a figure with room for some rows, without pyplot: no window, no global state.
 
     Args:
         width: Inches.
@@ -55,7 +55,7 @@ def new_figure(width: float, rows: int) -> Figure:
 
 
 def row_axis(axes: Axes, names: Sequence[str]) -> None:
-    """Let an axes have a row for each name, the first at the top, and nothing around them."""
+    """Give an axes a row for each name, the first at the top, and no frame."""
     axes.set_ylim(len(names), 0)
     axes.set_yticks([index + 0.5 for index in range(len(names))], names, fontsize=_TEXT)
     axes.tick_params(left=False, bottom=False, top=False)
@@ -100,7 +100,7 @@ def draw_grid(
 
 
 def accuracy_colour() -> Callable[[float], Colour]:
-    """Colours of percentages, darker for more."""
+    """Return the colours of percentages, darker for more."""
     from matplotlib import colormaps
 
     found = colormaps["YlGnBu"]
@@ -109,7 +109,7 @@ def accuracy_colour() -> Callable[[float], Colour]:
 
 
 def speed_colour() -> Callable[[float], Colour]:
-    """Colours of speeds: white for as fast as the baseline, green for faster, purple for slower.
+    """Return the colours of speeds: white for the baseline's, green faster, purple slower.
 
     Twice as fast is as far from white as half as fast; what is beyond four times looks the same.
     """
@@ -122,13 +122,13 @@ def speed_colour() -> Callable[[float], Colour]:
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as the content of a PNG file."""
+    """Return the figure as the content of a PNG file."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=150)
     return picture.getvalue()
 
 
 def _ink(background: Colour) -> str:
-    """Black or white, whichever can be read on a colour."""
+    """Return black or white, whichever is readable on a colour."""
     red, green, blue, _ = background
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"

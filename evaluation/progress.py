@@ -1,4 +1,4 @@
-"""How long work tells what it is at: a callable, so that the library needs no terminal."""
+"""Define how long work reports progress: a callable, so that no terminal is needed."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ Progress = Callable[[str, int, int], None]
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """Tell nobody."""
+    """Ignore the progress."""

@@ -1,4 +1,4 @@
-"""A prompt as the tokens that a model reads."""
+"""Encode a prompt as the tokens that a model reads."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Whether a model can read a prompt: words that its tokenizer knows, positions for its tokens."""
+"""Check that a model can read a prompt: known words, and positions for all tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROWS_BEFORE = 2
 
 
 def check_known(tokenizer: Any, ids: Sequence[int], what: str) -> None:
-    """Refuse a text that a tokenizer reads as nothing, or as unknown words alone.
+    """Refuse a text that a tokenizer reads as no token, or only as unknown words.
 
     A model's folder without a tokenizer is read like that: some classes then make an empty one.
 
@@ -40,7 +40,7 @@ def check_known(tokenizer: Any, ids: Sequence[int], what: str) -> None:
 
 
 def check_whole(tokenizer: Any, ids: Sequence[int], what: str) -> None:
-    """Refuse a text of which a tokenizer knows a part only.
+    """Refuse a text of which a tokenizer knows only a part.
 
     Unknown words have no text: an answer with one would count as right where it is left out.
 
@@ -61,7 +61,7 @@ def check_whole(tokenizer: Any, ids: Sequence[int], what: str) -> None:
 
 
 def positions_of(model: PreTrainedModel) -> int | None:
-    """The positions that a model is made for; None where it does not say."""
+    """Return the number of positions that a model is made for; None if it does not say."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
@@ -107,7 +107,7 @@ def check_positions(
 
 
 def positions_notes(model: PreTrainedModel, longest: int) -> list[str]:
-    """What a reader has to know of prompts of up to so many tokens."""
+    """Return a note if the longest prompt exceeds the model's positions."""
     limit = positions_of(model)
     if limit is None or longest <= limit:
         return []
@@ -118,7 +118,7 @@ def positions_notes(model: PreTrainedModel, longest: int) -> list[str]:
 
 
 def _has_table(model: PreTrainedModel, limit: int) -> bool:
-    """Whether a model looks its positions up in an embedding."""
+    """True if a model looks its positions up in an embedding."""
     words = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
     return any(
         isinstance(module, nn.Embedding)

@@ -1,4 +1,4 @@
-"""Results as files, with what they were measured on; all of them are written, or none."""
+"""Write results as files, all or none, with the machine they were measured on."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvpolicy.checks import check_count
 
 
 def cpu_count() -> int:
-    """Processors this process may use."""
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def default_threads() -> int:
-    """Threads to compute with where nobody says: ``OMP_NUM_THREADS`` if it is set.
+    """Return the default number of threads: ``OMP_NUM_THREADS`` if it is set.
 
     Otherwise the processors that are idle of those this process may use, at least 1 and at most 4:
     threads that share a processor wait for each other at every operation, and small models gain
@@ -55,7 +55,7 @@ def check_threads(threads: int) -> int:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The versions and the machine that numbers were measured with, as plain data.
+    """Return the versions and the machine of a measurement, as plain data.
 
     Args:
         device: The model's device.
@@ -119,7 +119,7 @@ def check_file(option: str, file: Path) -> None:
 
 
 def _try_to_write(option: str, existing: Path, wanted: Path) -> None:
-    """Make a folder with a file in a folder, and remove both: permissions alone do not tell.
+    """Write and remove a test file in a folder, since permissions alone do not decide.
 
     Raises:
         ValueError: It cannot be done, as on a read-only disk or in /proc.

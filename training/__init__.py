@@ -1,6 +1,6 @@
-"""The trainings of the three bundled models, which no part of the package imports.
+"""Train the three bundled models; no part of the package imports this folder.
 
-`trainer` has what they share: options, stages, the step of the optimiser, checkpoints. Each folder
-has a model's rows, batches and stages, and a `train` to run, as in ``python -m
+`trainer` has the code they share: options, stages, the optimiser step, checkpoints. Each folder has
+one model's rows, batches and stages, and a script `train`, which is run as ``python -m
 training.needle.train --out DIR``.
 """

@@ -1,4 +1,4 @@
-"""What batches of training rows share: their size, targets that are none, and positions."""
+"""Define the batch size, the label of a position without a target, and how positions are drawn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_SKIPS = 8
 def skipped_positions(
     rng: random.Random, pieces: Sequence[Sequence[int]], length: int, max_position: int
 ) -> Tensor:
-    """Return positions that mostly jump before some pieces: short rows teach long distances.
+    """Return increasing positions that often jump between pieces, to train on long distances.
 
     Args:
         rng: source of the draw.

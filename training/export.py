@@ -1,4 +1,4 @@
-"""Write a trained network as a plain Transformers Llama with a word-level tokenizer."""
+"""Convert a trained network to a Transformers Llama with a word-level tokenizer, and save both."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ from .network import NORM_EPS, Network, NetworkShape
 
 
 def llama_config(shape: NetworkShape) -> LlamaConfig:
-    """Return the configuration of a network of this shape."""
+    """Return the Transformers configuration of a network of this shape."""
     return LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden,
@@ -43,7 +43,7 @@ def llama_config(shape: NetworkShape) -> LlamaConfig:
 
 
 def llama_state(network: Network) -> dict[str, Tensor]:
-    """Return the weights under the names of ``LlamaForCausalLM``, fused projections split."""
+    """Return a copy of the weights as ``LlamaForCausalLM`` names them, projections split."""
     state = {
         "model.embed_tokens.weight": network.embedding.weight,
         "model.norm.weight": network.norm.weight,
@@ -83,7 +83,7 @@ def to_llama(network: Network) -> LlamaForCausalLM:
 
 
 def build_tokenizer(names: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Return the tokenizer: one token to a word, words apart by blanks, nothing added.
+    """Return a tokenizer that splits text at blanks, makes each word a token and adds none.
 
     Args:
         names: every token's text, in the order of the ids; the special ones have the needle
@@ -104,7 +104,7 @@ def build_tokenizer(names: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def save_pretrained(network: Network, folder: Path, names: Sequence[str] | None = None) -> None:
-    """Write model and tokenizer to ``folder``; weights in bfloat16, half the size of float32.
+    """Write the model, in bfloat16 (half the size of float32), and the tokenizer to ``folder``.
 
     Args:
         network: the trained network.

@@ -1,4 +1,4 @@
-"""A compact Llama to train: fused projections, own positions per row, states of every layer."""
+"""Define a small Llama to train; it takes positions per row and returns every layer's states."""
 
 import attrs
 import torch
@@ -13,7 +13,7 @@ NORM_EPS = 1e-5
 
 @attrs.frozen
 class NetworkShape:
-    """The sizes of a network; the defaults are the needle model's.
+    """The sizes of a network; the defaults are the needle model's sizes.
 
     Args:
         vocab_size: tokens of the vocabulary.
@@ -41,14 +41,14 @@ class NetworkShape:
 NEEDLE_SHAPE = NetworkShape()
 
 HOP_LAYER = 1
-"""Where a two-hop question finds its bridge; the values are found in the layer above."""
+"""The layer in which a two-hop question finds its bridge; the layer above finds the values."""
 
 Blindfold = tuple[Tensor, Tensor]
 """Two masks ``[batch, length]`` of 0 and 1: tokens of the first do not see those of the second."""
 
 
 def rotary_tables(positions: Tensor, shape: NetworkShape) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines ``[batch, 1, query_len, head_dim]`` of ``[batch, query_len]``."""
+    """Return cosines and sines ``[batch, 1, query_len, head_dim]`` of ``positions``."""
     steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     frequencies = shape.rope_theta**-steps
     angles = positions[:, None, :, None].float() * frequencies
@@ -65,7 +65,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def causal_attention(
     queries: Tensor, keys: Tensor, values: Tensor, blindfold: Blindfold | None = None
 ) -> Tensor:
-    """Return causal grouped-query attention, computed in blocks of queries.
+    """Return causal grouped-query attention, computed block by block over the queries.
 
     In bfloat16 on a CPU this takes a fraction of the time of the fused kernel, whose backward pass
     is slow there.
@@ -74,7 +74,7 @@ def causal_attention(
         queries: ``[batch, query_heads, query_len, head_dim]``.
         keys: ``[batch, kv_heads, query_len, head_dim]``.
         values: like ``keys``.
-        blindfold: what must not see what, beyond causality.
+        blindfold: which tokens must not see which, besides the causal mask.
 
     Returns:
         ``[batch, query_heads, query_len, head_dim]``.
@@ -105,7 +105,7 @@ def causal_attention(
 
 
 class Block(nn.Module):
-    """One decoder layer; its output projections start at zero, which makes it the identity."""
+    """One decoder layer; its output projections start at zero, so it starts as the identity."""
 
     def __init__(self, shape: NetworkShape = NEEDLE_SHAPE) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, blindfold: Blindfold | None = None
     ) -> Tensor:
-        """Map hidden states ``[batch, query_len, hidden]`` to the next layer's."""
+        """Map hidden states ``[batch, query_len, hidden]`` to those after this layer."""
         batch, length, _ = x.shape
         kv_heads, head_dim = self.shape.kv_heads, self.shape.head_dim
         heads = self.qkv(self.attention_norm(x)).view(batch, length, -1, head_dim).transpose(1, 2)
@@ -139,7 +139,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """The model. Strong tied embeddings and a small final gain make copying easy to find."""
+    """The model; large tied embeddings and a small final norm weight make copying easy to learn."""
 
     def __init__(self, shape: NetworkShape = NEEDLE_SHAPE) -> None:
         super().__init__()
@@ -177,9 +177,9 @@ class Network(nn.Module):
         return functional.linear(self.norm(hidden), self.embedding.weight)
 
     def stack_hop_layer(self) -> None:
-        """Start the layer above ``HOP_LAYER`` as its copy.
+        """Copy the weights of layer ``HOP_LAYER`` to the layer above it.
 
-        Embeddings are tied, so the hop writes its bridge as the bridge's embedding, and the copy
-        can look it up as the hop looked up its own token.
+        Embeddings are tied, so the hop layer writes the bridge's embedding into the hidden state.
+        The copy can then look up the bridge as the hop layer looked up its own token.
         """
         self.blocks[HOP_LAYER + 1].load_state_dict(self.blocks[HOP_LAYER].state_dict())

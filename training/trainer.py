@@ -1,4 +1,4 @@
-"""What the trainings share: options, stages, the step of the optimiser, and checkpoints."""
+"""Run a training: options, stages, optimiser steps and checkpoints, the same for all models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHECKPOINT_STEPS = 100
 
 @attrs.frozen
 class Stage(abc.ABC):
-    """A stretch of a training with one kind of row.
+    """One stage of a training, with rows of one kind.
 
     A stage ends when the running accuracy of every kind of question reaches ``target``, or after
     ``max_steps``. The learning rate is ``learning_rate`` throughout, or falls along a cosine to
@@ -42,7 +42,7 @@ class Stage(abc.ABC):
         lengths: row lengths in tokens, one drawn for each step.
         max_steps: the most steps the stage takes.
         target: running accuracy over single answer tokens at which the stage ends; above 1 it never
-            does.
+            ends by it.
         learning_rate: Adam's.
         final_learning_rate: None for a constant rate.
         stack: whether the stage starts by copying the retrieval layer one layer up.
@@ -58,10 +58,10 @@ class Stage(abc.ABC):
 
     @abc.abstractmethod
     def draw(self, rng: random.Random) -> Any:
-        """Return the batch of one step."""
+        """Draw the batch of one step."""
 
     def rate_of(self, step: int) -> float:
-        """Return the learning rate of one step, after a short linear rise at the start."""
+        """Return the learning rate of one step; it rises linearly over the first steps."""
         rate = self.learning_rate
         if self.final_learning_rate is not None:
             fall = 0.5 + 0.5 * math.cos(math.pi * step / self.max_steps)
@@ -71,7 +71,7 @@ class Stage(abc.ABC):
 
 @attrs.define
 class Progress:
-    """Where a run is: enough to take it up again at the last checkpoint."""
+    """The state of a run beside its weights: stage, step, minutes, running loss and accuracies."""
 
     stage: int = 0
     step: int = 0
@@ -84,7 +84,7 @@ class Progress:
         return f"{self.minutes:.1f} min, step {self.step}: loss {self.loss:.2f}, {accuracy}"
 
     def record(self, loss: float, accuracy: dict[str, float]) -> None:
-        """Fold one step's loss and accuracies into the running ones."""
+        """Update the running loss and accuracies with one step's values."""
         self.loss = SMOOTHING * (self.loss or loss) + (1 - SMOOTHING) * loss
         for name, value in accuracy.items():
             before = self.accuracy.get(name, value)
@@ -93,26 +93,26 @@ class Progress:
 
 @contextlib.contextmanager
 def forward_pass(network: Network) -> Iterator[None]:
-    """Compute in bfloat16, and make what a forward makes on the network's device."""
+    """Run the block in bfloat16 autocast, with new tensors on the network's device."""
     device = network.embedding.weight.device
     with device, torch.autocast(device.type, dtype=torch.bfloat16):
         yield
 
 
 def token_loss(network: Network, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean cross-entropy over the positions with a target, and which were hit."""
+    """Return the mean cross-entropy over positions with a target, and which are predicted right."""
     chosen = targets != IGNORED
     logits, wanted = network.logits(hidden[chosen]).float(), targets[chosen]
     return functional.cross_entropy(logits, wanted), logits.argmax(dim=-1) == wanted
 
 
 class Trainer(abc.ABC):
-    """The network, its optimiser and the run's progress, kept in ``out/state.pt``.
+    """The network, its optimiser and the run's progress, which are saved in ``out/state.pt``.
 
-    A model's training has its own ``stages``, `new_network` and `loss`.
+    A subclass for one model defines ``stages``, `new_network` and `loss`.
 
     Args:
-        out: folder of the checkpoints; where it has one, the run goes on there.
+        out: folder of the checkpoints; if it has one, the run continues from it.
         seed: of the weights and of the rows.
         device: of the network.
     """
@@ -134,26 +134,26 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     def new_network(self) -> Network:
-        """The network that a run begins with."""
+        """Return the network that a run starts with."""
 
     @abc.abstractmethod
     def loss(self, batch: Any, stage: Any, rng: random.Random) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of one step and its accuracies by kind of question."""
 
     def begin(self, stage: Stage) -> None:
-        """Change the network before a stage's first step, where the stage says so."""
+        """Copy the hop layer one layer up before a stage's first step, if the stage says so."""
         if stage.stack:
             self.network.stack_hop_layer()
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint in one move, so that an interrupted run leaves the previous one."""
+        """Write a checkpoint and rename it last, so that an interrupted run keeps the old one."""
         partial = path.with_suffix(".partial")
         parts = {"network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
         torch.save(parts | {"progress": attrs.asdict(self.progress)}, partial)
         partial.replace(path)
 
     def run(self, minutes: float) -> None:
-        """Go through the stages that remain, for at most ``minutes`` in all."""
+        """Train all stages that remain, until the run has taken ``minutes`` in all."""
         while self.progress.stage < len(self.stages) and self.progress.minutes < minutes:
             stage = self.stages[self.progress.stage]
             if self.progress.step == 0:
@@ -167,7 +167,7 @@ class Trainer(abc.ABC):
             self.save(self.out / f"{stage.name}.pt")
 
     def run_stage(self, stage: Stage, minutes: float) -> bool:
-        """Train one stage to its end and return True, or False when the time is up before."""
+        """Train one stage; return True at its end, False if the time is over before."""
         progress = self.progress
         rng = random.Random(f"{self.seed}/{stage.name}/{progress.step}")
         while progress.minutes < minutes:
@@ -195,14 +195,14 @@ class Trainer(abc.ABC):
         return loss.item(), accuracy
 
     def drawn(self, stage: Stage, rng: random.Random) -> Any:
-        """A stage's next batch, on the device; rows are written on the CPU."""
+        """Draw a stage's next batch on the CPU and copy it to the network's device."""
         batch = stage.draw(rng)
         fields = {each.name: getattr(batch, each.name) for each in attrs.fields(type(batch))}
         return type(batch)(**{name: value.to(self.device) for name, value in fields.items()})
 
 
 def training_parser(description: str) -> argparse.ArgumentParser:
-    """The options of every training: ``--out``, ``--minutes``, ``--seed`` and ``--device``."""
+    """Return a parser with every training's ``--out``, ``--minutes``, ``--seed``, ``--device``."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--out",

@@ -1,1 +1,1 @@
-"""Which composition answers best at which cost: every method and more, on equal terms."""
+"""Find the compositions that answer best at each cost, among all methods and more."""

@@ -1,4 +1,4 @@
-"""What is compared: the named methods, and compositions of dropper, scorer, selector and window."""
+"""Define what is compared: named methods, and compositions of dropper, scorer and selector."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ FASTKV = "fastkv"
 
 @attrs.frozen
 class Looks:
-    """A scorer, and how many of the last tokens are always kept beside what it finds."""
+    """A scorer, and the number of last tokens that are always kept beside its choice."""
 
     scorer: Scorer
     window: int
 
 
-# "open": the last eight are looked through, and compete with the others for their places.
+# "open": the last eight queries observe, and their tokens compete with the others for places.
 SCORERS = {
     "window8": Looks(WindowMaxPoolScorer(8, 7), 8),
     "window4": Looks(WindowMaxPoolScorer(4, 7), 4),
@@ -120,11 +120,11 @@ def _policy(part: object) -> CachePolicy:
 
 @attrs.frozen
 class Composition:
-    """A policy at each rate of keys and values to keep.
+    """A family of policies, one for each rate of keys and values to keep.
 
     Args:
         name: A method's, or ``dropper/scorer/selector``.
-        at: The policy that keeps a rate; None where it cannot be had at that rate.
+        at: Returns the policy that keeps a rate; None if there is none at that rate.
     """
 
     name: str
@@ -132,7 +132,7 @@ class Composition:
 
 
 def composed(dropper: str, scorer: str, selector: str) -> Composition:
-    """One composition of the parts above, by their names."""
+    """Return one composition of the parts above, by their names."""
     looks = SCORERS[scorer]
 
     def at(rate: float) -> CachePolicy | None:
@@ -148,12 +148,12 @@ def composed(dropper: str, scorer: str, selector: str) -> Composition:
     return Composition(f"{dropper}/{scorer}/{selector}", at)
 
 
-# Its four whole layers would be most of a model of six.
+# CLAA's default of four whole layers would be most of a model of six layers.
 ARGUMENTS = {"claa": {"whole_layers": 0}}
 
 
 def method(name: str) -> Composition:
-    """A named method, at its defaults but for the rate and `ARGUMENTS`."""
+    """Return a named method as a composition, with its defaults except the rate and `ARGUMENTS`."""
     others: dict[str, Any] = ARGUMENTS.get(name, {})
 
     def at(rate: float) -> CachePolicy | None:
@@ -173,7 +173,7 @@ METHODS = (
     "prompt_distill", "lazy_llm", "expected_attention", "compactor", "critical_kv", "kvzip",
     "spire_kv", "random",
 )  # fmt: skip
-# The scorers alone; selectors on the best of them; droppers; and what combines the best of each.
+# Scorers alone, selectors on the best scorers, droppers, and combinations of the best of each.
 GRID = (
     *(("none", scorer, "gqa") for scorer in SCORERS),
     *(("none", scorer, name) for scorer in ("window4", "open8") for name in SELECTORS),
@@ -188,7 +188,7 @@ GRID = (
 
 
 def compositions(known: frozenset[str]) -> Iterator[Composition]:
-    """All that is compared, each once.
+    """Yield all compositions that are compared, each once.
 
     Args:
         known: Names of the methods that are registered.

@@ -1,9 +1,9 @@
-"""Measure compositions on one model: what they answer, what they hold, what they compute.
+"""Measure compositions on one model: their answers, the bytes they hold, and their compute.
 
 Run as ``python -m benchmarks.front.measure --out F``. ``--task needle`` asks one-hop and two-hop
 questions of a needle model, ``--task words`` six kinds of a model of word tasks. ``with`` reads
-document and question together; ``later`` lets the policy choose before it knows the question. What
-is in the file already is not measured again.
+document and question together; ``later`` lets the policy choose before it knows the question. Rows
+that the file already has are not measured again.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ KINDS = {
 
 @attrs.frozen
 class Asked:
-    """Questions of one kind, all of one length.
+    """A set of questions of one kind and one length, on documents.
 
     Args:
         documents: ``[count, document_len]`` token ids.
         questions: ``[count, question_len]``.
         new_tokens: Tokens to generate.
-        score: Of a row and its generated tokens, from 0 to 1.
+        score: Returns the score, from 0 to 1, of a row and its generated tokens.
     """
 
     documents: Tensor
@@ -54,10 +54,10 @@ class Asked:
 
 @attrs.frozen
 class Point:
-    """What one policy gave.
+    """The results of one policy on questions of one kind.
 
     Args:
-        scores: Of each prompt, from 0 to 1.
+        scores: Score of each prompt, from 0 to 1.
         held: Bytes of keys and values after the policy chose, over those of all.
         work: Layer-tokens computed in prefill, over those of full context.
     """
@@ -68,7 +68,7 @@ class Point:
 
 
 def needle_questions(kind: str, length: int, count: int, seed: int) -> Asked:
-    """Needle questions; the last two tokens of a prompt are the question."""
+    """Return needle questions; the last two tokens of a prompt are the question."""
     task = needle.NeedleTask(context_len=length, hops=1 + (kind == "two-hop"))
     prompts = task.prompts(count, seed)
     ids = torch.tensor([prompt.input_ids for prompt in prompts])
@@ -80,7 +80,7 @@ def needle_questions(kind: str, length: int, count: int, seed: int) -> Asked:
 
 
 def word_questions(tokenizer: Any, kind: str, length: int, count: int, seed: int) -> Asked:
-    """Questions of the word tasks, of which each word that is found counts."""
+    """Return questions of the word tasks, scored by the share of words found."""
     prompts = ruler_words.prompts(kind, length, count, seed)
 
     def ids(part: str) -> Tensor:
@@ -102,7 +102,7 @@ def measure(
         model: In evaluation mode.
         policy: What to keep, chosen once.
         asked: The questions.
-        later: Whether they are read after the policy has chosen.
+        later: Whether the questions are read after the policy has chosen.
         batch: Prompts at a time.
     """
     scores, held, work = list[float](), list[float](), list[float]()
@@ -126,7 +126,7 @@ def measure(
 
 
 def work_of(policy: CachePolicy, cache: PolicyCache, prompt: Tensor) -> float:
-    """Layer-tokens computed, over those of full context; counted where content decides."""
+    """Return the layer-tokens computed over those of full context; counted if content decides."""
     layers, (batch, length) = len(cache.layers), prompt.shape
     if not policy.propagation.decides_by_content:
         return policy.prefill_compute_rate(layers, length)
@@ -139,14 +139,14 @@ def work_of(policy: CachePolicy, cache: PolicyCache, prompt: Tensor) -> float:
 
 
 def chosen(names: Sequence[str] | None) -> list[Composition]:
-    """The compositions to measure: all, or those named."""
+    """Return the compositions to measure: all, or the named ones."""
     if names is None:
         return list(compositions(frozenset(registered("policy"))))
     return [composed(*name.split("/")) if "/" in name else method(name) for name in names]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is not in the file yet."""
+    """Measure what the file does not have yet."""
     options = options_of(arguments)
     torch.set_num_threads(options.threads)
     module = needle if options.task == "needle" else ruler_words
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def row_of(points: dict[str, Point], each: bool) -> dict[str, Any]:
-    """One policy's numbers as plain data; with ``each``, those of every prompt, in per cent."""
+    """Return one policy's numbers as plain data; ``each`` adds every prompt's score in per cent."""
     row: dict[str, Any] = {
         "scores": {kind: round(fmean(point.scores), 4) for kind, point in points.items()},
         "held": round(fmean(point.held for point in points.values()), 5),
@@ -208,7 +208,7 @@ def row_of(points: dict[str, Point], each: bool) -> dict[str, Any]:
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", choices=KINDS, default="needle")
     parser.add_argument("--model", type=Path, help="a folder; default the task's bundled model")

@@ -1,4 +1,4 @@
-"""Tables of the front study, from the files that `benchmarks.front.measure` wrote.
+"""Print the tables of the front study, from the files that `benchmarks.front.measure` wrote.
 
 Run as ``python -m benchmarks.front.report FILE...``. Prints, for each kind of model and each time
 of the question, the mean over models, seeds and kinds of question, with what it cost; which
@@ -23,16 +23,16 @@ import attrs
 from benchmarks.front.compositions import FASTKV, FULL
 
 RULE = "|---" * 6 + "|"
-# Rates of a policy that differ by less are held to be the same cost.
+# Costs that differ by less than this factor count as equal.
 SAME = 1.02
 
 
 @attrs.frozen
 class Line:
-    """One policy at one rate, over all models and seeds of a task.
+    """The results of one policy at one rate, over all models and seeds of a task.
 
     Args:
-        name: Of the composition.
+        name: Name of the composition.
         rate: Keys and values to keep.
         accuracy: Mean of the kinds' means, from 0 to 1.
         held: Part of a full cache's bytes.
@@ -50,7 +50,7 @@ class Line:
     each: dict[tuple[str, int, str], list[int]]
 
     def beats(self, other: Line) -> bool:
-        """Whether it answers no less at no more of both costs, and one of the three is better."""
+        """True if no measure (accuracy, held, work) is worse than the other's and one is better."""
         no_worse = (
             self.accuracy >= other.accuracy
             and self.held <= other.held * SAME
@@ -65,7 +65,7 @@ class Line:
 
 
 def lines_of(files: Sequence[dict[str, Any]], task: str, mode: str) -> list[Line]:
-    """All policies of a task and a time of the question."""
+    """Return the lines of all policies for a task and a time of the question."""
     rows: dict[tuple[str, float], list[tuple[str, dict[str, Any]]]] = defaultdict(list)
     for data in files:
         if data["task"] == task:
@@ -96,15 +96,15 @@ def lines_of(files: Sequence[dict[str, Any]], task: str, mode: str) -> list[Line
 
 
 def front_of(lines: Sequence[Line]) -> list[Line]:
-    """Those that no other beats, by what they hold."""
+    """Return the lines that no other beats, sorted by the bytes held."""
     found = [line for line in lines if not any(other.beats(line) for other in lines)]
     return sorted(found, key=lambda line: (line.held, line.work))
 
 
 def difference(line: Line, other: Line) -> tuple[float, float] | None:
-    """Mean of the paired differences in points, and half of its 95% interval; None without pairs.
+    """Return the mean paired difference in points and half its 95% interval; None without pairs.
 
-    Prompts of one kind, seed and model are pairs; kinds weigh the same.
+    The same prompt under both policies is a pair; kinds have equal weights.
     """
     shared = sorted(line.each.keys() & other.each.keys())
     if not shared:
@@ -118,7 +118,7 @@ def difference(line: Line, other: Line) -> tuple[float, float] | None:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """A Markdown table: a line each, the best first within a rate."""
+    """Return a Markdown table of the lines, the best first within a rate."""
     rows = ["| policy | rate | held | prefill | accuracy | by model |", RULE]
     for line in sorted(lines, key=lambda line: (line.rate, -line.accuracy)):
         models = " ".join(f"{100 * line.models[name]:.0f}" for name in sorted(line.models))
@@ -130,7 +130,7 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def against_fastkv(lines: Sequence[Line]) -> str:
-    """A Markdown table of differences to FastKV at the same rate; empty without pairs."""
+    """Return a Markdown table of differences to FastKV at the same rate; empty without pairs."""
     base = {line.rate: line for line in lines if line.name == FASTKV}
     rows = [
         "| policy | rate | held | prefill | accuracy | against FastKV |",
@@ -149,7 +149,7 @@ def against_fastkv(lines: Sequence[Line]) -> str:
 
 
 def picture(groups: dict[str, list[Line]], path: Path) -> None:
-    """Accuracy against what is held, a panel for each group, the front joined by a line."""
+    """Draw accuracy against bytes held, with a panel for each group."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2 * len(groups), 4.4), layout="constrained")

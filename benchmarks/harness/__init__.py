@@ -1,4 +1,4 @@
-"""The frame that all benchmarks share, so that a script is its contenders and one `measure`.
+"""Run any benchmark: a script defines only its contenders and one function `measure`.
 
 A script makes one `Benchmark` of its options, its tables and a function that measures::
 
@@ -15,11 +15,11 @@ A script makes one `Benchmark` of its options, its tables and a function that me
     main = BENCHMARK.main
 
 - `Benchmark` reads the command line, with ``--quick``, ``--threads``, ``--out`` and ``--show`` in
-  every script; sets torch's threads; and shows a result again, its picture with it.
+  every script; sets torch's threads; and shows an earlier result again, with its picture.
 - `Run` holds the record. `Run.add` prints rows as lines of their table and replaces the file in one
-  step, so that a run that is cut short leaves what it had measured.
-- `in_turns` lets contenders take turns, so that what disturbs a round disturbs all of them.
-- `Ledger` is the file of a long study, in which nothing is measured a second time.
+  step, so that an interrupted run leaves what it has measured.
+- `in_turns` lets contenders take turns, so that a disturbance of a round affects all of them.
+- `Ledger` is the file of a long study, in which nothing is measured twice.
 """
 
 from .options import QUICK_RESULTS, RESULTS, Option, at_least, out_folder, parser_of, whole_numbers

@@ -1,4 +1,4 @@
-"""Command lines: the options that all benchmarks have, and a script's own."""
+"""Parse command lines: the options that all benchmarks have, and a script's own."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import attrs
 from kvpolicy.evaluation.results import check_folder
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-# Where a quick run writes, so that it never takes the place of a real one.
+# The folder of a quick run's results, which never replace those of a real run.
 QUICK_RESULTS = Path("results") / "benchmarks"
 
 
 def whole_numbers(text: str) -> list[int]:
-    """Comma-separated numbers of at least 1, ascending, each once.
+    """Parse comma-separated numbers of at least 1; return them ascending, each once.
 
     Raises:
-        argparse.ArgumentTypeError: They are not.
+        argparse.ArgumentTypeError: The text is not such numbers.
     """
     try:
         found = sorted({int(part) for part in text.split(",")})
@@ -36,7 +36,7 @@ def whole_numbers(text: str) -> list[int]:
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """A type of argparse: a whole number of at least ``minimum``."""
+    """Return a type for argparse: a whole number of at least ``minimum``."""
 
     def whole_number(text: str) -> int:
         if not re.fullmatch(r"\d+", text) or int(text) < minimum:
@@ -53,13 +53,13 @@ class Option:
     """An option of a script's command line.
 
     Args:
-        name: Without the dashes, words apart by ``-``.
-        default: Of a real run; False makes it a flag.
-        kind: Reads the text; by the default's type if None: a whole number of at least 1, such
-            numbers with commas between, or text.
-        quick: Of a quick run, if it is another one.
-        help: What it is; the default is added.
-        how: What else `argparse` is told, such as ``choices``.
+        name: Name without the dashes, words separated by ``-``.
+        default: Default of a real run; False makes the option a flag.
+        kind: Reads the text. If None, the default's type decides: a whole number of at least 1,
+            comma-separated numbers of at least 1, or text.
+        quick: Default of a quick run, if it differs.
+        help: Help text; the default is added.
+        how: Other arguments for `argparse`, such as ``choices``.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Option:
     how: dict[str, Any] = attrs.field(factory=dict)
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Add it to a parser; where it is not given it is None there."""
+        """Add the option to a parser, which sets it to None if it is not given."""
         if self.default is False:
             parser.add_argument(f"--{self.name}", action="store_true", help=self.help)
             return
@@ -85,7 +85,7 @@ class Option:
         parser.add_argument(f"--{self.name}", type=kind, help=said, **self.how)
 
     def settle(self, options: argparse.Namespace) -> None:
-        """Put its default where it was not given."""
+        """Set the default if the option was not given."""
         name = self.name.replace("-", "_")
         if getattr(options, name) is None:
             quick = options.quick and self.quick is not None
@@ -93,11 +93,11 @@ class Option:
 
 
 def parser_of(description: str, threads: int = 2) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have.
+    """Return a parser with the options that all benchmarks have.
 
     Args:
         description: A script's docstring, of which the first line is shown.
-        threads: Of torch, where the command line does not say.
+        threads: Torch's threads if the command line does not set them.
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tiny run, to see that it works")
@@ -111,10 +111,10 @@ def parser_of(description: str, threads: int = 2) -> argparse.ArgumentParser:
 
 
 def out_folder(options: argparse.Namespace) -> Path:
-    """Where results go; checked before anything is measured.
+    """Return the folder of the results, after checking that it can be written to.
 
     Raises:
-        ValueError: It cannot be written to.
+        ValueError: The folder cannot be written to.
     """
     if options.out is None and options.show is not None:
         folder = options.show.parent

@@ -1,4 +1,4 @@
-"""Runs that measure: contenders in turns, a record, and the file that it is written to."""
+"""Run measurements: contenders in turns, a record, and the file to which it is written."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 class Run:
-    """A run that measures: its options, and the record that it fills.
+    """One run of a benchmark: its options, and the record that it fills.
 
     Args:
-        options: The command line.
-        folder: Of the file.
-        name: The benchmark's.
-        file: The file's name.
-        tables: Which rows are printed.
+        options: The parsed command line.
+        folder: Folder of the file.
+        name: Name of the benchmark.
+        file: Name of the file.
+        tables: Tables whose rows are printed as they are added.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class Run:
         self._headed: set[str] = set()
 
     def begin(self, settings: dict[str, Any], *parts: str, device: Any = "cpu") -> dict[str, Any]:
-        """Begin the record: the benchmark, its settings, versions and machine, and empty parts.
+        """Start the record with the benchmark, its settings, versions, machine and empty parts.
 
         Args:
-            settings: What a result says of how it came to be.
+            settings: The settings that the result records.
             parts: Names of lists of rows.
-            device: The model's.
+            device: Device of the model.
         """
         self.record = {"benchmark": self.name, "settings": settings, **facts(torch.device(device))}
         self.record |= {part: [] for part in parts}
@@ -64,30 +64,30 @@ class Run:
         self.write()
 
     def head(self, part: str) -> None:
-        """Print the header of a part's table, once."""
+        """Print the header of a part's table, unless it has been printed."""
         if part in self._tables and part not in self._headed:
             print(self._tables[part].header, flush=True)
             self._headed.add(part)
 
     def write(self) -> None:
-        """Replace the file in one step."""
+        """Write the record; the file is replaced in one step."""
         write_json(self.folder, self.file, self.record)
 
 
 @attrs.frozen
 class Benchmark:
-    """A script: its options, what it measures and how that is shown.
+    """A benchmark script: its options, its measurement, and how results are shown.
 
     Args:
-        name: Of the benchmark, and of its file but for the ending.
+        name: Name of the benchmark, and of its file without the ending.
         doc: The script's docstring.
-        measure: Measures, and adds to the run what it finds.
-        options: Of the command line, beside those that all have.
-        tables: What is printed, in this order.
+        measure: Measures, and adds its rows to the run.
+        options: Options of the command line, besides those that all benchmarks have.
+        tables: Tables that are printed, in this order.
         picture: Draws a record.
-        settle: Checks and completes the options, told of the parser.
-        file: The file's name by the options, where it is not the benchmark's.
-        threads: Of torch, where the command line does not say.
+        settle: Checks and completes the options; it also gets the parser.
+        file: Returns the file's name by the options, if it is not the benchmark's.
+        threads: Torch's threads if the command line does not set them.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Benchmark:
     threads: int = 2
 
     def options_of(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-        """The command line."""
+        """Parse the command line."""
         parser = parser_of(self.doc, self.threads)
         for option in self.options:
             option.add_to(parser)
@@ -113,11 +113,11 @@ class Benchmark:
         return options
 
     def text(self, record: dict[str, Any]) -> str:
-        """All tables of a record."""
+        """Return all tables of a record as text."""
         return "\n".join(filter(None, (table.text(record) for table in self.tables)))
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
-        """Measure, print and write, or show a result; and draw it."""
+        """Measure, print and write a result, or show an earlier one; and draw its picture."""
         options = self.options_of(arguments)
         folder = out_folder(options)
         file = f"{self.name}.json" if self.file is None else self.file(options)
@@ -145,17 +145,17 @@ def in_turns(
     rotate: bool = True,
     done: Callable[[int], None] = lambda turn: None,
 ) -> dict[str, list[T]]:
-    """Let contenders take turns in rounds.
+    """Run contenders in turns, round by round.
 
     Args:
-        contenders: By name, what is run when its turn has come.
-        rounds: That count.
-        warm_up: Whether a round before them is run and left out.
-        rotate: Whether who goes first moves on by one in every round.
-        done: Told of the number of every round that is over, 0 for the one that is left out.
+        contenders: By name, the function to run in each round.
+        rounds: Number of rounds that count.
+        warm_up: Whether one round is run first and left out.
+        rotate: Whether each round starts with the next contender.
+        done: Called after every round with its number, 0 for the one that is left out.
 
     Returns:
-        By name the results of the rounds that count, in their order.
+        By name, the results of the rounds that count, in their order.
 
     Example:
         >>> taken = in_turns({"a": iter("xyz").__next__, "b": iter("uvw").__next__}, 2)
@@ -174,17 +174,17 @@ def in_turns(
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Of the same round, one over the other."""
+    """Return, for each round, one value over the other."""
     return [one / other for one, other in zip(above, below, strict=True)]
 
 
 class Ledger:
-    """The file of a study of many rows: what it holds already is not measured again.
+    """The file of a study of many rows; rows that it already has are not measured again.
 
     Args:
         path: The file.
-        head: What stands above the rows in a new file.
-        places: Keys by which a row is known.
+        head: The entries before the rows in a new file.
+        places: Keys whose values identify a row.
     """
 
     def __init__(self, path: Path, head: dict[str, Any], places: Sequence[str]) -> None:
@@ -192,7 +192,7 @@ class Ledger:
         self.data = read_json(path) if path.exists() else {**head, "rows": []}
 
     def lacks(self, *place: Any) -> bool:
-        """Whether no row has these values at the keys by which rows are known."""
+        """True if no row has these values at the identifying keys."""
         return all([row[key] for key in self.places] != list(place) for row in self.data["rows"])
 
     def add(self, row: Row) -> None:

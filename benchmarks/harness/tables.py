@@ -1,4 +1,4 @@
-"""Tables of results, a line for each row of a record."""
+"""Print tables of results, with a line for each row of a record."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Row = dict[str, Any]
 
 @attrs.frozen
 class Column:
-    """A column of a table.
+    """One column of a table.
 
     Args:
-        title: Its head.
-        width: Characters; below 0 its cells stand at the left.
-        value: A key of the row, or what is read off a row; None is shown as a dash.
+        title: Text of the column's head.
+        width: Width in characters; a negative width aligns the cells to the left.
+        value: A key of the row, or a function of the row; None is shown as a dash.
         form: How a value is formatted, such as ``.2f``.
     """
 
@@ -28,11 +28,11 @@ class Column:
     form: str = ""
 
     def head(self) -> str:
-        """Its title in its width."""
+        """Return the title, padded to the column's width."""
         return self._placed(self.title)
 
     def cell(self, row: Row) -> str:
-        """A row's value in its width."""
+        """Return a row's value, padded to the column's width."""
         found = row.get(self.value) if isinstance(self.value, str) else self.value(row)
         return self._placed("-" if found is None else format(found, self.form))
 
@@ -45,11 +45,11 @@ class Table:
 
     Args:
         part: The part's name, whose value is a list of rows.
-        columns: From left to right.
-        instead: The text of a row that the columns do not fit, such as one that failed; None for
-            the others.
-        live: Whether rows are printed as they are measured; the others come at the end.
-        gap: Whether an empty line stands before it.
+        columns: The columns from left to right.
+        instead: Returns the text of a row that the columns do not fit, such as one that failed;
+            None for other rows.
+        live: Whether rows are printed as they are measured, instead of at the end.
+        gap: Whether an empty line comes before the table.
     """
 
     def __init__(
@@ -65,26 +65,26 @@ class Table:
 
     @property
     def header(self) -> str:
-        """The line above the rows."""
+        """Return the line above the rows."""
         return "\n" * self.gap + "".join(each.head() for each in self.columns).rstrip()
 
     def line(self, row: Row) -> str:
-        """One row."""
+        """Return the line of one row."""
         found = self.instead(row)
         if found is not None:
             return found
         return "".join(each.cell(row) for each in self.columns).rstrip()
 
     def text(self, record: dict[str, Any]) -> str:
-        """The header and all rows of a record."""
+        """Return the header and all rows of a record."""
         return "\n".join([self.header, *map(self.line, record[self.part])])
 
 
 class Text:
-    """What is said of a record at the end and is no table of rows.
+    """A text about a record that is printed at the end and is no table of rows.
 
     Args:
-        text: Makes it.
+        text: Makes the text from a record.
     """
 
     live = False
@@ -94,12 +94,12 @@ class Text:
 
 
 def middle(key: str, unit: float = 1.0) -> Callable[[Row], float]:
-    """For a column: the median of a row's list of numbers, in units."""
+    """Return a column function: the median of a row's list of numbers, in units."""
     return lambda row: median(row[key]) / unit
 
 
 def extent(key: str, digits: int = 2) -> Callable[[Row], str]:
-    """For a column: a row's median and, in brackets, the lowest and the highest; empty for None.
+    """Return a column function: median and, in brackets, lowest and highest; empty for None.
 
     Example:
         >>> extent("x")({"x": {"median": 2.0, "lowest": 1.5, "highest": 4.0}})
@@ -123,14 +123,14 @@ def pivot(
     width: int,
     form: str,
 ) -> str:
-    """A table of one figure: a line for each thing, a column for each place.
+    """Return a table of one figure, with a line for each thing and a column for each place.
 
     Args:
-        rows: One for each thing and place that is known; the others are shown as a dash.
-        heads: By the keys that name a thing, the title and width of their column.
+        rows: One row for each known thing and place; the others are shown as a dash.
+        heads: The keys that name a thing, with title and width of their column.
         across: The key of the place.
-        value: The figure of a row.
-        width: Of a place's column.
+        value: Returns the figure of a row.
+        width: Width of a place's column.
         form: How the figure is formatted.
     """
     known = {(*(row[key] for key in heads), row[across]): value(row) for row in rows}

@@ -1,6 +1,6 @@
-"""kvpolicy beside NVIDIA's kvpress: time, memory, kept positions, answers, batches and turns.
+"""Compare kvpolicy with NVIDIA's kvpress: time, memory, kept positions, answers, batches, turns.
 
-Each library runs in its own environment, as a process that answers commands; they read the same
+Each library runs in its own environment, as a process that answers commands. Both read the same
 weights from disk and the same prompts, and take turns. ``make bench-kvpress`` builds the other
 environment and runs this. Writes ``kvpress.json`` and prints tables.
 
@@ -38,7 +38,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line, checked before anything is started."""
+    """Parse the command line, and check it before anything is started."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kvpress-python", type=Path, required=True)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192])
@@ -69,11 +69,11 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All experiments, as the record that is written.
+    """Run all experiments and return the record to write.
 
     Args:
         options: See `options_of`.
-        folder: For the model and the workers' logs.
+        folder: Folder for the model and the workers' logs.
     """
     pythons = {"kvpolicy": Path(sys.executable), "kvpress": options.kvpress_python}
     random_model = folder / "random"
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def whole(record: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The record; where experiments were left out, its rows in the place of those of a file."""
+    """Return the record, with the file's rows for experiments that were left out."""
     measured = {name: record[name] for name in EXPERIMENTS if name in record}
     if len(measured) == len(EXPERIMENTS):
         return record

@@ -1,6 +1,7 @@
-"""The worker of kvpress, in an environment of its own: torch, Transformers and kvpress only.
+"""Run kvpress's worker, in its own environment with only torch, Transformers and kvpress.
 
-A press is used as its README says: hooks are on while the prompt is read, or around ``generate``.
+A press is used as its README says: its hooks are set while the prompt is read, or around
+``generate``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 
 
 def build_press(method: str, settings: Settings) -> Any:
-    """The press of a method, with the parameters that both libraries share."""
+    """Return the press of a method, with the parameters that both libraries share."""
     ratio = 1 - settings["rate"]
     window = {"window_size": settings["window_size"], "kernel_size": settings["kernel_size"]}
     if method == "snapkv":
@@ -55,17 +56,17 @@ def build_press(method: str, settings: Settings) -> Any:
 
 
 class InstructionIds:
-    """Stands in for the tokenizer that KVzipPress loads: the models here have none."""
+    """A replacement for the tokenizer that KVzipPress loads; the models here have none."""
 
     chat_template = None
 
     @classmethod
     def from_pretrained(cls, name: str) -> InstructionIds:
-        """One for any model."""
+        """Return one replacement tokenizer for any model."""
         return cls()
 
     def encode(self, text: str, **options: Any) -> Tensor:
-        """The ids of what KVzipPress says, ``[1, length]``."""
+        """Return the ids that stand for an instruction of KVzipPress, ``[1, length]``."""
         kinds = {"": (), "\n": REPETITION["answer_ids"]}
         later = "starting with" in text
         asked = REPETITION["later_ids" if later else "instruction_ids"]
@@ -73,7 +74,7 @@ class InstructionIds:
 
 
 class PressReading(Reading):
-    """A cache read under a press; watched, it keeps the keys as they were before and after."""
+    """A cache read under a press; if watched, it records keys before and after the press."""
 
     def __init__(self, model: PreTrainedModel, press: Any, *, watched: bool) -> None:
         super().__init__(model)
@@ -84,7 +85,7 @@ class PressReading(Reading):
 
     @contextmanager
     def prefilling(self) -> Iterator[None]:
-        """The press's hooks, between two of our own if it is watched: hooks run in that order."""
+        """Set the press's hooks; if watched, also one hook before and one after them."""
         layers = self.model.model.layers
         handles = self._watch(layers, self._full) if self.watched else []
         try:
@@ -104,7 +105,7 @@ class PressReading(Reading):
         return [each.self_attn.register_forward_hook(note, with_kwargs=True) for each in layers]
 
     def kept(self, lengths: Sequence[int]) -> Kept:
-        """See `Reading.kept`: kept keys are found among the prompt's by equality."""
+        """Return the kept positions; kept keys are found by equality. See `Reading.kept`."""
         padding = [max(lengths) - length for length in lengths]
         return [
             [
@@ -125,7 +126,7 @@ class PressReading(Reading):
         ]
 
     def _masked(self, layer: int) -> set[tuple[int, ...]]:
-        """Row, head and column of keys that are held, but hidden from whatever comes."""
+        """Return row, head and column of keys that are held but masked for later queries."""
         attention = self.model.model.layers[layer].self_attn
         masked = getattr(attention, "masked_key_indices", None)
         return (
@@ -134,22 +135,22 @@ class PressReading(Reading):
 
 
 class Kvpress(Library):
-    """kvpress."""
+    """The kvpress library."""
 
     packages: ClassVar[tuple[str, ...]] = ("kvpress", "transformers")
 
     def attention(self, method: str) -> str:
-        """ObservedAttentionPress asks for eager attention."""
+        """Return "eager" for methods that read attention weights (ObservedAttentionPress)."""
         return "eager" if method in ("h2o", "full_eager") else "sdpa"
 
     def begin_method(
         self, model: PreTrainedModel, method: str, settings: Settings, *, watched: bool
     ) -> Reading:
-        """See `Library.begin`."""
+        """Return a reading under the method's press; see `Library.begin`."""
         return PressReading(model, build_press(method, settings), watched=watched)
 
     def count(self, length: int, rate: float) -> int:
-        """``int(length * (1 - compression_ratio))``, at least 1."""
+        """Return ``int(length * (1 - compression_ratio))``, at least 1."""
         return int(compute_n_kept(length, 1 - rate))
 
 

@@ -1,4 +1,4 @@
-"""The worker of kvpolicy, in the project's environment."""
+"""Run kvpolicy's worker, in the project's environment."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from kvpolicy.policies import (
 )
 
 AS_KVPRESS = ":as_kvpress"
-"""Ends the name of a method that is to follow kvpress's rule."""
+"""The suffix of a method's name that asks for kvpress's rule."""
 
 
 def build_policy(method: str, settings: Settings) -> CachePolicy:
-    """The policy of a method, with the parameters that both libraries share."""
+    """Return the policy of a method, with the parameters that both libraries share."""
     if method.endswith(AS_KVPRESS):
         return as_kvpress(method.removesuffix(AS_KVPRESS), settings)
     rate = settings["rate"]
@@ -70,7 +70,7 @@ def build_policy(method: str, settings: Settings) -> CachePolicy:
 
 
 def composed(method: str, settings: Settings) -> CachePolicy:
-    """The policy of a press that has no named method of kvpolicy beside it."""
+    """Return the policy that matches a press for which kvpolicy has no named method."""
     rate, size = settings["rate"], settings["window_size"]
     everything = PassAllPropagation()
     if method == "kvzip":
@@ -86,31 +86,31 @@ def composed(method: str, settings: Settings) -> CachePolicy:
 
 
 class PolicyReading(Reading):
-    """A `PolicyCache`."""
+    """A model with a `PolicyCache`."""
 
     def __init__(self, model: PreTrainedModel, policy: CachePolicy) -> None:
         super().__init__(model)
         self.cache = PolicyCache(policy)
 
     def prefilling(self) -> AbstractContextManager[Any]:
-        """Attached."""
+        """Attach the cache."""
         attached: AbstractContextManager[Any] = self.cache.attached(self.model)
         return attached
 
     def decoding(self) -> AbstractContextManager[Any]:
-        """Attached, as while a prompt is read."""
+        """Attach the cache, as while a prompt is read."""
         return self.prefilling()
 
     def generating(self) -> AbstractContextManager[Any]:
-        """Nothing: ``generate`` attaches the cache."""
+        """Do nothing, since ``generate`` attaches the cache."""
         return nullcontext()
 
     def start_turn(self) -> None:
-        """See `PolicyCache`."""
+        """Tell the cache that a new turn starts; see `PolicyCache`."""
         self.cache.start_turn()
 
     def kept(self, lengths: Sequence[int]) -> Kept:
-        """See `Reading.kept`: empty slots and what was appended since are left out."""
+        """Return kept positions without empty slots and appended tokens; see `Reading.kept`."""
         return [
             [
                 [[place for place in head if 0 <= place < length] for head in row]
@@ -121,18 +121,18 @@ class PolicyReading(Reading):
 
 
 class Kvpolicy(Library):
-    """kvpolicy."""
+    """The kvpolicy library."""
 
     packages: ClassVar[tuple[str, ...]] = ("kvpolicy", "transformers")
 
     def begin_method(
         self, model: PreTrainedModel, method: str, settings: Settings, *, watched: bool
     ) -> Reading:
-        """See `Library.begin`; a `PolicyCache` knows its positions, watched or not."""
+        """Return a reading; a `PolicyCache` knows its positions, watched or not. See `begin`."""
         return PolicyReading(model, build_policy(method, settings))
 
     def count(self, length: int, rate: float) -> int:
-        """``int(length * rate)``, at least 1."""
+        """Return ``int(length * rate)``, at least 1."""
         return Budget(rate=rate).count(seen_len=length, available=length, protected=0)
 
 

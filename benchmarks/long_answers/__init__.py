@@ -1,1 +1,1 @@
-"""The training of the bundled model with long answers, and which rule holds what of them."""
+"""Measure decoding rules on the bundled model with long answers."""

@@ -1,9 +1,9 @@
-"""Which decoding rule holds what of long answers: accuracy by rule and bound.
+"""Measure which decoding rule keeps long answers right: accuracy by rule and bound.
 
 The bundled model answers prompts of loops and chains under `generate`. The prompt is read whole;
-from then on a rule bounds what every layer holds, prompt and answer alike. Every prompt's right
-steps are written, ``long_answers.json`` is replaced after every row, and a row that is there is not
-measured again.
+from then on a rule bounds the entries of every layer, prompt and answer together. The right steps
+of every prompt are recorded. ``long_answers.json`` is replaced after every row, and its rows
+are not measured again.
 
     python -m benchmarks.long_answers.measure [--count 48] [--budgets 64,96] [--every 16]
     python -m benchmarks.long_answers.measure --quick
@@ -26,7 +26,8 @@ from kvpolicy.evaluation.tasks.prompts import Prompt
 from kvpolicy.policies import FullContext, Method, SnapKV
 
 FILE = "long_answers.json"
-# As they are, and SnapKV with a window of a whole loop of 12 steps, also without pooling.
+# All methods with their defaults, and SnapKV with a window of a whole loop of 12 steps, with and
+# without pooling.
 RULES: dict[str, Method] = {
     **{method.__name__: method() for method in METHODS},
     "SnapKV 48": SnapKV(window_size=48),
@@ -44,7 +45,7 @@ OPTIONS = (
 
 
 def right(model: Any, policy: CachePolicy, asked: LongAnswerTask, count: int) -> list[int]:
-    """The steps before the first wrong one of ``count`` prompts, in their order."""
+    """Return, for each of ``count`` prompts, the number of steps before the first wrong one."""
     found = []
     drawn = asked.prompts(count, SEED)
     for start in range(0, count, BATCH):
@@ -56,7 +57,7 @@ def right(model: Any, policy: CachePolicy, asked: LongAnswerTask, count: int) ->
 
 
 def share(row: dict[str, Any]) -> tuple[float, float]:
-    """The mean share of steps before the first wrong one, and half its 95% interval."""
+    """Return the mean share of steps before the first wrong one, and half its 95% interval."""
     shares = [each / row["steps"] for each in row["right"]]
     half = 1.96 * stdev(shares) / len(shares) ** 0.5 if len(shares) > 1 else 1.0
     return fmean(shares), half
@@ -72,10 +73,10 @@ def _exact(row: Row) -> float:
 
 
 class WithPages(Table):
-    """The rows, and behind them the tables of the documentation."""
+    """A table of the rows, followed by the tables of the documentation."""
 
     def text(self, record: dict[str, Any]) -> str:
-        """See `Table.text`."""
+        """Return all tables as text; see `Table.text`."""
         rows = record[self.part]
         pages = [line for of in tables(rows) for line in ("", *table(rows, *of))]
         return "\n".join([super().text(record), *pages])
@@ -93,11 +94,11 @@ TABLE = WithPages(
 
 
 def table(rows: Sequence[dict[str, Any]], kind: str, every: int) -> list[str]:
-    """A kind's rows as a table of Markdown: steps in percent, and whole answers in brackets.
+    """Return a kind's rows as a Markdown table: steps in percent, exact answers in brackets.
 
     Args:
-        rows: What was measured.
-        kind: Of the answers.
+        rows: The measured rows.
+        kind: Kind of the answers.
         every: Tokens between two choices; rules that choose at every token are in every table.
     """
     chosen = [row for row in rows if row["kind"] == kind and row["every"] in (1, every)]
@@ -118,13 +119,13 @@ def table(rows: Sequence[dict[str, Any]], kind: str, every: int) -> list[str]:
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
-    """The kinds and intervals that there are tables of, in their order."""
+    """Return the kinds and intervals that have a table, in their order."""
     found = [(row["kind"], row["every"]) for row in rows if row["every"] not in (None, 1)]
     return list(dict.fromkeys(found))
 
 
 def cases(budgets: Sequence[int], every: int) -> list[tuple[dict[str, Any], CachePolicy]]:
-    """Every rule under every bound, and none, with what a row says of it."""
+    """Return every rule under every bound, and no rule, with the row's entries about it."""
     found: list[tuple[dict[str, Any], CachePolicy]] = [
         ({"rule": "none", "budget": None, "every": None}, FullContext())
     ]
@@ -137,7 +138,7 @@ def cases(budgets: Sequence[int], every: int) -> list[tuple[dict[str, Any], Cach
 
 
 def measure(run: Run) -> None:
-    """Measure what is not in the file yet."""
+    """Measure what the file does not have yet."""
     options, model = run.options, load_model()
     settings = {"context": options.context, "count": options.count, "seed": SEED}
     run.begin(settings, "rows")

@@ -1,1 +1,1 @@
-"""The training of the bundled model of word tasks."""
+"""Measure methods on the word tasks of the bundled model."""

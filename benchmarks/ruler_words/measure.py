@@ -1,9 +1,9 @@
-"""Measure every registered method on the word tasks, with the question and before it is known.
+"""Measure registered methods on the word tasks, with the question known or not yet known.
 
 Run as ``python -m benchmarks.ruler_words.measure``. ``with`` reads the document and the question
 together, so that a method may look at the question when it chooses; ``later`` reads the document,
 lets the method choose, and only then reads the question. A method that was measured is not measured
-again: ``--out`` is read first, and written after every method.
+again: ``--out`` is read first, and is written after every method.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvpolicy.evaluation.tasks.ruler_words import KINDS, MODEL_DIR, WordPrompt, 
 
 RESULTS = FOLDER / "ruler_words.json"
 RATES = (0.05, 0.1, 0.2)
-# Of the methods that keep tokens of text; the rest is a method for images.
+# Methods that keep tokens of text; methods for images are left out.
 METHODS = (
     "full_context", "snapkv", "fastkv", "ada_kv", "pyramid_kv", "h2o", "tova", "key_diff",
     "kvzip",
@@ -45,7 +45,7 @@ def mean_score(
     *,
     later: bool,
 ) -> float:
-    """Return the mean part of expected words over prompts of one kind and length."""
+    """Return the mean share of expected words over prompts of one kind and length."""
     scores = []
     size = max(1, BATCH_TOKENS // len(asked[0].input.split()))
     for start in range(0, len(asked), size):
@@ -84,7 +84,7 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is not in the file yet."""
+    """Measure what the file does not have yet."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL_DIR)
     parser.add_argument("--methods", nargs="+", default=METHODS)

@@ -1,1 +1,1 @@
-"""Where a model's attention goes, and how far a drop moves its output."""
+"""Measure where a model's attention goes, and how far dropping tokens moves its output."""

@@ -1,4 +1,4 @@
-"""Where a model's attention goes, layer by layer.
+"""Measure where a model's attention goes, layer by layer.
 
 The questions behind token-selective propagation (FastKV, arXiv 2502.01068): do layers agree on
 which tokens matter (figure 1a), and how much attention do those tokens hold (figure 1b)? What it
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Overlap:
-    """How far layers agree on their top-k tokens.
+    """The overlap of every two layers' top-k tokens.
 
     Args:
         k: Tokens that each layer names.
@@ -50,11 +50,11 @@ class Overlap:
 
     @property
     def num_layers(self) -> int:
-        """Layers compared."""
+        """Return the number of layers compared."""
         return len(self.pairs)
 
     def by_distance(self, layers: range | None = None) -> tuple[float, ...]:
-        """Mean overlap of the pairs of layers that lie 0, 1, 2, ... layers apart.
+        """Return the mean overlap of pairs of layers that are 0, 1, 2, ... layers apart.
 
         Args:
             layers: Consecutive layers, both of a pair among them; None for all.
@@ -70,7 +70,7 @@ class Overlap:
 def window_attention(
     model: PreTrainedModel, input_ids: Sequence[int] | Tensor, window_size: int = 8
 ) -> Tensor:
-    """The share of attention that each token gets from the last tokens of a prompt, at each layer.
+    """Return each token's share of the attention of a prompt's last tokens, at each layer.
 
     ``share[l, j] = mean over heads h and window queries i of softmax(q_i . k_j * scaling)``, every
     query over all keys up to its own. No matrix of all queries times keys is computed here; that
@@ -99,7 +99,7 @@ def window_attention(
 def topk_overlap(
     model: PreTrainedModel, input_ids: Sequence[int] | Tensor, k: int, *, window_size: int = 8
 ) -> Overlap:
-    """How far each two layers agree on the k tokens that get most attention.
+    """Measure how far every two layers agree on the k tokens that get most attention.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -128,7 +128,7 @@ def attention_recall(
     *,
     window_size: int = 8,
 ) -> dict[int, tuple[float, ...]]:
-    """The share of attention that the k tokens with most of it hold, at each layer.
+    """Return the share of attention that the top k tokens of each layer hold.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -151,7 +151,7 @@ def attention_recall(
 
 
 def overlap_of(saliency: Tensor, k: int) -> Overlap:
-    """The overlap of each two layers' k most salient tokens.
+    """Return the overlap of every two layers' k most salient tokens.
 
     Args:
         saliency: float ``[num_layers, context_len]``; among equals the earlier token is named.
@@ -176,7 +176,7 @@ def overlap_of(saliency: Tensor, k: int) -> Overlap:
 
 
 def recall_of(saliency: Tensor, ks: Sequence[int]) -> dict[int, tuple[float, ...]]:
-    """The share of each layer's saliency that its k most salient tokens hold.
+    """Return the share of each layer's saliency that its k most salient tokens hold.
 
     Args:
         saliency: float ``[num_layers, context_len]``, not negative, with a positive sum.
@@ -198,7 +198,7 @@ def recall_of(saliency: Tensor, ks: Sequence[int]) -> dict[int, tuple[float, ...
 
 
 def top_tokens(saliency: Tensor, count: int, *, protected_tail: int = 0) -> Tensor:
-    """The most salient tokens.
+    """Return the indices of the most salient tokens.
 
     Args:
         saliency: float ``[context_len]``; among equals the earlier token is chosen.

@@ -1,4 +1,4 @@
-"""How far the output is from full context when tokens are dropped at a layer (FastKV, figure 3)."""
+"""Measure how far dropping tokens at a layer moves the output (FastKV, figure 3)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _AVERAGE_POOL = 5
 
 @attrs.frozen
 class OutputDistances:
-    """How far the output is from full context when tokens are dropped at a layer.
+    """The distances of the output from full context if tokens are dropped at each layer.
 
     A distance is ``||h_full - h|| / ||h_full||`` of the last token's final hidden states.
 
@@ -41,7 +41,7 @@ class OutputDistances:
         tokens: For each prompt, the tokens that go on.
         propagated: ``propagated[p][i]``: for prompt ``p``, token-selective propagation after layer
             ``layers[i]``.
-        restarted: Likewise, a restart on as many tokens chosen at that layer.
+        restarted: The same for a restart on as many tokens chosen at that layer.
     """
 
     tsp_rate: float
@@ -52,16 +52,16 @@ class OutputDistances:
 
     @property
     def mean_propagated(self) -> tuple[float, ...]:
-        """The mean over the prompts, layer by layer."""
+        """Return the mean over the prompts for propagation, layer by layer."""
         return _means(self.propagated)
 
     @property
     def mean_restarted(self) -> tuple[float, ...]:
-        """The mean over the prompts, layer by layer."""
+        """Return the mean over the prompts for a restart, layer by layer."""
         return _means(self.restarted)
 
     def as_data(self) -> dict[str, Any]:
-        """All numbers as plain data for JSON."""
+        """Return all numbers as plain data for JSON."""
         ways = (
             ("propagation", self.mean_propagated, self.propagated),
             ("restart", self.mean_restarted, self.restarted),
@@ -90,14 +90,14 @@ def output_distances(
     layers: Sequence[int] | None = None,
     progress: Progress = silent,
 ) -> OutputDistances:
-    """How far the output is from full context, for two ways to drop tokens at each layer.
+    """Measure the output's distance from full context, for two ways to drop at each layer.
 
     *Propagation*: after the layer only the tokens chosen there go on, as in FastKV (saliency of
     the window, max-pooled with kernel 7, averaged over all query heads; the window always goes on).
     *Restart*: as many tokens, chosen there as in GemFilter (raw products of the last query with all
     keys, summed over query heads, average-pooled with kernel 5; the last token always among them),
     are read again from the start, at positions without gaps. Nothing is evicted from the cache in
-    either, so that what is seen is the drop alone.
+    either way, so that only the drop has an effect.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.

@@ -1,4 +1,4 @@
-"""Looking into a forward: what a scorer says at every layer, and the last token's final state.
+"""Record each layer's saliency during a forward, and the last token's final hidden state.
 
 A policy that evicts nothing of what the prefill reads is the window through which every layer's
 queries and keys are seen: no code of the model is copied, and attention is summed in blocks.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class WindowAttentionScorer(Scorer):
-    """Attention that the last tokens of the context give every token, themselves included.
+    """A scorer by the attention that the last tokens give every token, themselves included.
 
     ``saliency[h, j] = sum over window queries i >= j of softmax(q_i . k_j * scaling)`` per query
     head ``h``, in float32. Unlike `kvpolicy.policies.WindowMaxPoolScorer` it is not pooled and the
@@ -53,7 +53,7 @@ class WindowAttentionScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """The window's queries."""
+        """Return the window's number of queries."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
@@ -63,7 +63,7 @@ class WindowAttentionScorer(Scorer):
 
 @attrs.frozen
 class ShowingSelector(KVSelector):
-    """Shows each layer, and its saliency, to a function, and keeps the last tokens only.
+    """A selector that shows each layer to a function and keeps only the last tokens.
 
     Eviction comes after a layer's attention, so what a forward computes is what it computes with a
     full cache; where nothing is decoded afterwards, no more needs to be kept.
@@ -88,7 +88,7 @@ class ShowingSelector(KVSelector):
 def layer_saliencies(
     model: PreTrainedModel, input_ids: Tensor, scorer: Scorer
 ) -> tuple[Tensor, Tensor]:
-    """Saliency at every layer of a full prefill, and what that prefill ends in.
+    """Return the saliency at every layer of a full prefill, and the final hidden state.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -111,7 +111,7 @@ def layer_saliencies(
 def final_state(
     model: PreTrainedModel, input_ids: Tensor, policy: CachePolicy | None = None
 ) -> Tensor:
-    """The last token's final hidden state: what comes out of the model's last norm.
+    """Return the last token's final hidden state: the output of the model's last norm.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.

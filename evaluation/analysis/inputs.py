@@ -1,4 +1,4 @@
-"""What an analysis is given, checked before anything is computed."""
+"""Check the inputs of an analysis before anything is computed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def check_window(window_size: int, context_len: int) -> None:
 def check_prompts(
     model: PreTrainedModel, inputs: Sequence[Sequence[int] | Tensor], window_size: int
 ) -> list[Tensor]:
-    """Check several prompts' tokens and that each has those of an observation window.
+    """Check several prompts' tokens, and that each prompt is as long as the window.
 
     Returns:
         See `check_prompt`, one for each.

@@ -1,4 +1,4 @@
-"""How well scorers rank a prompt's tokens, by the attention that the answer then gives them.
+"""Measure how well scorers rank a prompt's tokens, by the attention that the answer gives them.
 
 The answer-informed oracle: the model answers with full context, and what its answer attends to is
 taken as the truth about which of the prompt's tokens matter. It is no method, since it needs the
@@ -38,7 +38,7 @@ TOP_SHARE = 0.1
 
 @attrs.frozen(eq=False)
 class AnswerAttention:
-    """What an answer attends to in its prompt.
+    """The attention that an answer gives the tokens of its prompt.
 
     Args:
         whole: float64 ``[context_len]``: for each token of the prompt the attention that a token of
@@ -54,7 +54,7 @@ class AnswerAttention:
 
 @attrs.frozen
 class Ranking:
-    """How well a scorer's saliency at each layer ranks a prompt's tokens.
+    """A measure of how well a scorer's saliency at each layer ranks a prompt's tokens.
 
     Args:
         spearman: By layer index, the rank correlation with the oracle, in [-1, 1].
@@ -73,7 +73,7 @@ class Ranking:
 def greedy_answer(
     model: PreTrainedModel, input_ids: Sequence[int] | Tensor, max_new_tokens: int
 ) -> tuple[int, ...]:
-    """The tokens that the model answers a prompt with, taking the likeliest, with full context.
+    """Return the model's greedy answer to a prompt, with full context.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -99,7 +99,7 @@ def answer_attention(
     *,
     kernel_size: int = 13,
 ) -> AnswerAttention:
-    """The attention that an answer's tokens give the tokens of its prompt.
+    """Measure the attention that an answer's tokens give the tokens of its prompt.
 
     ``p[l, h, t, j]`` is the softmax over the prompt's tokens ``j`` alone of the scaled products of
     their keys with the query that predicts the ``t``-th token of the answer, at layer ``l`` and
@@ -140,7 +140,7 @@ def answer_attention(
 
 
 def most_of_heads(context: LayerContext, context_len: int, kernel_size: int) -> Tensor:
-    """The most attention that a head of a layer gives each token of a prompt, pooled.
+    """Return the most attention that any head of a layer gives each prompt token, pooled.
 
     Args:
         context: The layer; its first ``context_len`` keys are the prompt's. Batch of one.
@@ -173,7 +173,7 @@ def rank_scorers(
     *,
     window_size: int = 8,
 ) -> dict[str, Ranking]:
-    """How each scorer's saliency at each layer ranks the prompt's tokens, held against the oracle.
+    """Compare with the oracle how each scorer's saliency at each layer ranks the tokens.
 
     A layer's saliency is the mean over its heads. The last ``window_size`` tokens are left out,
     which most methods keep whatever their saliency.
@@ -211,7 +211,7 @@ def rank_scorers(
 
 
 def spearman(one: Tensor, other: Tensor) -> float:
-    """Spearman's rank correlation; equals share the mean of their ranks.
+    """Return Spearman's rank correlation; equal values share the mean of their ranks.
 
     Args:
         one: float ``[count]``.
@@ -240,7 +240,7 @@ def _ranks(values: Tensor) -> Tensor:
 
 
 def found_share(truth: Tensor, saliency: Tensor, share: float = TOP_SHARE) -> float:
-    """Of the tokens with most truth, the share that is among as many with most saliency.
+    """Return the share of the top tokens by truth that are among the top by saliency.
 
     Args:
         truth: float ``[count]``.

@@ -1,4 +1,4 @@
-"""Scorers held against what answers attend to, over several prompts: numbers and files."""
+"""Compare scorers with what answers attend to, over several prompts, and write the results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FILES = ("oracle.json", "oracle.png")
 
 @attrs.frozen
 class OracleSettings:
-    """What to hold against the oracle, on what.
+    """The settings of a comparison of scorers with the oracle.
 
     Args:
         analysis: The model and the prompts; the window's tokens are not ranked.
@@ -50,7 +50,7 @@ class OracleSettings:
 
 @attrs.frozen
 class OracleStudy:
-    """What was found.
+    """The results of a comparison of scorers with the oracle.
 
     Args:
         settings: What was asked for.
@@ -70,11 +70,11 @@ class OracleStudy:
 
     @property
     def layers(self) -> list[int]:
-        """The layers that choose."""
+        """Return the layers in which a policy chooses."""
         return list(next(iter(self.rankings.values())).spearman)
 
     def as_data(self) -> dict[str, Any]:
-        """Everything as plain data for JSON."""
+        """Return everything as plain data for JSON."""
         settings = attrs.asdict(self.settings)
         files = self.settings.analysis.prompt_files
         settings["analysis"]["prompt_files"] = [str(path) for path in files]
@@ -148,7 +148,7 @@ def run_oracle(
 
 
 def write_oracle(study: OracleStudy, folder: Path) -> list[str]:
-    """Write the numbers and the picture; returns the names of the files."""
+    """Write the numbers and the picture, and return the names of the files."""
     contents = (
         json.dumps(study.as_data(), indent=2, allow_nan=False).encode(),
         plot_rankings(study.rankings),

@@ -1,4 +1,4 @@
-"""Pictures of an analysis, as PNG bytes; matplotlib is imported when one is asked for."""
+"""Draw an analysis as PNG bytes; matplotlib is imported only when a picture is drawn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LAYER = "layer (index, from 0)"
 
 
 def plot_overlap(overlap: Overlap, parts: Mapping[str, range], chance: float) -> bytes:
-    """Overlap of each two layers, and its mean against their distance.
+    """Draw the overlap of every two layers, and its mean against their distance.
 
     Args:
         overlap: Of the layers' top-k tokens.
@@ -75,7 +75,7 @@ def _heat_map(figure: Figure, axes: Axes, overlap: Overlap) -> None:
 
 
 def plot_recall(recall: Mapping[int, tuple[float, ...]]) -> bytes:
-    """The share of attention in the top-k tokens of each layer: a line for each k.
+    """Draw the share of attention in each layer's top-k tokens, with a line for each k.
 
     Args:
         recall: For each k, a fraction for every layer.
@@ -105,7 +105,7 @@ def plot_recall(recall: Mapping[int, tuple[float, ...]]) -> bytes:
 
 
 def plot_distances(distances: Mapping[str, OutputDistances]) -> bytes:
-    """The output's distance from full context by layer: a panel for each kind of prompt.
+    """Draw the output's distance from full context by layer, a panel per kind of prompt.
 
     Lines are means over the prompts; bands reach from the nearest prompt to the farthest.
 
@@ -137,7 +137,7 @@ def plot_distances(distances: Mapping[str, OutputDistances]) -> bytes:
 
 
 def _ways(axes: Axes, found: OutputDistances) -> None:
-    """Two lines with their bands."""
+    """Draw the lines and bands of propagation and restart."""
     ways = (("propagation (FastKV)", found.propagated), ("restart (GemFilter)", found.restarted))
     for index, (label, rows) in enumerate(ways):
         by_layer = list(zip(*rows, strict=True))
@@ -150,7 +150,7 @@ def _ways(axes: Axes, found: OutputDistances) -> None:
 
 
 def plot_rankings(rankings: Mapping[str, Ranking]) -> bytes:
-    """How well scorers rank tokens by layer: a panel for correlation and one for what is found.
+    """Draw how well scorers rank tokens by layer: correlation, and share of top tokens found.
 
     Args:
         rankings: By scorer.
@@ -191,7 +191,7 @@ def _figure(width: float, height: float, title: str) -> Figure:
 
 
 def _whole_numbers(axes: Any, *, both: bool = False) -> None:
-    """Ticks at whole numbers only: there is no layer 2.5."""
+    """Set ticks at whole numbers only, since layers are whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     for axis in (axes.xaxis, axes.yaxis)[: 1 + both]:

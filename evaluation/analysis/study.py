@@ -1,4 +1,4 @@
-"""An analysis of a model and prompts: settings checked, numbers found, files written."""
+"""Run an analysis of a model on prompts: check settings, compute numbers, write files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FILES = ("analyze.json", "overlap.png", "recall.png", "distances.png")
 
 @attrs.frozen
 class AnalysisSettings:
-    """What to analyse, on what; see ``kvpolicy analyze --help``.
+    """The settings of an analysis; see ``kvpolicy analyze --help``.
 
     Args:
         model: ``"needle"``, a folder or a Hub name.
@@ -68,14 +68,14 @@ class AnalysisSettings:
     beyond_positions: bool = False
 
     def ks(self, context_len: int) -> tuple[int, ...]:
-        """The numbers of tokens whose share of attention is measured, ascending."""
+        """Return the numbers of tokens whose share of attention is measured, ascending."""
         spread = {self.k // 4, self.k // 2, self.k, 2 * self.k, 4 * self.k}
         return tuple(sorted(set(self.recall_ks) or {k for k in spread if 1 <= k <= context_len}))
 
 
 @attrs.frozen
 class Analysis:
-    """What was found, with what it was found on.
+    """The results of an analysis, with its settings and environment.
 
     Args:
         settings: What was asked for.
@@ -99,13 +99,13 @@ class Analysis:
 
     @property
     def chance(self) -> float:
-        """The overlap of two layers that choose at random: k over the length, mean of prompts."""
+        """Return the mean overlap of two layers that choose at random: k over the prompt length."""
         lengths = [length for group in self.lengths.values() for length in group]
         return sum(self.overlap.k / length for length in lengths) / len(lengths)
 
     @property
     def parts(self) -> dict[str, range]:
-        """The layers whose pairs are averaged: all, and each half of a model of 4 or more."""
+        """Return the layers whose pairs are averaged: all, and each half if there are 4 or more."""
         count = self.overlap.num_layers
         parts = {"all layers": range(count)}
         if count >= 4:
@@ -115,7 +115,7 @@ class Analysis:
         return parts
 
     def as_data(self) -> dict[str, Any]:
-        """Everything as plain data for JSON."""
+        """Return everything as plain data for JSON."""
         settings = attrs.asdict(self.settings)
         settings["prompt_files"] = [str(path) for path in self.settings.prompt_files]
         settings["recall_ks"] = list(self.recall)
@@ -180,7 +180,7 @@ def run(
     loaded: Loaded,
     progress: Progress = silent,
 ) -> Analysis:
-    """Analyse a model.
+    """Analyse a model on the prompts.
 
     Args:
         settings: What to analyse.
@@ -228,7 +228,7 @@ def run(
 
 
 def write(analysis: Analysis, folder: Path) -> list[str]:
-    """Write the numbers and pictures of an analysis; returns the names of the files."""
+    """Write the numbers and pictures of an analysis, and return the names of the files."""
     contents = (
         json.dumps(analysis.as_data(), indent=2, allow_nan=False).encode(),
         plot_overlap(analysis.overlap, analysis.parts, analysis.chance),
@@ -242,7 +242,7 @@ def write(analysis: Analysis, folder: Path) -> list[str]:
 def prompts_of(
     settings: AnalysisSettings, texts: Sequence[str], loaded: Loaded, *, answer_len: int = 0
 ) -> dict[str, list[Tensor]]:
-    """The prompts ``[1, context_len]`` by kind, from texts or of the needle task.
+    """Return the prompts ``[1, context_len]`` by kind, from texts or from the needle task.
 
     Args:
         settings: What to analyse.
@@ -275,7 +275,7 @@ def _attention(
     ks: Sequence[int],
     progress: Progress,
 ) -> tuple[Overlap, dict[int, tuple[float, ...]]]:
-    """Overlap and recall, the mean over the prompts."""
+    """Return overlap and recall, each the mean over the prompts."""
     pairs, shares = [], []
     for done, prompt in enumerate(prompts):
         progress("attention", done, len(prompts))

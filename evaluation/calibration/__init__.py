@@ -1,1 +1,1 @@
-"""After which layer to drop tokens, by hidden states."""
+"""Choose the layer after which tokens are dropped, by final hidden states."""

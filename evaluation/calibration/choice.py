@@ -1,4 +1,4 @@
-"""Choosing the layer after which tokens may be dropped, by what the drop does to the output."""
+"""Choose the layer after which tokens are dropped, by how far the drop moves the output."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def measure_tsp_distances(
     protect: int = 0,
     progress: Progress = silent,
 ) -> TSPDistances:
-    """The table that `select_tsp_layer` chooses from; arguments and errors are its own."""
+    """Return the table from which `select_tsp_layer` chooses; same arguments and errors."""
     scorer = WindowMaxPoolScorer(window_size, kernel_size)
     propagation = TokenSelectivePropagation(0, tsp_rate, window_size, protect=protect)
     num_layers = len(decoder_of(model).layers)
@@ -147,7 +147,7 @@ def measure_tsp_distances(
 
 @attrs.frozen
 class _Squares:
-    """One input's squared distances, by candidate, and the squared norm of its full state."""
+    """The squared distances of one input by candidate, and the squared norm of its full state."""
 
     distances: list[float]
     norm: float
@@ -191,7 +191,7 @@ def _last_candidate(max_layer: int | None, num_layers: int) -> int:
 
 
 def _check_inputs(inputs: object, window_size: int, model: PreTrainedModel) -> list[Tensor]:
-    """The inputs as ``[1, len]``, if all of them are fit."""
+    """Return the inputs as ``[1, len]`` if all of them are valid."""
     if isinstance(inputs, Tensor) or not isinstance(inputs, Sequence):
         raise TypeError(
             "calibration_inputs must be a sequence of int64 tensors [len] or [1, len], got "

@@ -1,4 +1,4 @@
-"""How far dropping tokens moves a model's output, by layer, and the choice of a layer by it."""
+"""Hold how far a drop after each layer moves the output, and choose a layer by it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOLERANCE = 0.01
 
 @attrs.frozen
 class LayerDistance:
-    """How far a drop after one layer moves the final hidden state from that of full context.
+    """The distance by which a drop after one layer moves the final hidden state.
 
     Args:
         tsp_layer: The layer, an index from 0.
@@ -36,7 +36,7 @@ class LayerDistance:
 
 @attrs.frozen
 class TSPDistances:
-    """What a drop after each candidate layer does to the final hidden state.
+    """The distances by which a drop after each candidate layer moves the final hidden state.
 
     Args:
         layers: One entry for each candidate, from layer 0.
@@ -51,7 +51,7 @@ class TSPDistances:
     input_lengths: tuple[int, ...]
 
     def choose(self, criterion: str = "argmin", tolerance: float = TOLERANCE) -> int:
-        """The TSP layer by a criterion; see `select_tsp_layer`.
+        """Choose the TSP layer by a criterion; see `select_tsp_layer`.
 
         Args:
             criterion: ``"argmin"`` or ``"earliest"``.
@@ -84,7 +84,7 @@ class TSPDistances:
         )
 
     def as_data(self) -> dict[str, Any]:
-        """All numbers as plain data for JSON."""
+        """Return all numbers as plain data for JSON."""
         return {
             "num_layers": self.num_layers,
             "tsp_rate": self.tsp_rate,
@@ -95,7 +95,7 @@ class TSPDistances:
 
 @attrs.frozen
 class Calibration:
-    """The TSP layer that was chosen, and what it was chosen by.
+    """The chosen TSP layer, with the distances and criterion it was chosen by.
 
     Args:
         layer: The chosen layer, an index from 0.
@@ -110,7 +110,7 @@ class Calibration:
     tolerance: float
 
     def as_data(self) -> dict[str, Any]:
-        """All numbers as plain data for JSON."""
+        """Return all numbers as plain data for JSON."""
         return {
             "tsp_layer": self.layer,
             "criterion": self.criterion,
@@ -120,7 +120,7 @@ class Calibration:
 
 
 def check_criterion(criterion: str, tolerance: float) -> None:
-    """Check how a layer is to be chosen.
+    """Check the criterion by which a layer is chosen, and its tolerance.
 
     Raises:
         TypeError: ``tolerance`` is no number.

@@ -1,4 +1,4 @@
-"""The final hidden state under a drop at each layer, without running the model once for each.
+"""Compute the final hidden state under a drop at each layer, without a full run for each.
 
 One pass over the full context notes, at every candidate layer, which tokens a propagation policy
 would pass on, and their hidden states. For each candidate, only the layers after it are then run,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class FinalStates:
-    """Final hidden states of one prompt's last token, after the final norm.
+    """The final hidden states of one prompt's last token, after the final norm.
 
     Args:
         full: ``[hidden_size]``, under full context.
@@ -46,11 +46,11 @@ def final_states(
     propagation: PropagationPolicy,
     max_layer: int,
 ) -> FinalStates:
-    """Final hidden states of the last token under a drop after each of the first layers.
+    """Compute the last token's final hidden states under a drop after each of the first layers.
 
-    A full prefill, and the layers after each candidate on the tokens that it passes on, with their
-    own rotary positions and attending to each other causally. Held meanwhile: the hidden states of
-    those tokens, for every candidate.
+    This runs a full prefill, and then the layers after each candidate on the tokens that it passes
+    on, with their own rotary positions and causal attention among them. Meanwhile the hidden states
+    of these tokens are held in memory for every candidate.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -84,7 +84,7 @@ def final_states(
 
 @attrs.frozen(eq=False)
 class _Watch(PropagationPolicy):
-    """Notes what another propagation policy would pass on at each layer, and passes all on.
+    """A propagation that records what another one would pass on, and passes everything on.
 
     Not a part for policies: it lives for one forward and holds what it noted.
     """
@@ -110,7 +110,7 @@ class _Watch(PropagationPolicy):
 
 
 class _FullPass:
-    """What a forward over the full context leaves for the candidates.
+    """A forward over the full context that records what the candidates need.
 
     Args:
         max_layer: The last candidate.
@@ -139,7 +139,7 @@ class _FullPass:
         scorer: Scorer,
         propagation: PropagationPolicy,
     ) -> Tensor:
-        """Run it; returns the last token's hidden state after the final norm."""
+        """Run the forward; return the last token's hidden state after the final norm."""
         from kvpolicy.integrations.transformers import PolicyCache  # Transformers takes seconds
 
         # A prefill's output does not depend on what is kept for decoding: keep next to nothing.
@@ -181,10 +181,10 @@ class _FullPass:
 
 
 def decoder_of(model: Any) -> Any:
-    """The model's decoder, which has ``layers`` and after them a ``norm``.
+    """Return the model's decoder, which has ``layers`` and a ``norm`` after them.
 
     Raises:
-        UnsupportedModelError: It has not.
+        UnsupportedModelError: The model has no such decoder.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
@@ -197,14 +197,14 @@ def decoder_of(model: Any) -> Any:
 
 
 def _states_of(output: Any) -> Tensor:
-    """A layer's hidden states, which some families return with more."""
+    """Return a layer's hidden states from its output, which may be a tuple."""
     states = output[0] if isinstance(output, tuple) else output
     assert isinstance(states, Tensor)
     return states
 
 
 def _check_end(decoder: Any, last: Tensor, full: Tensor) -> None:
-    """Check that the norm is all that comes after the layers, up to rounding."""
+    """Check that only the norm comes after the layers, up to rounding."""
     difference = (decoder.norm(last)[0, 0] - full).float().norm()
     if difference > 0.01 * full.float().norm():
         raise UnsupportedModelError(
@@ -218,7 +218,7 @@ _CUT = ("attention_mask", "position_ids", "position_embeddings")
 
 
 def _check_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that a layer's call has no tensors but the hidden states and those in `_CUT`."""
+    """Check that a layer's call has no other tensors than hidden states and those in `_CUT`."""
     unknown = [str(index) for index in range(1, len(args))]
     unknown += [
         name
@@ -235,7 +235,7 @@ def _check_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _cut(arguments: dict[str, Any], passed: Tensor) -> dict[str, Any]:
-    """A layer's keyword arguments for the tokens ``[passed_len]`` alone."""
+    """Return a layer's keyword arguments for only the tokens ``[passed_len]``."""
     cut = {name: value for name, value in arguments.items() if name != "hidden_states"}
     for name in {"position_ids", "position_embeddings"} & cut.keys():
         cut[name] = _columns(cut[name], passed)
@@ -247,7 +247,7 @@ def _cut(arguments: dict[str, Any], passed: Tensor) -> dict[str, Any]:
 
 
 def _columns(value: Any, passed: Tensor) -> Any:
-    """The columns ``passed`` of a tensor ``[batch or 1, len, ...]``, or of each in a tuple."""
+    """Return columns ``passed`` of a tensor ``[batch or 1, len, ...]``, or of each in a tuple."""
     if isinstance(value, tuple):
         return tuple(_columns(part, passed) for part in value)
     return None if value is None else value.index_select(1, passed.to(value.device))

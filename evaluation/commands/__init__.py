@@ -1,1 +1,1 @@
-"""The commands of `kvpolicy`, one file each, and the terminal they print to."""
+"""Define the commands of `kvpolicy`, one file each, and their terminal output."""

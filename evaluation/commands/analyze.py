@@ -1,4 +1,4 @@
-"""`kvpolicy analyze`: where a model's attention goes, and what dropping tokens costs by layer."""
+"""Run `kvpolicy analyze`: where attention goes, and what dropping tokens costs by layer."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def analyze(
 
 
 def show(analysis: Analysis) -> None:
-    """Print an analysis: its tables, legends below them, and the notes."""
+    """Print an analysis: its tables, the legends below them, and the notes."""
     console = Console(highlight=False, markup=False)
     tables = [*_attention(analysis), _overlaps(analysis), _outputs(analysis)]
     shown = [each for each in tables if each[0].row_count]  # one layer has no other beside it
@@ -172,7 +172,7 @@ def show(analysis: Analysis) -> None:
 
 
 def _attention(analysis: Analysis) -> list[tuple[Table, str]]:
-    """As many tables as the shares of attention need, the legend below the last."""
+    """Return as many tables as the shares of attention need, the legend with the last one."""
     pairs, ks = analysis.overlap.pairs, list(analysis.recall)
     following = [_percent(pairs[layer][layer + 1]) for layer in range(len(pairs) - 1)]
     columns = {"overlap\nwith next %": [*following, "-"]}

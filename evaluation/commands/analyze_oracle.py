@@ -1,4 +1,4 @@
-"""`kvpolicy analyze --oracle`: how well scorers rank what an answer will attend to."""
+"""Run `kvpolicy analyze --oracle`: how well scorers rank what an answer will attend to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_COLUMNS = 8
 
 
 def analyze_oracle(settings: OracleSettings, names: Sequence[str], out: Path | None) -> None:
-    """Run the study and show it; ``names`` are scorers' as in a composition, none for all."""
+    """Run the study and print it; ``names`` are written as in a composition, none for all."""
     scorers = chosen_scorers(names)
     texts = check_oracle(settings, out)
     analysis = settings.analysis
@@ -43,7 +43,7 @@ def analyze_oracle(settings: OracleSettings, names: Sequence[str], out: Path | N
 
 
 def chosen_scorers(names: Sequence[str]) -> dict[str, Scorer]:
-    """Scorers by what they are asked for by.
+    """Build the scorers that are asked for, keyed by the text that asks for them.
 
     Args:
         names: Each a registered name, or ``name:parameter=value,...``; none for all registered.
@@ -70,7 +70,7 @@ def chosen_scorers(names: Sequence[str]) -> dict[str, Scorer]:
 
 
 def show(study: OracleStudy) -> None:
-    """Print both tables, what they say, and the notes."""
+    """Print both tables, their legend and the notes."""
     console = Console(highlight=False, markup=False)
     share = round(100 * TOP_SHARE)
     correlation = _tables(study, "rho", lambda each: each.spearman, 1.0)
@@ -96,7 +96,7 @@ def show(study: OracleStudy) -> None:
 def _tables(
     study: OracleStudy, title: str, values: Callable[[Ranking], dict[int, float]], unit: float
 ) -> list[Table]:
-    """A row for each scorer; as many tables as the layers need."""
+    """Return tables with a row for each scorer, as many as the layers need."""
     tables = []
     layers = study.layers
     for first in range(0, len(layers), MAX_COLUMNS):

@@ -1,4 +1,4 @@
-"""The `kvpolicy` command as a typer application: a new command is a line in `COMMANDS`."""
+"""Define the `kvpolicy` command with typer; a new command is one line in `COMMANDS`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ app = typer.Typer(
 
 
 class _Interrupted(Exception):  # noqa: N818 -- no error: the user has stopped a command
-    """Ctrl-C, under a name that typer does not know: it would print an empty line and no other."""
+    """A Ctrl-C that typer does not recognise; for KeyboardInterrupt it prints an empty line."""
 
 
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
@@ -81,7 +81,7 @@ def _options(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the application; a wrong command line becomes one line on stderr and status 2.
+    """Run the application; for a wrong command line, print one line to stderr and return 2.
 
     Raises:
         KeyboardInterrupt: The user has stopped it.

@@ -1,4 +1,4 @@
-"""`kvpolicy calibrate`: after which layer may FastKV drop tokens?"""
+"""Run `kvpolicy calibrate`: choose the layer after which FastKV may drop tokens."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def calibrate(
 
 
 def _drop(options: PolicyOptions) -> dict[str, Any]:
-    """The parameters of the drop that are asked for, checked; other options make no sense here.
+    """Return the parameters of the drop that are given; refuse options that a drop does not have.
 
     Raises:
         ValueError: One is given that a drop does not have.

@@ -1,4 +1,4 @@
-"""`kvpolicy check`: what can be done with a model."""
+"""Run `kvpolicy check`: which policies can be applied to a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies and compositions that a command line asks for, built."""
+"""Build the policies and compositions that a command line asks for."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def chosen_variants(
 
 
 def bounded(found: Sequence[Variant], options: PolicyOptions, tokens: int) -> list[Variant]:
-    """Each with its own rule while an answer is decoded; what has no such rule stays as it is.
+    """Return each policy with its own decoding rule; one without a rule is unchanged.
 
     Args:
         found: Policies without such a rule.
@@ -72,7 +72,7 @@ def bounded(found: Sequence[Variant], options: PolicyOptions, tokens: int) -> li
 
 
 def decoding_rule(policy: CachePolicy, tokens: int, every: int | None) -> DecodingEviction | None:
-    """A policy's own rule while an answer is decoded; None where it has none.
+    """Return a policy's own decoding rule; None if it has none.
 
     Args:
         policy: A method, or a composition: its scorer and its selector are the rule then.
@@ -137,7 +137,7 @@ def _methods(
 
 
 def _names(options: PolicyOptions) -> list[str]:
-    """The names of registered policies, each checked and once."""
+    """Return the names of registered policies, each checked and once."""
     names = options.names or tuple(registered("policy"))
     for name in names:
         takes(name, "")  # lists the known ones
@@ -145,7 +145,7 @@ def _names(options: PolicyOptions) -> list[str]:
 
 
 def _compositions(options: PolicyOptions, rates: Sequence[float | None]) -> list[Variant]:
-    """The one composition, at every retention that its parts take and are not told."""
+    """Build the one composition at every retention that its parts take and are not given."""
     parts = {kind: _factory(kind, options) for kind in PARTS}
     known: dict[str, Any] = {}
     told: dict[str, dict[str, Any]] = {}
@@ -170,7 +170,7 @@ def _factory(kind: str, options: PolicyOptions) -> Callable[..., Part]:
 def _retentions(
     options: PolicyOptions, rates: Sequence[float | None], known: Mapping[str, Any]
 ) -> list[tuple[float | None, int | None]]:
-    """Rates and numbers of tokens, of which at most one is not None; one pair of None for none."""
+    """Return pairs of rate and token count, at most one not None; one pair of None if unset."""
     if options.tokens and "retention_tokens" in known:
         return [(None, tokens) for tokens in options.tokens]
     if not options.tokens and "retention_rate" in known:
@@ -179,7 +179,7 @@ def _retentions(
 
 
 def _retention(rate: float | None, tokens: int | None, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a retention; layers after a drop cannot keep more than reaches them."""
+    """Return a retention's arguments; raise the TSP rate to a larger retention rate."""
     if tokens is not None:
         return {"retention_tokens": tokens}
     if rate is None:
@@ -197,7 +197,7 @@ def _built(build: Callable[[], CachePolicy]) -> CachePolicy:
 
 
 def _check_taken(options: PolicyOptions, found: Sequence[Variant]) -> None:
-    """Refuse what none of the policies takes, rather than to ignore it."""
+    """Refuse parameters that none of the policies takes, instead of ignoring them."""
     known = set[str]()
     for each in found:
         if each.name == COMPOSITION:

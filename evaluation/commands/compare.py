@@ -1,4 +1,4 @@
-"""`kvpolicy compare`: policies side by side on prompts with known answers."""
+"""Run `kvpolicy compare`: policies side by side on prompts with known answers."""
 
 from __future__ import annotations
 
@@ -202,10 +202,10 @@ def compare(
 
 
 class Rows(Listener):
-    """Prints a comparison's table, each row when it is done.
+    """A listener that prints a comparison's table, each row when it is done.
 
     Args:
-        console: Where to; one that does not wrap.
+        console: The console to print to; it must not wrap lines.
     """
 
     def __init__(self, console: Console) -> None:
@@ -232,7 +232,7 @@ class Rows(Listener):
 
 
 def show_and_write(study: Study, out: Path | None) -> None:
-    """Print what a study says beyond its rows, and write it where there is a folder."""
+    """Print a study without its rows, and write it if there is a folder."""
     show(study)
     if out is not None:
         console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -240,7 +240,7 @@ def show_and_write(study: Study, out: Path | None) -> None:
 
 
 def show(study: Study) -> None:
-    """Print what a study says beyond its rows: legends, notes, the tables of the sweeps."""
+    """Print a study without its rows: legends, notes and the tables of the sweeps."""
     console = Console(highlight=False, markup=False)
     console.print()
     for line in comparison_legend(study.comparison):

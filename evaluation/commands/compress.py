@@ -1,4 +1,4 @@
-"""`kvpolicy compress`: a shorter prompt, chosen by a small model, for any server to answer."""
+"""Run `kvpolicy compress`: a small model shortens a prompt for any server to answer."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def _scorer(
 
 
 def _prompt(prompt_file: Path | None, chat_file: Path | None) -> tuple[Any, dict[str, Any]]:
-    """The prompt, and the request body that it came in."""
+    """Read the prompt, and the other fields of the request body that it came in."""
     if (prompt_file is None) == (chat_file is None):
         got = "neither" if prompt_file is None else "both"
         raise ValueError(f"one of --prompt-file and --chat-file must be given, got {got}")
@@ -224,7 +224,7 @@ def _prompt(prompt_file: Path | None, chat_file: Path | None) -> tuple[Any, dict
 
 
 def _check_readable(loaded: Loaded, prompt: Any, chat: bool | None, beyond: bool) -> None:
-    """Check that the model knows the prompt's words, and has positions for its tokens."""
+    """Check that the model knows words of the prompt and has positions for its tokens."""
     _, rendered = rendered_of(loaded.tokenizer, prompt, chat)
     contents = " ".join(rendered.text[start:end] for start, end in rendered.contents)
     check_known(loaded.tokenizer, loaded.tokenizer.encode(contents), "prompt")

@@ -1,4 +1,4 @@
-"""`kvpolicy estimate`: what policies cost on a prompt, before anything is run."""
+"""Run `kvpolicy estimate`: what policies cost on a prompt, before anything is run."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def _show_memory(console: Console, fitting: MemoryFound) -> None:
 
 
 def headline(shape: ModelShape, context: int, dtype: str) -> str:
-    """The model, its shape and the prompt, a line for each."""
+    """Return the model, its shape and the prompt, on a line each."""
     kinds = Counter(_layer_text(layer) for layer in shape.layers)
     layers = f"{shape.num_layers} layers, hidden size {shape.hidden_size:,}"
     if len(kinds) == 1:
@@ -202,7 +202,7 @@ def headline(shape: ModelShape, context: int, dtype: str) -> str:
 
 
 def _layer_text(layer: LayerShape) -> str:
-    """What a layer attends with, and what it holds."""
+    """Describe what a layer attends with and what it holds."""
     if not layer.query_heads:
         return "a state" if layer.state_elements else "experts or an MLP alone"
     text = f"{layer.query_heads} query and {layer.kv_heads} KV heads of {layer.key_dim}"
@@ -219,7 +219,7 @@ def _layer_text(layer: LayerShape) -> str:
 
 
 def estimate_table(chosen: Sequence[Variant], found: Sequence[Estimate]) -> Table:
-    """A row for each policy, for an 80-column terminal."""
+    """Return a table with a row for each policy, for an 80-column terminal."""
     prefix, flops = _flop_unit(max(each.prefill.total for each in found))
     unit, unit_bytes = byte_unit(found[0].full_kv_bytes)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
@@ -252,7 +252,7 @@ def estimate_table(chosen: Sequence[Variant], found: Sequence[Estimate]) -> Tabl
 
 
 def notes_of(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list[str]:
-    """What a reader has to know of the choices made and of what is not counted."""
+    """Return notes on the choices made and on what is not counted."""
     notes = []
     if shape.max_positions is not None and context > shape.max_positions:
         notes.append(
@@ -295,12 +295,12 @@ def notes_of(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list
 
 
 def _placed(variant: Variant, shape: ModelShape) -> Variant:
-    """The same, with the layers that the policy leaves open chosen for the model."""
+    """Return the variant with its open layers chosen for the model."""
     return attrs.evolve(variant, policy=variant.policy.placed(shape.num_layers, shape.eligible))
 
 
 def _window_notes(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list[str]:
-    """What windows that are shorter than the prompt mean for the policies."""
+    """Return notes on windows shorter than the prompt and their effect on policies."""
     short = [i for i, each in enumerate(shape.layers) if (each.window or context) < context]
     if not short:
         return []
@@ -357,6 +357,6 @@ def _write(
 
 
 def _flop_unit(flops: float) -> tuple[str, float]:
-    """The prefix with which a number of operations has at most three digits before the point."""
+    """Return the prefix and size of the unit with at most three digits before the point."""
     power = min(max(len(str(int(flops))) - 1, 0) // 3, 6)
     return ("", "k", "M", "G", "T", "P", "E")[power], 1000.0**power

@@ -1,4 +1,4 @@
-"""`kvpolicy estimate --memory`: how many sessions fit beside the weights, and what one holds."""
+"""Run `kvpolicy estimate --memory`: how many sessions fit beside the weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEFAULT_CHUNK = 4096
 
 @attrs.frozen
 class MemoryAsked:
-    """What the command line asks of memory.
+    """The memory options of the command line.
 
     Args:
         memory: Bytes there are.
@@ -84,7 +84,7 @@ class MemoryAsked:
 
 @attrs.frozen
 class MemoryRow:
-    """A policy, a way of reading, a way of answering.
+    """The session of one policy with one way of reading and one way of answering.
 
     Args:
         variant: The policy, its bound while an answer is decoded among its parameters.
@@ -101,7 +101,7 @@ class MemoryRow:
 
 @attrs.frozen
 class MemoryFound:
-    """What was asked, and all that was found.
+    """The memory options, and all rows found for them.
 
     Args:
         asked: What was asked.
@@ -116,7 +116,7 @@ class MemoryFound:
     rows: tuple[MemoryRow, ...]
 
     def as_data(self) -> dict[str, Any]:
-        """Everything as plain data for JSON."""
+        """Return everything as plain data for JSON."""
         return {
             **attrs.asdict(self.asked),
             "weights": self.weights,
@@ -148,7 +148,7 @@ def find_memory(
     found: Sequence[Estimate],
     progress: Progress,
 ) -> MemoryFound:
-    """What sessions hold under each policy, read whole and in chunks, bounded and not.
+    """Compute what sessions hold per policy: read whole and in chunks, bounded and unbounded.
 
     Raises:
         UnsupportedModelError: The model cannot be run without numbers.
@@ -169,7 +169,7 @@ def find_memory(
 def _answering(
     variant: Variant, cost: Estimate, options: PolicyOptions
 ) -> list[tuple[Variant, int | None]]:
-    """The policy without a bound while it decodes, and with one, where it has a rule to go by."""
+    """Return the policy without a decoding bound, and with one if it has a rule."""
     tokens = options.decoding_tokens or max(_kept(variant, cost), 1)
     rule = decoding_rule(variant.policy, tokens, options.decoding_every)
     if rule is None:
@@ -179,7 +179,7 @@ def _answering(
 
 
 def _kept(variant: Variant, cost: Estimate) -> int:
-    """Tokens that a budget leaves of the prompt; where there is none, as layers keep on average."""
+    """Return the tokens that a budget keeps of the prompt; without a rate, the layers' mean."""
     selector = variant.policy.selector
     while isinstance(selector, WrappingSelector):
         selector = selector.selector
@@ -188,7 +188,7 @@ def _kept(variant: Variant, cost: Estimate) -> int:
 
 
 def memory_table(found: MemoryFound) -> Table:
-    """A row for each policy and way, for an 80-column terminal."""
+    """Return a table with a row for each policy and way, for an 80-column terminal."""
     sizes = [each.session.peak for each in found.rows]
     unit, unit_bytes = byte_unit(max(sizes))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
@@ -226,7 +226,7 @@ def memory_table(found: MemoryFound) -> Table:
 
 
 def memory_headline(found: MemoryFound) -> str:
-    """What there is, and what the weights take of it."""
+    """Return a line with the memory, the weights, the attention and the answer length."""
     asked = found.asked
     return (
         f"memory {_text(asked.memory)}, weights {_text(found.weights)}, attention "
@@ -235,7 +235,7 @@ def memory_headline(found: MemoryFound) -> str:
 
 
 def memory_notes(found: MemoryFound) -> list[str]:
-    """What the columns are, and what is assumed."""
+    """Return notes on the columns and on what is assumed."""
     asked = found.asked
     notes = [
         f"read: the prompt whole, or in chunks of {asked.chunk:,} tokens (prefill_chunk_size).",
@@ -263,7 +263,7 @@ def memory_notes(found: MemoryFound) -> list[str]:
 
 
 def memory_warnings(found: MemoryFound) -> list[str]:
-    """What stands in the way of any session."""
+    """Return a warning if the weights alone do not fit, so that no session does."""
     if found.weights <= found.asked.memory:
         return []
     return [

@@ -1,4 +1,4 @@
-"""`kvpolicy eval`: policies on the tasks of lm-evaluation-harness."""
+"""Run `kvpolicy eval`: policies on the tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -167,10 +167,10 @@ def eval(
 
 
 class Rows(Listener):
-    """Prints a line for each finished cell.
+    """A listener that prints a line for each finished cell.
 
     Args:
-        console: Where to; one that does not wrap.
+        console: The console to print to; it must not wrap lines.
     """
 
     def __init__(self, console: Console) -> None:
@@ -188,7 +188,7 @@ class Rows(Listener):
 
 
 def unique(names: Sequence[str], option: str) -> tuple[str, ...]:
-    """Names that may be repeated, comma-separated or both, each once."""
+    """Split names that may be repeated, comma-separated or both; return each once."""
     return tuple(dict.fromkeys(split_names(names, option)))
 
 

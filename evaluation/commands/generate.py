@@ -1,4 +1,4 @@
-"""`kvpolicy generate`: one completion under a policy."""
+"""Run `kvpolicy generate`: one completion under a policy."""
 
 from __future__ import annotations
 

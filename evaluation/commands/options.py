@@ -1,4 +1,4 @@
-"""The options that several commands have, declared once, so that they mean the same everywhere."""
+"""Declare the options that several commands share, so that they mean the same everywhere."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ OWN_OPTIONS = {
 
 @attrs.frozen
 class PolicyOptions:
-    """Which policies a command line asks for.
+    """The policies that a command line asks for.
 
     Args:
         names: Of registered policies; none for all, or for a composition alone.
@@ -130,7 +130,7 @@ class PolicyOptions:
 
         Args:
             command: The command.
-            reasons: For each field that must be empty, why; ``protect`` counts as one.
+            reasons: For each field that must be empty, why: names, rates, tokens or parts.
 
         Raises:
             ValueError: One is given.
@@ -205,7 +205,7 @@ def policy_options(
 
 
 def split_names(names: Iterable[str], option: str) -> tuple[str, ...]:
-    """Names that may be repeated, comma-separated or both.
+    """Split names that may be repeated, comma-separated or both.
 
     Args:
         names: As the command line has them.

@@ -1,4 +1,4 @@
-"""`kvpolicy policies`: every method and part that is registered."""
+"""Run `kvpolicy policies`: list every registered method and part."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def policies() -> None:
 
 
 def describe(name: str, factory: Callable[..., Any]) -> str:
-    """Name, paper, summary and parameters of a factory, in lines of at most 80 columns."""
+    """Describe a factory in lines of at most 80 columns: name, paper, summary, parameters."""
     paper = getattr(factory, "paper", "")
     lines = [f"  {name}" + (f"  ({paper})" if paper else "")]
     parameters = ", ".join(
@@ -45,5 +45,5 @@ def describe(name: str, factory: Callable[..., Any]) -> str:
 
 
 def _summary(factory: Callable[..., Any]) -> str:
-    """The first line of a docstring."""
+    """Return the first line of a factory's docstring."""
     return (inspect.getdoc(factory) or "not described").splitlines()[0]

@@ -1,4 +1,4 @@
-"""`kvpolicy report`: the results of `kvpolicy eval` as a page and a Markdown table."""
+"""Run `kvpolicy report`: the results of `kvpolicy eval` as a page and a Markdown table."""
 
 from __future__ import annotations
 

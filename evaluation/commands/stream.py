@@ -1,4 +1,4 @@
-"""One streamed completion under a policy."""
+"""Stream one completion under a policy."""
 
 from __future__ import annotations
 

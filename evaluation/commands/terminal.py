@@ -1,4 +1,4 @@
-"""What the commands share at the terminal: progress on stderr, and the options of every model."""
+"""Share terminal code among the commands: progress on stderr, and options of every model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BeyondPositionsOption = Annotated[
 
 @contextmanager
 def progress_bar(console: Console | None = None) -> Iterator[Progress]:
-    """A bar that is gone when the work is done; yields what to tell.
+    """Show a bar that is removed when the work is done; yield the function that updates it.
 
     Args:
         console: Where to: one on which other lines are printed meanwhile; stderr by default.
@@ -73,7 +73,7 @@ def progress_bar(console: Console | None = None) -> Iterator[Progress]:
 
 @contextmanager
 def progress_lines(console: Console, quiet: str) -> Iterator[Progress]:
-    """A line where a stage begins, for output that goes to a file; yields what to tell.
+    """Print a line when a stage begins, for output to a file; yield the function to call.
 
     Args:
         console: Where to.
@@ -92,7 +92,7 @@ def progress_lines(console: Console, quiet: str) -> Iterator[Progress]:
 
 
 def progress_shown(console: Console, quiet: str) -> AbstractContextManager[Progress]:
-    """A bar below the lines of a terminal; elsewhere `progress_lines`.
+    """Show a bar below the lines of a terminal; for other output use `progress_lines`.
 
     Args:
         console: Where results are printed.
@@ -102,7 +102,7 @@ def progress_shown(console: Console, quiet: str) -> AbstractContextManager[Progr
 
 
 def load_shown(name: str, dtype: str, device: str) -> Loaded:
-    """Load a model while stderr says so.
+    """Load a model and show on stderr that it is loading.
 
     Raises:
         ValueError: See `kvpolicy.evaluation.models.load`.
@@ -112,7 +112,7 @@ def load_shown(name: str, dtype: str, device: str) -> Loaded:
 
 
 def load_quietly(name: str, *, dtype: str, device: str) -> Loaded:
-    """Load a model with no word of Transformers'.
+    """Load a model without any output of Transformers.
 
     Raises:
         ValueError: See `kvpolicy.evaluation.models.load`.

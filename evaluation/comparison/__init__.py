@@ -1,1 +1,1 @@
-"""Methods side by side: accuracy, memory and speed, as a table, JSON and pictures."""
+"""Compare methods by accuracy, memory and speed, as a table, JSON and pictures."""

@@ -1,4 +1,4 @@
-"""How often a model answers right under a policy."""
+"""Measure how often a model answers correctly under a policy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH_TOKENS = 16384
 
 @attrs.frozen
 class Score:
-    """How many of a number of prompts were answered right.
+    """The number of prompts answered correctly, out of all asked.
 
     Args:
         matches: Prompts answered exactly; or, where each counts by its steps, the sum of their
@@ -41,12 +41,12 @@ class Score:
 
     @property
     def rate(self) -> float:
-        """Fraction answered right, in [0, 1]."""
+        """Return the fraction answered correctly, in [0, 1]."""
         return self.matches / self.count
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95% interval of the fraction."""
+        """Return the 95% interval of the fraction."""
         return share_interval(self.rate, self.count)
 
 
@@ -58,7 +58,7 @@ def measure_accuracy(
     progress: Progress = silent,
     stage: str = "accuracy",
 ) -> dict[str, Score]:
-    """Scores of greedy generation under a policy, by kind of prompt.
+    """Return the scores of greedy generation under a policy, by measure of the prompts.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -89,14 +89,14 @@ def measure_accuracy(
 
 
 def measures(prompts: Sequence[Prompt]) -> list[str]:
-    """The names of the scores that prompts have, each once, in the order in which they come."""
+    """Return the names of the prompts' measures, each once, in order of appearance."""
     return list(dict.fromkeys(name for prompt in prompts for name in prompt.measures))
 
 
 def continuations(
     model: PreTrainedModel, batch: Sequence[Prompt], policy: CachePolicy
 ) -> list[list[int]]:
-    """The greedy continuations of prompts of one length, as many tokens as answers may have."""
+    """Generate greedy continuations of prompts of one length, as long as answers may be."""
     from kvpolicy.integrations.transformers import PolicyCache  # Transformers takes seconds
 
     input_ids = torch.tensor([prompt.input_ids for prompt in batch], device=model.device)
@@ -117,7 +117,7 @@ def continuations(
 
 
 def batches(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
-    """Divide prompts into batches of one length: padding plays no part in what is measured."""
+    """Divide prompts into batches of one length, so that padding has no effect on results."""
     by_length: dict[int, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         by_length[len(prompt.input_ids)].append(prompt)

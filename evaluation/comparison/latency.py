@@ -1,4 +1,4 @@
-"""How long prefill and decoding take, policies side by side."""
+"""Measure how long prefill and decoding take, with policies in turns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Phase:
-    """One phase's times, one entry a round.
+    """The times of prefill or decoding, one entry per round.
 
     Args:
         wall_ms: Milliseconds on the clock.
@@ -37,11 +37,11 @@ class Phase:
 
     @property
     def median_ms(self) -> float:
-        """Median milliseconds on the clock."""
+        """Return the median of the wall time in milliseconds."""
         return median(self.wall_ms)
 
     def speedups(self, baseline: Phase) -> tuple[float, ...]:
-        """Baseline's time over this one's, round by round: above 1 is faster than the baseline.
+        """Return the baseline's time over this one's, per round; above 1 is faster than it.
 
         Raises:
             ValueError: The two were not measured in the same rounds.
@@ -61,17 +61,17 @@ class Phase:
         )
 
     def speed(self, baseline: Phase) -> Speed:
-        """`speedups` as a speed: what disturbs one round disturbs both sides of its ratio."""
+        """Return `speedups` as a `Speed`; a disturbed round affects both sides of its ratio."""
         return Speed(self.speedups(baseline))
 
     def speedup(self, baseline: Phase) -> float:
-        """The median of `speedups`, whether its rounds agree or not; `speed` knows that."""
+        """Return the median of `speedups`, even if unsteady; `speed` tells whether it is."""
         return self.speed(baseline).median
 
 
 @attrs.frozen
 class Timing:
-    """What one policy took.
+    """The times of one policy, and what its cache holds after prefill.
 
     Args:
         prefill: Reading the prompt, up to the first token.
@@ -86,7 +86,7 @@ class Timing:
 
 @attrs.frozen
 class Latencies:
-    """Times of several policies, measured in turns.
+    """The times of several policies, measured in turns.
 
     Args:
         baseline: The model without kvpolicy, on Transformers' own cache.
@@ -109,9 +109,9 @@ def measure_latency(
 ) -> Latencies:
     """Time prefill and decoding of one prompt at batch 1.
 
-    In every round each policy has one turn, as has the model without kvpolicy, so that a machine
-    that slows down slows down all of them. The order moves on by one a round. A round before the
-    first is not counted. On CUDA the device is waited for before the clock is read.
+    In every round each policy has one turn, and so does the model without kvpolicy, so that a
+    machine that becomes slower affects all of them. Each round starts with the next policy. One
+    round is run first and not counted. On CUDA the device is synchronised before the clock is read.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -149,7 +149,7 @@ def measure_latency(
 def held_after_prefill(
     model: PreTrainedModel, input_ids: Sequence[int], policy: CachePolicy
 ) -> LayerReport:
-    """What a policy's cache holds after one prompt at batch 1, all layers together.
+    """Return what a policy's cache holds after one prompt at batch 1, over all layers.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -202,7 +202,7 @@ def _next_token(model: PreTrainedModel, input_ids: Tensor, cache: Any) -> Tensor
 
 
 def _timed(model: PreTrainedModel, run: Callable[[], Tensor]) -> tuple[Tensor, tuple[float, float]]:
-    """Run, and return what came and the milliseconds on the clock and of processor time."""
+    """Run a function; return its result, and the wall and CPU milliseconds it took."""
     on_cuda = model.device.type == "cuda"
     if on_cuda:
         torch.cuda.synchronize(model.device)

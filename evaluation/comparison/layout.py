@@ -1,4 +1,4 @@
-"""The comparison's table as lines of text: one can be printed before the next is known."""
+"""Lay out the comparison's table as lines of text, so that each row can be printed when done."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ONE = "x1   "
 
 @attrs.frozen
 class Layout:
-    """Columns wide enough for every row, known from the times, before anything is answered.
+    """The columns of the table, wide enough for every row, computed before any answer is known.
 
     Args:
         headers: Of every column, with line breaks.
@@ -46,7 +46,7 @@ class Layout:
     def of(
         cls, variants: Sequence[Variant], timings: Sequence[Timing], kinds: Sequence[str]
     ) -> Layout:
-        """Lay out what a comparison is about to show; arguments as `Listener.timed` has them."""
+        """Lay out a comparison's table; the arguments are those of `Listener.timed`."""
         baseline = timings[0]
         assert baseline.held is not None
         unit, unit_bytes = byte_unit(baseline.held.full_bytes)
@@ -78,14 +78,14 @@ class Layout:
 
     @property
     def header(self) -> list[str]:
-        """Two lines, or as many as the kinds of prompts have words."""
+        """Return the header's lines: two, or as many as a kind of prompt has words."""
         stacks = [header.split("\n") for header in self.headers]
         height = max(map(len, stacks))
         padded = [[""] * (height - len(stack)) + stack for stack in stacks]
         return [self._line(cells) for cells in zip(*padded, strict=True)]
 
     def row(self, row: Row) -> list[str]:
-        """One line, or two where the policy's name is long."""
+        """Return one line for a row, or two if the policy's name is long."""
         name = row.variant.name
         cells = [
             _rate(row.variant),
@@ -103,7 +103,7 @@ class Layout:
 
 
 def comparison_table(comparison: Comparison) -> list[str]:
-    """All lines at once: two of header, a row for each policy."""
+    """Return all lines of the table: the header, and a row for each policy."""
     rows = comparison.rows
     layout = Layout.of(
         [row.variant for row in rows], [row.timing for row in rows], comparison.kinds
@@ -112,7 +112,7 @@ def comparison_table(comparison: Comparison) -> list[str]:
 
 
 def comparison_legend(comparison: Comparison) -> list[str]:
-    """What the columns are, with the numbers that all rows share."""
+    """Return what the columns mean, with the numbers that all rows share."""
     scores = comparison.rows[0].scores
     exact = [name for name in scores if not name.endswith(STEPS)]
     rounds = len(comparison.baseline.prefill.wall_ms)

@@ -1,4 +1,4 @@
-"""The comparison as a picture: accuracy by rate as a grid, and beside it what speed it comes with.
+"""Draw the comparison: grids of accuracy by rate, and beside them the speeds.
 
 Made from the numbers of ``compare.json`` alone, so that a file can be drawn again.
 """
@@ -73,11 +73,11 @@ def plot_comparison(data: Mapping[str, Any]) -> bytes:
 
 
 def _by_accuracy(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The rows of each policy, full context first, then the most accurate over all its rates."""
+    """Group the rows by policy, full context first, then by mean accuracy, best first."""
     first = rows[0]["policy"]
 
     def key(row: Mapping[str, Any]) -> tuple[object, ...]:
-        """What rates share a line; a number of tokens is no rate and has one of its own."""
+        """Return the key of rows on one line; a number of tokens gets a line of its own."""
         rate = row["retention_rate"]
         return (row["policy"], row["tokens"]["kept"] if rate is None else None)
 
@@ -91,13 +91,13 @@ def _by_accuracy(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, An
 
 
 def _scores(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the whole answers by kind, and of their steps where those count as well."""
+    """Return the scores of whole answers by kind, and of their steps if those count too."""
     steps = row.get("right_steps", {})
     return {**row["exact_match"], **{kind + STEPS: score for kind, score in steps.items()}}
 
 
 def _title(kind: str) -> str:
-    """Two narrow lines, as wide as two columns."""
+    """Return a title of two narrow lines, about two columns wide."""
     if kind.endswith(STEPS):
         return f"{kind.removesuffix(STEPS)}\n% steps"
     return f"{kind}\n% exact" if "exact" not in kind else f"{kind}\n%"
@@ -122,7 +122,7 @@ def _cells(rows: Sequence[Mapping[str, Any]], kind: str, rates: Sequence[float])
 
 
 def _shown(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The row of a policy whose speed is shown."""
+    """Return the row of a policy whose speed is shown: the one nearest to the shown rate."""
     return min(rows, key=lambda row: abs((row["retention_rate"] or 0) - _SPEED_RATE))
 
 
@@ -132,7 +132,7 @@ def _speed(phase: Mapping[str, Any]) -> Speed | None:
 
 
 def _speeds(axes: Axes, speeds: Sequence[Speed | None]) -> None:
-    """A dot a row, the first of which is the baseline."""
+    """Draw one dot per row with its interval; the first row is the baseline."""
     highest = max([1.0, *(speed.median for speed in speeds[1:] if speed)])
     axes.set_xlim(0, 1.3 * highest)
     axes.axvline(1.0, color="grey", linewidth=1.0, linestyle=":")

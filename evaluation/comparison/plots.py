@@ -1,4 +1,4 @@
-"""Pictures of sweeps and calibration as PNG bytes; matplotlib is imported when one is asked for."""
+"""Draw sweeps and calibration as PNG bytes; matplotlib is imported only when drawing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MARKERS = "osD^vP*X"
 
 
 def plot_sweep(sweep: Sweep) -> bytes:
-    """Accuracy of FastKV against TSP layer: a panel for each kind, a line for each rate.
+    """Draw FastKV's accuracy against TSP layer, with a panel per kind and a line per rate.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -34,7 +34,7 @@ def plot_sweep(sweep: Sweep) -> bytes:
 
 
 def plot_calibration(calibration: Calibration) -> bytes:
-    """Normalised distance by TSP layer, on a logarithmic axis, with the chosen layer marked.
+    """Draw the normalised distance by TSP layer, log scale, with the chosen layer marked.
 
     A distance of 0, as after the last layer, has no place on the axis and is left out.
 

@@ -1,4 +1,4 @@
-"""Policies side by side: accuracy, memory and speed on the same prompts."""
+"""Compare policies' accuracy, memory and speed on the same prompts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ACCURACY_STAGE = "accuracy of "
 
 @attrs.frozen
 class Row:
-    """What one policy did.
+    """The results of one policy.
 
     Args:
         variant: The policy.
@@ -46,7 +46,7 @@ class Row:
 
 @attrs.frozen
 class Comparison:
-    """What `compare` found.
+    """The results of `compare`.
 
     Args:
         rows: One for each policy, full context first: speeds are against it.
@@ -58,17 +58,17 @@ class Comparison:
 
     @property
     def baseline(self) -> Timing:
-        """Full context's times: the model without kvpolicy, on Transformers' own cache."""
+        """Return full context's times: the model without kvpolicy, on Transformers' cache."""
         return self.rows[0].timing
 
     @property
     def kinds(self) -> list[str]:
-        """The prompts' measures, in the order of the columns."""
+        """Return the prompts' measures, in the order of the columns."""
         return list(self.rows[0].scores)
 
     @property
     def speeds(self) -> list[Speed]:
-        """Of prefill and of decoding of every policy but full context, which has none."""
+        """Return the speeds of prefill and decoding of every policy but full context."""
         before = self.baseline
         return [
             speed
@@ -80,7 +80,7 @@ class Comparison:
         ]
 
     def as_data(self) -> dict[str, Any]:
-        """All numbers, with every round's times, as plain data for JSON.
+        """Return all numbers, with every round's times, as plain data for JSON.
 
         ``speedup`` is full context's time over the policy's: above 1 is faster. ``steady`` says
         whether its rounds agree (see `kvpolicy.evaluation.comparison.speed.Speed`). Full context
@@ -114,12 +114,12 @@ class Comparison:
 
 
 class Listener:
-    """Told of a comparison as it goes on; this one does nothing with it."""
+    """A listener that is told of a comparison's progress; this one does nothing."""
 
     def timed(
         self, variants: Sequence[Variant], timings: Sequence[Timing], kinds: Sequence[str]
     ) -> None:
-        """All times and sizes are known, no answer yet.
+        """Receive all times and sizes, before any prompt is answered.
 
         Args:
             variants: The policies in the order of their rows, full context first.
@@ -128,7 +128,7 @@ class Listener:
         """
 
     def row(self, row: Row) -> None:
-        """A row is done; they come in order."""
+        """Receive a finished row; rows come in order."""
 
 
 def compare(
@@ -142,7 +142,7 @@ def compare(
     progress: Progress = silent,
     listener: Listener | None = None,
 ) -> Comparison:
-    """Hold policies against full context on the same prompts.
+    """Compare policies with full context on the same prompts.
 
     Time and memory are measured first, at batch 1 and in turns (see `measure_latency`), on the
     first of the prompts of median length; full context is the model without kvpolicy there. Then
@@ -197,7 +197,7 @@ def compare(
 
 
 def scores_data(scores: Mapping[str, Score]) -> dict[str, Any]:
-    """``exact_match`` by kind; and ``right_steps``, where answers count by their steps as well."""
+    """Return ``exact_match`` by kind, and ``right_steps`` if answers count by steps too."""
     data: dict[str, Any] = {"exact_match": {}}
     for name, score in scores.items():
         measure = "right_steps" if name.endswith(STEPS) else "exact_match"
@@ -206,7 +206,7 @@ def scores_data(scores: Mapping[str, Score]) -> dict[str, Any]:
 
 
 def score_data(score: Score) -> dict[str, Any]:
-    """A score as plain data."""
+    """Return a score as plain data."""
     return {
         "rate": score.rate,
         "matches": score.matches,
@@ -216,7 +216,7 @@ def score_data(score: Score) -> dict[str, Any]:
 
 
 def phase_data(phase: Phase, baseline: Phase | None = None) -> dict[str, Any]:
-    """A phase's times as plain data, with speed-ups where there is a baseline."""
+    """Return a phase's times as plain data, with speed-ups if there is a baseline."""
     data: dict[str, Any] = {
         "median_ms": phase.median_ms,
         "min_ms": min(phase.wall_ms),

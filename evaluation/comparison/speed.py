@@ -1,4 +1,4 @@
-"""A speed against a baseline, and whether its rounds agree enough for it to be relied on."""
+"""Define a speed against a baseline, and whether its rounds agree enough to rely on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_ROUNDS = 5
 
 @attrs.frozen
 class Speed:
-    """How many times as fast as a baseline, round by round.
+    """The speed relative to a baseline, round by round.
 
     Args:
         rounds: The baseline's time over this one's, one entry a round; at least one.
@@ -31,12 +31,12 @@ class Speed:
 
     @property
     def median(self) -> float:
-        """The median of the rounds."""
+        """Return the median of the rounds."""
         return median(self.rounds)
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Lowest and highest that the median may be, with a confidence of 90% at least.
+        """Return an interval of the median with a confidence of at least 90%.
 
         Two of the rounds themselves, as many from below as from above: of nine the second and the
         eighth. Times are far from normally distributed, and this asks for no distribution. None
@@ -50,7 +50,7 @@ class Speed:
 
     @property
     def steady(self) -> bool:
-        """Whether there is an interval, and it is no wider than a fifth of the median."""
+        """True if there is an interval and it is at most a fifth of the median wide."""
         if self.interval is None:
             return False
         low, high = self.interval
@@ -58,5 +58,5 @@ class Speed:
 
     @property
     def text(self) -> str:
-        """Such as ``"x2.00"``, with a question mark behind it where it is not steady."""
+        """Return the speed as text, such as ``"x2.00"``, with ``?`` after it if not steady."""
         return f"x{self.median:.2f}{'' if self.steady else '?'}"

@@ -1,4 +1,4 @@
-"""A study: settings checked, a comparison and sweeps run, their numbers and pictures written."""
+"""Run a study: check settings, run a comparison and sweeps, write numbers and pictures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FILES = ("compare.json", "compare.png", "tsp_layers.png")
 
 @attrs.frozen
 class Extent:
-    """How much of a comparison is measured, where its options leave it open.
+    """The amount that a comparison measures if its options leave it open.
 
     Args:
         rates: KV retention rates.
@@ -67,7 +67,7 @@ THOROUGH = Extent(rates=RATES, count=200, rounds=9)
 
 @attrs.frozen
 class Settings:
-    """What to compare, on what; see ``kvpolicy compare --help``.
+    """The settings of a comparison; see ``kvpolicy compare --help``.
 
     Args:
         model: ``"needle"``, another bundled model, a folder or a Hub name.
@@ -109,13 +109,13 @@ class Settings:
 
     @property
     def effective_tsp_layer(self) -> int | None:
-        """The TSP layer that policies are built with; None for their default."""
+        """Return the TSP layer that policies are built with; None for their default."""
         return default_tsp_layer(self.model) if self.tsp_layer is None else self.tsp_layer
 
 
 @attrs.frozen
 class Study:
-    """What was found, with what it was found on.
+    """The results of a study, with its settings and environment.
 
     Args:
         settings: What was asked for.
@@ -138,7 +138,7 @@ class Study:
     finished: bool = True
 
     def as_data(self) -> dict[str, Any]:
-        """Everything as plain data for JSON."""
+        """Return everything as plain data for JSON."""
         settings = attrs.asdict(self.settings)
         prompts = self.settings.prompts
         settings["prompts"] = self.settings.model if prompts is None else str(prompts)
@@ -155,7 +155,7 @@ class Study:
 
 
 def headline(settings: Settings, loaded: Loaded) -> list[str]:
-    """What is about to be measured on what: versions, model and machine, extent.
+    """Return lines on what is about to be measured: versions, model, machine and extent.
 
     Args:
         settings: What to compare.
@@ -248,7 +248,7 @@ def run(
     listener: Listener | None = None,
     unfinished: Callable[[Study], None] | None = None,
 ) -> Study:
-    """Compare, calibrate and sweep if asked to; sets the number of torch's threads.
+    """Compare, and calibrate and sweep if asked to; this sets the number of torch's threads.
 
     Args:
         settings: What to compare.
@@ -293,7 +293,7 @@ def run(
 
 @attrs.define
 class _Keeping(Listener):
-    """Keeps what it is told, and passes it on.
+    """A listener that keeps what it is told and passes it on to another one.
 
     Args:
         listener: Whom to.
@@ -317,21 +317,21 @@ class _Keeping(Listener):
 
     @property
     def comparison(self) -> Comparison:
-        """The comparison as far as it is done."""
+        """Return the comparison of the rows that are done."""
         held = self.rows[0].timing.held
         assert held is not None
         return Comparison(tuple(self.rows), held.seen)
 
     @property
     def said(self) -> str:
-        """What a reader has to know of it."""
+        """Return a note on the rows that are missing."""
         missing = self.labels[len(self.rows) :]
         left = f"without {', '.join(missing)}" if missing else "without the sweep"
         return f"Unfinished: stopped after {len(self.rows)} of {len(self.labels)} rows, {left}."
 
 
 def write(study: Study, folder: Path) -> list[str]:
-    """Write the numbers and pictures of a study; returns the names of the files."""
+    """Write the numbers and pictures of a study, and return the names of the files."""
     contents = [
         json.dumps(study.as_data(), indent=2, allow_nan=False).encode(),
         plot_comparison(study.as_data()),
@@ -352,7 +352,7 @@ def _prompts(settings: Settings, loaded: Loaded, seed: int) -> list[Prompt]:
 def _calibration(
     settings: Settings, loaded: Loaded, notes: list[str], progress: Progress
 ) -> Calibration | None:
-    """A TSP layer chosen on prompts that nothing is reported on; None, and a note, if none can."""
+    """Choose a TSP layer on prompts not reported on; return None and add a note if impossible."""
     if settings.prompts is None:
         seed = settings.seed + CALIBRATION_SEED_OFFSET
         prompts = OWN_PROMPTS[settings.model].make(settings.context, CALIBRATION_COUNT, seed)
@@ -376,7 +376,7 @@ def _calibration(
 def _sweeps(
     settings: Settings, loaded: Loaded, calibration: Calibration | None, progress: Progress
 ) -> tuple[Sweep | None, RateSweep | None]:
-    """The sweeps that are asked for, on other prompts than the comparison."""
+    """Run the sweeps that are asked for, on other prompts than the comparison's."""
     if not (settings.sweep or settings.sweep_rates):
         return None, None
     model, layer = loaded.model, settings.effective_tsp_layer

@@ -1,4 +1,4 @@
-"""Accuracy of FastKV by where and how much it drops: TSP layer, TSP rate, retention rate."""
+"""Sweep FastKV's accuracy over TSP layer, TSP rate and retention rate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GRID = (0.02, 0.05, 0.1, 0.2, 0.4)
 
 @attrs.frozen
 class HeldOut:
-    """The calibrated layer's accuracy beside the best layer's, at one retention rate.
+    """The accuracy of the calibrated layer and of the best layer, at one retention rate.
 
     Args:
         retention_rate: The rate.
@@ -49,7 +49,7 @@ class HeldOut:
     best: dict[str, Score]
 
     def as_data(self) -> dict[str, Any]:
-        """All numbers as plain data for JSON."""
+        """Return all numbers as plain data for JSON."""
         return {
             "retention_rate": self.retention_rate,
             "calibrated_layer": self.calibrated_layer,
@@ -61,7 +61,7 @@ class HeldOut:
 
 @attrs.frozen
 class Sweep:
-    """Accuracy of FastKV by TSP layer.
+    """The accuracy of FastKV by TSP layer.
 
     Args:
         scores: For every retention rate, one entry a layer: exact match by kind of prompt.
@@ -75,7 +75,7 @@ class Sweep:
 
     @property
     def held_out(self) -> list[HeldOut]:
-        """The calibrated layer beside the best, for every retention rate; without one, empty."""
+        """Return the calibrated and the best layer per retention rate; empty if not calibrated."""
         if self.calibration is None:
             return []
         chosen = self.calibration.layer
@@ -87,7 +87,7 @@ class Sweep:
         return found
 
     def as_data(self) -> dict[str, Any]:
-        """All numbers as plain data for JSON."""
+        """Return all numbers as plain data for JSON."""
         data: dict[str, Any] = {
             "full_context": _scores_data(self.full),
             "layers": [
@@ -104,7 +104,7 @@ class Sweep:
 
 @attrs.frozen
 class RateSweep:
-    """Accuracy of FastKV by TSP rate and retention rate.
+    """The accuracy of FastKV by TSP rate and retention rate.
 
     Args:
         scores: By TSP rate and retention rate: exact match by kind of prompt. A retention rate
@@ -119,16 +119,16 @@ class RateSweep:
 
     @property
     def tsp_rates(self) -> list[float]:
-        """The TSP rates, as they were given."""
+        """Return the TSP rates, in the order given."""
         return list(dict.fromkeys(tsp_rate for tsp_rate, _ in self.scores))
 
     @property
     def retention_rates(self) -> list[float]:
-        """The retention rates, ascending."""
+        """Return the retention rates, ascending."""
         return sorted({rate for _, rate in self.scores})
 
     def as_data(self) -> dict[str, Any]:
-        """All numbers as plain data for JSON."""
+        """Return all numbers as plain data for JSON."""
         return {
             "tsp_layer": self.tsp_layer,
             "full_context": _scores_data(self.full),

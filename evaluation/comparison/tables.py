@@ -1,4 +1,4 @@
-"""Tables of the sweeps and of calibration, 80 columns wide, each with a legend below."""
+"""Build tables of the sweeps and of calibration, 80 columns wide, with their legends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpolicy.evaluation.tasks.prompts import STEPS
 
 
 def sweep_table(sweep: Sweep) -> Table:
-    """A row for each TSP layer, full context last."""
+    """Return a table with a row for each TSP layer, full context last."""
     table = _table()
     table.add_column("TSP layer", justify="right")
     for rate in sweep.scores:
@@ -30,7 +30,7 @@ def sweep_table(sweep: Sweep) -> Table:
 
 
 def sweep_legend(sweep: Sweep) -> list[str]:
-    """What the sweep's table is."""
+    """Return the legend of the sweep's table."""
     return [
         "FastKV by the layer after which tokens are dropped, and by KV retention rate:",
         f"% answered exactly, of {asked(sweep.full)}.",
@@ -39,7 +39,7 @@ def sweep_legend(sweep: Sweep) -> list[str]:
 
 
 def held_out_table(sweep: Sweep) -> Table:
-    """The calibrated layer beside the best one: a row for each retention rate."""
+    """Return a table of calibrated and best layer, with a row for each retention rate."""
     table = _table()
     table.add_column("rate", justify="right")
     for which in ("calibrated", "best"):
@@ -58,7 +58,7 @@ def held_out_table(sweep: Sweep) -> Table:
 
 
 def held_out_legend(sweep: Sweep) -> list[str]:
-    """What the table of the calibrated layer is."""
+    """Return the legend of the table of the calibrated layer."""
     assert sweep.calibration is not None
     distances = sweep.calibration.distances
     count = len(distances.input_lengths)
@@ -70,7 +70,7 @@ def held_out_legend(sweep: Sweep) -> list[str]:
 
 
 def rate_sweep_table(sweep: RateSweep) -> Table:
-    """For each kind of prompt, TSP rates by retention rates."""
+    """Return, for each kind of prompt, a table of TSP rates by retention rates."""
     table = _table()
     table.add_column("", no_wrap=True)
     table.add_column("TSP\nrate", justify="right", no_wrap=True)
@@ -86,7 +86,7 @@ def rate_sweep_table(sweep: RateSweep) -> Table:
 
 
 def rate_sweep_legend(sweep: RateSweep) -> list[str]:
-    """What the table of rates is."""
+    """Return the legend of the table of rates."""
     return [
         f"FastKV with TSP layer {sweep.tsp_layer} by TSP rate and KV retention rate (kept):",
         f"% answered exactly, of {asked(sweep.full)}.",
@@ -95,7 +95,7 @@ def rate_sweep_legend(sweep: RateSweep) -> list[str]:
 
 
 def calibration_table(distances: TSPDistances) -> Table:
-    """A row for each candidate layer."""
+    """Return a table with a row for each candidate layer."""
     table = _table()
     for header in ("TSP layer", "prefill %", "distance", "normalised", "worst"):
         table.add_column(header, justify="right", no_wrap=True)
@@ -109,7 +109,7 @@ def calibration_table(distances: TSPDistances) -> Table:
 
 
 def calibration_legend(distances: TSPDistances) -> list[str]:
-    """What the columns of a calibration are, with what they were measured on."""
+    """Return what a calibration's columns mean, and what they were measured on."""
     lengths = distances.input_lengths
     low, high = min(lengths), max(lengths)
     tokens = f"{low:,}" if low == high else f"{low:,} to {high:,}"
@@ -123,12 +123,12 @@ def calibration_legend(distances: TSPDistances) -> list[str]:
 
 
 def percent(score: Score) -> str:
-    """A score in percent, with one decimal."""
+    """Return a score in percent, with one decimal."""
     return f"{100 * score.rate:.1f}"
 
 
 def byte_unit(size: int) -> tuple[str, int]:
-    """The decimal unit in which a number of bytes has at most four digits, and its size.
+    """Return the decimal unit that gives a number of bytes at most four digits, and its size.
 
     Example:
         >>> byte_unit(999), byte_unit(157_286), byte_unit(1_572_864)
@@ -143,7 +143,7 @@ def _table() -> Table:
 
 
 def narrow_header(kind: str) -> str:
-    r"""A kind of prompt as a header hardly wider than its scores.
+    r"""Return a kind of prompt as a header hardly wider than its scores.
 
     Example:
         >>> narrow_header("one-hop"), narrow_header("loop"), narrow_header("loop steps")
@@ -154,7 +154,7 @@ def narrow_header(kind: str) -> str:
 
 
 def asked(scores: Mapping[str, Score]) -> str:
-    """How many prompts were asked, and half the widest 95% interval of their score."""
+    """Return the number of prompts asked, and half the widest 95% interval of their scores."""
     counts = [score.count for name, score in scores.items() if not name.endswith(STEPS)]
     widest = 100 * fmean(0.98 / count**0.5 for count in counts)
     number = " + ".join(f"{count:,}" for count in counts)
@@ -162,6 +162,6 @@ def asked(scores: Mapping[str, Score]) -> str:
 
 
 def steps_legend(scores: Mapping[str, Score]) -> list[str]:
-    """A line on the measures that count steps; none where there are none."""
+    """Return a line on the measures that count steps; no line if there are none."""
     names = [name for name in scores if name.endswith(STEPS)]
     return [f"{', '.join(names)}: % of an answer before its first wrong step."] if names else []

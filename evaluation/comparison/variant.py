@@ -1,4 +1,4 @@
-"""Which policies a comparison runs: registered names and retention rates, made into policies."""
+"""Build the policies that a comparison runs, from registered names and retention rates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RATES = (0.02, 0.1, 0.2)
 
 @attrs.frozen
 class Variant:
-    """A policy as a comparison runs it.
+    """A policy as a comparison runs it, with its name and arguments.
 
     Args:
         name: Its name, such as ``"fastkv"``.
@@ -36,14 +36,14 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Name and retention, unique in a comparison."""
+        """Return name and retention, unique in a comparison."""
         if self.retention_tokens is not None:
             return f"{self.name} {self.retention_tokens} tokens"
         return self.name if self.retention_rate is None else f"{self.name} {self.retention_rate:g}"
 
 
 def takes(name: str, parameter: str) -> bool:
-    """Whether a registered policy takes a parameter of that name.
+    """True if a registered policy takes a parameter of that name.
 
     Raises:
         ValueError: No policy has the name.
@@ -57,7 +57,7 @@ def variants(
     *,
     tsp_layer: int | None = None,
 ) -> list[Variant]:
-    """The registered policies at every retention rate; those that take no rate once.
+    """Build the registered policies at every retention rate; those without a rate once.
 
     A policy that drops tokens in prefill cannot keep more of them than it passes on: where the
     retention rate is above its default TSP rate, the TSP rate is raised to it.

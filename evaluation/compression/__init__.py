@@ -1,1 +1,1 @@
-"""Prompts made shorter by a small model, for engines in which no policy can stand."""
+"""Shorten prompts with a small model, for engines that cannot run a policy."""

@@ -1,4 +1,4 @@
-"""Prompts as chats: whose words are the messages', and whose the template's."""
+"""Render prompts as chats, and locate the messages' text within the template's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEPT_ROLES = ("system", "developer")
 
 @attrs.frozen
 class Message:
-    """A message of a chat.
+    """A message of a chat, and the parts of it that are never cut.
 
     Args:
         fields: What a server gets of it, by name.
@@ -27,12 +27,12 @@ class Message:
 
     @property
     def content(self) -> str:
-        """Its text; empty where it has none, as where only tools are called."""
+        """Return the message's text; empty if it has none, as when it only calls tools."""
         return self.fields.get("content") or ""
 
     @staticmethod
     def read(entry: Any, number: int) -> Message:
-        """Read a message as it is written, with ``"keep"`` beside its other fields.
+        """Parse a message, which may have a ``"keep"`` beside its other fields.
 
         Args:
             entry: ``{"role": ..., "content": ...}``; ``"keep"`` is True for all of the content,
@@ -69,7 +69,7 @@ class Message:
 
 @attrs.frozen
 class Rendered:
-    """A prompt as the model reads it.
+    """A prompt as the model reads it, with the places of the messages' contents.
 
     Args:
         text: All of it, the template's words among it.
@@ -97,7 +97,7 @@ def read_messages(entries: Sequence[Any]) -> tuple[Message, ...]:
 
 
 def render(tokenizer: Any, messages: Sequence[Message]) -> Rendered:
-    """A chat in its tokenizer's template; without a template, contents joined by line ends.
+    """Render a chat in its tokenizer's template; without one, join contents by line ends.
 
     Args:
         tokenizer: A tokenizer of Transformers.
@@ -137,7 +137,7 @@ def _templated(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
 
 
 def _located(text: str, pieces: Sequence[str], contents: Sequence[str]) -> Rendered:
-    """Where contents stand in a text that is made of them and the template's pieces."""
+    """Locate the contents in a text that is made of them and the template's pieces."""
     if not text.startswith(pieces[0]):
         raise _unlocated()
     at, following = len(pieces[0]), iter(pieces[1:])

@@ -1,4 +1,4 @@
-"""Chunks of neighbouring tokens, and the choice among them."""
+"""Divide tokens into chunks of neighbours, and choose among the chunks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALIGNMENTS = {"line": BETWEEN_LINES, "word": BETWEEN_WORDS, "token": BETWEEN_TOK
 
 @attrs.frozen
 class Chunk:
-    """Neighbouring tokens that are kept or cut together.
+    """A run of neighbouring tokens that are kept or cut together.
 
     Args:
         start: Its first token.
@@ -45,7 +45,7 @@ class Chunk:
 
 
 def divide(tokens: Tokens, chunk_size: int, align: str) -> list[tuple[int, int]]:
-    """The chunks of all tokens that may be cut.
+    """Divide all tokens that may be cut into chunks.
 
     Each run of such tokens is divided by itself. A chunk has ``chunk_size`` tokens and as many more
     as the next line or word takes to begin, at most as many again; where none begins, the next best
@@ -140,7 +140,7 @@ def _fitting(
     always: torch.Tensor,
     budget: int,
 ) -> int:
-    """How many chunks fit a number of tokens, the best first."""
+    """Return how many chunks fit a number of tokens, taken from the best on."""
     sizes = torch.tensor([end - start for start, end in spans])
     required = sum(tokens.fixed) + int(sizes[always].sum())
     if required > budget:
@@ -155,7 +155,7 @@ def _fitting(
 
 
 def kept_tokens(tokens: Tokens, chunks: Sequence[Chunk]) -> list[bool]:
-    """For each token whether it is kept: those of kept chunks, and those that are never cut."""
+    """Return for each token whether it is kept: in a kept chunk, or never cut."""
     kept = list(tokens.fixed)
     for chunk in chunks:
         kept[chunk.start : chunk.end] = [chunk.kept] * len(chunk)
@@ -163,7 +163,7 @@ def kept_tokens(tokens: Tokens, chunks: Sequence[Chunk]) -> list[bool]:
 
 
 def runs(flags: Sequence[bool]) -> list[tuple[int, int, bool]]:
-    """Neighbours that are alike: first, the one behind the last, and the flag.
+    """Group equal neighbours: return first index, index after the last, and the flag.
 
     Example:
         >>> runs([True, True, False, True])

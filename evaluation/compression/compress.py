@@ -1,4 +1,4 @@
-"""Making a prompt shorter with a small model, for a model elsewhere to answer."""
+"""Shorten a prompt with a small model, for another model to answer."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def compress_prompt(
 def check_extent(
     rate: float | None, tokens: int | None, chunk_size: int, align: str
 ) -> float | None:
-    """Check how much of a prompt is to be kept, for which no model is needed.
+    """Check how much of a prompt is to be kept; this needs no model.
 
     Returns:
         The rate; None where a number of tokens is given.
@@ -159,7 +159,7 @@ def check_extent(
 def rendered_of(
     tokenizer: Any, prompt: str | Sequence[Any], chat: bool | None
 ) -> tuple[tuple[Message, ...], Rendered]:
-    """The prompt's messages, and how the model is to read them; see `compress_prompt`."""
+    """Return the prompt's messages and its rendered text; see `compress_prompt`."""
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(prompt, str):
         if not isinstance(prompt, Sequence):
@@ -179,7 +179,7 @@ def rendered_of(
 
 
 def _message_spans(messages: Sequence[Message], rendered: Rendered) -> list[Span]:
-    """Where what messages keep stands."""
+    """Return the character spans that the messages' ``"keep"`` names."""
     spans = []
     for message, (start, end) in zip(messages, rendered.contents, strict=True):
         if message.keeps is None:
@@ -191,7 +191,7 @@ def _message_spans(messages: Sequence[Message], rendered: Rendered) -> list[Span
 
 
 def _found(keep: Sequence[str], rendered: Rendered) -> list[Span]:
-    """Where texts stand in contents; each has to be in one."""
+    """Return the character spans of texts in the contents; each text must occur."""
     if isinstance(keep, str):
         raise TypeError(f"keep must be a list of texts, got the text {keep!r:.80}")
     spans: list[Span] = []
@@ -218,7 +218,7 @@ def _occurrences(text: str, within: str, start: int, end: int) -> list[Span]:
 
 
 def _protected(protect: Sequence[Span], prompt: str, rendered: Rendered) -> list[Span]:
-    """Where characters of a text stand in it as it is read."""
+    """Map character spans of a text to spans of the rendered prompt."""
     first, last = rendered.contents[0]
     stripped = len(prompt) - len(prompt.lstrip()) if last - first < len(prompt) else 0
     spans = []

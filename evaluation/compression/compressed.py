@@ -1,4 +1,4 @@
-"""A prompt that has been made shorter, and what was left out of it."""
+"""Hold a shortened prompt, and what was left out of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpolicy.evaluation.compression.segments import Segment
 
 @attrs.frozen
 class CompressedPrompt:
-    """A prompt of which some chunks have been left out.
+    """A prompt from which some chunks have been left out.
 
     Args:
         prompt: The prompt as the model has read it, its template included.
@@ -39,27 +39,27 @@ class CompressedPrompt:
 
     @property
     def tokens_after(self) -> int:
-        """Tokens of the shorter prompt, gaps included."""
+        """Return the number of tokens of the shorter prompt, gaps included."""
         return len(self.ids)
 
     @property
     def kept(self) -> tuple[Segment, ...]:
-        """What is kept."""
+        """Return the segments that are kept."""
         return tuple(each for each in self.segments if each.kept)
 
     @property
     def left_out(self) -> tuple[Segment, ...]:
-        """What is left out."""
+        """Return the segments that are left out."""
         return tuple(each for each in self.segments if not each.kept)
 
     def report(self) -> str:
-        """What was kept and what was left out, as a table within 80 columns."""
+        """Return a table of what is kept and left out, within 80 columns."""
         head = headline(self.chunks, self.tokens_before, self.tokens_after, self.tokens_fixed)
         table = segment_table(self.segments, self.chunks)
         return f"{head}\nscored by {self.source}\n\n{table}"
 
     def request(self, model: str, *, as_ids: bool = False, **fields: Any) -> dict[str, Any]:
-        """The body of a request to an OpenAI-compatible server.
+        """Return the body of a request to an OpenAI-compatible server.
 
         Args:
             model: The name under which the server serves its model.
@@ -80,7 +80,7 @@ class CompressedPrompt:
         return {**fields, "model": model, "messages": [dict(each) for each in self.messages]}
 
     def as_data(self) -> dict[str, Any]:
-        """All of it but the prompt itself, as plain data."""
+        """Return everything except the original prompt, as plain data."""
         return {
             "source": self.source,
             "tokens_before": self.tokens_before,

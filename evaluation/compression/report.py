@@ -1,4 +1,4 @@
-"""What was kept of a prompt, and what was left out, as a table for a terminal of 80 columns."""
+"""Print what was kept of a prompt and what was left out, as a table of 80 columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_ROWS = 40
 
 
 def headline(chunks: Sequence[Chunk], before: int, after: int, fixed: int) -> str:
-    """How much is left.
+    """Return how many tokens and chunks are left.
 
     Args:
         chunks: What was chosen among.
@@ -30,7 +30,7 @@ def headline(chunks: Sequence[Chunk], before: int, after: int, fixed: int) -> st
 
 
 def segment_table(segments: Sequence[Segment], chunks: Sequence[Chunk]) -> str:
-    """A row for each stretch that is kept or left out, in lines of at most 80 columns.
+    """Return a row for each stretch that is kept or left out, of at most 80 columns.
 
     Args:
         segments: The prompt.
@@ -55,7 +55,7 @@ def _row(segment: Segment, chunks: Sequence[Chunk]) -> str:
 
 
 def preview(text: str, width: int) -> str:
-    """A text's beginning and end on one line.
+    """Return a text's beginning and end on one line.
 
     Args:
         text: The text; white space and what cannot be printed become single spaces.

@@ -1,4 +1,4 @@
-"""What a small model makes of a prompt: how much each of its tokens matters."""
+"""Score how much each token of a prompt matters to a small model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class PromptSaliency:
-    """How much each token of a prompt matters.
+    """A measure of how much each token of a prompt matters, with its source.
 
     Args:
         values: float ``[context_len]`` on the CPU, larger means keep.
@@ -48,7 +48,7 @@ class PromptSaliency:
 
 
 class PromptScorer(abc.ABC):
-    """How much does each token of a prompt matter to a model that reads it?"""
+    """A scorer of how much each token of a prompt matters to a model that reads it."""
 
     @abc.abstractmethod
     def score(self, model: PreTrainedModel, input_ids: Sequence[int] | Tensor) -> PromptSaliency:
@@ -62,10 +62,11 @@ class PromptScorer(abc.ABC):
 
 @attrs.frozen
 class FilterLayerScorer(PromptScorer):
-    """A scorer's saliency at one layer, the mean over its heads; later layers are not run.
+    """A scorer that uses another scorer's saliency at one layer, mean over heads.
 
-    The first pass of a prefill that restarts (`kvpolicy.policies.RestartPropagation`), and no
-    second: the prompt is read up to the queries and keys of the filter layer.
+    It runs the first pass of a prefill that restarts (`kvpolicy.policies.RestartPropagation`): the
+    prompt is read up to the queries and keys of the filter layer, and later layers do not see it.
+    The second pass, whose result is not used, reads as few tokens as possible.
 
     Args:
         scorer: Computes the saliency; GemFilter's by default.
@@ -92,7 +93,7 @@ class FilterLayerScorer(PromptScorer):
             check_count("filter_layer", self.filter_layer)
 
     def score(self, model: PreTrainedModel, input_ids: Sequence[int] | Tensor) -> PromptSaliency:
-        """See `PromptScorer.score`.
+        """Return the saliency of every token; see `PromptScorer.score`.
 
         Raises:
             TypeError: See `check_prompt`.
@@ -118,12 +119,12 @@ class FilterLayerScorer(PromptScorer):
 
 @attrs.frozen
 class _ShowingRestart(RestartPropagation):
-    """Shows a function the mean saliency ``[context_len]`` and the layer when it chooses."""
+    """A restart that shows the mean saliency ``[context_len]`` and the layer to a function."""
 
     show: Callable[[Tensor, int], None] = attrs.field(kw_only=True, repr=False)
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """See `RestartPropagation.propagate`."""
+        """Show the saliency, then choose; see `RestartPropagation.propagate`."""
         assert saliency is not None
         self.show(context.heads.mean(saliency)[0], context.layer_idx)
         return super().propagate(saliency, context)
@@ -131,7 +132,7 @@ class _ShowingRestart(RestartPropagation):
 
 @attrs.frozen
 class LookAheadScorer(PromptScorer):
-    """What the model attends to in the prompt while it decodes the first tokens of an answer.
+    """A scorer by what the model attends to while it decodes an answer's first tokens.
 
     ``p[l, h, t, j]`` is the softmax over the prompt's tokens ``j`` alone of the scaled products of
     their keys with the query that predicts the ``t``-th token, at layer ``l`` and query head
@@ -166,7 +167,7 @@ class LookAheadScorer(PromptScorer):
         check_count("forward_tokens", self.forward_tokens, minimum=1)
 
     def score(self, model: PreTrainedModel, input_ids: Sequence[int] | Tensor) -> PromptSaliency:
-        """See `PromptScorer.score`.
+        """Return the saliency of every token; see `PromptScorer.score`.
 
         Raises:
             TypeError: See `check_prompt`.
@@ -208,7 +209,7 @@ class LookAheadScorer(PromptScorer):
 
 
 def _last_logits(model: PreTrainedModel, input_ids: Tensor, cache: Any) -> Tensor:
-    """``[1, vocabulary]``, of the last token."""
+    """Return the logits ``[1, vocabulary]`` of the last token."""
     # Logits of all tokens would be larger than anything else here; some models know no other way.
     known = "logits_to_keep" in inspect.signature(model.forward).parameters
     keep = {"logits_to_keep": 1} if known else {}
@@ -218,6 +219,6 @@ def _last_logits(model: PreTrainedModel, input_ids: Tensor, cache: Any) -> Tenso
 
 
 def _ends(model: PreTrainedModel) -> set[int]:
-    """The tokens that end an answer."""
+    """Return the tokens that end an answer."""
     end = getattr(model.generation_config, "eos_token_id", None)
     return set() if end is None else set(end) if isinstance(end, list) else {end}

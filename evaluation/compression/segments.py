@@ -1,4 +1,4 @@
-"""What is kept of a prompt and what is left out, in turn: as text and as tokens."""
+"""Divide a prompt into segments that are kept or left out, as text and as tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpolicy.evaluation.compression.tokens import Tokens
 
 @attrs.frozen
 class Segment:
-    """A stretch of a prompt that is kept, or left out.
+    """A stretch of a prompt that is kept or left out.
 
     Args:
         start: Its first token.
@@ -38,7 +38,7 @@ class Segment:
 def segments_of(
     tokenizer: Any, tokens: Tokens, kept: Sequence[bool], *, glue: bool
 ) -> tuple[Segment, ...]:
-    """A prompt as what is kept and what is left out in turn.
+    """Divide a prompt into segments, kept and left out in turn.
 
     Args:
         tokenizer: What has made the tokens.
@@ -68,7 +68,7 @@ def segments_of(
 
 
 def shortened(segments: Sequence[Segment], span: Span, gap: str) -> str:
-    """What is left of a part of a prompt.
+    """Return what is left of a part of a prompt.
 
     Args:
         segments: The prompt.
@@ -90,7 +90,7 @@ def shortened(segments: Sequence[Segment], span: Span, gap: str) -> str:
 def shorter_ids(
     tokenizer: Any, tokens: Tokens, segments: Sequence[Segment], gap: str
 ) -> tuple[int, ...]:
-    """The kept tokens, with a gap's own where something was left out."""
+    """Return the kept tokens, with the gap's tokens where something was left out."""
     between = tuple(tokenizer.encode(gap, add_special_tokens=False)) if gap else ()
     return tuple(
         token

@@ -1,4 +1,4 @@
-"""A prompt as tokens: where in its text each stands, and which of them may be cut."""
+"""Tokenize a prompt: where in the text each token is, and which tokens may be cut."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INSIDE_CHARACTER, BETWEEN_TOKENS, BETWEEN_WORDS, BETWEEN_LINES = range(4)
 
 @attrs.frozen
 class Tokens:
-    """The tokens of a text.
+    """The tokens of a text, with their characters and borders.
 
     Args:
         text: The text.
@@ -39,14 +39,14 @@ class Tokens:
         return len(self.ids)
 
     def characters(self, start: int, end: int) -> Span | None:
-        """The characters of the tokens from ``start`` to ``end``; None where nobody tells."""
+        """Return the characters of tokens ``start`` to ``end``; None if not known."""
         return None if self.starts is None else (self.starts[start], self.starts[end])
 
 
 def tokens_of(
     tokenizer: Any, rendered: Rendered, kept: Sequence[Span], *, cut_special: bool = False
 ) -> Tokens:
-    """The tokens of a prompt; those of the template and of what is to be kept are fixed.
+    """Tokenize a prompt; tokens of the template and of texts to keep are fixed.
 
     Args:
         tokenizer: A tokenizer of Transformers.
@@ -82,12 +82,12 @@ def tokens_of(
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
-    """Tokens with a meaning of their own; what stands for unknown words has none."""
+    """Return the ids of special tokens, except the one for unknown words."""
     return set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
 
 
 def _placed(text: str, offsets: Sequence[Span]) -> tuple[list[int], list[int]]:
-    """`Tokens.starts` and `Tokens.borders`."""
+    """Return `Tokens.starts` and `Tokens.borders`."""
     starts: list[int] = []
     borders: list[int] = []
     covered = 0  # up to where the tokens before have read
@@ -114,7 +114,7 @@ def _border(text: str, at: int) -> int:
 
 
 def _fixed(rendered: Rendered, starts: Sequence[int], kept: Sequence[Span]) -> list[bool]:
-    """Tokens that share a character with the template or with what is to be kept."""
+    """Return for each token whether it shares a character with the template or a kept text."""
     counts = [0] * (len(rendered.text) + 1)
     for start, end in (*_between(rendered), *kept):
         for at in range(start, end):
@@ -124,6 +124,6 @@ def _fixed(rendered: Rendered, starts: Sequence[int], kept: Sequence[Span]) -> l
 
 
 def _between(rendered: Rendered) -> list[Span]:
-    """The characters outside of all contents."""
+    """Return the spans of characters outside of all contents."""
     edges = [0, *itertools.chain.from_iterable(rendered.contents), len(rendered.text)]
     return list(zip(edges[::2], edges[1::2], strict=True))

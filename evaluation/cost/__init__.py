@@ -1,1 +1,1 @@
-"""Operations and bytes of a policy, counted before anything runs."""
+"""Count operations and bytes of a policy before anything runs."""

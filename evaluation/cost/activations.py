@@ -1,4 +1,4 @@
-"""What a forward holds beside the cache, from one that runs without any numbers.
+"""Measure what a forward holds beside the cache, by running it without numbers.
 
 As in `tracing`, the model is built on the `meta` device. It reads as many tokens as are asked for,
 while the bytes of its tensors are followed: no family's formulas are needed, and masks, rotary
@@ -50,7 +50,7 @@ NAME = "kvpolicy_memory"
 
 @attrs.frozen
 class LayerActivations:
-    """Bytes that are live beside what the cache holds, while a forward is in one layer.
+    """The bytes live beside the cache's while a forward is in one layer.
 
     Args:
         attending: The most before its attention has returned; keys and values are among them.
@@ -65,7 +65,7 @@ class LayerActivations:
 
 @attrs.frozen
 class Activations:
-    """Bytes that are live beside what the cache holds, while a forward runs.
+    """The bytes live beside the cache's while a forward runs.
 
     Args:
         layers: In each layer.
@@ -77,7 +77,7 @@ class Activations:
 
 
 class ModelMemory:
-    """A model without numbers, to ask what its weights and its forwards take.
+    """A model without numbers that tells the memory of its weights and forwards.
 
     Args:
         config: Its configuration.
@@ -115,7 +115,7 @@ class ModelMemory:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of parameters and buffers, those that several modules share counted once."""
+        """Return the bytes of parameters and buffers; shared ones count once."""
         return sum(each.numel() * each.element_size() for each in self._tensors)
 
     def forward(
@@ -126,7 +126,7 @@ class ModelMemory:
         loops: bool = False,
         chunk: ChunkAttention | None = None,
     ) -> Activations:
-        """What a forward holds beside the cache.
+        """Return what a forward holds beside the cache.
 
         Args:
             new_len: Tokens that it reads, at least 1.
@@ -157,7 +157,7 @@ class ModelMemory:
         *,
         query_len: int | None = None,
     ) -> int:
-        """What a policy holds while it decides; see `deciding_bytes`."""
+        """Return the bytes a policy holds while it decides; see `deciding_bytes`."""
         policy = attrs.evolve(policy, decoding=None)  # of no matter here: one answer for both
         acts = place[0] in policy.propagation.acting_layers(place[1])
         key = str(policy), layer, acts, key_len, device, query_len
@@ -192,12 +192,12 @@ class ModelMemory:
 
 @attrs.frozen
 class _Refusing:
-    """Turns whatever a family's own code raises into one error."""
+    """A context manager that turns any error of a family's own code into one error."""
 
     name: str
 
     def __enter__(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
@@ -209,7 +209,7 @@ class _Refusing:
 
 
 def _built(config: Any, dtype: torch.dtype, attention: str | None) -> tuple[nn.Module, str]:
-    """The whole model if it can be made, else its text decoder; and how it attends."""
+    """Build the whole model if possible, else its text decoder; return it and its attention."""
     text = config.get_text_config(decoder=True)
     makers: list[tuple[Any, Any]] = [
         (AutoModelForCausalLM, text),
@@ -232,10 +232,10 @@ def _built(config: Any, dtype: torch.dtype, attention: str | None) -> tuple[nn.M
 
 
 class _Passing(DynamicCache):  # type: ignore[misc]
-    """A cache that keeps no keys and values, and hands out as many as one that held some would.
+    """A fake cache that returns empty tensors of the length a filled cache would return.
 
-    Those it hands out are the cache's own, which this does not count; where it held none they are
-    the forward's.
+    These count as the cache's own memory and are not counted here. If the cache holds nothing, the
+    forward's own keys and values are returned, which count for the forward.
     """
 
     def __init__(self, config: Any, held_len: int, *, in_chunks: bool) -> None:
@@ -267,7 +267,7 @@ class _Passing(DynamicCache):  # type: ignore[misc]
 
 @attrs.define(eq=False)
 class _Seen:
-    """What was live in a layer."""
+    """The bytes that were live in one layer."""
 
     attending: int = 0
     observing: int = 0
@@ -278,7 +278,7 @@ class _Seen:
 
 
 class _Watch:
-    """Notes what is live in each layer of a forward."""
+    """A recorder of the bytes that are live in each layer of a forward."""
 
     def __init__(self, live: LiveBytes, count: int, chunk: ChunkAttention | None) -> None:
         self.live = live
@@ -308,7 +308,7 @@ _watching: ContextVar[_Watch] = ContextVar("watching")
 
 
 def _watched(attention: str) -> Callable[..., tuple[Tensor, None]]:
-    """An attention function that computes nothing, and notes what is live behind it."""
+    """Return an attention function that computes nothing and records the bytes live after it."""
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any, **kwargs: Any
@@ -346,7 +346,7 @@ def _flash(
 
 
 class _Kernels(TorchFunctionMode):
-    """Takes the place of scaled_dot_product_attention, whose kernels are unknown to `meta`."""
+    """A mode that replaces scaled_dot_product_attention, whose kernels `meta` does not have."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -360,7 +360,7 @@ class _Kernels(TorchFunctionMode):
 
 
 def _kernel_output(query: Tensor, value: Tensor) -> Tensor:
-    """``[batch, query_heads, query_len, value_dim]``, which kernels make in tokens' order."""
+    """Return the empty output of a kernel ``[batch, query_heads, query_len, value_dim]``."""
     batch, heads, count, _ = query.shape
     sums = query.new_empty(batch, heads, count, dtype=torch.float32)
     output = query.new_empty(batch, count, heads, value.shape[-1]).transpose(1, 2)
@@ -378,7 +378,7 @@ KERNELS: dict[str, Callable[..., Tensor]] = {"sdpa": _sdpa, "flash": _flash, "ea
 
 
 def _extended(first: Activations, second: Activations, times: float) -> Activations:
-    """``times`` as far from the first as the second is."""
+    """Extrapolate linearly: ``times`` as far from the first as the second is."""
 
     def on_line(low: int, high: int) -> int:
         return round(low + (high - low) * times)

@@ -1,4 +1,4 @@
-"""What attention holds where a chunk of a prompt reads what came before it."""
+"""Run attention without numbers for a chunk of a prompt that sees tokens before it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Kernel = Callable[..., Tensor]
 
 @attrs.frozen
 class ChunkAttention:
-    """How the layers of a forward attend to tokens read before it; see `Blocks` and `Narrowed`.
+    """The way layers attend to tokens read before; see `Blocks` and `Narrowed`.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``: where the model is meant to run.
@@ -44,7 +44,7 @@ class ChunkAttention:
         tensors: tuple[Tensor, Tensor, Tensor],
         **kwargs: Any,
     ) -> Tensor:
-        """The output ``[batch, query_len, query_heads, value_dim]``, of no numbers.
+        """Return the empty output ``[batch, query_len, query_heads, value_dim]``.
 
         Args:
             attention: See `ModelMemory`.

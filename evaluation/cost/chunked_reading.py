@@ -1,4 +1,4 @@
-"""What is held while a prompt is read in chunks, stage by stage where tokens are dropped."""
+"""Compute the bytes held while a prompt is read in chunks, stage by stage if tokens drop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INPUT_BYTES = 2 * 8
 
 @attrs.frozen
 class _Pieces:
-    """How many tokens a stage reads in each of its forwards.
+    """The numbers of tokens that a stage reads in its forwards.
 
     Args:
         total: All of them.
@@ -33,13 +33,13 @@ class _Pieces:
 
     @property
     def before_last(self) -> int:
-        """Tokens of the forward before the last; 0 where there is only one."""
+        """Return the tokens of the forward before the last; 0 if there is only one."""
         return min(self.chunk, self.total - self.last)
 
 
 @attrs.define
 class ChunkedReading(Reading):
-    """How a prompt is read chunk by chunk.
+    """The memory of reading a prompt chunk by chunk.
 
     The layers of the first stage have memory for the whole prompt from the first chunk on, and
     hold all of it until the forward that ends it is over, so that a failure can be undone.
@@ -51,7 +51,7 @@ class ChunkedReading(Reading):
     chunk: int
 
     def most(self) -> int:
-        """The most bytes while the prompt is read."""
+        """Return the most bytes while the prompt is read."""
         stages = stages_of(self.policy, self.shape.num_layers, self._few_go_on)
         peak = beside = 0
         reaching = self.context_len
@@ -70,7 +70,7 @@ class ChunkedReading(Reading):
         return peak + inputs
 
     def when_read(self) -> int:
-        """See `Reading.when_read`; the chunks' own memory is held till then."""
+        """Return the bytes held when the prompt is read, chunk memory included."""
         return (self.context_len + self.room) * sum(self.token_bytes)
 
     @property
@@ -92,7 +92,7 @@ class ChunkedReading(Reading):
         return self._passes()[0][index + 1] <= LARGEST_SHARE
 
     def _reaching_stage(self, stages: tuple[Stage, ...], number: int) -> int:
-        """Tokens that reach a stage."""
+        """Return the number of tokens that reach a stage."""
         if not number:
             return self.context_len
         rates = self._passes()[-1]
@@ -102,7 +102,7 @@ class ChunkedReading(Reading):
     def _stage(
         self, stage: Stage, pieces: _Pieces, before: int, *, number: int, resumes: bool
     ) -> tuple[int, int]:
-        """The most bytes while a stage is read, and those that are held when it has been.
+        """Return the most bytes while a stage is read, and the bytes held after it.
 
         Args:
             stage: The stage.
@@ -157,7 +157,7 @@ class ChunkedReading(Reading):
     def _end(
         self, stage: Stage, pieces: _Pieces, *, resumes: bool, looks: bool, keeps: bool
     ) -> tuple[int, int]:
-        """The forward that ends a stage: the most beside what it has read, and what it stores."""
+        """Return the most bytes of the forward that ends a stage, and what it stores."""
         held = pieces.total - pieces.last
         forward = self._forward(pieces.last, held)
         layers = range(stage.first + resumes, stage.last + 1)
@@ -204,24 +204,24 @@ class ChunkedReading(Reading):
         return pieces.last if self._sums else self._shown_len(pieces.total)
 
     def _cuts(self, new: int) -> bool:
-        """Whether a chunk alone has all queries that are looked at."""
+        """True if one chunk alone has all queries that the policy looks at."""
         shown = self.policy.num_queries
         return shown is not None and shown < new
 
     def _query_len(self, new: int) -> int:
-        """Queries of a chunk that are remembered in every layer."""
+        """Return how many queries of a chunk are remembered in every layer."""
         if self._sums or self.policy.num_queries == 0:
             return 0
         return self._shown_len(new) if self._cuts(new) else new
 
     def _queries_held(self, seen: int) -> int:
-        """Bytes of the queries that a layer remembers of the chunks so far."""
+        """Return the bytes of queries that a layer remembers of all chunks so far."""
         if self._sums:
             return 0
         return self._shown_len(seen) * max(map(self._query_bytes, range(self.shape.num_layers)))
 
     def _carried(self, layers: range | list[int], key_len: int) -> int:
-        """Bytes of sums over all queries so far."""
+        """Return the bytes of attention sums over all queries so far."""
         if not self._sums:
             return 0
         heads = sum(
@@ -230,7 +230,7 @@ class ChunkedReading(Reading):
         return heads * key_len * CARRIED_BYTES
 
     def _carrying(self, index: int, key_len: int, new: int) -> int:
-        """Bytes of summing over a chunk's queries."""
+        """Return the bytes needed to sum over a chunk's queries."""
         return self._deciding(index, key_len, new) if self._sums else 0
 
     # What forwards hold.
@@ -239,7 +239,7 @@ class ChunkedReading(Reading):
         return self.model.forward(new, held, loops=bool(self._states), chunk=self._attention())
 
     def _resumed(self, index: int, new: int, share: float) -> LayerActivations:
-        """A layer run for some of its tokens, against the first of its keys."""
+        """Return the memory of a layer run for some tokens against its first keys."""
         held = max(round(share * self.context_len) - new, 0)
         attention = attrs.evolve(self._attention(), has_gaps=True)
         return self.model.forward(new, held, chunk=attention).layers[index]
@@ -250,7 +250,7 @@ class ChunkedReading(Reading):
 
 @attrs.define
 class _Moments:
-    """The most bytes of a forward, layer by layer.
+    """A running maximum of a forward's bytes, layer by layer.
 
     Args:
         beside: Bytes that are held beside what is live in the layer at hand.
@@ -263,7 +263,7 @@ class _Moments:
     def see(
         self, here: LayerActivations, *, whole: bool, deciding: int = 0, stored: int = 0
     ) -> None:
-        """Pass a layer.
+        """Update the maximum with one layer.
 
         Args:
             here: What is live in it.

@@ -1,4 +1,4 @@
-"""What a policy itself holds while it decides about a layer."""
+"""Compute the bytes that a policy holds while it decides about a layer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def deciding_bytes(
     device: str = "cuda",
     query_len: int | None = None,
 ) -> int:
-    """The most bytes that a policy holds beside a layer's queries, keys and values.
+    """Return the most bytes a policy holds beside a layer's queries, keys and values.
 
     Scores are computed in blocks, of which a GPU's are larger than a processor's. For a GPU the
     scorer is run without numbers; choosing depends on numbers, and is run on short contexts.
@@ -72,7 +72,7 @@ def deciding_bytes(
 
 
 def _scored(policy: CachePolicy, key_len: int, shown: Callable[[int], LayerContext]) -> int:
-    """The most bytes of scoring on a GPU."""
+    """Return the most bytes of scoring on a GPU."""
     if key_len <= SCORED_LONGER:
         return _scoring(policy, shown(key_len))
     times = (key_len - SCORED_SHORT) / (SCORED_LONGER - SCORED_SHORT)
@@ -139,7 +139,7 @@ def _tensors(context: LayerContext) -> list[Tensor]:
 
 
 def _measured(policy: CachePolicy, context: LayerContext, *, scores: bool = True) -> int:
-    """The most bytes of a decision; with ``scores`` False those behind a saliency alone."""
+    """Return the most bytes of a decision; if not ``scores``, only of choosing."""
     acts = context.layer_idx in policy.propagation.acting_layers(context.num_layers)
     with torch.no_grad(), LiveBytes(_tensors(context)) as live:
         if scores and policy.propagation.restarts and acts:
@@ -163,7 +163,7 @@ def _choose(policy: CachePolicy, context: LayerContext, acts: bool) -> None:
 
 
 def _scoring(policy: CachePolicy, context: LayerContext) -> int:
-    """The most bytes of scoring, without numbers."""
+    """Return the most bytes of scoring, run without numbers."""
     assert policy.scorer is not None
     nothing_padded = _NothingPadded()  # type: ignore[no-untyped-call]
     with torch.no_grad(), nothing_padded, LiveBytes(_tensors(context)) as live:
@@ -172,7 +172,7 @@ def _scoring(policy: CachePolicy, context: LayerContext) -> int:
 
 
 class _NothingPadded(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Says True to whoever asks, which is only done of whether all slots hold a token."""
+    """A mode that answers True when asked for a bool: whether all slots hold a token."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:

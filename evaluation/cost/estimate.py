@@ -1,4 +1,4 @@
-"""What a policy costs before anything is run: operations of the prefill, bytes of the cache."""
+"""Estimate a policy's cost without running: prefill operations and cache bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvpolicy.repetition import Repetition
 
 @attrs.frozen
 class Flops:
-    """Floating-point operations: a multiplication and an addition are two.
+    """A count of floating-point operations; a multiplication and an addition are two.
 
     Args:
         linear: Of the layers' matrices: projections of attention, and MLPs.
@@ -34,12 +34,12 @@ class Flops:
 
     @property
     def layers(self) -> float:
-        """All but the head's."""
+        """Return all operations except the output head's."""
         return self.linear + self.attention + self.states
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Return all operations."""
         return self.layers + self.head
 
     def __add__(self, other: Flops) -> Flops:
@@ -53,7 +53,7 @@ class Flops:
 
 @attrs.frozen
 class Estimate:
-    """What one prompt costs under a policy, and what it costs under full context.
+    """The cost of one prompt under a policy, and under full context.
 
     Args:
         context_len: Tokens of the prompt.
@@ -79,34 +79,34 @@ class Estimate:
 
     @property
     def speedup(self) -> float:
-        """How many times faster the prefill can be by the count of its operations."""
+        """Return the largest speed-up of the prefill, by the count of operations."""
         return self.full.total / self.prefill.total
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values kept after prefill, and of the states."""
+        """Return the bytes of keys and values kept after prefill, and of the states."""
         held = zip(self.kept_tokens, self.token_bytes, strict=True)
         return round(sum(tokens * size for tokens, size in held)) + self.state_bytes
 
     @property
     def full_kv_bytes(self) -> int:
-        """Bytes of a full cache."""
+        """Return the bytes of a full cache."""
         return self.context_len * sum(self.token_bytes) + self.state_bytes
 
     @property
     def kv_share(self) -> float:
-        """Kept bytes over those of a full cache."""
+        """Return the kept bytes over those of a full cache."""
         return self.kv_bytes / self.full_kv_bytes
 
     @property
     def mean_kept(self) -> float:
-        """Tokens that a layer keeps, the mean over those that hold any."""
+        """Return the tokens that a layer keeps, the mean over layers that hold any."""
         pairs = zip(self.kept_tokens, self.token_bytes, strict=True)
         holding = [tokens for tokens, size in pairs if size]
         return sum(holding) / len(holding)
 
     def as_data(self) -> dict[str, Any]:
-        """Everything as plain data for JSON; None for what is not known before a prompt is read."""
+        """Return plain data for JSON; None for what is unknown before a prompt is read."""
         known = self.compute_rate is not None
         prefill = {**attrs.asdict(self.prefill), "total": self.prefill.total}
         return {
@@ -198,7 +198,7 @@ def estimate(
 def layer_flops(
     shape: ModelShape, layer_idx: int, tokens: float, context_len: float | None = None
 ) -> Flops:
-    """Operations of one layer that computes all of the tokens that reach it.
+    """Return the operations of one layer that computes all tokens that reach it.
 
     So does a layer that drops: the one place to change if it computes fewer.
 
@@ -220,7 +220,7 @@ def layer_flops(
 
 
 def _seen_share(layer: LayerShape, context_len: float) -> float:
-    """Of the pairs of tokens that causal attention has, the share that a layer's window has."""
+    """Return the share of causal attention's token pairs that a layer's window has."""
     window = layer.window
     if window is None or window >= context_len:
         return 1.0
@@ -236,7 +236,7 @@ def _pass(shape: ModelShape, tokens: Sequence[float], context_len: float) -> Flo
 
 
 def _kept(layer: LayerShape, arriving: float, chosen: float, context_len: float) -> float:
-    """Tokens that a layer keeps of those that reach it."""
+    """Return how many of the tokens that reach a layer it keeps."""
     if not layer.token_elements:
         return 0.0
     if layer.window is None or context_len <= layer.window:
@@ -259,7 +259,7 @@ def _prefill(propagation: PropagationPolicy, shape: ModelShape, context_len: int
 
 
 def _again(reading: Repetition | None, shape: ModelShape, context_len: int) -> Flops:
-    """Operations of a second reading: its tokens see all of the prompt, and their own chunk."""
+    """Return the operations of a second reading, which sees the prompt and its own chunk."""
     if reading is None:
         return Flops(0.0, 0.0)
     tokens = reading.compute_rate(context_len) * context_len
@@ -278,6 +278,6 @@ def _again(reading: Repetition | None, shape: ModelShape, context_len: int) -> F
 def _tokens(
     rates: Sequence[float], part: KVSelector | PropagationPolicy, context_len: int
 ) -> list[float]:
-    """Tokens of each layer; a rate of 0 is a layer that is not run."""
+    """Return the tokens of each layer; a rate of 0 means that the layer is not run."""
     fewest = min(max(part.protected_tail + part.protected_first, 1), context_len)
     return [max(rate * context_len, fewest) if rate else 0.0 for rate in rates]

@@ -1,4 +1,4 @@
-"""Following the memory of tensors while a model runs, with numbers or without."""
+"""Count the memory of live tensors while a model runs, with numbers or without."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all storages that are made inside the block and still referred to.
+    """A mode that counts the bytes of storages made inside the block and still in use.
 
     What a kernel takes for itself and gives back before it returns is not seen. Tensors on the
     `meta` device count as what they would take.
@@ -43,7 +43,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._counts = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and count what it has made."""
+        """Run an operation and count the tensors it has made."""
         made = func(*args, **(kwargs or {}))
         for each in tree_leaves(made):
             if isinstance(each, Tensor):
@@ -52,7 +52,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A block in which what is made never counts, nor do its views."""
+        """Run a block whose new tensors, and their views, never count."""
         self._counts = False
         try:
             yield
@@ -60,7 +60,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._counts = True
 
     def restart(self) -> int:
-        """Let the peak begin at what is live; returns the peak until now."""
+        """Reset the peak to the live bytes, and return the peak until now."""
         peak, self.peak = self.peak, self.live
         return peak
 

@@ -1,4 +1,4 @@
-"""The sizes of a model that decide its cost."""
+"""Define the sizes of a model that decide its cost."""
 
 from __future__ import annotations
 
@@ -77,26 +77,26 @@ class LayerShape:
 
     @property
     def pair_width(self) -> int:
-        """Numbers multiplied for one token and one that it sees: of all heads."""
+        """Return the numbers multiplied for a pair of tokens, over all heads."""
         return self.query_heads * (self.key_dim + self.value_dim)
 
     @property
     def chooses(self) -> bool:
-        """Whether it holds keys for tokens, and sees the whole context."""
+        """True if the layer holds keys for tokens and sees the whole context."""
         return bool(self.query_heads and self.token_elements) and self.window is None
 
     def held(self, context_len: float) -> float:
-        """Tokens of a context that the layer holds where nothing is chosen: the next sees them."""
+        """Return how many tokens the layer holds if nothing is evicted."""
         if self.window is None or context_len <= self.window:
             return context_len
         return context_len % self.window if self.chunked else self.window - 1
 
     def token_bytes(self, itemsize: int) -> int:
-        """Bytes held for a token in a model whose numbers have ``itemsize`` bytes."""
+        """Return the bytes held for a token if numbers have ``itemsize`` bytes."""
         return self.token_elements * itemsize + self.place_bytes
 
     def state_bytes(self, itemsize: int) -> int:
-        """Bytes of the state of a row in a model whose numbers have ``itemsize`` bytes."""
+        """Return the bytes of a row's state if numbers have ``itemsize`` bytes."""
         own = self.state_elements - self.float_state_elements
         return own * itemsize + self.float_state_elements * 4
 
@@ -142,12 +142,12 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Return the number of decoder layers."""
         return len(self.layers)
 
     @property
     def eligible(self) -> list[int]:
-        """Layers after which tokens may be dropped whatever the context; all if none sees all."""
+        """Return the layers after which tokens may be dropped; all if none sees everything."""
         seeing = [index for index, layer in enumerate(self.layers) if layer.chooses]
         return seeing or list(range(self.num_layers))
 
@@ -161,7 +161,7 @@ def attention_layer(
     mlp: int,
     window: int | None = None,
 ) -> LayerShape:
-    """A layer of plain attention, whose keys and values have heads of one width, and an MLP.
+    """Return the shape of a layer of plain attention, with one head width, and an MLP.
 
     Args:
         hidden_size: Width of the residual stream.
@@ -185,5 +185,5 @@ def attention_layer(
 
 
 def gated_mlp(hidden_size: int, intermediate_size: int) -> int:
-    """Weights of an MLP of three matrices: gate, up and down."""
+    """Return the number of weights of an MLP with gate, up and down matrices."""
     return 3 * hidden_size * intermediate_size

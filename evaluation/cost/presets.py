@@ -1,4 +1,4 @@
-"""Published models by name: what their configurations on the Hub say of their sizes."""
+"""List published models by name, with sizes from their configurations on the Hub."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import attrs
 
 @attrs.frozen
 class Preset:
-    """A published model.
+    """A published model's family, sizes and names.
 
     Args:
         model_type: Transformers' word for its family.
@@ -32,7 +32,7 @@ def _dense(
     most: int,
     *hub_names: str,
 ) -> Preset:
-    """A model of equal layers with heads of 128."""
+    """Return a preset of equal layers with heads of width 128."""
     sizes = {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -49,7 +49,7 @@ def _dense(
 
 
 def _gpt_oss(layers: int, experts: int, hub_name: str) -> Preset:
-    """Every second layer, from the first, sees 128 tokens; 4 experts are active."""
+    """Return a preset of gpt-oss with a number of layers and experts."""
     sizes = {"num_hidden_layers": layers, "num_local_experts": experts}
     return Preset("gpt_oss", sizes, (hub_name,))
 
@@ -145,7 +145,7 @@ _BY_HUB_NAME = {
 
 
 def preset_name(name: str) -> str | None:
-    """The name of a preset by that, or by a name on the Hub, in upper or lower case, else None.
+    """Return the preset of this name or Hub name, in any case of letters, else None.
 
     Example:
         >>> preset_name("meta-llama/Llama-3.1-8B-Instruct")

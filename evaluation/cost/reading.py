@@ -1,4 +1,4 @@
-"""What is held while a prompt is read in one forward, and while its answer is decoded."""
+"""Compute the bytes held while a prompt is read in one forward and its answer decoded."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ POSITION_BYTES = 8
 
 
 def most_of(layer: LayerActivations) -> int:
-    """The most bytes that are live in a layer."""
+    """Return the most bytes that are live in a layer."""
     return max(layer.attending, layer.observing, layer.after)
 
 
 @attrs.define
 class Reading:
-    """How a prompt is read.
+    """The memory of reading a prompt in one forward.
 
     Args:
         policy: The policy, its layers placed.
@@ -47,7 +47,7 @@ class Reading:
     # What layers hold.
 
     def stored(self, index: int) -> int:
-        """Bytes of a layer that the policy has chosen in."""
+        """Return the bytes of a layer in which the policy has chosen."""
         size, layer = self.token_bytes[index], self.shape.layers[index]
         if not size:
             return 0
@@ -58,7 +58,7 @@ class Reading:
 
     @property
     def waiting(self) -> list[int]:
-        """The layers that hold all of the prompt until every one was scored."""
+        """Return the layers that hold the whole prompt until all layers are scored."""
         return [
             index
             for index, layer in enumerate(self.shape.layers)
@@ -68,7 +68,7 @@ class Reading:
         ]
 
     def when_read(self) -> int:
-        """Bytes that all layers hold when the prompt has been read, but for what they wait for."""
+        """Return the bytes of all layers when the prompt is read, before deferred choices."""
         return sum(map(self._held_back, range(self.shape.num_layers)))
 
     def _held_back(self, index: int) -> int:
@@ -77,7 +77,7 @@ class Reading:
         return self.stored(index)
 
     def while_answering(self, answer_len: int) -> tuple[int, int]:
-        """Bytes that all layers hold while an answer is decoded, and the most; without states."""
+        """Return the layers' bytes at the answer's end, and the most; without states."""
         stored = sum(map(self.stored, range(self.shape.num_layers)))
         rule = self.policy.decoding
         if rule is None or answer_len < rule.every:
@@ -98,13 +98,13 @@ class Reading:
         return max(stored, bounded) + remembered, stored + bounded + remembered
 
     def _query_bytes(self, index: int) -> int:
-        """Bytes of one token's queries, where they are looked at."""
+        """Return the bytes of one token's queries; 0 if the layer holds no tokens."""
         layer = self.shape.layers[index]
         looks = self.token_bytes[index] > 0
         return looks * layer.query_heads * layer.key_dim * self.model.dtype.itemsize
 
     def _deciding(self, index: int, key_len: int, query_len: int | None = None) -> int:
-        """Bytes of deciding about a layer, shown no more than so many queries."""
+        """Return the bytes of deciding about a layer with at most ``query_len`` queries."""
         place = index, self.shape.num_layers
         layer = self.shape.layers[index]
         if layer.window is not None and layer.window < self.context_len:
@@ -116,7 +116,7 @@ class Reading:
     # In one forward.
 
     def most(self) -> int:
-        """The most bytes while the prompt is read."""
+        """Return the most bytes while the prompt is read."""
         propagation, num_layers = self.policy.propagation, self.shape.num_layers
         passes = list(propagation.prefill_passes(num_layers, self.context_len))
         peak = 0
@@ -126,7 +126,7 @@ class Reading:
         return peak
 
     def _pass(self, arriving: Sequence[float], *, keeps: bool) -> int:
-        """One forward over the prompt, or over what a restart has chosen of it."""
+        """Return the most bytes of one forward over the prompt or a restart's tokens."""
         peak = total = 0
         for index, tokens in enumerate(arriving):
             if not tokens and not (index and arriving[index - 1]):
@@ -143,19 +143,19 @@ class Reading:
         return peak
 
     def _narrows(self, index: int, arriving: Sequence[float]) -> bool:
-        """Whether a layer's output is computed for few tokens only."""
+        """True if a layer's output is computed for few tokens only."""
         if not self._is_plain(index):
             return False
         last = index == len(arriving) - 1
         return last or arriving[index + 1] <= LARGEST_SHARE * arriving[index]
 
     def _is_plain(self, index: int) -> bool:
-        """Whether a layer may be run for some of its tokens only."""
+        """True if a layer may be run for only some of its tokens."""
         layer = self.shape.layers[index]
         return layer.chooses and not layer.state_elements
 
     def _reached(self, index: int, tokens: int) -> LayerActivations:
-        """What a layer holds that some of the prompt's tokens reach."""
+        """Return the memory of a layer that some of the prompt's tokens reach."""
         loops = bool(self._states)
         if tokens >= self.context_len:
             return self.model.forward(self.context_len, loops=loops).layers[index]
@@ -178,5 +178,5 @@ class Reading:
 
 
 def is_latent(layer: LayerShape) -> bool:
-    """Whether a token is held as one latent for all heads."""
+    """True if a token is held as one latent for all heads."""
     return layer.token_elements < layer.kv_heads * (layer.key_dim + layer.value_dim)

@@ -1,4 +1,4 @@
-"""What is held while layers choose that have waited for each other, or for a second reading."""
+"""Compute the bytes held while layers make deferred choices or read the prompt again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SALIENCY_BYTES = 4
 
 
 def choosing_bytes(reading: Reading) -> int:
-    """The most bytes beside what has been read, until all layers have chosen."""
+    """Return the most bytes, beside what has been read, until all layers have chosen."""
     stored = sum(map(reading.stored, reading.waiting))
     if reading.policy.reading is None:
         return stored
@@ -18,7 +18,7 @@ def choosing_bytes(reading: Reading) -> int:
 
 
 def _again(reading: Reading) -> int:
-    """The most bytes of a second reading.
+    """Return the most bytes of a second reading.
 
     Every layer shows what it holds in memory of its own; the forward over a repeated chunk joins
     it with the chunk's own keys, layer by layer, under a mask of all.

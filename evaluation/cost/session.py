@@ -1,4 +1,4 @@
-"""What a session under a policy holds: while its prompt is read, and while its answer is decoded.
+"""Compute what a session holds while its prompt is read and its answer is decoded.
 
 This follows how `PolicyCache` reads. In one forward, a layer's keys and values are freed when the
 policy has chosen among them; in chunks, the layers that all tokens reach hold the whole prompt
@@ -28,7 +28,7 @@ TOKEN_BYTES = 3 * 8
 
 @attrs.frozen
 class Session:
-    """Bytes of one session, the model's weights not counted.
+    """The bytes of one session, without the model's weights.
 
     Args:
         kept: Keys, values and states once the prompt has been read, as `PolicyCache.report` says.
@@ -44,16 +44,16 @@ class Session:
 
     @property
     def peak(self) -> int:
-        """The most bytes at any time."""
+        """Return the most bytes at any time."""
         return max(self.reading, self.answering)
 
     @property
     def peak_when(self) -> str:
-        """``"reading"`` or ``"answering"``."""
+        """Return when the peak is: ``"reading"`` or ``"answering"``."""
         return "reading" if self.reading >= self.answering else "answering"
 
     def count_in(self, memory: int, weights: int) -> int:
-        """How many such sessions fit, if one at a time works while the others hold what they hold.
+        """Return how many sessions fit if one works while the others only hold.
 
         Args:
             memory: Bytes there are.
@@ -77,7 +77,7 @@ def session_of(
     chunk: int | None = None,
     device: str = "cuda",
 ) -> Session:
-    """What one session holds; nothing is run with numbers but choices on short contexts.
+    """Compute one session's bytes; only choices on short contexts run with numbers.
 
     The cache has memory for the answer in advance, as with ``max_new_tokens``; without it buffers
     grow, and are held twice while they do.

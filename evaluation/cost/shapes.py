@@ -1,4 +1,4 @@
-"""Shapes of models: published ones by name, others read from a configuration without weights."""
+"""Load shapes of models: published ones by name, others from a configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpolicy.evaluation.cost.presets import PRESETS, preset_name
 
 
 def load_shape(name: str) -> ModelShape:
-    """Find a preset, or read a configuration from the disk; neither network nor weights are used.
+    """Load a preset, or a configuration from disk; neither network nor weights are used.
 
     Args:
         name: A preset or its name on the Hugging Face Hub, in upper or lower case; a folder with a
@@ -36,7 +36,7 @@ def load_shape(name: str) -> ModelShape:
 
 
 def load_config(name: str) -> Any:
-    """The configuration behind a shape; arguments and errors as of `load_shape`."""
+    """Return the configuration behind a shape; arguments, errors as in `load_shape`."""
     check_kind("name", name, str)
     preset = preset_name(name)
     return _read_config(name) if preset is None else _preset_config(preset)
@@ -55,7 +55,7 @@ def _preset_shape(name: str) -> ModelShape:
 
 
 def shape_of(config: Any, name: str = "model") -> ModelShape:
-    """The shape of a model of Transformers by its configuration.
+    """Return the shape of a Transformers model, from its configuration.
 
     Args:
         config: A configuration of Transformers; one of several modalities counts as its text

@@ -1,4 +1,4 @@
-"""The shapes of a model's layers, from two tokens that run through it without any numbers.
+"""Find the shapes of a model's layers by running two tokens through it without numbers.
 
 The model is built on PyTorch's `meta` device, where tensors have a shape and nothing else, so that
 one of hundreds of gigabytes takes no memory and well under a second. Nothing here knows a family:
@@ -46,7 +46,7 @@ DTYPE = torch.bfloat16
 
 
 def trace_layers(config: Any, name: str) -> tuple[LayerShape, ...]:
-    """The shape of every layer of a decoder.
+    """Return the shape of every layer of a decoder.
 
     Args:
         config: The model's configuration; of one of several modalities the text decoder counts.
@@ -98,7 +98,7 @@ def trace_layers(config: Any, name: str) -> tuple[LayerShape, ...]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out what Transformers says of kernels that nothing is computed with."""
+    """Silence Transformers' warnings about kernels, since nothing is computed."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -108,7 +108,7 @@ def quiet() -> Iterator[None]:
 
 
 def _built(config: Any, text: Any) -> nn.Module:
-    """The model without numbers; its experts are run for each token, which needs none."""
+    """Build the model without numbers; its experts run for each token, which needs none."""
     options = {"dtype": DTYPE, "attn_implementation": NAME}
     model: Any
     with torch.device("meta"):
@@ -129,7 +129,7 @@ def _built(config: Any, text: Any) -> nn.Module:
 
 @attrs.define
 class _LayerFacts:
-    """What running a layer showed."""
+    """The facts that running a layer has shown."""
 
     linear: float = 0.0
     projection: float | None = None
@@ -139,7 +139,7 @@ class _LayerFacts:
 
 @attrs.define
 class _Seen:
-    """Watches the layers of a model while it runs.
+    """A recorder of the layers of a model while it runs.
 
     Args:
         modules: The decoder's layers.
@@ -154,7 +154,7 @@ class _Seen:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch what is run meanwhile."""
+        """Record what runs inside the block."""
         handles = []
         for layer, facts in zip(self.modules, self.layers, strict=True):
             handles.append(layer.register_forward_pre_hook(self._enter(facts)))
@@ -195,7 +195,7 @@ class _Seen:
     def _experts(
         self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], _: Any
     ) -> None:
-        """Of all experts a token is sent to as many as it has numbers of experts."""
+        """Count the weights of the top-k experts that a token is routed to."""
         if self.current is None:
             return
         given = [each for each in (*inputs, *named.values()) if isinstance(each, Tensor)]
@@ -206,7 +206,7 @@ class _Seen:
             self.current.linear += active * weight[0].numel()
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """A layer's attention function is called."""
+        """Record a call of a layer's attention function."""
         if self.current is not None:
             heads = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
             self.current.heads = heads
@@ -215,12 +215,12 @@ class _Seen:
 
 
 def _all_keys_are_there(*_: Any) -> None:
-    """Of what attends: an indexer asks which keys a token sees."""
+    """Assume for attention that ``nonzero`` finds all: an indexer asks for visible keys."""
     without_numbers.meta_nonzero_assume_all_nonzero = True
 
 
 def _not_all_is_there(*_: Any) -> None:
-    """Of what does not: which expert a token goes to, and which adapter, only numbers say."""
+    """Refuse ``nonzero`` again: only numbers tell a token's expert or adapter."""
     without_numbers.meta_nonzero_assume_all_nonzero = False
 
 
@@ -230,14 +230,14 @@ _watching: ContextVar[_Seen] = ContextVar("watching")
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
-    """An attention function that looks at what it is given, and computes nothing."""
+    """Record what an attention function is given; compute nothing."""
     _watching.get().attended(query, key, value)
     batch, heads, tokens, _dim = query.shape
     return query.new_empty(batch, tokens, heads, value.shape[-1]), None
 
 
 def _expert_weights(module: nn.Module) -> list[Tensor]:
-    """Matrices that a module holds one of for every expert."""
+    """Return the matrices that a module holds once per expert."""
     if isinstance(module, (nn.Conv1d, nn.Conv2d)):
         return []
     own = dict(module.named_parameters(recurse=False))
@@ -245,7 +245,7 @@ def _expert_weights(module: nn.Module) -> list[Tensor]:
 
 
 def _owned_weights(layer: nn.Module) -> int:
-    """Weights of a layer's routers and convolutions, which a token meets once."""
+    """Return the number of weights of routers and convolutions, used once per token."""
     found = 0
     for module in layer.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -283,14 +283,14 @@ def _layer(
 
 
 def _token_elements(cached: Any) -> int:
-    """Numbers held for a token: keys and values, and what stands beside them."""
+    """Return the numbers held for a token: keys, values and index keys."""
     names = ("keys", "values", "indexer_keys", "prefill_keys", "prefill_values")
     held = (getattr(cached, name, None) for name in names)
     return sum(each.numel() // TOKENS for each in held if isinstance(each, Tensor))
 
 
 def _place_bytes(held: list[Any]) -> int:
-    """Bytes of the position ids that a `PolicyCache` holds for each index key.
+    """Return the bytes of position ids that a `PolicyCache` holds for each index key.
 
     Transformers' own cache holds them once, for the layers of all; where some are dropped on the
     way, layers hold different tokens.
@@ -300,7 +300,7 @@ def _place_bytes(held: list[Any]) -> int:
 
 
 def _states(cache: Any, index: int, cached: Any) -> list[Tensor]:
-    """The states that a cache holds for a layer, those of convolutions among them."""
+    """Return the states that a cache holds for a layer, of convolutions too."""
     found: list[Any] = []
     for name in ("conv_states", "recurrent_states"):
         held = getattr(cached, name, None)
@@ -313,7 +313,7 @@ def _states(cache: Any, index: int, cached: Any) -> list[Tensor]:
 
 
 def _window(config: Any, index: int, cached: Any) -> tuple[int | None, bool]:
-    """Tokens that a token of the layer sees, None for all; and whether these are a chunk's."""
+    """Return a layer's window, None for all, and whether it is a chunk."""
     kinds = getattr(config, "layer_types", None)
     own = getattr(cached, "sliding_window", None)
     if not kinds or index >= len(kinds):

@@ -1,4 +1,4 @@
-"""Policies held against each other on the tasks of lm-evaluation-harness, resumably.
+"""Compare policies on the tasks of lm-evaluation-harness; a run can be resumed.
 
 `run` asks every combination of task, length, policy, rate and question, and adds a line to the
 folder for each sample; `load` reads a folder, finished or not; `write_report` makes its page.

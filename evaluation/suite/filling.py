@@ -1,4 +1,4 @@
-"""Filling a folder: cell by cell, batch by batch, what is not there yet."""
+"""Fill a results folder, cell by cell and batch by batch, with the missing samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpolicy.evaluation.suite.sample import Cell, Document, Sample
 def expected_samples(
     documents: Documents, questions: Sequence[str], methods: Sequence[str]
 ) -> dict[Cell, int]:
-    """Every cell of a comparison, in the order of asking, with the samples it is to have.
+    """Return every cell of a comparison, in order of asking, with its number of samples.
 
     All methods answer a task's documents before the next task begins, so that what is there can be
     compared at any time.
@@ -40,7 +40,7 @@ def fill(
     progress: Progress = silent,
     listener: Listener | None = None,
 ) -> None:
-    """Ask what has not been asked yet; a sample that is in the folder is never asked again.
+    """Ask what has not been asked yet; a sample in the folder is never asked again.
 
     Args:
         folder: Where samples go, each batch as soon as it is answered.
@@ -86,7 +86,7 @@ def _batches(documents: Sequence[Document], size: int) -> Iterator[Sequence[Docu
 
 
 def _check_prompts(cells: Mapping[Cell, Sequence[Sample]], documents: Documents) -> None:
-    """Check that what was asked is what would be asked now."""
+    """Check that the folder's samples have the same prompts as the documents."""
     for cell, found in cells.items():
         digests = {each.id: each.digest for each in documents[cell.task, cell.length]}
         for sample in found:

@@ -1,4 +1,4 @@
-"""A folder of results: what was asked for, and a line for every sample that is finished.
+"""Read and write a results folder: its settings, and a line for every finished sample.
 
 ``settings.json`` says what was asked for, of which model and on what; ``samples.jsonl`` has a line
 a sample, written whole and at once, so that a kill loses what was being asked and no more. A folder
@@ -26,7 +26,7 @@ FORMAT = 1
 
 @attrs.frozen
 class Description:
-    """What a folder is of.
+    """The settings, environment, methods and cells of a folder.
 
     Args:
         settings: What was asked for, and the model, as plain data.
@@ -41,7 +41,7 @@ class Description:
     expected: dict[Cell, int]
 
     def to_json(self) -> str:
-        """As ``settings.json`` has it."""
+        """Return the content of ``settings.json``."""
         cells = [{**attrs.asdict(cell), "samples": count} for cell, count in self.expected.items()]
         methods = {label: attrs.asdict(method) for label, method in self.methods.items()}
         data = {"format": FORMAT, "settings": self.settings, **self.environment}
@@ -68,7 +68,7 @@ class Description:
             raise ValueError(f"no settings of an evaluation: {error}") from None
 
     def differences(self, other: Description) -> list[str]:
-        """What ``other`` would have otherwise, in words; empty where samples may stand together.
+        """Return in words how ``other`` differs; empty if samples may be in one folder.
 
         The number of processors of a machine counts for nothing, nor do the cells, which follow
         from the settings and the tasks' documents.
@@ -83,7 +83,7 @@ class Description:
 
 @attrs.frozen
 class Results:
-    """What a folder holds.
+    """The description and the samples of a folder.
 
     Args:
         description: What it is of.
@@ -94,7 +94,7 @@ class Results:
     samples: tuple[Sample, ...]
 
     def by_cell(self) -> dict[Cell, list[Sample]]:
-        """The finished samples of every cell, by document; none for a cell not begun."""
+        """Return the finished samples of every cell, by document; empty if not begun."""
         found: dict[Cell, list[Sample]] = {cell: [] for cell in self.description.expected}
         for sample in sorted(self.samples, key=lambda sample: sample.document):
             found[sample.cell].append(sample)
@@ -125,7 +125,7 @@ def load(folder: Path | str) -> Results:
 
 
 class Folder:
-    """A folder that samples are added to, by one process at a time; see `opened`.
+    """A folder to which one process at a time adds samples; see `opened`.
 
     Args:
         path: The folder.
@@ -137,7 +137,7 @@ class Folder:
         self.results = results
 
     def append(self, samples: Sequence[Sample]) -> None:
-        """Add finished samples, each a whole line; they outlive this process from here on."""
+        """Add finished samples, each a whole line, and flush them to disk."""
         with (self.path / SAMPLES).open("ab") as file:
             file.write("".join(sample.to_line() for sample in samples).encode())
             file.flush()
@@ -146,7 +146,7 @@ class Folder:
 
 @contextmanager
 def opened(path: Path, description: Description) -> Iterator[Folder]:
-    """Begin a folder, or go on with one of the same description; yields it.
+    """Open a new folder or one of the same description, and yield it.
 
     A last line that was not written to its end is cut off; nothing else of a folder is touched.
 
@@ -166,7 +166,7 @@ def opened(path: Path, description: Description) -> Iterator[Folder]:
 
 
 def check_same(path: Path, description: Description) -> None:
-    """Check that a folder is new, or of the same description.
+    """Check that a folder is new or has the same description.
 
     Raises:
         ValueError: It is not; says what differs.
@@ -206,7 +206,7 @@ def _cut_torn_line(file: Path) -> None:
 
 
 def _read_samples(file: Path, description: Description) -> Iterator[Sample]:
-    """Whole lines; one that was not written to its end counts for nothing."""
+    """Yield the samples of all whole lines; an unfinished last line is ignored."""
     if not file.exists():
         return
     read: set[tuple[Cell, int]] = set()
@@ -226,7 +226,7 @@ def _read_samples(file: Path, description: Description) -> Iterator[Sample]:
 
 
 def _flat(description: Description) -> dict[str, Any]:
-    """What must be the same, by a name for messages; as JSON has it."""
+    """Return what must be the same in both folders, keyed by a name for messages."""
     read = json.loads(description.to_json())
     machine: Mapping[str, Any] = read.get("machine", {})
     return {
@@ -238,7 +238,7 @@ def _flat(description: Description) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """A value of a setting, short enough for a message."""
+    """Return a setting's value, short enough for a message."""
     if isinstance(value, list):
         return ",".join(map(str, value)) or "none"
     return "not given" if value is None else str(value)

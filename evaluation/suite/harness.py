@@ -1,4 +1,4 @@
-"""The tasks of lm-evaluation-harness, answered by one loaded model under many policies.
+"""Answer lm-evaluation-harness tasks with one loaded model under many policies.
 
 Prompts, filters and metrics are the harness's own. Only the loop is not: it goes document by
 document, so that each is a line as soon as it is answered.
@@ -36,7 +36,7 @@ NO_LIMIT = 2**31 - 1
 
 
 class HarnessRunner(Runner):
-    """Asks the harness's tasks of one model, which is in memory once.
+    """A runner that asks the harness's tasks of one model, loaded once.
 
     Args:
         loaded: The model.
@@ -87,7 +87,7 @@ class HarnessRunner(Runner):
         return found
 
     def answer(self, cell: Cell, documents: Sequence[Document]) -> list[Answer]:
-        """Answer documents as the harness would, and score them."""
+        """Answer documents as the harness does, and score them."""
         task = self.tasks[cell.task]
         groups = [
             [
@@ -107,7 +107,7 @@ class HarnessRunner(Runner):
         ]
 
     def _ask(self, model: PolicyLM, requests: Sequence[Instance]) -> list[list[RequestCosts]]:
-        """Add responses to requests, as many as they repeat; returns what each cost."""
+        """Add responses to requests, one per repeat, and return each one's cost."""
         repeated = [each for each in requests for _ in range(each.repeats or 1)]
         ask = getattr(model, repeated[0].request_type)
         for request, response in zip(repeated, ask(repeated, disable_tqdm=True), strict=True):
@@ -116,7 +116,7 @@ class HarnessRunner(Runner):
         return [[next(costs) for _ in range(each.repeats or 1)] for each in requests]
 
     def _model(self, method: str, question: str) -> PolicyLM:
-        """The one model under a policy; nothing of it is copied."""
+        """Return the model under a policy; its weights are not copied."""
         if (method, question) not in self._models:
             self._models[method, question] = PolicyLM(
                 pretrained=self.loaded.model,
@@ -146,7 +146,7 @@ class HarnessRunner(Runner):
             self._requests.setdefault((name, request.doc_id), []).append(request)
 
     def _check(self, documents: Documents) -> None:
-        """Check that every prompt can be read under every policy, and asked in every way.
+        """Check that every prompt can be read under every policy and asked in every way.
 
         Raises:
             ValueError: A prompt is longer than the model's positions, its question cannot be told
@@ -167,7 +167,7 @@ class HarnessRunner(Runner):
                 raise ValueError(f"{method} cannot be applied to {self.loaded.name}: {reason}")
 
     def _tokens(self, model: PolicyLM, name: str, request: Instance) -> int:
-        """Tokens of a prompt, its answer included, held against the model's positions."""
+        """Return the tokens of prompt and answer, checked against the positions."""
         prompt, follows = request.args[0], request.args[1]
         what = f"document {request.doc_id} of {name}"
         if isinstance(follows, str):
@@ -198,7 +198,7 @@ def _document(task: Task, number: int, requests: Sequence[Instance]) -> Document
 def _answer(
     task: Task, cell: Cell, requests: Sequence[Instance], costs: Sequence[RequestCosts]
 ) -> Answer:
-    """One document's answer; of several requests the largest cache, and all of the time."""
+    """Return one document's answer, with its largest cache and the time of all requests."""
     most = max(costs, key=lambda cost: cost.bytes_held)
     return Answer(
         prediction=prediction_of(task, requests),
@@ -213,7 +213,7 @@ def _answer(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the harness's bars and lines, which would run through the command's own."""
+    """Silence the harness's progress bars and log lines."""
     logger: Any = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)

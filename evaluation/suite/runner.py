@@ -1,4 +1,4 @@
-"""What a comparison asks of whoever has the tasks and the model."""
+"""Define the interface of a runner, which has the tasks and the model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Documents = Mapping[tuple[str, int | None], Sequence[Document]]
 
 
 class Runner(ABC):
-    """Tasks and a model: prepares documents, and answers them under a policy."""
+    """A runner that prepares documents and answers them under a policy."""
 
     @abstractmethod
     def documents(self) -> Documents:
-        """All documents that are to be asked, always the same ones in the same order.
+        """Return all documents to be asked, always in the same order.
 
         Raises:
             ValueError: One of them cannot be asked, such as a prompt that is too long.
@@ -28,10 +28,10 @@ class Runner(ABC):
 
 
 class Listener:
-    """Is told of cells as they are done; this one tells nobody."""
+    """A listener that is told of finished cells; this one does nothing."""
 
     def finished(self, cell: Cell, answers: Sequence[Answer], found: int) -> None:
-        """Hear of a finished cell.
+        """Receive a finished cell.
 
         Args:
             cell: The cell.

@@ -1,4 +1,4 @@
-"""One document asked once: what came, what it cost and what it was asked under; a line of JSON."""
+"""Define a sample: one document asked once, its answer and costs, as a line of JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FULL_CONTEXT = "full_context"
 
 @attrs.frozen(order=True)
 class Cell:
-    """What one number of a comparison stands for: a task at a length, a method and a question.
+    """A task at a length, a method and a question: one number of a comparison.
 
     Args:
         task: The task's name.
@@ -37,7 +37,7 @@ class Cell:
 
     @property
     def baseline(self) -> Cell:
-        """The same documents, asked with full context."""
+        """Return the cell of the same documents, asked with full context."""
         return attrs.evolve(self, method=FULL_CONTEXT)
 
 
@@ -60,13 +60,13 @@ class Document:
 
     @property
     def digest(self) -> str:
-        """Tells the prompt from another one."""
+        """Return a hash of the prompt, to detect that it has changed."""
         return hashlib.sha256(self.prompt.encode()).hexdigest()[:16]
 
 
 @attrs.frozen
 class Answer:
-    """What a model says to one document under a policy.
+    """The answer of a model to one document under a policy, with its costs.
 
     Args:
         prediction: The text that was scored; for a multiple choice, the choice.
@@ -89,7 +89,7 @@ class Answer:
 
 @attrs.frozen
 class Method:
-    """A policy as it is compared.
+    """A policy as it is compared, with its retention.
 
     Args:
         policy: Its name.
@@ -105,7 +105,7 @@ class Method:
 
     @classmethod
     def of(cls, variant: Variant) -> Method:
-        """The method that a variant is."""
+        """Return the method of a variant."""
         return cls(
             variant.name, variant.retention_rate, variant.retention_tokens, repr(variant.policy)
         )
@@ -113,7 +113,7 @@ class Method:
 
 @attrs.frozen
 class Sample:
-    """A line of the results.
+    """One line of the results.
 
     Args:
         cell: What it counts to.
@@ -137,7 +137,7 @@ class Sample:
 
     @classmethod
     def of(cls, cell: Cell, method: Method, document: Document, answer: Answer) -> Sample:
-        """A document's answer as a line."""
+        """Return a document's answer as a sample."""
         return cls(
             cell,
             method.policy,
@@ -150,7 +150,7 @@ class Sample:
         )
 
     def to_line(self) -> str:
-        """JSON on one line, its end included."""
+        """Return the sample as one line of JSON, with its line end."""
         data = attrs.asdict(self)
         flat = {**data.pop("cell"), **data}
         flat |= flat.pop("answer")

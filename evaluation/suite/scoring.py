@@ -1,4 +1,4 @@
-"""What the harness makes of a document and of its answers, as the fields of a line."""
+"""Turn a harness document and its responses into the fields of a sample."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEEDLES = "niah_"
 
 
 def references_of(task: Task, doc: Mapping[str, Any]) -> tuple[str, ...]:
-    """The answers that count as right."""
+    """Return the answers that count as right."""
     target = task.doc_to_target(doc)
     if task.OUTPUT_TYPE == "multiple_choice" and isinstance(target, int):
         target = task.doc_to_choice(doc)[target]
@@ -25,7 +25,7 @@ def references_of(task: Task, doc: Mapping[str, Any]) -> tuple[str, ...]:
 def depth_of(
     name: str, doc: Mapping[str, Any], prompt: str, references: Sequence[str]
 ) -> float | None:
-    """Where the needle lies, from 0 at the prompt's start to 1; None where that cannot be said.
+    """Return where the needle is, from 0 at the prompt's start to 1; None if unknown.
 
     What the document says itself (``depth``), or the place of a needle task's only reference,
     where it stands in the prompt once.
@@ -45,7 +45,7 @@ def depth_of(
 
 
 def prediction_of(task: Task, requests: Sequence[Instance]) -> str:
-    """What was scored: the text after the first filter, or the continuation that was likeliest."""
+    """Return what was scored: the text after the first filter, or the likeliest choice."""
     responses = [next(iter(request.filtered_resps.values())) for request in requests]
     if task.OUTPUT_TYPE == "generate_until":
         return str(responses[0])
@@ -54,7 +54,7 @@ def prediction_of(task: Task, requests: Sequence[Instance]) -> str:
 
 
 def scores_of(task: Task, length: int | None, requests: Sequence[Instance]) -> dict[str, float]:
-    """A document's scores by metric, for each of the task's filters.
+    """Return a document's scores by metric, for each of the task's filters.
 
     Args:
         task: The task.
@@ -83,7 +83,7 @@ def scores_of(task: Task, length: int | None, requests: Sequence[Instance]) -> d
 
 
 def _metric(task: Task, metric: str, length: int | None) -> str | None:
-    """The name of a metric; None for one that is no mean over documents.
+    """Return the name of a metric; None for one that is no mean over documents.
 
     RULER names its metric after each length, and scores those of other prompts -1.
     """

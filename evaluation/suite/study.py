@@ -1,4 +1,4 @@
-"""A comparison from its settings to its folder."""
+"""Run a comparison, from its settings to its folder of results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from kvpolicy.evaluation.suite.sample import FULL_CONTEXT, Method
 
 @attrs.frozen
 class Settings:
-    """What to ask of which model; see ``kvpolicy eval --help``.
+    """The settings of an evaluation; see ``kvpolicy eval --help``.
 
     Args:
         model: ``"needle"``, a folder or a Hub name.
@@ -99,7 +99,7 @@ def check(settings: Settings, out: Path) -> None:
 
 
 def with_full_context(chosen: Sequence[Variant]) -> list[Variant]:
-    """The policies, full context first and once."""
+    """Return the policies with full context first and once."""
     others = [each for each in chosen if each.name != FULL_CONTEXT]
     return [*variants([FULL_CONTEXT]), *others]
 
@@ -115,7 +115,7 @@ def run(
     progress: Progress = silent,
     listener: Listener | None = None,
 ) -> Results:
-    """Ask every combination of task, length, policy, rate and question; goes on where it was ended.
+    """Ask every combination of task, length, policy, rate and question; resume if stopped.
 
     Full context is always asked, once for each task, length and question. Sets the number of
     torch's threads.
@@ -173,7 +173,7 @@ def run(
 
 
 def named_policies(model: str, names: Sequence[str], rates: Sequence[float]) -> list[Variant]:
-    """Registered policies at every rate, as they are for a model; none where none is named."""
+    """Build registered policies at every rate for a model; none if none is named."""
     if not names:
         return []
     return variants(names, rates, tsp_layer=default_tsp_layer(model))
@@ -220,7 +220,7 @@ def _check_template(settings: Settings, tokenizer: Any) -> None:
 def _description(
     settings: Settings, loaded: Loaded, tasks: dict[str, Any], chosen: Sequence[Variant]
 ) -> Description:
-    """What a folder is of, but for its cells."""
+    """Return a folder's description, without its cells."""
     asked = attrs.asdict(settings) | {
         "dtype": loaded.dtype,
         "fingerprint": fingerprint(loaded),
@@ -235,12 +235,12 @@ def _description(
 
 
 def _made_of(task: Any) -> Any:
-    """What the loader says of a task's documents."""
+    """Return what the loader recorded about the source of a task's documents."""
     return (task.config.metadata or {}).get("made_of")
 
 
 def _threads_of(out: Path) -> int | None:
-    """The threads that a folder was begun with; None for a new one."""
+    """Return the threads that a folder was begun with; None for a new folder."""
     if not (out / SETTINGS).is_file():
         return None
     threads = load_results(out).description.settings.get("threads")
@@ -248,9 +248,10 @@ def _threads_of(out: Path) -> int | None:
 
 
 def fingerprint(loaded: Loaded) -> str:
-    """Tells a model and its tokenizer from others, whatever they are named and however loaded.
+    """Return a hash that identifies a model and its tokenizer, whatever their name.
 
-    Of the configuration, a sample of every parameter's values, and the vocabulary.
+    It covers the configuration, a sample of every parameter's values, and the vocabulary. How the
+    model was loaded does not change it.
     """
     from kvpolicy.integrations.transformers.state.model_print import ModelPrint
 

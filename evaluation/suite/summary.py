@@ -1,4 +1,4 @@
-"""What a folder of samples comes to: a figure for every cell that is finished, and none else."""
+"""Summarise a folder of samples: a figure for every cell, with numbers once it is finished."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpolicy.evaluation.suite.sample import FULL_CONTEXT, Cell, Method, Sample
 
 @attrs.frozen
 class Cost:
-    """What a sample of a cell costs: means of tokens and bytes, medians of seconds.
+    """The cost of a cell's samples: means of tokens and bytes, medians of seconds.
 
     Args:
         tokens_seen: Tokens of a prompt.
@@ -32,7 +32,7 @@ class Cost:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Cost:
-        """Of at least one sample."""
+        """Return the cost of at least one sample."""
 
         def over(middle: Callable[[list[float]], float], name: str) -> float:
             return middle([float(getattr(each.answer, name)) for each in samples])
@@ -45,7 +45,7 @@ class Cost:
 
 @attrs.frozen
 class Figure:
-    """A cell in numbers; there are none before all of its samples are finished.
+    """A cell in numbers, which are empty until all of its samples are finished.
 
     Args:
         cell: The cell.
@@ -68,23 +68,23 @@ class Figure:
 
     @property
     def finished(self) -> bool:
-        """Whether all samples are there."""
+        """True if all samples are there."""
         return self.done == self.expected
 
     @property
     def score(self) -> float | None:
-        """The mean of the metric that counts."""
+        """Return the mean of the metric that counts."""
         return next(iter(self.scores.values()), None)
 
     @property
     def difference(self) -> Difference | None:
-        """Of the metric that counts."""
+        """Return the difference to full context in the metric that counts."""
         return next(iter(self.differences.values()), None)
 
 
 @attrs.frozen
 class Summary:
-    """All figures of a folder, in the order of asking.
+    """A summary of a folder: all figures, in the order of asking.
 
     Args:
         figures: By cell.
@@ -98,7 +98,7 @@ class Summary:
 
     @classmethod
     def of(cls, results: Results) -> Summary:
-        """Sum up a folder."""
+        """Summarise a folder."""
         samples = results.by_cell()
         largest = largest_scores(results.samples)
         figures = {
@@ -107,7 +107,7 @@ class Summary:
         return cls(figures, samples, largest)
 
     def percents(self, cell: Cell) -> list[float]:
-        """The scores of a cell's samples in percent, by the metric that counts."""
+        """Return the scores of a cell's samples in percent, by the metric that counts."""
         found = []
         for sample in self.samples[cell]:
             metric, score = next(iter(sample.answer.scores.items()))
@@ -116,22 +116,22 @@ class Summary:
 
     @property
     def tasks(self) -> list[str]:
-        """Names of the tasks."""
+        """Return the names of the tasks."""
         return list(dict.fromkeys(cell.task for cell in self.figures))
 
     @property
     def methods(self) -> list[str]:
-        """Labels of the methods, full context first."""
+        """Return the labels of the methods, full context first."""
         return list(dict.fromkeys(cell.method for cell in self.figures))
 
     @property
     def places(self) -> list[tuple[int | None, str]]:
-        """Pairs of length and question under which methods can be held against each other."""
+        """Return the pairs of length and question under which methods are compared."""
         found = dict.fromkeys((cell.length, cell.question) for cell in self.figures)
         return sorted(found, key=lambda pair: (pair[0] is None, pair[0] or 0, pair[1] != "with"))
 
     def under(self, length: int | None, question: str) -> dict[str, list[Figure]]:
-        """The figures of every method at a length, under a question; one a task."""
+        """Return each method's figures at a length and question, one per task."""
         found: dict[str, list[Figure]] = {}
         for cell, figure in self.figures.items():
             if (cell.length, cell.question) == (length, question):
@@ -140,14 +140,14 @@ class Summary:
 
 
 def mean_score(figures: Sequence[Figure]) -> float | None:
-    """The mean over tasks of the metric that counts; None unless all of them are finished."""
+    """Return the mean over tasks of the metric that counts; None unless all are finished."""
     scores = [figure.score for figure in figures]
     known = [score for score in scores if score is not None]
     return fmean(known) if known and len(known) == len(scores) else None
 
 
 def mean_cost(figures: Sequence[Figure]) -> Cost | None:
-    """The mean over tasks of what a sample cost; None unless all of them are finished."""
+    """Return the mean over tasks of a sample's cost; None unless all are finished."""
     costs = [figure.cost for figure in figures if figure.cost is not None]
     if not costs or len(costs) < len(figures):
         return None
@@ -179,7 +179,7 @@ def _figure(
 
 
 def largest_scores(samples: Sequence[Sample]) -> dict[tuple[str, str], float]:
-    """What a task's metric gives for the best answer: 1, or 100 where it gave more than 1."""
+    """Return the best score of each metric: 1, or 100 if a score above 1 was given."""
     largest: dict[tuple[str, str], float] = {}
     for sample in samples:
         for metric, score in sample.answer.scores.items():

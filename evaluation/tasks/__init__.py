@@ -1,1 +1,1 @@
-"""What is asked of a model: the bundled task and prompts from a file."""
+"""Provide prompts: of the bundled models' tasks, from files, and of the harness's tasks."""

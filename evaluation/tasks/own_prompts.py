@@ -1,4 +1,4 @@
-"""The prompts that a bundled model is asked where no others are given."""
+"""Make the default prompts of a bundled model, for when no others are given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpolicy.evaluation.tasks.prompts import Prompt, check_extent, needle_promp
 
 
 def long_prompts(context_len: int = 256, count: int = 40, seed: int = 0) -> list[Prompt]:
-    """Prompts with long answers, half of them of a loop and half of a chain.
+    """Return prompts with long answers, half of them of a loop and half of a chain.
 
     Args:
         context_len: Tokens of every prompt, at least 64; short ones hold fewer statements and have

@@ -1,4 +1,4 @@
-"""Prompts with known answers: of the needle task, or from a file of JSON lines."""
+"""Make prompts with known answers: of the needle task, or from a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = " steps"
 
 @attrs.frozen
 class Prompt:
-    """A prompt and what a correct continuation starts with.
+    """A prompt and the start of a correct continuation.
 
     Args:
         input_ids: The prompt's tokens.
@@ -43,16 +43,16 @@ class Prompt:
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens to generate, so that any spelling of the answer fits."""
+        """Return the tokens to generate, so that any spelling of the answer fits."""
         return max(len(answer) for answer in self.answers)
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """The names of its scores: the kind, and ``"... steps"`` where those count as well."""
+        """Return the names of its scores: the kind, and ``"... steps"`` if these count too."""
         return (self.kind,) if self.step_tokens is None else (self.kind, f"{self.kind}{STEPS}")
 
     def scores(self, generated: Sequence[int]) -> dict[str, float]:
-        """What a continuation is worth by each measure, in [0, 1].
+        """Return a continuation's score by each measure, in [0, 1].
 
         1 or 0 for the whole answer; of its steps the share that comes before the first wrong one.
         """
@@ -62,7 +62,7 @@ class Prompt:
         return dict(zip(self.measures, values, strict=True))
 
     def is_match(self, generated: Sequence[int]) -> bool:
-        """Whether the continuation starts with the answer.
+        """True if the continuation starts with the answer.
 
         As many generated tokens as the answer has are compared: token by token, or, with
         ``decode``, as text without white space around it.
@@ -78,7 +78,7 @@ class Prompt:
 
 
 def needle_prompts(context_len: int = 1024, count: int = 200, seed: int = 0) -> list[Prompt]:
-    """Prompts of the needle task, half of them one-hop and half two-hop.
+    """Return prompts of the needle task, half of them one-hop and half two-hop.
 
     Args:
         context_len: Tokens of every prompt, at least 64; short ones hold fewer pairs.
@@ -102,7 +102,7 @@ def needle_prompts(context_len: int = 1024, count: int = 200, seed: int = 0) -> 
 
 
 def check_extent(context_len: int, count: int) -> None:
-    """Refuse prompts too short, or too few for one of each kind.
+    """Refuse prompts that are too short, or too few for one of each kind.
 
     Raises:
         ValueError: ``context_len`` or ``count`` is out of its range.
@@ -114,7 +114,7 @@ def check_extent(context_len: int, count: int) -> None:
 
 
 def read_prompts(path: str | os.PathLike[str], tokenizer: Any) -> list[Prompt]:
-    """Prompts from a file with one ``{"prompt": "...", "answer": "..."}`` a line.
+    """Read prompts from a file, one ``{"prompt": "...", "answer": "..."}`` per line.
 
     The answer is matched exactly against the decoded continuation, white space around either not
     counted, over as many tokens as the answer has (spelled with a space before it, or without).
@@ -138,7 +138,7 @@ def read_prompts(path: str | os.PathLike[str], tokenizer: Any) -> list[Prompt]:
 
 
 def read_prompt(path: Path) -> str:
-    """One prompt from a file, or from standard input where the path is ``-``.
+    """Read one prompt from a file, or from standard input if the path is ``-``.
 
     Line ends at its end are cut off.
 

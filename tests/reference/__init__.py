@@ -1,7 +1,7 @@
-"""An independent slow reference: plain loops over decoder layers, one row at a time.
+"""Implement the methods a second time, slowly: plain loops over layers, one row at a time.
 
-Written from the description of the methods, not from the library: the two share no code, so that
-they agree only where both follow the description.
+The reference is written from the description of the methods, not from the library. The two share no
+code, so they agree only where both follow the description.
 """
 
 from .dense import Act, causal_visible, dense_masked_logits, visible_after

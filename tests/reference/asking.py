@@ -1,4 +1,4 @@
-"""Methods that look at keys before they are turned, and at what outputs values make."""
+"""Define methods that score entries by unrotated keys, or by the outputs that values make."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,18 +13,18 @@ from .scored_methods import Scored
 
 @dataclass(frozen=True)
 class TurnedBack(Scored):
-    """By the first channels of a key before it is turned, and a row's length on.
+    """A method that scores by norms of a key's first channels, unrotated and a row's length on.
 
     Attributes:
         rope_theta: base of the rotary frequencies.
-        channels: how many.
+        channels: number of channels that are measured.
     """
 
     rope_theta: float = 10000.0
     channels: int = 2
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """The sum of both lengths."""
+        """Returns the sum of both norms for each entry."""
         found = []
         for entry in layer.entries[head]:
             before = rotate(entry.key, -entry.position, self.rope_theta)
@@ -35,7 +35,7 @@ class TurnedBack(Scored):
 
 @dataclass(frozen=True)
 class Outputs(Scored):
-    """By how far a value moves the output, the mean over query heads, times a part of its key.
+    """A method that scores by the norm of a value's projected output, times a part of its key.
 
     Attributes:
         weights: by layer, the output projection's, ``[hidden, query_heads * head_dim]``.
@@ -44,7 +44,7 @@ class Outputs(Scored):
     weights: tuple[Any, ...] = field(default=(), compare=False)
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """The mean of the lengths."""
+        """Returns, per entry, the key norm times the group's mean of projected norms."""
         group, weight = len(layer.queries) // len(layer.entries), self.weights[layer.layer_idx]
         found = []
         for entry in layer.entries[head]:
@@ -58,5 +58,5 @@ class Outputs(Scored):
 
 
 def length(vector: Tensor) -> float:
-    """The root of the sum of squares."""
+    """Returns the Euclidean norm of a vector."""
     return math.sqrt(math.fsum(value * value for value in vector.tolist()))

@@ -1,4 +1,4 @@
-"""Causal attention of one query head over what one KV head holds, with the softmax written out."""
+"""Compute causal attention of one query head over one KV head, with the softmax written out."""
 
 import math
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Entry:
-    """What one KV head of one layer stores for one token.
+    """The position, key and value that one KV head of one layer stores for one token.
 
     Attributes:
-        position: the token's position in the row, every token of the row counted; the rotary
-            position in `key` is another after a restart.
+        position: the token's position in the row, where every token counts; after a restart the
+            rotary position in `key` is a different one.
         key: `[head_dim]`, after rotary embedding.
         value: `[head_dim]`.
     """
@@ -25,7 +25,7 @@ class Entry:
 
 
 def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
-    """Softmax in float32 over the visible keys; 0 on the others.
+    """Computes softmax in float32 over the visible keys; the others get 0.
 
     Args:
         scores: `[query_len, key_len]`, scaled products.
@@ -43,12 +43,12 @@ def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
 def attention_probabilities(
     queries: Tensor, query_positions: Sequence[int], entries: Sequence[Entry], scaling: float
 ) -> Tensor:
-    """Causal attention of one query head over what its KV head holds.
+    """Computes causal attention of one query head over the entries of its KV head.
 
     Args:
         queries: `[query_len, head_dim]`.
         query_positions: of each query; a key is visible when its position is not later.
-        entries: `key_len` of them, the queries' own tokens included.
+        entries: `key_len` entries, those of the queries' own tokens included.
         scaling: factor on the products.
 
     Returns:

@@ -1,7 +1,7 @@
-"""A hybrid decoder cut where a policy dropped tokens, by the family's own layers without a cache.
+"""Run a hybrid decoder's own layers, without a cache, on the tokens that a policy did not drop.
 
-A second way to the same numbers, which shares no mathematics with `hybrid`: each layer module is
-called once, on a row that has those tokens alone that reached it.
+This computes the same numbers as `hybrid` and shares no mathematics with it: each layer module is
+called once, on a row of only the tokens that reached it.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from .hybrid import attending_layers
 
 @torch.no_grad()
 def cut_logits(model: PreTrainedModel, token_ids: Sequence[int], act: Act) -> Tensor:
-    """Layer by layer over a whole row, of which the upper layers read what went on.
+    """Runs a whole row layer by layer, where each layer reads only the tokens that reached it.
 
     Args:
         model: of the Qwen3-Next family.
@@ -45,7 +45,7 @@ def cut_logits(model: PreTrainedModel, token_ids: Sequence[int], act: Act) -> Te
 
 
 def attention_masks(model: PreTrainedModel, act: Act, length: int) -> dict[int, Tensor]:
-    """Per attending layer what is added to its scores, float `[1, query_heads, len, len]`."""
+    """Returns per attending layer the float mask `[1, query_heads, len, len]` for its scores."""
     assert act.reached is not None, "what reached which layer"
     attending = attending_layers(model)
     kept = [act.kept[index] for index in attending]

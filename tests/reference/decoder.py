@@ -1,7 +1,7 @@
-"""One decoder layer of a Llama-like model written out, from the weights of a Transformers model.
+"""Compute one decoder layer of a Llama-like model from the weights of a Transformers model.
 
 Nothing of Transformers' attention, masks, rotary embedding or caches is used: only the weights are
-read, and the MLP module is called. One row of tokens at a time, no batch axis and no padding.
+read, and the MLP module is called. It computes one row at a time, without batch axis or padding.
 """
 
 import functools
@@ -19,7 +19,7 @@ from .attention import Entry
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes of a model's attention, checked to be what this reference covers.
+    """The sizes of a model's attention, checked to be ones that this reference covers.
 
     Attributes:
         num_layers: decoder layers.
@@ -37,7 +37,7 @@ class Geometry:
 
     @property
     def group(self) -> int:
-        """Query heads per KV head."""
+        """Returns the number of query heads per KV head."""
         return self.query_heads // self.kv_heads
 
 
@@ -56,18 +56,18 @@ def geometry(model: PreTrainedModel) -> Geometry:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[Any]:
-    """The decoder layer modules in order; untyped, since families share names and no class."""
+    """Returns the decoder layer modules in order; untyped, since families share no class."""
     return list(cast(Any, model).model.layers)
 
 
 def embed(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
-    """Looks up embeddings `[len, hidden]`."""
+    """Returns the embeddings `[len, hidden]` of tokens."""
     weight: Tensor = cast(Any, model).model.embed_tokens.weight
     return torch.stack([weight[token] for token in token_ids])
 
 
 def rms_norm(hidden: Tensor, norm: Any) -> Tensor:
-    """`weight * x / sqrt(mean(x^2) + eps)` over the last axis of `hidden`."""
+    """Computes `weight * x / sqrt(mean(x^2) + eps)` over the last axis of `hidden`."""
     mean_square = (hidden * hidden).mean(dim=-1, keepdim=True)
     normed: Tensor = norm.weight * (hidden / torch.sqrt(mean_square + norm.variance_epsilon))
     return normed
@@ -75,7 +75,7 @@ def rms_norm(hidden: Tensor, norm: Any) -> Tensor:
 
 @functools.cache
 def angles_of(position: int, half: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, `[half]` each, of the angles that a token's pairs are turned by."""
+    """Returns the cosines and sines, `[half]` each, of a position's rotary angles."""
     # Angles are rounded to float32 as in the models: at position 80 that is 4e-6 of a radian.
     frequencies = torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float32)
     angles = position * frequencies
@@ -83,7 +83,7 @@ def angles_of(position: int, half: int, theta: float, dtype: torch.dtype) -> tup
 
 
 def rotate(vector: Tensor, position: int, theta: float) -> Tensor:
-    """Turns the pair `(i, i + half)` of `vector` by the angle `position / theta^(i / half)`.
+    """Rotates the pair `(i, i + half)` of `vector` by the angle `position / theta^(i / half)`.
 
     Args:
         vector: `[head_dim]`, a query or a key of one head.
@@ -113,7 +113,7 @@ def project(
         layer_idx: which decoder layer.
         hidden: `[len, hidden]`, what enters the layer.
         positions: of each token, ascending.
-        rotary: position by which each token's queries and keys are turned; None is `positions`.
+        rotary: rotary position of each token's queries and keys; None is `positions`.
 
     Returns:
         Queries, per query head `[len, head_dim]`; and entries, per KV head one per token.
@@ -125,7 +125,7 @@ def project(
     turns = positions if rotary is None else rotary
 
     def heads(projection: Any, norm: Any, *, turned: bool) -> list[list[Tensor]]:
-        """Per head, per token `[head_dim]`."""
+        """Returns, for each head, one vector `[head_dim]` per token."""
         flat = linear(normed, projection.weight, projection.bias)
         split: list[list[Tensor]] = []
         for start in range(0, flat.shape[1], sizes.head_dim):
@@ -152,7 +152,7 @@ def project(
 def finish_layer(
     model: PreTrainedModel, layer_idx: int, hidden: Tensor, heads: Sequence[Tensor]
 ) -> Tensor:
-    """Output projection, MLP and both residual connections.
+    """Applies the output projection, the MLP and both residual connections.
 
     Args:
         model: the model whose weights are read.
@@ -171,6 +171,6 @@ def finish_layer(
 
 
 def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Final norm and language-model head: `[..., hidden]` to `[..., vocab]`."""
+    """Applies final norm and language-model head, from `[..., hidden]` to `[..., vocab]`."""
     untyped = cast(Any, model)
     return linear(rms_norm(hidden, untyped.model.norm), untyped.lm_head.weight)

@@ -1,7 +1,7 @@
-"""Greedy or forced decoding with eviction every so many tokens, one token at a time.
+"""Decode one token at a time, greedily or with forced tokens, and evict at regular intervals.
 
-After each step every head has the attention that the step's query gave, and may add it to running
-sums; whenever `every` tokens have been fed since the last choice, a rule says what each head keeps.
+At each step, every head adds the attention of the step's query to running sums. Whenever `every`
+tokens have been fed since the last choice, a rule decides what each head keeps.
 """
 
 import math
@@ -31,12 +31,12 @@ from .selection import (
 
 @dataclass
 class HeadView:
-    """What one KV head of one layer shows a rule when it is time.
+    """The entries, queries and sums of one KV head that a rule is shown when it chooses.
 
     Attributes:
-        entries: held, by ascending position, the newest last.
+        entries: the entries held, by ascending position, the newest last.
         queries: per query head of the group the last decoded queries `[count, head_dim]`.
-        query_positions: of these queries.
+        query_positions: positions of these queries.
         sums: by position, the attention of all queries since the first of the prompt, averaged over
             the group.
         scaling: factor on the products.
@@ -50,21 +50,21 @@ class HeadView:
 
 
 class Rule(Protocol):
-    """What a head keeps."""
+    """A rule that decides which entries a KV head keeps."""
 
     def keep(self, head: HeadView) -> tuple[list[int], float]:
-        """Ascending indices into the entries, and how near the choice was."""
+        """Returns ascending indices into the entries, and the margin of the choice."""
 
 
 @dataclass(frozen=True)
 class Rolling:
-    """The first `num_sinks` positions and the most recent, `tokens` in all."""
+    """A rule that keeps the first `num_sinks` positions and the most recent, `tokens` in all."""
 
     tokens: int
     num_sinks: int = 4
 
     def keep(self, head: HeadView) -> tuple[list[int], float]:
-        """By position alone."""
+        """Chooses by position alone."""
         positions = [entry.position for entry in head.entries]
         count = min(self.tokens, len(positions))
         return sinks_and_recent(positions, self.num_sinks, count), math.inf
@@ -72,7 +72,7 @@ class Rolling:
 
 @dataclass(frozen=True)
 class ByScore:
-    """The last `window` entries and the highest scores before them, `tokens` in all.
+    """A rule that keeps the last `window` entries and the highest scores, `tokens` in all.
 
     Attributes:
         tokens: the budget.
@@ -85,19 +85,19 @@ class ByScore:
     protect: int = field(default=0, kw_only=True)
 
     def scores(self, head: HeadView) -> list[float]:
-        """One for each entry before the window."""
+        """Returns one score for each entry before the window."""
         raise NotImplementedError
 
     def scale(self, head: HeadView) -> float | None:
-        """What gaps between scores are relative to, where these may be of any sign."""
+        """Returns what score gaps are relative to if scores may be negative, else None."""
         return None
 
     def doubt(self, head: HeadView) -> float:
-        """How near the scores themselves are to being others, where they have steps."""
+        """Returns how near the scores are to a step at which they would change; here infinity."""
         return math.inf
 
     def keep(self, head: HeadView) -> tuple[list[int], float]:
-        """The window, the protected and the highest."""
+        """Keeps the window, the protected entries and the highest scores."""
         length = len(head.entries)
         before = max(length - self.window, 0)
         exempt = below([entry.position for entry in head.entries[:before]], self.protect)
@@ -109,7 +109,7 @@ class ByScore:
         return kept, gap if math.isinf(gap) else min(gap, self.doubt(head))
 
     def attention(self, head: HeadView, last: int) -> list[list[float]]:
-        """Per query head, what the last queries give each entry, summed."""
+        """Returns, per query head, the attention that the last queries give each entry, summed."""
         rows = []
         for queries in head.queries:
             given = attention_probabilities(
@@ -121,32 +121,32 @@ class ByScore:
 
 @dataclass(frozen=True)
 class RunningSums(ByScore):
-    """H2O: by the sums of the attention of every step."""
+    """The H2O rule, which scores by the summed attention of every step."""
 
     def scores(self, head: HeadView) -> list[float]:
-        """The sums."""
+        """Returns the running sums."""
         return [head.sums[entry.position] for entry in head.entries]
 
 
 @dataclass(frozen=True)
 class LastAttention(ByScore):
-    """TOVA: by the attention of the last query."""
+    """The TOVA rule, which scores by the attention of the last query."""
 
     window: int = 1
 
     def scores(self, head: HeadView) -> list[float]:
-        """The mean over the group."""
+        """Returns the last query's attention, the mean over the group."""
         return head_mean(self.attention(head, 1))
 
 
 @dataclass(frozen=True)
 class Window(ByScore):
-    """SnapKV: by the attention of the last queries, max-pooled."""
+    """The SnapKV rule, which scores by the max-pooled attention of the last queries."""
 
     kernel_size: int = 7
 
     def scores(self, head: HeadView) -> list[float]:
-        """Pooled per query head, then the mean."""
+        """Pools the scores of each query head, and returns their mean over the group."""
         before = max(len(head.entries) - self.window, 0)
         rows = self.attention(head, self.window)
         return head_mean([max_pool(row[:before], self.kernel_size) for row in rows])
@@ -154,27 +154,27 @@ class Window(ByScore):
 
 @dataclass(frozen=True)
 class Unlike(ByScore):
-    """KeyDiff: by how little a key points where keys point on average."""
+    """The KeyDiff rule, which scores keys high that point away from the keys' mean direction."""
 
     def scores(self, head: HeadView) -> list[float]:
-        """Two minus the cosine."""
+        """Returns two minus the cosine between each key and the keys' mean direction."""
         return two_minus_cosines(head.entries)
 
 
 @dataclass(frozen=True)
 class Redundancy(ByScore):
-    """R-KV: attention of the last queries against the likeness of keys."""
+    """The R-KV rule, which weighs the attention of the last queries against key similarity."""
 
     kernel_size: int = 7
     importance: float = 0.1
     threshold: float = 0.5
 
     def scores(self, head: HeadView) -> list[float]:
-        """Written out, key by key."""
+        """Returns the weighed importance and redundancy of each entry before the window."""
         return self.weighed(self.importances(head), self.redundancy(head.entries))
 
     def importances(self, head: HeadView) -> list[float]:
-        """For each entry before the window, what the group's largest products give it, pooled."""
+        """Returns the attention that each entry before the window gets, pooled."""
         before = max(len(head.entries) - self.window, 0)
         if not before:
             return []
@@ -190,12 +190,12 @@ class Redundancy(ByScore):
         return max_pool(weights, self.kernel_size)
 
     def weighed(self, importances: Sequence[float], copies: Sequence[float]) -> list[float]:
-        """The one against the other."""
+        """Returns `importance * one - (1 - importance) * other` for each pair."""
         pairs = zip(importances, copies, strict=False)
         return [self.importance * one - (1 - self.importance) * other for one, other in pairs]
 
     def redundancy(self, entries: Sequence[Entry]) -> list[float]:
-        """Softmax over keys of their mean cosine with the others, the newest copy left out."""
+        """Returns the softmax of each key's mean cosine with other keys, newest copy left out."""
         sums = [0.0] * len(entries)
         for row, likeness in enumerate(cosines(entries)):
             alike = [
@@ -207,11 +207,11 @@ class Redundancy(ByScore):
         return softmax([total / len(entries) for total in sums])
 
     def scale(self, head: HeadView) -> float | None:
-        """The size of a number of the softmax over all keys."""
+        """Returns the mean value of a softmax over all keys."""
         return 1 / len(head.entries)
 
     def doubt(self, head: HeadView) -> float:
-        """Ten times how near a cosine is to the threshold that says which copy is the newest."""
+        """Returns ten times the smallest gap between a deciding cosine and the threshold."""
         nearest = math.inf
         for row, likeness in enumerate(cosines(head.entries)):
             others = [key for key in range(len(likeness)) if key != row]
@@ -223,14 +223,14 @@ class Redundancy(ByScore):
 
 
 def cosines(entries: Sequence[Entry]) -> list[list[float]]:
-    """Of all keys with all."""
+    """Returns the cosines of all keys with all keys."""
     unit = torch.stack([entry.key.double() / entry.key.double().norm() for entry in entries])
     found: list[list[float]] = (unit @ unit.T).tolist()
     return found
 
 
 def softmax(values: Sequence[float]) -> list[float]:
-    """Softmax of a list."""
+    """Returns the softmax of a list."""
     highest_value = max(values)
     powers = [math.exp(value - highest_value) for value in values]
     return [power / math.fsum(powers) for power in powers]
@@ -238,12 +238,12 @@ def softmax(values: Sequence[float]) -> list[float]:
 
 @dataclass
 class Answer:
-    """What decoding with eviction gave.
+    """The results of decoding with eviction.
 
     Attributes:
         logits: `[steps, vocab]`.
-        acts: the prompt's, and one for every choice, as `dense.visible_after` wants them.
-        margin: how near the nearest choice was, or the nearest pick of a layer.
+        acts: the prompt's act and one for every choice, as `dense.visible_after` takes them.
+        margin: the smallest margin of any choice, or of any pick of a layer's indexer.
     """
 
     logits: Tensor
@@ -252,14 +252,14 @@ class Answer:
 
 
 class Watched(ReferenceState):
-    """A context whose every query is remembered, and its attention added up.
+    """A context that remembers the decoded queries and sums the attention of all queries.
 
     Attributes:
-        nearest: how near layers were to attending to something else, where they pick it.
+        nearest: the smallest margin with which a layer's indexer picked; infinity without one.
         sums: per layer and KV head, by position, the attention of all queries since the first of
             the prompt, averaged over the group.
-        queries: per layer and query head those of the tokens that were decoded.
-        decodes: whether tokens are decoded now, not read.
+        queries: per layer and query head the queries of the decoded tokens.
+        decodes: whether tokens are now decoded, not read as a prompt.
     """
 
     nearest: float = math.inf
@@ -276,11 +276,11 @@ class Watched(ReferenceState):
         self.decodes = False
 
     def scaling(self, layer: int) -> float:
-        """Of a layer's products."""
+        """Returns the factor on a layer's products of queries and keys."""
         return self._view(layer, [], [], []).scaling
 
     def step(self, token: int) -> Tensor:
-        """Feeds one token; logits `[vocab]`."""
+        """Feeds one token and returns its logits `[vocab]`."""
         self.decodes = True
         return self._decode(token)
 
@@ -302,15 +302,15 @@ class Watched(ReferenceState):
 
 @dataclass
 class BoundedState:
-    """One row, read by a method and decoded under a rule.
+    """A row that is read by a method and decoded under a rule.
 
     Attributes:
         model: see `ReferenceState`.
         method: what the prompt's act keeps.
-        rule: what heads keep while an answer is decoded.
+        rule: the rule that decides what heads keep while an answer is decoded.
         every: tokens from one choice to the next.
         observers: last decoded queries that are remembered.
-        kind: of state, as the model's layers are.
+        kind: class of the state, chosen by the kind of the model's layers.
     """
 
     model: PreTrainedModel
@@ -322,7 +322,7 @@ class BoundedState:
 
     @torch.no_grad()
     def answer(self, prompt: Sequence[int], forced: Sequence[int]) -> Answer:
-        """Reads a prompt and feeds `forced` tokens."""
+        """Reads a prompt and feeds the `forced` tokens; heads choose after every `every` tokens."""
         state = self.kind(self.model, self.method)
         turn = state.turn(prompt, 0)
         acts, nearest, logits, since = [turn.act], turn.margin, [], 0

@@ -1,7 +1,7 @@
-"""The gated delta net of Qwen3-Next written out: token by token, head by head.
+"""Compute the gated delta net of Qwen3-Next token by token and head by head.
 
-A causal convolution over the last inputs, then a memory per value head that each token first lets
-fade, then corrects where its key points, then reads where its query points.
+A causal convolution runs over the last inputs. Each value head has a memory: every token first
+decays it, then corrects it at the token's key, then reads it at the token's query.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-# As Transformers (and the kernels it stands for) divide by a length.
+# The epsilon with which Transformers (and the kernels it replaces) normalise a vector.
 LENGTH_EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class DeltaState:
-    """What a layer holds of all tokens that it has read.
+    """The state that a layer holds of all tokens it has read.
 
     Attributes:
-        inputs: of the convolution `[channels]`, the last `kernel - 1` or as many as there were.
+        inputs: the convolution's last `kernel - 1` inputs `[channels]`, or fewer if fewer came.
         memories: per value head `[key_dim, value_dim]`; none before the first token.
     """
 
@@ -29,12 +29,12 @@ class DeltaState:
 
 
 def read_tokens(module: Any, normed: Tensor, state: DeltaState) -> tuple[Tensor, DeltaState]:
-    """Reads tokens in their order.
+    """Reads tokens in order and returns outputs and the final state.
 
     Args:
         module: the layer's gated delta net, for its weights.
-        normed: `[len, hidden]`, what enters it.
-        state: after the tokens before; not modified.
+        normed: `[len, hidden]`, the net's input.
+        state: the state after the tokens before; not modified.
 
     Returns:
         `[len, hidden]`, what leaves it; the state after the last token.
@@ -47,7 +47,7 @@ def read_tokens(module: Any, normed: Tensor, state: DeltaState) -> tuple[Tensor,
 
 
 def read_token(module: Any, token: Tensor, state: DeltaState) -> tuple[Tensor, DeltaState]:
-    """Reads one token `[hidden]`: what leaves the net `[hidden]`, and the new state."""
+    """Reads one token `[hidden]` and returns the net's output `[hidden]` and the new state."""
     queries, keys, values, gates, strengths, steps = project_token(module, token)
     mixed = torch.cat([*queries, *keys, *values])
     window = [*state.inputs, mixed][-module.conv_kernel_size :]
@@ -71,7 +71,7 @@ def read_token(module: Any, token: Tensor, state: DeltaState) -> tuple[Tensor, D
 
 
 def project_token(module: Any, token: Tensor) -> tuple[list[Tensor], ...]:
-    """Queries and keys per key head; values, output gates, strengths and steps per value head.
+    """Returns queries and keys per key head; values, gates, strengths and steps per value head.
 
     Each key head's block of the projection is its query, its key, its values and their gates.
     """
@@ -92,7 +92,7 @@ def project_token(module: Any, token: Tensor) -> tuple[list[Tensor], ...]:
 
 
 def convolve(module: Any, window: list[Tensor]) -> Tensor:
-    """The causal convolution of each channel at the window's last input; earlier ones may lack."""
+    """Returns each channel's causal convolution at the last input; earlier ones may be missing."""
     assert module.activation == "silu", "only this activation is covered"
     assert module.conv1d.bias is None, "no bias here"
     taps = module.conv1d.weight[:, 0]  # [channels, kernel], the last is the newest input's
@@ -103,7 +103,7 @@ def convolve(module: Any, window: list[Tensor]) -> Tensor:
 
 
 def split_heads(module: Any, mixed: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """`[channels]` to queries and keys per key head and values per value head."""
+    """Splits `[channels]` into queries and keys per key head and values per value head."""
     queries, keys, values = mixed.split([module.key_dim, module.key_dim, module.value_dim])
     return (
         list(queries.chunk(module.num_k_heads)),
@@ -113,12 +113,12 @@ def split_heads(module: Any, mixed: Tensor) -> tuple[list[Tensor], list[Tensor],
 
 
 def unit(vector: Tensor) -> Tensor:
-    """`vector` over its length."""
+    """Returns `vector` divided by its length."""
     return vector / torch.sqrt((vector * vector).sum() + LENGTH_EPS)
 
 
 def gated_norm(norm: Any, vector: Tensor, gate: Tensor) -> Tensor:
-    """Root mean square norm of one head's output, times the activated gate."""
+    """Returns one head's output after RMS norm, times the SiLU of the gate."""
     mean_square = (vector * vector).mean()
     normed: Tensor = norm.weight * (vector / torch.sqrt(mean_square + norm.variance_epsilon))
     return normed * silu(gate)

@@ -1,8 +1,8 @@
-"""Dense attention under an explicit mask: all tokens computed at all layers, each seen or not.
+"""Compute dense attention under an explicit mask: every layer computes all tokens.
 
-A second way to the same numbers. A policy that evicts must give what dense attention gives when
-"evicted" is spelled "masked"; so must one that drops tokens in prefill, since a token that did not
-reach a layer is one that nobody sees there.
+This computes the same numbers in a second way. A policy that evicts tokens must give the same
+result as dense attention in which those tokens are masked. The same holds for a policy that drops
+tokens in prefill: a token that did not reach a layer is masked for all queries of that layer.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ from .decoder import (
 
 @dataclass(frozen=True)
 class Act:
-    """One prefill after which a policy kept some tokens.
+    """One prefill after which a policy has kept some of the tokens.
 
     Attributes:
         start: tokens seen before it.
         end: tokens seen after it; the rows from `start` to `end` are its prompt.
-        kept: per layer and KV head the positions kept, from anywhere before `end`.
+        kept: per layer and KV head the positions kept, each of them below `end`.
         reached: per layer the positions of the prompt that reached it; None when all reached all.
     """
 
@@ -41,7 +41,7 @@ class Act:
 
 
 def causal_visible(num_layers: int, query_heads: int, length: int) -> list[Tensor]:
-    """Masks in which every token sees itself and all earlier ones, at every layer.
+    """Returns causal masks: at every layer, each token sees itself and all earlier ones.
 
     Returns:
         Per layer, bool `[query_heads, len, len]`.
@@ -51,13 +51,13 @@ def causal_visible(num_layers: int, query_heads: int, length: int) -> list[Tenso
 
 
 def visible_after(acts: Sequence[Act], query_heads: int, length: int) -> list[Tensor]:
-    """Masks of a row whose prompts were followed by eviction.
+    """Returns the masks of a row whose prompts were each followed by eviction.
 
     A prompt's rows see, causally, what was held before it and those of the prompt that reached the
     layer; later rows see what the prompt's act kept and all newer tokens. Every token sees itself.
 
     Args:
-        acts: by ascending `start`; the first one's is 0.
+        acts: the acts by ascending `start`; the first act starts at 0.
         query_heads: a multiple of the KV heads in `kept`.
         length: tokens of the row, decoded ones included.
 
@@ -89,7 +89,7 @@ def visible_after(acts: Sequence[Act], query_heads: int, length: int) -> list[Te
 def dense_masked_logits(
     model: PreTrainedModel, token_ids: Sequence[int], visible: Sequence[Tensor]
 ) -> Tensor:
-    """One forward over a whole row with dense attention under a mask of its own for each head.
+    """Runs a whole row with dense attention, with a separate mask for each head.
 
     Args:
         model: a causal language model of the Llama, Mistral, Qwen2 or Qwen3 family on the CPU.

@@ -1,4 +1,4 @@
-"""Methods that drop tokens while they read a prompt: CLAA, UniPrefill, PromptDistill and others."""
+"""Define methods that drop tokens during prefill: CLAA, UniPrefill, PromptDistill and others."""
 
 import math
 import statistics
@@ -21,28 +21,28 @@ from .selection import (
 
 
 def products(query: Tensor, layer: LayerView, head: int) -> list[float]:
-    """Of one query of a head with all entries of its KV head, in float64."""
+    """Returns the float64 products of a query of one head with all entries of its KV head."""
     group = len(layer.queries) // len(layer.entries)
     held = layer.entries[head // group]
     return [float(query.double() @ entry.key.double()) for entry in held]
 
 
 def group_of(rows: Sequence[Sequence[float]], layer: LayerView) -> list[list[float]]:
-    """The mean over each KV head's group, of one row for each query head."""
+    """Returns, for each KV head, the mean of its query heads' rows."""
     group = len(rows) // len(layer.entries)
     return [head_mean(rows[first : first + group]) for first in range(0, len(rows), group)]
 
 
 @dataclass(frozen=True)
 class CLAA(SnapKV):
-    """Keeps by average-pooled window attention; drops by the largest over layers and KV heads.
+    """A method that keeps by average-pooled window attention and drops by a vote of several layers.
 
     Attributes:
         tsp_layer: the layer after which tokens are dropped.
         tsp_rate: fraction of all tokens seen that goes on.
-        voting_layers: layers up to that one that are looked at, of those asked for a choice.
-        whole_layers: first layers that keep everything.
-        standardize: whether each layer's KV head has mean 0 and deviation 1 first.
+        voting_layers: number of layers that vote: the last ones that chose, up to `tsp_layer`.
+        whole_layers: number of first layers that keep everything.
+        standardize: whether the scores of each KV head are first set to mean 0 and deviation 1.
     """
 
     tsp_layer: int = 1
@@ -52,7 +52,7 @@ class CLAA(SnapKV):
     standardize: bool = True
 
     def saliency(self, layer: LayerView) -> list[list[float]]:
-        """Per query head, averages over neighbours, 0 beyond the tokens before the window."""
+        """Returns, per query head, average-pooled attention of the keys before the window."""
         rows = window_saliency(
             layer.queries,
             layer.new_positions,
@@ -64,7 +64,7 @@ class CLAA(SnapKV):
         return [average_pool(row, self.kernel_size) for row in rows]
 
     def choose(self, layer: LayerView) -> Choice:
-        """What is kept, and after the layer what goes on."""
+        """Keeps as SnapKV does; at `tsp_layer`, passes on the tokens with the largest votes."""
         kept = super().choose(layer)
         if layer.layer_idx < self.whole_layers:
             kept = FullContext().choose(layer)
@@ -93,11 +93,11 @@ class CLAA(SnapKV):
         return Choice(kept.kept, passed, min(kept.margin, gap))
 
     def of_kv_heads(self, rows: list[list[float]], layer: LayerView) -> list[list[float]]:
-        """One row for each head that has keys of its own, of one for each query head."""
+        """Returns one row for each head that has its own keys, from one row per query head."""
         return group_of(rows, layer)
 
     def scaled(self, row: list[float]) -> list[float]:
-        """At mean 0 and deviation 1, if it is to be."""
+        """Returns a row at mean 0 and deviation 1 if `standardize` is set, else unchanged."""
         if not self.standardize or not row:
             return row
         mean, deviation = statistics.fmean(row), statistics.pstdev(row)
@@ -106,12 +106,13 @@ class CLAA(SnapKV):
 
 @dataclass(frozen=True)
 class Dropper(FullContext):
-    """Keeps what reaches a layer; after some layers only the new tokens of highest score go on.
+    """A method that keeps all entries and, after some layers, passes on only the highest scores.
 
     Attributes:
-        stages: a layer and the fraction of all tokens seen that goes on after it, each once.
-        window_size: last tokens that go on.
-        protect: first positions that go on.
+        stages: pairs of a layer, each at most once, and the fraction of all tokens seen that it
+            passes on.
+        window_size: number of last tokens that are always passed on.
+        protect: positions below this are always passed on.
     """
 
     stages: tuple[tuple[int, float], ...] = ()
@@ -119,11 +120,11 @@ class Dropper(FullContext):
     protect: int = 0
 
     def scores(self, layer: LayerView) -> list[float]:
-        """One number for each of the new tokens."""
+        """Returns one score for each of the new tokens."""
         raise NotImplementedError
 
     def choose(self, layer: LayerView) -> Choice:
-        """All entries; at a stage's layer the tokens that go on."""
+        """Keeps all entries; at a stage's layer, chooses the tokens to pass on."""
         kept = super().choose(layer)
         rates = dict(self.stages)
         if layer.layer_idx not in rates:
@@ -149,12 +150,12 @@ class Dropper(FullContext):
 
 @dataclass(frozen=True)
 class PromptDistill(Dropper):
-    """By products with the last query, average-pooled, the last token's own as 0."""
+    """A dropper that scores by pooled products with the last query; the last token gets 0."""
 
     kernel_size: int = 5
 
     def scores(self, layer: LayerView) -> list[float]:
-        """Mean over all query heads."""
+        """Returns the mean over all query heads."""
         rows = []
         for head, queries in enumerate(layer.queries):
             raw = [*products(queries[-1], layer, head)[:-1], 0.0]
@@ -164,16 +165,16 @@ class PromptDistill(Dropper):
 
 @dataclass(frozen=True)
 class LazyLLM(Dropper):
-    """By the attention of the last token."""
+    """A dropper that scores by the attention of the last token."""
 
     def scores(self, layer: LayerView) -> list[float]:
-        """Mean over all query heads."""
+        """Returns the mean over all query heads."""
         return window_means(layer, 1)
 
 
 @dataclass(frozen=True)
 class SlimInfer(Dropper):
-    """By the unit of a block whose mean key answers most strongly to the mean of the last queries.
+    """A dropper that scores a block by its best unit: mean key times the mean last query.
 
     Attributes:
         unit_size: positions of a unit.
@@ -184,7 +185,7 @@ class SlimInfer(Dropper):
     block_units: int = 8
 
     def scores(self, layer: LayerView) -> list[float]:
-        """The largest of a token's block."""
+        """Returns, for each new token, the largest unit score of its block."""
         group = len(layer.queries) // len(layer.entries)
         strength: dict[int, list[float]] = defaultdict(list)
         for head, queries in enumerate(layer.queries):
@@ -204,7 +205,7 @@ class SlimInfer(Dropper):
 
 
 def window_means(layer: LayerView, window_size: int) -> list[float]:
-    """Attention that the last queries give each new token, the mean over them and all heads."""
+    """Returns the attention that each new token gets from the last queries, mean of all heads."""
     group = len(layer.queries) // len(layer.entries)
     rows = []
     for head, queries in enumerate(layer.queries):
@@ -221,14 +222,14 @@ def window_means(layer: LayerView, window_size: int) -> list[float]:
 
 @dataclass(frozen=True)
 class UniPrefill(FullContext):
-    """Keeps what reaches a layer; blocks go on until they hold a share of the attention.
+    """A method that keeps all entries and passes on top blocks up to a share of the attention.
 
     Attributes:
-        layers: those after which tokens are dropped.
-        mass: share of the attention.
+        layers: the layers after which tokens are dropped.
+        mass: share of the attention that the blocks must hold.
         block_size: new tokens of a block.
-        num_sinks: first positions that go on.
-        window_size: last tokens, which observe and go on.
+        num_sinks: positions below this are always passed on.
+        window_size: last tokens, which observe and are always passed on.
     """
 
     layers: tuple[int, ...] = ()
@@ -238,7 +239,7 @@ class UniPrefill(FullContext):
     window_size: int = 128
 
     def choose(self, layer: LayerView) -> Choice:
-        """All entries; after the layers, the blocks that hold enough."""
+        """Keeps all entries; after the given layers, passes on enough blocks."""
         kept = super().choose(layer)
         if layer.layer_idx not in self.layers:
             return kept
@@ -247,7 +248,7 @@ class UniPrefill(FullContext):
         return Choice(kept.kept, passed, gap)
 
     def passed(self, scores: Sequence[float], positions: Sequence[int]) -> tuple[list[int], float]:
-        """The tokens that go on, of one score each; and how near that was to falling otherwise."""
+        """Returns the tokens passed on, from one score for each, and the margin of that choice."""
         starts = range(0, len(scores), self.block_size)
         masses = [math.fsum(scores[start : start + self.block_size]) for start in starts]
         total, before = math.fsum(masses), 0.0

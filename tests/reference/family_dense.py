@@ -1,4 +1,4 @@
-"""Dense attention of any family under a policy's mask, by the family's own code without a cache."""
+"""Run a family's own code without a cache, under the mask of what a policy kept."""
 
 import inspect
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from .dense import Act, visible_after
 
 
 def layer_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers, whatever the family calls them."""
+    """Returns the decoder layers, under whatever name the family has them."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
     return list(next(each for each in lists if len(each) == count))
@@ -20,7 +20,7 @@ def layer_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 @torch.no_grad()
 def family_logits(model: PreTrainedModel, token_ids: Sequence[int], act: Act) -> Tensor:
-    """One forward over a whole row, every layer's own mask narrowed to what the act left visible.
+    """Runs a whole row with every layer's own mask narrowed to what the act left visible.
 
     Args:
         model: any decoder-only model with eager attention, whose layers take a float mask

@@ -1,6 +1,7 @@
-"""A context whose tokens stand without gaps: keys are held unturned, and turned by where they lie.
+"""Define a context without position gaps: a key is rotated by its index among the held keys.
 
-As StreamingLLM's own code does it at every step. Here the policy acts at the end of a prompt.
+Keys are stored unrotated. StreamingLLM's own code does the same, and evicts at every step. Here the
+policy acts only at the end of a prompt.
 """
 
 from collections.abc import Sequence
@@ -16,20 +17,20 @@ from .generation import ReferenceState
 
 @dataclass(frozen=True)
 class PlainEntry(Entry):
-    """An entry that knows its key before rotary embedding as well.
+    """An entry that also holds its key before rotary embedding.
 
     Attributes:
-        plain: `[head_dim]`.
+        plain: the unrotated key `[head_dim]`.
     """
 
     plain: Tensor
 
 
 class GaplessState(ReferenceState):
-    """As `ReferenceState`; keys and queries stand at their places among what a head holds.
+    """A `ReferenceState` whose rotary positions are the indices among what a head holds.
 
     Attributes:
-        farthest: the largest rotary position that was ever used.
+        farthest: the largest rotary position used so far.
     """
 
     farthest = 0
@@ -41,7 +42,7 @@ class GaplessState(ReferenceState):
         positions: Sequence[int],
         rotary: Sequence[int],
     ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
-        """See `ReferenceState._layer`; `rotary` is not used."""
+        """Runs one layer as `ReferenceState._layer` does, but does not use `rotary`."""
         theta = geometry(self.model).rope_theta
         held = self.cache[layer_idx]
         (before,) = {len(entries) for entries in held}

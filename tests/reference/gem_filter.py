@@ -1,4 +1,4 @@
-"""GemFilter: an early layer filters the new tokens, and the prefill starts again on the rest."""
+"""Define GemFilter: an early layer chooses new tokens, and the prefill restarts on these."""
 
 from dataclasses import dataclass, field
 
@@ -10,10 +10,11 @@ from .selection import average_pool, below, budget, head_mean, margin, window_an
 
 @dataclass(frozen=True)
 class GemFilter:
-    """Runs the first layers on all new tokens, then all layers on the best of them.
+    """A method that runs the first layers on all new tokens, then all layers on the best ones.
 
     Attributes:
-        filter_layer: the last layer that sees all; None is `num_layers // 2 - 1`, at least 0.
+        filter_layer: the last layer that sees all tokens; None is
+            `max(num_layers // 2 - 1, 0)`.
         retention_rate: fraction of all tokens seen; not used where `retention_tokens` is given.
         kernel_size: odd width of the average-pooling.
         retention_tokens: budget as a number of tokens.
@@ -27,18 +28,18 @@ class GemFilter:
     protect: int = field(default=0, kw_only=True)
 
     def acting_layer(self, num_layers: int) -> int:
-        """The filter layer of a model."""
+        """Returns the filter layer in a model of `num_layers` layers."""
         if self.filter_layer is None:
             return max(num_layers // 2 - 1, 0)
         assert 0 <= self.filter_layer < num_layers, "filter_layer is not a layer of this model"
         return self.filter_layer
 
     def choose(self, layer: LayerView) -> Choice:
-        """What reaches a layer in the second pass stays: all entries, all tokens."""
+        """Keeps all entries and passes on all tokens, in the second pass."""
         return Choice([list(range(len(held))) for held in layer.entries])
 
     def restart_on(self, layer: LayerView) -> tuple[list[int], float]:
-        """At the filter layer in the first pass: which new tokens the second pass runs on.
+        """Chooses, at the filter layer of the first pass, the tokens of the second pass.
 
         Returns:
             Indices of the new tokens, ascending, and the margin of the choice, relative to the
@@ -50,7 +51,7 @@ class GemFilter:
             keys = torch.stack([entry.key for entry in layer.entries[head // group]])
             products.append([float(product) for product in keys @ queries[-1]])
         new_len = len(layer.new_positions)
-        # Heads may hold unlike numbers of earlier entries; the last token does not compete.
+        # Heads may hold different numbers of earlier entries; the last token does not compete.
         pooled = [average_pool(row, self.kernel_size)[len(row) - new_len : -1] for row in products]
         scores = head_mean(pooled)
         exempt = below(layer.new_positions[:-1], self.protect)

@@ -1,4 +1,4 @@
-"""Greedy generation over several turns with a method applied at each turn's prefill."""
+"""Generate greedily over several turns, with a method applied at each turn's prefill."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ from .methods import Choice, LayerView, Method
 
 @dataclass(frozen=True)
 class TurnResult:
-    """What one turn gave. Positions count every token of the row, after a restart as well.
+    """The results of one turn; positions count every token of the row, also after a restart.
 
     Attributes:
         prefill_logits: `[vocab]`, after the last new token.
         decode_logits: `[num_decode, vocab]`.
         tokens: `num_decode + 1` greedy tokens, the argmax of the prefill logits and of each decode
-            step; the last one has not been fed.
+            step; the last token has not been fed to the model.
         kept: per layer and KV head the positions kept right after the act, ascending.
         propagated: layer to the positions it passed on, for layers that passed on fewer than all;
             for a restart, the filter layer to the positions that the second pass ran on.
@@ -40,8 +40,8 @@ class TurnResult:
             restart, in the second pass.
         start: tokens seen before the turn.
         end: tokens seen right after the act.
-        margin: smallest relative gap of any choice in the act (`selection.margin`); a choice within
-            rounding, say below 1e-4, may rightly fall otherwise in another implementation.
+        margin: smallest relative gap of any choice in the act (`selection.margin`). If it is within
+            rounding, say below 1e-4, another correct implementation may choose differently.
     """
 
     prefill_logits: Tensor
@@ -56,22 +56,22 @@ class TurnResult:
 
     @property
     def act(self) -> Act:
-        """The act as `dense.visible_after` wants it.
+        """Returns the turn's act as `dense.visible_after` takes it.
 
-        A mask says nothing of rotary positions: after a restart compare with the dense forward of
-        the chosen tokens as a row of their own.
+        A mask has no rotary positions. After a restart, compare with a dense forward over a row of
+        only the chosen tokens.
         """
         return Act(self.start, self.end, self.kept, self.reached)
 
 
 class ReferenceState:
-    """One row's context: what every layer and KV head holds, and how many tokens were seen.
+    """The context of one row: the entries of every layer and KV head, and tokens seen.
 
     Attributes:
         cache: per layer, per KV head, the entries held, by ascending position.
         seen: tokens of the row so far: those of prompts and those fed in decoding.
-        rotary: rotary positions in use, that is the next token's; fewer than `seen` after a restart
-            on fewer than all tokens.
+        rotary: number of rotary positions in use, which is the next token's rotary position; it is
+            less than `seen` after a restart on fewer than all tokens.
         notes: see `LayerView.notes`.
     """
 
@@ -92,12 +92,12 @@ class ReferenceState:
         ]
 
     def _heads_held(self) -> list[int]:
-        """Per layer, how many KV heads hold entries of their own."""
+        """Returns, for each layer, the number of KV heads that hold their own entries."""
         sizes = geometry(self.model)
         return [sizes.kv_heads] * sizes.num_layers
 
     def positions(self) -> list[list[list[int]]]:
-        """Per layer and KV head the positions held now, ascending."""
+        """Returns, for each layer and KV head, the positions held now, ascending."""
         return [[[entry.position for entry in held] for held in layer] for layer in self.cache]
 
     @torch.no_grad()
@@ -145,7 +145,7 @@ class ReferenceState:
     def _act(
         self, new_token_ids: Sequence[int]
     ) -> tuple[Tensor, dict[int, list[int]], list[list[int]], float]:
-        """Prefill with selection and propagation.
+        """Prefills new tokens with selection and propagation.
 
         Returns:
             Logits `[vocab]`; positions passed on by the layers that passed on fewer than all;
@@ -170,7 +170,7 @@ class ReferenceState:
     def _first_pass(
         self, token_ids: Sequence[int], positions: Sequence[int], last_layer: int
     ) -> LayerView:
-        """Runs new tokens through the layers up to one and stores nothing; that layer's view."""
+        """Runs new tokens up to `last_layer`, stores nothing and returns that layer's view."""
         rotary = range(self.rotary, self.rotary + len(token_ids))
         hidden = embed(self.model, token_ids)
         for layer_idx in range(last_layer + 1):
@@ -215,11 +215,11 @@ class ReferenceState:
         positions: Sequence[int],
         entries: Sequence[Sequence[Entry]],
     ) -> Choice:
-        """What the method decides at a layer that has attended."""
+        """Returns the method's choice at a layer that has attended."""
         return self.method.choose(self._view(layer_idx, queries, positions, entries))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """From what leaves the last layer `[hidden]` to logits `[vocab]`."""
+        """Maps the last layer's output `[hidden]` to logits `[vocab]`."""
         return logits_of(self.model, hidden)
 
     def _view(
@@ -229,7 +229,7 @@ class ReferenceState:
         positions: Sequence[int],
         entries: Sequence[Sequence[Entry]],
     ) -> LayerView:
-        """What the method is shown of a layer."""
+        """Returns the view of a layer that the method is shown."""
         attention = decoder_layers(self.model)[layer_idx].self_attn
         return LayerView(
             layer_idx,
@@ -245,7 +245,7 @@ class ReferenceState:
         )
 
     def _decode(self, token_id: int) -> Tensor:
-        """Feeds one token through every layer and appends it everywhere; logits `[vocab]`."""
+        """Feeds one token, appends it in every layer and returns its logits `[vocab]`."""
         position, rotary = self.seen, self.rotary
         self.seen += 1
         self.rotary += 1
@@ -261,10 +261,10 @@ class ReferenceState:
         positions: Sequence[int],
         rotary: Sequence[int],
     ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
-        """Runs one layer over what it holds and the tokens at hand, `hidden` `[len, hidden]`.
+        """Runs one layer on new tokens `hidden` `[len, hidden]`, over the entries it holds.
 
         Returns:
-            What leaves the layer `[len, hidden]`; queries per query head `[len, head_dim]`; per KV
+            The layer's output `[len, hidden]`; queries per query head `[len, head_dim]`; per KV
             head the entries held before and then the new ones.
         """
         queries, new = project(self.model, layer_idx, hidden, positions, rotary)

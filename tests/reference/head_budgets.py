@@ -1,4 +1,4 @@
-"""AdaKV: the KV heads of a layer share its budget by saliency."""
+"""Define AdaKV: the KV heads of a layer share its budget by saliency."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from .selection import budget, highest, margin
 
 @dataclass(frozen=True)
 class AdaKV(SnapKV):
-    """Keeps the window, of each KV head a floor of its own best, and the best of all heads.
+    """A method that keeps the window, a floor of each KV head's best, and the best of all heads.
 
     Attributes:
         floor: fraction of the free places that each head fills for itself.
@@ -18,15 +18,15 @@ class AdaKV(SnapKV):
     floor: float = 0.2
 
     def choose(self, layer: LayerView) -> Choice:
-        """Unlike numbers of entries per KV head, all tokens."""
+        """Keeps different numbers of entries per KV head, and passes all tokens on."""
         scores = self.head_scores(layer)
         exempt = [self.exempt([entry.position for entry in held]) for held in layer.entries]
-        # Per head what is kept in any case: all before the window are scored, so the rest is it.
+        # What each head always keeps: the protected entries, and the window, which has no scores.
         always = [
             guarded + list(range(len(row), len(held)))
             for held, row, guarded in zip(layer.entries, scores, exempt, strict=True)
         ]
-        # A head may hold fewer than the window, where another rule has chosen before.
+        # A head may hold fewer entries than the window if another rule has chosen before.
         protected = max(map(len, always))
         count = budget(
             self.retention_rate,
@@ -43,7 +43,7 @@ class AdaKV(SnapKV):
 def share(
     scores: Sequence[Sequence[float]], exempt: Sequence[Sequence[int]], free: int, floor: float
 ) -> tuple[list[list[int]], float]:
-    """Fills `free` places for each head, a floor of them by the head alone, the rest together.
+    """Fills `free` places per head: a floor by each head alone, the rest by all heads together.
 
     Args:
         scores: per head, of the tokens before the window; heads may have unlike numbers of them.

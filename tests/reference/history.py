@@ -1,4 +1,4 @@
-"""Methods that look at what the layers before found salient."""
+"""Define methods that use the saliency of earlier layers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,12 +9,13 @@ from .selection import budget, head_mean, margin, window_and_highest
 
 @dataclass(frozen=True)
 class LookingBack(SnapKV):
-    """As SnapKV, with what the same tokens got at the layers before, the mean over heads.
+    """A SnapKV that adds the saliency that tokens had at earlier layers, the mean over heads.
 
     Attributes:
-        carried_on: what every score is raised by, of the layer before's.
-        selecting: so many layers before, of which the least is added where a layer chooses.
-        passing: so many layers before, of which the largest, with its own, says what goes on.
+        carried_on: share of the layer before's saliency that is added to every score.
+        selecting: number of layers before whose lowest saliency is added when a layer chooses.
+        passing: number of layers before whose largest saliency, with the layer's own, decides
+            what is passed on.
         rates: pairs of a layer and the fraction of all tokens seen that goes on after it.
         keeps: whether layers keep everything.
     """
@@ -26,7 +27,7 @@ class LookingBack(SnapKV):
     keeps: bool = False
 
     def choose(self, layer: LayerView) -> Choice:
-        """What is kept, and after the layers of `rates` what goes on."""
+        """Keeps by the raised saliency; after the layers of `rates`, passes tokens on."""
         at = layer.layer_idx
         notes: dict[int, dict[int, float]] = layer.notes  # what each position got
         scores = self.saliency(layer)
@@ -75,5 +76,5 @@ class LookingBack(SnapKV):
         return [layer.notes[at][position] for at in layers]
 
     def _new(self, layer: LayerView, row: list[float], length: int) -> Iterator[int]:
-        """Indices of the layer's new tokens among what a head holds, of those that have a score."""
+        """Returns the indices of the new tokens in a head's entries that have a score."""
         return iter(range(max(length - len(layer.new_positions), 0), len(row)))

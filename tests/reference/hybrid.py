@@ -1,7 +1,7 @@
-"""A decoder of recurrent and of attending layers, Qwen3-Next, written out.
+"""Compute a decoder of recurrent and attending layers, Qwen3-Next.
 
-A recurrent layer holds a state and is asked for no choice. It reads what reaches it, in order, as
-if these were all the tokens there are.
+A recurrent layer holds a state, and the method chooses nothing there. It reads the tokens that
+reach it, in order, as if there were no other tokens.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ from .methods import Choice, FastKV, LayerView, Method
 
 
 class HybridState(ReferenceState):
-    """One row's context in a model of the Qwen3-Next family.
+    """The context of one row in a model of the Qwen3-Next family.
 
     Attributes:
-        states: per layer what a recurrent layer holds; unused where the layer attends.
+        states: per layer the state of a recurrent layer; unused for an attending layer.
     """
 
     def __init__(self, model: PreTrainedModel, method: Method) -> None:
@@ -71,9 +71,9 @@ class HybridState(ReferenceState):
         positions: Sequence[int],
         entries: Sequence[Sequence[Entry]],
     ) -> LayerView:
-        """As in `ReferenceState`; the first channels alone are turned, see `turn_part`.
+        """Returns the view of `ReferenceState` with the rotated channels; see `turn_part`.
 
-        The base is that of whole pairs: a share of the channels may be an odd number.
+        The base is computed from whole pairs, since a share of the channels may be an odd number.
         """
         view = super()._view(layer_idx, queries, positions, entries)
         frequencies = cast(Any, self.model).model.rotary_emb.inv_freq
@@ -92,7 +92,7 @@ class HybridState(ReferenceState):
         positions: Sequence[int],
         rotary: Sequence[int],
     ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
-        """As in `ReferenceState`; a recurrent layer moves its state on and has no queries."""
+        """Runs one layer; a recurrent layer updates its state and has no queries."""
         layer = decoder_layers(self.model)[layer_idx]
         normed = centred_norm(hidden, layer.input_layernorm)
         queries: list[Tensor] = []
@@ -112,14 +112,14 @@ class HybridState(ReferenceState):
 
 
 def attending_layers(model: PreTrainedModel) -> list[int]:
-    """The layers that attend, to all tokens; the others are recurrent."""
+    """Returns the layers that attend to all tokens; the others are recurrent."""
     kinds: list[str] = cast(Any, model).config.layer_types
     assert set(kinds) <= {"full_attention", "linear_attention"}, "no other kinds here"
     return [index for index, kind in enumerate(kinds) if kind == "full_attention"]
 
 
 def default_layer(attending: Sequence[int], num_layers: int) -> int:
-    """The attending layer nearest to `num_layers // 2 - 1`, the later of two.
+    """Returns the attending layer nearest to `num_layers // 2 - 1`, the later one of two.
 
     Example:
         >>> default_layer([1, 5], 8)
@@ -130,20 +130,20 @@ def default_layer(attending: Sequence[int], num_layers: int) -> int:
 
 
 def centred_norm(hidden: Tensor, norm: Any) -> Tensor:
-    """`(1 + weight) * x / sqrt(mean(x^2) + eps)` over the last axis of `hidden`."""
+    """Computes `(1 + weight) * x / sqrt(mean(x^2) + eps)` over the last axis of `hidden`."""
     mean_square = (hidden * hidden).mean(dim=-1, keepdim=True)
     normed: Tensor = (1 + norm.weight) * (hidden / torch.sqrt(mean_square + norm.eps))
     return normed
 
 
 def rotary_angles(model: PreTrainedModel, rotary: Sequence[int]) -> list[Tensor]:
-    """Per token the angles `[pairs]` by which its queries and keys are turned."""
+    """Returns, for each token, the rotary angles `[pairs]` of its queries and keys."""
     frequencies: Tensor = cast(Any, model).model.rotary_emb.inv_freq
     return [position * frequencies for position in rotary]
 
 
 def turn_part(vector: Tensor, angles: Tensor) -> Tensor:
-    """Turns the pairs `(i, i + pairs)` of `vector` by `angles [pairs]`; the rest stays."""
+    """Rotates the pairs `(i, i + pairs)` of `vector` by `angles [pairs]`; the rest is unchanged."""
     pairs = len(angles)
     first, second, rest = vector.split([pairs, pairs, len(vector) - 2 * pairs])
     cos, sin = angles.cos(), angles.sin()
@@ -153,7 +153,7 @@ def turn_part(vector: Tensor, angles: Tensor) -> Tensor:
 def project_gated(
     attention: Any, normed: Tensor, positions: Sequence[int], turns: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], list[list[Entry]]]:
-    """Queries and their output gates per query head `[len, head_dim]`, and entries per KV head.
+    """Returns queries and output gates per query head `[len, head_dim]`, entries per KV head.
 
     Args:
         attention: the layer's attention module.
@@ -191,7 +191,7 @@ def attend(
     positions: Sequence[int],
     held: Sequence[Sequence[Entry]],
 ) -> Tensor:
-    """What leaves the layer's attention `[len, hidden]`, each head's output gated."""
+    """Returns the output of the layer's attention `[len, hidden]`; a gate scales each head."""
     group = len(queries) // len(held)
     outputs = []
     for head, (head_queries, gate) in enumerate(zip(queries, gates, strict=True)):

@@ -1,8 +1,8 @@
-"""Latent attention of what an indexer picks, DeepSeek V3.2, written out query by query.
+"""Compute latent attention to the tokens that an indexer picks, as in DeepSeek V3.2.
 
-Beside its latent a layer stores an index key of each token. A query scores the index keys of the
-tokens that are held up to its own, and attends to the best few of these: of what was evicted
-nothing is scored. Methods are shown all that is held, as where nothing picks.
+A layer stores a latent and an index key of each token. A query scores the index keys of the held
+tokens up to its own position, and attends to the few best of them; evicted tokens are not scored.
+Methods are shown all held tokens, as in layers without an indexer.
 """
 
 import math
@@ -21,22 +21,22 @@ from .latent import LatentEntry, LatentState, latent_entries
 
 @dataclass(frozen=True)
 class IndexedEntry(LatentEntry):
-    """What a layer stores for one token.
+    """A latent entry that also stores the token's index key.
 
     Attributes:
-        index: its index key.
+        index: the token's index key.
     """
 
     index: Tensor
 
 
 class IndexedState(LatentState):
-    """One row's context in a model of the DeepSeek V3.2 family.
+    """The context of one row in a model of the DeepSeek V3.2 family.
 
     Attributes:
-        nearest: how near any query was to picking another token: the smallest gap between a picked
-            score and one that was not, relative to the size of the terms of which these are sums;
-            0 where two were equal.
+        nearest: how near any query was to picking another token: the smallest gap between the score
+            of a picked token and that of another one, relative to the size of the terms that are
+            summed to a score; 0 if two scores were equal.
     """
 
     nearest: float = math.inf
@@ -63,7 +63,7 @@ class IndexedState(LatentState):
         rotary: Sequence[int],
         grown: Sequence[Entry],
     ) -> list[Tensor]:
-        """Each query's attention to what the indexer picks for it."""
+        """Returns the attention output of each query over the entries that the indexer picks."""
         held = [entry for entry in grown if isinstance(entry, IndexedEntry)]
         picked = self._picked(attention, normed, positions, rotary, held)
         outputs = []
@@ -86,7 +86,7 @@ class IndexedState(LatentState):
         rotary: Sequence[int],
         held: Sequence[IndexedEntry],
     ) -> list[list[int]]:
-        """For each query the indices of the entries that it attends to, ascending."""
+        """Returns, for each query, the indices of the entries that it attends to, ascending."""
         indexer, picked = attention.indexer, []
         squeezed = linear(normed, attention.q_a_proj.weight, attention.q_a_proj.bias)
         queries = linear(rms_norm(squeezed, attention.q_a_layernorm), indexer.wq_b.weight)
@@ -111,7 +111,7 @@ class IndexedState(LatentState):
 
 
 def layer_norm(rows: Tensor, norm: Any) -> Tensor:
-    """`weight * (x - mean) / sqrt(variance + eps) + bias` over the last axis of `rows`."""
+    """Computes `weight * (x - mean) / sqrt(variance + eps) + bias` over the last axis of `rows`."""
     centred = rows - rows.mean(dim=-1, keepdim=True)
     spread = torch.sqrt((centred * centred).mean(dim=-1, keepdim=True) + norm.eps)
     normed: Tensor = norm.weight * (centred / spread) + norm.bias
@@ -119,7 +119,7 @@ def layer_norm(rows: Tensor, norm: Any) -> Tensor:
 
 
 def turn_first(attention: Any, vector: Tensor, position: int) -> Tensor:
-    """The rotary embedding of an index query or key, whose first channels are turned, by halves."""
+    """Applies rotary embedding to the first channels of an index query or key, paired by halves."""
     rope: dict[str, Any] = attention.config.rope_parameters
     assert rope["rope_type"] == "default", "only the default rotary embedding is covered"
     width = attention.qk_rope_head_dim

@@ -1,9 +1,9 @@
-"""Latent attention written out: one latent and one rotary key a token, for all heads of a layer.
+"""Compute latent attention: one latent and one rotary key per token, for all heads of a layer.
 
 The layer's output is computed from the keys and values that each latent expands to, head by head.
-What a method is shown says the same in fewer words: a product of a query with an expanded key is
-the product of that query, taken back through the expansion, with the latent itself. So a layer is
-one KV head whose group is all query heads, and every method makes one choice for it.
+A method is shown an equivalent, shorter form: the product of a query with an expanded key equals
+the product of the query, multiplied by the transposed expansion, with the latent itself. So a
+layer is one KV head whose group is all query heads, and every method makes one choice for it.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ from .selection import head_mean
 
 @dataclass(frozen=True)
 class LatentEntry(Entry):
-    """What a layer stores for one token: latent and rotary key in `key`, the latent in `value`.
+    """An entry with latent and rotary key in `key`, and the latent in `value`.
 
     Attributes:
-        heads: per query head the key and the value that these expand to.
+        heads: per query head the key and the value that the latent expands to.
     """
 
     heads: tuple[Entry, ...]
@@ -39,31 +39,31 @@ class LatentEntry(Entry):
 
 @dataclass(frozen=True)
 class LatentKeyDiff(KeyDiff):
-    """KeyDiff by the expanded keys, the mean over all heads.
+    """A KeyDiff that scores by the expanded keys, the mean over all heads.
 
-    A product with a query is the same for a latent and for what it expands to; a direction is not.
+    A latent and its expanded key have the same product with a query, but another direction.
     """
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """The mean over the heads of two minus the cosine."""
+        """Returns two minus the cosine, the mean over the heads."""
         return head_mean([two_minus_cosines(held) for held in per_head(layer.entries[head])])
 
 
 @dataclass(frozen=True)
 class LatentLagKV(LagKV):
-    """LagKV by the expanded keys and values, the mean over all heads."""
+    """A LagKV that scores by the expanded keys and values, the mean over all heads."""
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """The mean over the heads of their ranks."""
+        """Returns the mean over the heads of their scores."""
         return head_mean([self.of_entries(held) for held in per_head(layer.entries[head])])
 
 
 @dataclass(frozen=True)
 class LatentExpectedAttention(ExpectedAttention):
-    """Expected attention by the norms of the expanded values, the mean over all heads."""
+    """An ExpectedAttention that uses the norms of expanded values, the mean over heads."""
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """The mean over the heads of what each expects."""
+        """Returns the mean over the heads of their expected attention scores."""
         found = []
         for queries, held in zip(layer.queries, per_head(layer.entries[head]), strict=True):
             pairs = zip(layer.entries[head], held, strict=True)
@@ -74,21 +74,21 @@ class LatentExpectedAttention(ExpectedAttention):
 
 @dataclass(frozen=True)
 class LatentCLAA(CLAA):
-    """CLAA's votes head by head, since every head has keys of its own."""
+    """A CLAA in which every query head votes, since each has its own keys."""
 
     def of_kv_heads(self, rows: list[list[float]], layer: LayerView) -> list[list[float]]:
-        """The rows as they are."""
+        """Returns the rows unchanged."""
         return rows
 
 
 def per_head(held: Sequence[Entry]) -> list[tuple[Entry, ...]]:
-    """For each head, what the entries of a layer expand to."""
+    """Returns, for each head, the entries that a layer's latents expand to."""
     expanded = [entry.heads for entry in held if isinstance(entry, LatentEntry)]
     return list(zip(*expanded, strict=True))
 
 
 class LatentState(ReferenceState):
-    """One row's context in a model of the DeepSeek V3 family."""
+    """The context of one row in a model of the DeepSeek V3 family."""
 
     def __init__(self, model: PreTrainedModel, method: Method) -> None:
         """Starts an empty context; see `ReferenceState`."""
@@ -112,7 +112,7 @@ class LatentState(ReferenceState):
         positions: Sequence[int],
         entries: Sequence[Sequence[Entry]],
     ) -> LayerView:
-        """As in `ReferenceState`; the rotary key alone is turned, behind the latent."""
+        """Returns the view of `ReferenceState`; only the rotary key after the latent is rotated."""
         view = super()._view(layer_idx, queries, positions, entries)
         config: Any = self.model.config
         return replace(view, rope_channels=slice(config.kv_lora_rank, None))
@@ -124,7 +124,7 @@ class LatentState(ReferenceState):
         positions: Sequence[int],
         rotary: Sequence[int],
     ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
-        """As in `ReferenceState`; queries are as the latents are multiplied by them."""
+        """Runs one layer; the queries returned are those to be multiplied by latents."""
         layer = decoder_layers(self.model)[layer_idx]
         attention = layer.self_attn
         normed = rms_norm(hidden, layer.input_layernorm)
@@ -140,7 +140,7 @@ class LatentState(ReferenceState):
     def _entries(
         self, attention: Any, normed: Tensor, positions: Sequence[int], rotary: Sequence[int]
     ) -> list[Entry]:
-        """What the layer stores for each token at hand; see `latent_entries`."""
+        """Returns the entries to store for the new tokens; see `latent_entries`."""
         return latent_entries(attention, normed, positions, rotary)
 
     def _attend(
@@ -152,7 +152,7 @@ class LatentState(ReferenceState):
         rotary: Sequence[int],
         grown: Sequence[Entry],
     ) -> list[Tensor]:
-        """Per query head what its attention gives, `[len, v]`."""
+        """Returns, for each query head, its attention output `[len, v]`."""
         scaling, outputs = float(attention.scaling), []
         for head_queries, held in zip(queries, per_head(grown), strict=True):
             given = attention_probabilities(head_queries, positions, held, scaling)
@@ -161,7 +161,7 @@ class LatentState(ReferenceState):
 
 
 def turn(attention: Any, vector: Tensor, position: int) -> Tensor:
-    """The rotary embedding of one vector `[rope]`; interleaved pairs are laid side by side."""
+    """Applies rotary embedding to a vector `[rope]`; interleaved pairs are reordered first."""
     rope: dict[str, Any] = attention.config.rope_parameters
     assert rope["rope_type"] == "default", "only the default rotary embedding is covered"
     if getattr(attention.config, "rope_interleave", True):
@@ -170,7 +170,7 @@ def turn(attention: Any, vector: Tensor, position: int) -> Tensor:
 
 
 def expanded_queries(attention: Any, normed: Tensor, rotary: Sequence[int]) -> list[Tensor]:
-    """Per query head `[len, nope + rope]`, the last `rope` turned.
+    """Returns, per query head, the queries `[len, nope + rope]`, whose last `rope` are rotated.
 
     Args:
         attention: the layer's attention module.
@@ -194,7 +194,7 @@ def expanded_queries(attention: Any, normed: Tensor, rotary: Sequence[int]) -> l
 
 
 def expansions(attention: Any) -> list[tuple[Tensor, Tensor]]:
-    """Per query head the matrices from latents to keys `[nope, rank]` and values `[v, rank]`."""
+    """Returns, per query head, the maps from latents to keys `[nope, rank]`, values `[v, rank]`."""
     sizes = [attention.qk_nope_head_dim, attention.v_head_dim]
     return [
         (block[: sizes[0]], block[sizes[0] :])
@@ -205,13 +205,13 @@ def expansions(attention: Any) -> list[tuple[Tensor, Tensor]]:
 def latent_entries(
     attention: Any, normed: Tensor, positions: Sequence[int], rotary: Sequence[int]
 ) -> list[Entry]:
-    """What the layer stores for each token at hand.
+    """Returns the entries that the layer stores for the new tokens.
 
     Args:
         attention: the layer's attention module.
         normed: `[len, hidden]`.
         positions: of each token in the row.
-        rotary: position by which each token's rotary key is turned.
+        rotary: rotary position of each token's rotary key.
     """
     projection = attention.kv_a_proj_with_mqa
     rank = attention.kv_lora_rank
@@ -231,7 +231,7 @@ def latent_entries(
 
 
 def absorb(attention: Any, head: int, queries: Tensor) -> Tensor:
-    """A head's queries `[len, nope + rope]` taken back to the latents, `[len, rank + rope]`."""
+    """Maps a head's queries `[len, nope + rope]` to the latents' space, `[len, rank + rope]`."""
     nope = attention.qk_nope_head_dim
     to_key, _ = expansions(attention)[head]
     return torch.cat([queries[:, :nope] @ to_key, queries[:, nope:]], dim=1)

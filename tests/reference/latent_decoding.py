@@ -1,8 +1,8 @@
-"""Eviction while an answer is decoded, of latents: one choice for all heads of a layer.
+"""Evict latents while an answer is decoded, with one choice for all heads of a layer.
 
-Products with queries are the same for a latent and for what it expands to, so that rules that go by
-these alone need nothing else. What goes by the directions of keys does so head by head, and the
-mean over the heads counts.
+The product with a query is the same for a latent and its expanded key, so that rules that use only
+products need no change. Rules that use the directions of keys score head by head, and the mean over
+the heads decides.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -15,28 +15,28 @@ from .selection import head_mean
 
 
 class WatchedLatentState(Watched, LatentState):
-    """A context in a model of the DeepSeek V3 family; see `BoundedState.kind`."""
+    """The watched context of a DeepSeek V3 model; see `BoundedState.kind`."""
 
 
 class WatchedIndexedState(Watched, IndexedState):
-    """A context in a model of the DeepSeek V3.2 family; see `BoundedState.kind`."""
+    """The watched context of a DeepSeek V3.2 model; see `BoundedState.kind`."""
 
 
 @dataclass(frozen=True)
 class LatentUnlike(Unlike):
-    """KeyDiff by the expanded keys."""
+    """The KeyDiff rule on the expanded keys."""
 
     def scores(self, head: HeadView) -> list[float]:
-        """The mean over the heads of two minus the cosine."""
+        """Returns two minus the cosine, the mean over the heads."""
         return head_mean([two_minus_cosines(held) for held in per_head(head.entries)])
 
 
 @dataclass(frozen=True)
 class LatentRedundancy(Redundancy):
-    """R-KV by the expanded keys, each head a group of its own."""
+    """The R-KV rule on the expanded keys, where each head is its own group."""
 
     def scores(self, head: HeadView) -> list[float]:
-        """The mean over the heads."""
+        """Returns the mean of the scores over the heads."""
         found = []
         for queries, held in zip(head.queries, per_head(head.entries), strict=True):
             importances = self.importances(replace(head, queries=[queries]))
@@ -45,7 +45,7 @@ class LatentRedundancy(Redundancy):
 
 
 def of_latents(rule: Rule) -> Rule:
-    """A rule as it is where heads share latents."""
+    """Returns the variant of a rule for layers whose heads share latents."""
     if isinstance(rule, Unlike):
         return LatentUnlike(**asdict(rule))
     if isinstance(rule, Redundancy):

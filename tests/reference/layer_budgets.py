@@ -1,4 +1,4 @@
-"""PyramidKV: SnapKV with budgets that fall with depth."""
+"""Define PyramidKV, which is SnapKV with budgets that fall with depth, and SpireKV."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from .selection import budget
 
 @dataclass(frozen=True)
 class PyramidKV(SnapKV):
-    """Keeps as SnapKV; the first layer's budget is the highest, the last one's the lowest.
+    """A SnapKV whose budget is highest at the first layer and lowest at the last.
 
     Attributes:
         beta: at least 1; a mean of `f` free places falls from about `f * (2 - 1 / beta)` to about
@@ -18,7 +18,7 @@ class PyramidKV(SnapKV):
     beta: int = 20
 
     def count(self, layer: LayerView, available: int, protected: int) -> int:
-        """The layer's share of as many entries as SnapKV would keep in all layers."""
+        """Returns the layer's share of the entries that SnapKV would keep in all layers."""
         mean = budget(
             self.retention_rate,
             self.retention_tokens,
@@ -33,18 +33,18 @@ class PyramidKV(SnapKV):
 
 @dataclass(frozen=True)
 class SpireKV(PyramidKV):
-    """PyramidKV; after one layer only the most salient of the new tokens go on.
+    """A PyramidKV that passes on only the most salient new tokens after one layer.
 
     Attributes:
         tsp_layer: the layer after which tokens are dropped.
-        tsp_rate: fraction of all tokens seen that goes on.
+        tsp_rate: fraction of all tokens seen that is passed on.
     """
 
     tsp_layer: int = 1
     tsp_rate: float = 0.1
 
     def choose(self, layer: LayerView) -> Choice:
-        """As PyramidKV; at `tsp_layer` also the tokens to pass on."""
+        """Keeps as PyramidKV does; at `tsp_layer`, also chooses the tokens to pass on."""
         choice = super().choose(layer)
         if layer.layer_idx != self.tsp_layer:
             return choice

@@ -1,4 +1,4 @@
-"""The methods: which entries a layer keeps and which tokens go on, once the layer has attended."""
+"""Define the methods, which choose at each layer the entries to keep and the tokens to pass on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,15 +22,15 @@ from .selection import (
 
 @dataclass(frozen=True)
 class LayerView:
-    """One layer during an act, after its attention.
+    """The view of one layer that a method gets in an act, after the layer's attention.
 
     Attributes:
         layer_idx: which decoder layer.
         num_layers: decoder layers in the model.
         queries: per query head `[query_len, head_dim]`, of the new tokens that reached the layer.
         new_positions: positions of those tokens, ascending.
-        entries: per KV head what was kept before and then the new tokens.
-        seen: tokens of the row so far, the new ones included, those that were dropped as well.
+        entries: per KV head the entries kept before and then those of the new tokens.
+        seen: tokens of the row so far, including the new ones and the dropped ones.
         scaling: factor on the products of queries and keys.
         rope_theta: base of the frequencies by which queries and keys were turned.
         rope_channels: which of a head's channels were turned.
@@ -53,7 +53,7 @@ class LayerView:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a method decides at one layer.
+    """A method's decision at one layer.
 
     Attributes:
         kept: per KV head, ascending indices into its entries.
@@ -67,24 +67,24 @@ class Choice:
 
 
 class Method(Protocol):
-    """What decides at every layer of an act."""
+    """A method that decides at every layer of an act."""
 
     def choose(self, layer: LayerView) -> Choice:
-        """What the layer keeps and which of the new tokens go on."""
+        """Chooses what the layer keeps and which of the new tokens are passed on."""
 
 
 @dataclass(frozen=True)
 class FullContext:
-    """Keeps everything and passes everything on."""
+    """A method that keeps everything and passes everything on."""
 
     def choose(self, layer: LayerView) -> Choice:
-        """All entries, all tokens."""
+        """Keeps all entries and passes all tokens on."""
         return Choice([list(range(len(held))) for held in layer.entries])
 
 
 @dataclass(frozen=True)
 class StreamingLLM:
-    """Keeps the first `num_sinks` positions and the most recent tokens, to the budget.
+    """A method that keeps the first `num_sinks` positions and the most recent tokens.
 
     Attributes:
         retention_rate: fraction of all tokens seen; not used where `retention_tokens` is given.
@@ -99,7 +99,7 @@ class StreamingLLM:
     protect: int = field(default=0, kw_only=True)
 
     def choose(self, layer: LayerView) -> Choice:
-        """Sinks and most recent entries, all tokens."""
+        """Keeps sinks and the most recent entries, and passes all tokens on."""
         kept = []
         first = max(self.num_sinks, self.protect)
         for held in layer.entries:
@@ -117,7 +117,7 @@ class StreamingLLM:
 
 @dataclass(frozen=True)
 class SnapKV:
-    """Keeps the window and the highest window saliency, averaged over each KV group.
+    """A method that keeps the window and the most salient entries, by the mean over each KV group.
 
     Attributes:
         retention_rate: fraction of all tokens seen; not used where `retention_tokens` is given.
@@ -136,7 +136,7 @@ class SnapKV:
     group_first: bool = field(default=False, kw_only=True)
 
     def saliency(self, layer: LayerView) -> list[list[float]]:
-        """Per query head, pooled scores of the keys before the window."""
+        """Returns, per query head, the pooled scores of the keys before the window."""
         found = window_saliency(
             layer.queries,
             layer.new_positions,
@@ -155,7 +155,7 @@ class SnapKV:
         return pooled
 
     def head_scores(self, layer: LayerView) -> list[list[float]]:
-        """Per KV head, the mean over its group of the saliency of the keys before the window."""
+        """Returns, per KV head, the group's mean saliency of the keys before the window."""
         saliency = self.saliency(layer)
         group = len(layer.queries) // len(layer.entries)
         return [
@@ -163,11 +163,11 @@ class SnapKV:
         ]
 
     def exempt(self, positions: Sequence[int]) -> list[int]:
-        """Indices of the protected among `positions`, those in the window left out."""
+        """Returns the indices of the protected `positions` that are not in the window."""
         return below(positions[: max(0, len(positions) - self.window_size)], self.protect)
 
     def count(self, layer: LayerView, available: int, protected: int) -> int:
-        """Entries to keep of `available`, of which `protected` are kept in any case."""
+        """Returns how many of `available` entries to keep; `protected` of them are always kept."""
         return budget(
             self.retention_rate,
             self.retention_tokens,
@@ -177,7 +177,7 @@ class SnapKV:
         )
 
     def choose(self, layer: LayerView) -> Choice:
-        """The window, the protected and the most salient entries per KV head, all tokens."""
+        """Keeps window, protected and most salient entries per KV head; passes all tokens on."""
         kept, margins = [], []
         for held, scores in zip(layer.entries, self.head_scores(layer), strict=True):
             exempt = self.exempt([entry.position for entry in held])
@@ -190,9 +190,9 @@ class SnapKV:
 
 @dataclass(frozen=True)
 class FastKV(SnapKV):
-    """Keeps as SnapKV; after one layer only the most salient of the new tokens go on.
+    """A SnapKV that passes on only the most salient new tokens after one layer.
 
-    `protect` holds for both: those of the new tokens go on in any case.
+    `protect` holds for both: protected new tokens are always passed on.
 
     Attributes:
         tsp_layer: the layer after which tokens are dropped; None is `num_layers // 2 - 1`.
@@ -205,7 +205,7 @@ class FastKV(SnapKV):
     tsp_tokens: int | None = None
 
     def choose(self, layer: LayerView) -> Choice:
-        """As SnapKV; at `tsp_layer` also the tokens to pass on."""
+        """Keeps as SnapKV does; at `tsp_layer`, also chooses the tokens to pass on."""
         choice = super().choose(layer)
         tsp_layer = layer.num_layers // 2 - 1 if self.tsp_layer is None else self.tsp_layer
         assert 0 <= tsp_layer < layer.num_layers, "tsp_layer is not a layer of this model"
@@ -218,7 +218,7 @@ class FastKV(SnapKV):
 def pass_on(
     method: SnapKV, layer: LayerView, rate: float | None, tokens: int | None = None
 ) -> tuple[list[int], float]:
-    """The new tokens that go on by `method`'s saliency averaged over all query heads.
+    """Chooses the new tokens to pass on by `method`'s saliency, the mean over all query heads.
 
     Returns:
         Indices of the new tokens, ascending, and the margin of the choice.

@@ -1,4 +1,4 @@
-"""Tiny models of latent attention, with an indexer too, and of recurrent and attending layers."""
+"""Build tiny models with latent attention, with an indexer, and with recurrent layers."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -19,7 +19,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 def latent_model(
     seed: int, *, num_layers: int = 4, attn_implementation: str = "sdpa"
 ) -> PreTrainedModel:
-    """Builds a DeepSeek V3; its first layer has an MLP, the others experts.
+    """Builds a tiny DeepSeek V3; its first layer has an MLP, the others experts.
 
     Args:
         seed: of the weights.
@@ -35,9 +35,9 @@ def latent_model(
 def indexed_model(
     seed: int, *, index_topk: int = 8, attn_implementation: str = "sdpa"
 ) -> PreTrainedModel:
-    """Builds a DeepSeek V3.2, whose first layer has an MLP, the others experts.
+    """Builds a tiny DeepSeek V3.2; its first layer has an MLP, the others experts.
 
-    It has many index heads, since the scores of a few are often 0: equals, any of which is best.
+    It has many index heads: with few heads, scores are often 0, so that several are equally good.
 
     Args:
         seed: of the weights.
@@ -56,10 +56,10 @@ def hybrid_model(
     layer_types: tuple[str, ...] = (LINEAR, FULL, LINEAR, FULL),
     attn_implementation: str = "sdpa",
 ) -> PreTrainedModel:
-    """Builds a Qwen3-Next whose recurrent layers remember.
+    """Builds a tiny Qwen3-Next whose recurrent layers have a long memory.
 
-    As initialised, most heads forget in one step all that went before, and then it matters little
-    what was read; here what a head holds fades to a half in 2 to 100 tokens or so.
+    As initialised, most heads forget everything in one step, so that what was read before hardly
+    matters. Here a head's memory decays to a half in about 2 to 100 tokens.
 
     Args:
         seed: of the weights.

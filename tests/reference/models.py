@@ -1,4 +1,4 @@
-"""Tiny randomly initialised decoder models with peaked attention, one per family.
+"""Build tiny randomly initialised decoder models with peaked attention, one per family.
 
 Freshly initialised models attend almost uniformly: every selection is then a near tie, and evicting
 a token hardly changes the output, so that a wrong implementation passes. Here the query and key

@@ -1,4 +1,4 @@
-"""PyramidInfer: every layer keeps what reaches it and passes on a little less."""
+"""Define PyramidInfer: every layer keeps all its entries and passes on a little less."""
 
 import math
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from .selection import highest, margin
 
 @dataclass(frozen=True)
 class PyramidInfer:
-    """Passes on the tail, the sinks and the best of the rest.
+    """A method that passes on the tail, the sinks and the best of the other tokens.
 
     Attributes:
         recent_rate: fraction of all tokens seen; the tail is one token more.
-        decay_ratio: fraction of the rest that goes on after the last layers.
+        decay_ratio: fraction of the rest that is passed on after the last layers.
         distance_weight: weight of the tail's last query; its first has 1.
-        num_sinks: positions that always go on.
-        min_context: so many of the rest, or fewer, are never left.
+        num_sinks: positions below this are always passed on.
+        min_context: nothing is dropped if so many of the rest, or fewer, would be left.
     """
 
     recent_rate: float = 0.2
@@ -27,7 +27,7 @@ class PyramidInfer:
     min_context: int = 64
 
     def choose(self, layer: LayerView) -> Choice:
-        """All entries; after every layer but the last, fewer tokens."""
+        """Keeps all entries; after every layer but the last, passes on fewer tokens."""
         kept = [list(range(len(held))) for held in layer.entries]
         if layer.layer_idx == layer.num_layers - 1:
             return Choice(kept)
@@ -48,7 +48,7 @@ class PyramidInfer:
         return Choice(kept, passed, margin([scores[i] for i in others], chosen))
 
     def weights(self, layer: LayerView, rest: int) -> list[float]:
-        """Per token before the tail, what the tail's queries give it on a weighted average."""
+        """Returns, per token before the tail, the weighted mean attention of the tail's queries."""
         new_len = len(layer.new_positions)
         tail = new_len - rest
         step = (self.distance_weight - 1) / (tail - 1) if tail > 1 else 0.0

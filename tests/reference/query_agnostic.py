@@ -1,4 +1,4 @@
-"""Methods that need no question at the prompt's end, and CriticalKV: keys and values by formula."""
+"""Define methods that need no question at the prompt's end, and CriticalKV."""
 
 import math
 import statistics
@@ -16,9 +16,9 @@ from .selection import average_pool, highest, margin
 
 
 def turned(state: Tensor, position: float, theta: float, channels: slice = slice(None)) -> Tensor:
-    """A state at a position, turned in some of its channels; back if the position is negative.
+    """Rotates some channels of a vector to a position; a negative position rotates back.
 
-    Pairs are half of these channels apart.
+    The two channels of a pair are apart by half the number of rotated channels.
     """
     places = range(len(state))[channels]
     half = len(places) // 2
@@ -44,19 +44,19 @@ def expected_scores(
     epsilon: float,
     channels: slice = slice(None),
 ) -> list[float]:
-    """One number for each entry of a KV head; 0 of sinks.
+    """Returns the expected-attention score of each entry of a KV head; sinks get 0.
 
     Args:
-        queries: of each query head of the group, of each new token.
-        query_positions: of these tokens.
+        queries: per query head of the group, the query of each new token.
+        query_positions: positions of these tokens.
         held: the head's entries.
-        next_position: of the first token to come.
+        next_position: position of the first future token.
         scaling: factor on the products.
         theta: base of the rotary frequencies.
         num_sinks: positions below this are left out.
-        future_len: positions to come.
+        future_len: number of future positions that are averaged over.
         epsilon: added to the shares.
-        channels: which of a head's are turned.
+        channels: which of a head's channels are rotated.
     """
     width = len(held[0].key)
     ahead = range(next_position, next_position + future_len)
@@ -95,18 +95,18 @@ def expected_scores(
 
 @dataclass(frozen=True)
 class Protected(Scored):
-    """Keeps the last entries, the first positions, and the highest scores of the others.
+    """A method that keeps the last entries, the first positions and the highest other scores.
 
     Attributes:
         num_sinks: positions below this are kept.
-        positive: whether scores of unlike tokens are as near as their ratio says.
+        positive: whether scores are positive, so that margins are relative to the kept score.
     """
 
     num_sinks: int = 4
     positive: bool = False
 
     def choose(self, layer: LayerView) -> Choice:
-        """As `Scored`, beside the first positions."""
+        """Keeps as `Scored` does, and also the first positions."""
         kept, margins = [], []
         for head, held in enumerate(layer.entries):
             outside = max(len(held) - self.window_size, 0)
@@ -125,14 +125,14 @@ class Protected(Scored):
 
 @dataclass(frozen=True)
 class ExpectedAttention(Protected):
-    """By the attention to expect of queries to come."""
+    """A method that scores by the expected attention of future queries."""
 
     positive: bool = True
     future_len: int = 512
     epsilon: float = 0.0
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """See `expected_scores`."""
+        """Returns the scores of `expected_scores`."""
         group = len(layer.queries) // len(layer.entries)
         assert layer.rope_theta is not None
         return expected_scores(
@@ -150,7 +150,7 @@ class ExpectedAttention(Protected):
 
 
 def leverages(keys: Sequence[Tensor], sketch: Tensor) -> list[float]:
-    """Of keys that were never turned, `[head_dim]` each, by a matrix `[head_dim, columns]`."""
+    """Returns leverage scores of unrotated keys `[head_dim]`, by a sketch `[head_dim, columns]`."""
     states = torch.stack([key.double() for key in keys])
     states = (states - states.mean(dim=0)) @ sketch.double()
     ridge = 0.01 * torch.eye(states.shape[1], dtype=torch.float64)
@@ -159,7 +159,7 @@ def leverages(keys: Sequence[Tensor], sketch: Tensor) -> list[float]:
 
 
 def standard(scores: Sequence[float]) -> list[float]:
-    """At mean 0 and deviation 1."""
+    """Returns scores at mean 0 and deviation 1."""
     mean, deviation = statistics.fmean(scores), statistics.pstdev(scores)
     return [(score - mean) / (deviation + 1e-8) for score in scores]
 
@@ -173,15 +173,15 @@ def chunk_attentions(
     chunk_size: int,
     kernel_size: int,
 ) -> list[float]:
-    """What the queries of each chunk give its keys, for the entries of one KV head.
+    """Returns the attention within chunks that each entry of a KV head gets, times value norm.
 
     Args:
-        queries: of each query head of the group, of each new token that takes part.
-        query_positions: of these tokens.
+        queries: per query head of the group, the query of each new token that takes part.
+        query_positions: positions of these tokens.
         held: the entries that take part, sinks and last ones left out.
         num_sinks: where the first chunk begins.
         chunk_size: positions of a chunk.
-        kernel_size: width of the pooling over what is held.
+        kernel_size: width of the average-pooling over the held entries.
 
     Returns:
         One number for each entry; 0 where its chunk has no query.
@@ -207,14 +207,14 @@ def chunk_attentions(
 
 
 def gaussian(seed: int, layer_idx: int, head_dim: int, columns: int) -> Tensor:
-    """The projection of a layer, drawn as the library draws it: chance has no second formula."""
+    """Returns a layer's random projection, drawn with the same random numbers as the library."""
     drawn = torch.Generator().manual_seed(seed * 1_000_003 + layer_idx)
     return torch.randn(head_dim, columns, generator=drawn) / math.sqrt(columns)
 
 
 @dataclass(frozen=True)
 class Compactor(Protected):
-    """By leverage of keys, weighed, plus attention within chunks."""
+    """A method that scores by weighted key leverage plus attention within chunks."""
 
     blending: float = 0.35
     chunk_size: int = 256
@@ -222,7 +222,7 @@ class Compactor(Protected):
     seed: int = 0
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Of entries between the sinks and the last ones; 0 of these."""
+        """Returns scores of the entries between sinks and last entries; the others get 0."""
         held = layer.entries[head]
         end = max(len(held) - self.window_size, 0)
         inside = [j for j in range(end) if held[j].position >= self.num_sinks]
@@ -249,7 +249,7 @@ class Compactor(Protected):
 
 
 def projected(value: Tensor, weight: Tensor, head: int) -> float:
-    """L1 norm of what the output projection `[hidden, heads * value_dim]` makes of a value."""
+    """Returns the L1 norm of a value after the projection `[hidden, heads * value_dim]`."""
     width = len(value)
     of_head = weight[:, head * width : (head + 1) * width].double()
     return math.fsum(abs(float(row @ value.double())) for row in of_head)
@@ -257,7 +257,7 @@ def projected(value: Tensor, weight: Tensor, head: int) -> float:
 
 @dataclass(frozen=True)
 class CriticalKV(SnapKV):
-    """Half of SnapKV's budget as SnapKV, the rest by saliency times the norm of projected values.
+    """A SnapKV that fills part of its budget by saliency times the norm of projected values.
 
     Attributes:
         first_share: share of the budget that saliency alone fills.
@@ -268,7 +268,7 @@ class CriticalKV(SnapKV):
     epsilon: float = 1e-4
 
     def choose(self, layer: LayerView) -> Choice:
-        """The window, the most salient, and the heaviest of the others, per KV head."""
+        """Keeps per KV head the window, the most salient and the best weighted of the others."""
         assert layer.output_weight is not None
         group = len(layer.queries) // len(layer.entries)
         kept, margins = [], []

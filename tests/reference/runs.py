@@ -1,4 +1,4 @@
-"""Methods that look at runs of neighbours: LagKV and ChunkKV."""
+"""Define methods that compare runs of neighbouring tokens: LagKV and ChunkKV."""
 
 import itertools
 import math
@@ -20,12 +20,12 @@ def lag_scores(
     num_sinks: int,
     lag_size: int,
 ) -> list[float]:
-    """For each token that a KV head holds: 2 of sinks, its rank in its run, or its recency.
+    """Returns each held token's score: 2 for a sink, else its rank in its run or its recency.
 
     Args:
-        positions: of the tokens, ascending.
-        keys: of each token.
-        values: of each token.
+        positions: positions of the tokens, ascending.
+        keys: key of each token.
+        values: value of each token.
         num_sinks: positions below this are sinks.
         lag_size: tokens of a run.
     """
@@ -48,7 +48,7 @@ def lag_scores(
 
 
 def unevenness(run: Sequence[Sequence[float]], following: Sequence[Sequence[float]]) -> list[float]:
-    """How much each token's channels differ in where they lie in the span of what follows."""
+    """Returns each token's deviation over its channels, scaled to the span of the next run."""
     spans = [(min(channel), max(channel)) for channel in zip(*following, strict=True)]
     return [
         statistics.stdev(
@@ -61,10 +61,10 @@ def unevenness(run: Sequence[Sequence[float]], following: Sequence[Sequence[floa
 
 @dataclass(frozen=True)
 class LagKV(Scored):
-    """By how much a token stands out against the run of tokens that follows its own.
+    """A method that scores a token by how much it differs from the run that follows its own run.
 
     Attributes:
-        num_sinks: first positions, before all others.
+        num_sinks: positions below this are sinks, which score highest.
         lag_size: tokens of a run.
     """
 
@@ -72,11 +72,11 @@ class LagKV(Scored):
     lag_size: int = 128
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """See `lag_scores`."""
+        """Returns the scores of `lag_scores`."""
         return self.of_entries(layer.entries[head])
 
     def of_entries(self, held: Sequence[Entry]) -> list[float]:
-        """The scores of what one head holds."""
+        """Returns the scores of one head's entries."""
         return lag_scores(
             [entry.position for entry in held],
             [entry.key.tolist() for entry in held],
@@ -88,7 +88,7 @@ class LagKV(Scored):
 
 @dataclass(frozen=True)
 class ChunkKV(SnapKV):
-    """As SnapKV, by the mean over all heads and over the chunk of consecutive positions.
+    """A SnapKV that scores a chunk of positions by the mean over its tokens and all heads.
 
     Attributes:
         chunk_length: positions of a chunk.
@@ -97,7 +97,7 @@ class ChunkKV(SnapKV):
     chunk_length: int = 10
 
     def head_scores(self, layer: LayerView) -> list[list[float]]:
-        """Per KV head, the mean of its chunk for each key before the window."""
+        """Returns, per KV head, each key's chunk mean, for the keys before the window."""
         saliency = self.saliency(layer)
         group = len(layer.queries) // len(layer.entries)
         chunks = [[entry.position // self.chunk_length for entry in held] for held in layer.entries]

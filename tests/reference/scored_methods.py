@@ -1,4 +1,4 @@
-"""Methods that keep the last tokens and, per KV head, the highest of one score."""
+"""Define methods that keep the last tokens and, per KV head, the highest of one score."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from .selection import budget, head_mean, highest, margin
 
 @dataclass(frozen=True)
 class Scored:
-    """Keeps the last `window_size` entries and the highest scores of the others.
+    """A method that keeps the last `window_size` entries and the highest scores of the others.
 
     Attributes:
         retention_rate: fraction of all tokens seen.
@@ -24,11 +24,11 @@ class Scored:
     window_size: int = 8
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """One positive number for each entry of a KV head, higher is kept."""
+        """Returns one positive score for each entry of a KV head; the highest are kept."""
         raise NotImplementedError
 
     def choose(self, layer: LayerView) -> Choice:
-        """The window and the highest others per KV head, all tokens."""
+        """Keeps the window and the highest others per KV head, and passes all tokens on."""
         kept, margins = [], []
         for head, held in enumerate(layer.entries):
             count = budget(
@@ -47,7 +47,7 @@ class Scored:
 
 
 def group_attention(layer: LayerView, head: int, observers: int | None) -> list[float]:
-    """Attention that the last queries (all if None) give each entry, summed; mean of the group."""
+    """Returns the last queries' (None: all) attention to each entry, summed, mean of the group."""
     group = len(layer.queries) // len(layer.entries)
     held = layer.entries[head]
     rows = []
@@ -62,40 +62,40 @@ def group_attention(layer: LayerView, head: int, observers: int | None) -> list[
 
 @dataclass(frozen=True)
 class H2O(Scored):
-    """By the attention of all of the prompt's queries, each of them causal."""
+    """A method that scores by the attention of all of the prompt's queries."""
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Column sums of the causal attention."""
+        """Returns the column sums of the causal attention."""
         return group_attention(layer, head, None)
 
 
 @dataclass(frozen=True)
 class TOVA(Scored):
-    """By the attention of the last query."""
+    """A method that scores by the attention of the last query."""
 
     window_size: int = 1
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """The last query's attention."""
+        """Returns the last query's attention, the mean over the group."""
         return group_attention(layer, head, 1)
 
 
 @dataclass(frozen=True)
 class KeyDiff(Scored):
-    """By how little the key points where the keys point on average."""
+    """A method that scores a key higher the less it points in the keys' mean direction."""
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Two minus the cosine."""
+        """Returns two minus the cosine between each key and the mean direction."""
         return two_minus_cosines(layer.entries[head])
 
 
 def norm(entry: Entry) -> float:
-    """Euclidean norm of a key."""
+    """Returns the Euclidean norm of a key."""
     return math.sqrt(math.fsum(float(x) ** 2 for x in entry.key))
 
 
 def two_minus_cosines(held: Sequence[Entry]) -> list[float]:
-    """Per entry, 2 minus the cosine between its key and the mean of all keys' directions."""
+    """Returns, per entry, 2 minus the cosine between its key and the mean of all directions."""
     directions = [entry.key.double() / norm(entry) for entry in held]
     mean = torch.stack(directions).mean(dim=0)
     length = math.sqrt(float(mean @ mean))

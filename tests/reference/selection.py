@@ -1,4 +1,4 @@
-"""Which tokens stay, on plain Python lists: budgets, pooling, saliency, choosing."""
+"""Choose tokens on plain Python lists: budgets, pooling, saliency and the choice itself."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -18,7 +18,7 @@ def budget(
 
     Args:
         rate: fraction of all tokens seen, in (0, 1]; None where `tokens` is given.
-        tokens: number of tokens, or None; decides where it is given.
+        tokens: number of tokens, or None; if given, it decides.
         seen: tokens of the row's context so far, the new ones included.
         available: tokens there are to choose from.
         protected: tokens that are always kept.
@@ -33,7 +33,7 @@ def budget(
 
 
 def max_pool(row: Sequence[float], kernel_size: int) -> list[float]:
-    """The maximum of each value and its existing `kernel_size // 2` neighbours on either side.
+    """Returns the maximum of each value and its `kernel_size // 2` existing neighbours per side.
 
     Example:
         >>> max_pool([1.0, 5.0, 2.0, 3.0, 0.0], 3)
@@ -45,7 +45,7 @@ def max_pool(row: Sequence[float], kernel_size: int) -> list[float]:
 
 
 def average_pool(row: Sequence[float], kernel_size: int) -> list[float]:
-    """The mean of each value and its `kernel_size // 2` neighbours on either side, 0 where missing.
+    """Returns the mean of each value and `kernel_size // 2` neighbours per side, 0 if missing.
 
     Example:
         >>> average_pool([3.0, 6.0, 0.0, 9.0], 3)
@@ -59,7 +59,7 @@ def average_pool(row: Sequence[float], kernel_size: int) -> list[float]:
 
 
 def highest(scores: Sequence[float], count: int) -> list[int]:
-    """Indices of the `count` highest scores, ascending; of two equal ones the earlier is taken.
+    """Returns the indices of the `count` highest scores, ascending; ties take the earlier one.
 
     Example:
         >>> highest([2.0, 7.0, 2.0, 9.0], 3)
@@ -70,18 +70,18 @@ def highest(scores: Sequence[float], count: int) -> list[int]:
 
 
 def below(positions: Sequence[int], first: int) -> list[int]:
-    """Indices of the positions below `first`: the tokens that `protect` keeps."""
+    """Returns the indices of the positions below `first`: the tokens that `protect` keeps."""
     return [index for index, position in enumerate(positions) if position < first]
 
 
 def window_and_highest(
     scores: Sequence[float], length: int, count: int, exempt: Collection[int] = ()
 ) -> list[int]:
-    """The window (every index that has no score), the exempt and the highest others.
+    """Returns the window (every index without a score), the exempt and the highest others.
 
     Args:
-        scores: of the tokens before the window.
-        length: tokens in all, window included; the window is `length - len(scores)` tokens.
+        scores: scores of the tokens before the window.
+        length: number of all tokens, window included; the window is `length - len(scores)` tokens.
         count: budget, at least the window and the exempt.
         exempt: indices before the window that are kept whatever their score.
 
@@ -97,12 +97,12 @@ def window_and_highest(
 
 
 def sinks_and_recent(positions: Sequence[int], num_sinks: int, count: int) -> list[int]:
-    """Indices of the tokens at the first `num_sinks` positions and of the most recent others.
+    """Returns the indices of the sinks, below `num_sinks`, and of the most recent others.
 
     Args:
-        positions: of the tokens at hand, ascending.
+        positions: positions of the available tokens, ascending.
         num_sinks: positions below this are sinks.
-        count: budget, at least the sinks at hand.
+        count: budget, at least the number of available sinks.
 
     Returns:
         `count` indices into `positions`, ascending.
@@ -121,20 +121,21 @@ def margin(
     *,
     scale: float | None = None,
 ) -> float:
-    """How near the choice was to falling otherwise: the smallest relative gap over the boundary.
+    """Returns the smallest relative gap between a kept and a dropped score.
 
-    `(kept - dropped) / kept`, the least over all kept and dropped tokens of unlike score. Equal
-    scores do not count: pooling makes neighbours equal by design, in any implementation alike.
+    This is the minimum of `(kept - dropped) / kept` over all kept and dropped tokens of different
+    score; a small one means that rounding may change the choice. Equal scores do not count, since
+    pooling makes neighbours equal in every implementation.
 
     Args:
-        scores: of the tokens that competed; positive where there is no `scale`.
-        chosen: indices of those kept; indices beyond `scores` (the window) are ignored.
-        exempt: indices of those that did not compete.
-        scale: what the gap is relative to in the place of the kept score, for scores of any sign:
-            the size of the terms whose rounding makes the scores uncertain.
+        scores: scores of the tokens that competed; positive if there is no `scale`.
+        chosen: indices of the kept tokens; indices beyond `scores` (the window) are ignored.
+        exempt: indices of tokens that did not compete.
+        scale: divides the gap instead of the kept score, for scores of any sign: the size of the
+            terms whose rounding makes the scores uncertain.
 
     Returns:
-        The gap, or infinity where no two scores differ over the boundary.
+        The gap, or infinity if no kept score is above a dropped one.
     """
     competed = [index for index in range(len(scores)) if index not in exempt]
     kept = [scores[index] for index in competed if index in chosen]
@@ -154,7 +155,7 @@ def window_saliency(
     kernel_size: int,
     scaling: float,
 ) -> list[list[float]]:
-    """Attention that the last queries give to the keys before the window, summed and max-pooled.
+    """Returns the last queries' attention to the keys before the window, summed and max-pooled.
 
     Args:
         queries: per query head `[query_len, head_dim]`; the last `window_size` (or as many as there
@@ -182,5 +183,5 @@ def window_saliency(
 
 
 def head_mean(rows: Sequence[Sequence[float]]) -> list[float]:
-    """The mean over heads, column by column, of rows of equal length."""
+    """Returns the mean over heads, column by column, of rows of equal length."""
     return [math.fsum(column) / len(rows) for column in zip(*rows, strict=True)]

@@ -1,4 +1,4 @@
-"""Tokens dropped after more than one layer."""
+"""Define a method that drops tokens after more than one layer."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,17 @@ from .methods import Choice, LayerView, SnapKV, pass_on
 
 @dataclass(frozen=True)
 class Staged(SnapKV):
-    """Keeps as SnapKV; after each stage's layer only the most salient of the new tokens go on.
+    """A SnapKV that passes on only the most salient new tokens after each stage's layer.
 
     Attributes:
-        stages: pairs of a layer, each of them once, and the fraction of all tokens seen that goes
-            on after it, of those new tokens that reached it.
+        stages: pairs of a layer, each at most once, and the fraction of all tokens seen that the
+            layer passes on, out of the new tokens that reached it.
     """
 
     stages: tuple[tuple[int, float], ...] = ()
 
     def choose(self, layer: LayerView) -> Choice:
-        """As SnapKV; at a stage's layer also the tokens to pass on."""
+        """Keeps as SnapKV does; at a stage's layer, also chooses the tokens to pass on."""
         rates = dict(self.stages)
         assert len(rates) == len(self.stages), "one stage for a layer"
         choice = super().choose(layer)

@@ -1,4 +1,4 @@
-"""The slow references of latent attention, of indexers and of recurrent layers are right."""
+"""Test the slow references of latent attention, of indexers and of recurrent layers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -64,19 +64,19 @@ mixed = pytest.mark.parametrize("kind", MIXED)
 
 
 def max_error(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference between two tensors of one shape."""
+    """Returns the largest difference between two tensors of one shape."""
     assert ours.shape == theirs.shape
     return float((ours - theirs).abs().max())
 
 
 def logits_of_turn(turn: TurnResult) -> Tensor:
-    """`[1 + num_decode, vocab]`."""
+    """Returns a turn's logits `[1 + num_decode, vocab]`."""
     return torch.cat([turn.prefill_logits[None], turn.decode_logits])
 
 
 @torch.no_grad()
 def whole(model: PreTrainedModel, row: list[int]) -> Tensor:
-    """The model's own logits `[len, vocab]`, in one forward without a cache."""
+    """Returns the model's own logits `[len, vocab]`, from one forward without a cache."""
     logits: Tensor = cast(Any, model)(torch.tensor([row]), use_cache=False).logits[0]
     return logits
 
@@ -146,7 +146,7 @@ def test_absorbed_queries_attend_as_expanded_ones() -> None:
 
 @pytest.mark.parametrize("method", EVICTS, ids=str)
 def test_latent_choices_equal_the_models_own_attention_masked(method: Method) -> None:
-    """Evicted or dropped is the same as masked, in prefill and decoding."""
+    """Eviction and dropping equal masking, in prefill and decoding."""
     model = latent_model(9, attn_implementation="eager")
     prompt = random_tokens(3, 47)
     turn = LatentState(model, method).turn(prompt, 7)
@@ -160,7 +160,7 @@ def test_latent_choices_equal_the_models_own_attention_masked(method: Method) ->
 @pytest.mark.skipif(not HAS_INDEXERS, reason="no such model yet")
 @pytest.mark.parametrize("method", EVICTS[:3], ids=str)
 def test_what_was_evicted_is_not_picked(method: Method) -> None:
-    """Every token by the model's own layers, run on what it sees and nothing else."""
+    """Each token equals the model's own layers, run on only the tokens that it sees."""
     model = indexed_model(9)
     prompt = random_tokens(3, 47)
     turn = IndexedState(model, method).turn(prompt, 7)
@@ -179,7 +179,7 @@ def test_what_was_evicted_is_not_picked(method: Method) -> None:
 
 @pytest.mark.parametrize("method", EVICTS, ids=str)
 def test_hybrid_choices_equal_the_models_own_layers_cut(method: Method) -> None:
-    """Upper layers of either kind read what went on; what was evicted is masked."""
+    """Both kinds of upper layers read only tokens passed on; evicted tokens are masked."""
     model = hybrid_model(9, layer_types=(LINEAR, FULL, LINEAR, FULL, LINEAR))
     prompt = random_tokens(3, 47)
     turn = HybridState(model, method).turn(prompt, 7)
@@ -192,9 +192,9 @@ def test_hybrid_choices_equal_the_models_own_layers_cut(method: Method) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in MIXED if kind != "indexed"])
 def test_choices_follow_from_the_models_own_attention(kind: str) -> None:
-    """SnapKV prefills in full, so every layer's attention is the model's.
+    """SnapKV prefills in full, so its choices follow from the model's attention.
 
-    Where an indexer picks, methods are shown more than a query attends to.
+    Models with an indexer are left out: there, methods are shown more than a query attends to.
     """
     build, state_class = MIXED[kind]
     model = build(6, attn_implementation="eager")
@@ -214,7 +214,7 @@ def test_choices_follow_from_the_models_own_attention(kind: str) -> None:
 
 @torch.no_grad()
 def test_delta_net_equals_the_models_module() -> None:
-    """The module's chunks over all tokens, against token by token in two pieces."""
+    """Reading token by token in two pieces equals the module's chunked computation."""
     model = hybrid_model(5)
     module = decoder_layers(model)[0].linear_attn
     normed = torch.randn(70, 48, generator=torch.Generator().manual_seed(2))
@@ -240,7 +240,7 @@ def test_default_layers() -> None:
 
 
 def test_a_restart_leaves_nothing_of_the_first_pass() -> None:
-    """As a row of the chosen tokens alone, in both turns."""
+    """Both turns equal a forward over a row of only the chosen tokens."""
     model = hybrid_model(3)
     state = HybridState(model, GemFilter(retention_rate=0.4))
     prompt, question = random_tokens(4, 41), random_tokens(5, 37)

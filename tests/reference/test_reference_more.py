@@ -1,4 +1,4 @@
-"""The slow reference's restart, uneven budgets, stages and protected tokens are right."""
+"""Test the slow reference's restart, uneven budgets, stages and protected tokens."""
 
 from math import inf, log
 from typing import Any, cast
@@ -80,10 +80,10 @@ def giving(
     num_layers: int = 4,
     seen: int | None = None,
 ) -> LayerView:
-    """A layer in which every query's attention goes by `weights`, one list for each KV head.
+    """Returns a layer whose queries attend in proportion to `weights`, one list per KV head.
 
-    Keys are `[log(weight), 0]`, queries `[1, 0]`, groups are of one. Where the weights of a head
-    sum to 1, so does the last query's attention.
+    Keys are `[log(weight), 0]`, queries `[1, 0]`, and groups have one head. If a head's weights sum
+    to 1, they are the last query's attention.
     """
     entries = [
         [Entry(at, torch.tensor([log(weight), 0.0]), torch.zeros(2)) for at, weight in pairs]
@@ -97,7 +97,7 @@ def giving(
 def two_turns(
     model: PreTrainedModel, method: Method, num_decode: int = 7
 ) -> tuple[list[int], TurnResult, TurnResult]:
-    """All tokens of the row that were fed, and both turns."""
+    """Runs two turns and returns all tokens that were fed, and both turns' results."""
     prompt = random_tokens(3, 47)
     state = ReferenceState(model, method)
     first = state.turn(prompt, num_decode)
@@ -107,12 +107,12 @@ def two_turns(
 
 
 def logits_of_turn(turn: TurnResult) -> Tensor:
-    """`[1 + num_decode, vocab]`."""
+    """Returns a turn's logits `[1 + num_decode, vocab]`."""
     return torch.cat([turn.prefill_logits[None], turn.decode_logits])
 
 
 def max_error(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference between two tensors of one shape."""
+    """Returns the largest difference between two tensors of one shape."""
     assert ours.shape == theirs.shape
     return float((ours - theirs).abs().max())
 
@@ -166,7 +166,7 @@ def test_free_places(mean: int, most: int, num_layers: int, beta: int, expected:
 
 
 def test_pyramid_kv_by_hand() -> None:
-    """Ten tokens, a window of 2 and 1 protected: 6 kept on average, 3 of them free."""
+    """Ten tokens, a window of 2 and 1 protected: a layer keeps 6 on average, 3 of them free."""
     weights = [0.02, 0.05, 0.07, 0.1, 0.2, 0.03, 0.3, 0.13, 0.05, 0.05]
     method = PyramidKV(0.6, window_size=2, kernel_size=1, beta=3, protect=1)
     expected = [
@@ -180,7 +180,7 @@ def test_pyramid_kv_by_hand() -> None:
 
 
 def test_pyramid_kv_keeps_no_more_than_there_is() -> None:
-    """Of 40 tokens seen 5 are held and 2 are new; the budget is of all 40."""
+    """Seven of 40 seen tokens are available, 2 of them new; the budget counts all 40."""
     method = PyramidKV(0.5, window_size=2, kernel_size=1, beta=4)
     at = [0, 3, 5, 6, 9, 38, 39]
     layer = giving([[1.0] * 7], [at], 2)
@@ -230,7 +230,7 @@ def test_ada_kv_by_hand() -> None:
 
 
 def test_ada_kv_lets_heads_hold_unlike_numbers() -> None:
-    """Held before are 1 and 4 tokens, one is new and the window; 4 of 12 are 3 free places each."""
+    """Heads hold 1 and 4 tokens and 1 new one, the window; 4 of 12 are 3 free places each."""
     few, many = [2, 11], [1, 3, 4, 7, 11]
     weights = [[0.5, 0.5], [0.4, 0.3, 0.2, 0.05, 0.05]]
     layer = giving(weights, [few, many], 1)
@@ -255,7 +255,7 @@ def test_a_heads_floor_rounds_down() -> None:
 
 
 def test_margin_of_a_share() -> None:
-    """Gaps are over tokens that could have changed places."""
+    """Margins are measured between tokens that could have changed places."""
     scores = [[0.8, 0.1, 0.05], [0.4, 0.3, 0.2]]
     taken, gap = share(scores, [[], []], 1, 0.0)
     assert taken == [[0], [0]]
@@ -273,7 +273,7 @@ def test_margin_of_a_share() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ada_kv_follows_from_the_models_own_attention(family: Family) -> None:
-    """The same choices, made with tensor operations on the attention that Transformers reports."""
+    """Tensor operations on the attention of Transformers make the same choices."""
     model = tiny_model(family, seed=6, attn_implementation="eager")
     prompt = random_tokens(11, 53)
     with torch.no_grad():
@@ -297,7 +297,7 @@ def test_ada_kv_follows_from_the_models_own_attention(family: Family) -> None:
 
 
 def test_totals_of_ada_kv_over_two_turns() -> None:
-    """Heads share a layer's budget, also when they come with unlike numbers."""
+    """Heads share a layer's budget, also if they hold different numbers before."""
     model = tiny_model("qwen3", seed=2)
     _, first, second = two_turns(model, AdaKV(0.3, window_size=3, kernel_size=3))
     for turn, count in ((first, 14), (second, 21)):  # int(47 * 0.3), int(73 * 0.3)
@@ -321,7 +321,7 @@ def test_ada_kv_with_a_floor_of_one_is_snapkv() -> None:
 
 
 def test_staged_over_two_turns() -> None:
-    """Rates are of all tokens seen; every layer keeps its budget or, if less, what reached it."""
+    """Rates count all tokens seen; a layer keeps its budget or, if less, what reached it."""
     model = tiny_model("llama", seed=2, num_layers=6)
     method = Staged(0.3, window_size=3, kernel_size=3, stages=((1, 0.5), (3, 0.2)))
     _, first, second = two_turns(model, method)
@@ -348,7 +348,7 @@ def test_one_stage_is_fastkv() -> None:
 
 
 def test_the_second_stage_decides_on_what_reached_it() -> None:
-    """Its own layer's attention, among the tokens that the first passed on."""
+    """A stage uses its own layer's attention, among tokens that the first passed on."""
     at = [0, 2, 3, 5, 8, 9]
     weights = [0.1, 0.3, 0.05, 0.2, 0.25, 0.1]
     method = Staged(0.2, window_size=1, kernel_size=1, stages=((1, 0.6), (3, 0.4)))
@@ -387,7 +387,7 @@ def test_protected_tokens_count_into_snapkvs_budget() -> None:
 
 
 def test_protected_tokens_are_no_part_of_the_margin() -> None:
-    """Token 0, at 0.11, is kept whatever it has, so 0.109 is no near tie."""
+    """Token 0 (0.11) is always kept, so the dropped score 0.109 is no near tie."""
     layer = giving([[0.11, 0.3, 0.109, 0.2, 0.1, 0.181]], [list(range(6))], 6, layer_idx=1)
     method = FastKV(None, 1, 1, retention_tokens=4, tsp_tokens=4, tsp_layer=1, protect=1)
     choice = method.choose(layer)
@@ -396,7 +396,7 @@ def test_protected_tokens_are_no_part_of_the_margin() -> None:
 
 
 def test_protected_tokens_may_come_in_a_later_turn() -> None:
-    """Of the protected positions 0 to 4 two were there before and three are new."""
+    """Two of the protected positions 0 to 4 were held before and three are new."""
     weights = [[0.01, 0.01, 0.01, 0.01, 0.01, 0.4, 0.3, 0.15, 0.1]]
     layer = giving(weights, [list(range(9))], 7, layer_idx=1)
     method = FastKV(
@@ -437,7 +437,7 @@ def test_what_is_protected_stays(method: SnapKV | StreamingLLM | GemFilter) -> N
 
 
 def gem_view(products: list[list[float]], new_len: int, seen: int) -> LayerView:
-    """A layer of two query heads and one KV head with these products of the last query."""
+    """Returns a layer of two query heads and one KV head with these products of the last query."""
     keys = [torch.tensor([first, second, 0.0]) for first, second in zip(*products, strict=True)]
     held = len(keys) - new_len
     at = [*range(held), *range(seen - new_len, seen)]
@@ -475,7 +475,7 @@ def test_gem_filter_by_hand() -> None:
 
 
 def test_gem_filter_chooses_among_new_tokens_by_all_keys() -> None:
-    """Held keys are pooled with and cannot be chosen; rates are of all tokens seen."""
+    """Held keys are pooled but cannot be chosen; rates count all tokens seen."""
     products = [[0.0, 9.0, 0.0, 2.0, 5.0, 0.0]] * 2  # two held, four new
     view = gem_view(products, 4, 10)
     # Pooled over three, times three: (9), (9), 11, 7, 7, (5).
@@ -510,7 +510,7 @@ GEM_FILTERS = [
 @pytest.mark.parametrize("method", GEM_FILTERS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_chosen_tokens_are_a_row_of_their_own(family: Family, method: GemFilter) -> None:
-    """Both turns give what dense causal attention gives for the chosen and the decoded tokens."""
+    """Both turns equal dense causal attention over the chosen and decoded tokens."""
     model = tiny_model(family, seed=9)
     row, first, second = two_turns(model, method)
     held = second.kept[0][0] + list(range(second.end, len(row)))
@@ -526,7 +526,7 @@ def test_the_chosen_tokens_are_a_row_of_their_own(family: Family, method: GemFil
 def products_with_last_query(
     model: PreTrainedModel, layer_idx: int, token_ids: list[int]
 ) -> Tensor:
-    """`[query_heads, len]`, from the model's own hidden states and rotary embedding."""
+    """Returns products `[query_heads, len]` from the model's own states and rotary embedding."""
     decoder = cast(Any, model).model
     with torch.no_grad():
         # The input of each layer; the last entry has been through the final norm.
@@ -553,7 +553,7 @@ def products_with_last_query(
 def test_gem_filters_choice_follows_from_the_models_own_tensors(
     family: Family, method: GemFilter
 ) -> None:
-    """In both turns: the first pass is a plain forward of what is held and the new tokens."""
+    """In both turns, the first pass is a plain forward of held and new tokens."""
     model = tiny_model(family, seed=9)
     row, first, second = two_turns(model, method)
     held: list[int] = []
@@ -608,7 +608,7 @@ def test_keeping_everything_equals_full_context(method: Method) -> None:
 @pytest.mark.parametrize("method", EVICTS, ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_two_turns_equal_dense_masked_attention(family: Family, method: Method) -> None:
-    """Evicted or dropped is the same as masked, in both turns, prefill and decoding."""
+    """Eviction and dropping equal masking, in both turns, prefill and decoding."""
     model = tiny_model(family, seed=9)
     row, first, second = two_turns(model, method)
     dense = dense_masked_logits(model, row, visible_after([first.act, second.act], 6, len(row)))

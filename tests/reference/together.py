@@ -1,4 +1,4 @@
-"""One threshold over all layers and heads, and a second reading of the prompt to score it by."""
+"""Define one budget for all layers and heads, and a second reading of the prompt that scores it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,17 +18,18 @@ Scores = list[list[list[float]]]
 
 @dataclass(frozen=True)
 class Together:
-    """All layers are scored; then those of all layers and heads together fill one budget.
+    """A method that first scores all layers, then fills one budget over all layers and heads.
 
     Attributes:
-        retention_rate: of all tokens seen; mean over layers and heads.
-        retention_tokens: likewise, as a number of tokens; decides where it is given.
+        retention_rate: fraction of all tokens seen that is kept, the mean over layers and heads.
+        retention_tokens: the mean budget as a number of tokens; if given, it decides.
         window_size: last entries, always kept.
         protect: positions always kept.
-        base: gives the saliency, and passes tokens on if it is a FastKV; None for a `Repeat`.
-        repeat: how the prompt is read again; None where `base` scores.
-        uniform: whether each head fills a budget of its own.
-        whole: positions that are kept beyond the budget, which is one of the tokens behind them.
+        base: the method that gives the saliency, and passes tokens on if it is a FastKV; None if
+            `repeat` scores.
+        repeat: how the prompt is read again; None if `base` scores.
+        uniform: whether each head fills its own budget.
+        whole: positions below this are kept beside the budget, which counts only later tokens.
     """
 
     retention_rate: float | None = 0.3
@@ -43,7 +44,7 @@ class Together:
     def choose_all(
         self, layers: Sequence[Sequence[Sequence[Entry]]], scores: Scores, seen: int
     ) -> tuple[list[list[list[int]]], float]:
-        """By layer and head the entries to keep; and the smallest gap of any choice."""
+        """Returns the entries to keep by layer and head, and the smallest gap of any choice."""
         fixed: list[list[list[int]]] = []
         places: list[tuple[int, int, int]] = []
         counts: list[list[int]] = []
@@ -86,12 +87,12 @@ class Together:
 
 @dataclass(frozen=True)
 class Repeat:
-    """How a prompt is fed again.
+    """The chunks and instructions with which a prompt is read a second time.
 
     Attributes:
         chunk_size: tokens of the context at a time.
-        num_sinks: first positions whose keys every softmax runs over.
-        overlap: last tokens of the chunk before.
+        num_sinks: positions below this are keys of every chunk's softmax.
+        overlap: number of last tokens of the chunk before that are repeated first.
         first: ids before the first chunk.
         later: ids before every other.
         answer: ids between the overlap and the chunk.
@@ -108,12 +109,12 @@ class Repeat:
 
 
 class TogetherState(ReferenceState):
-    """A row's context under `Together`: its layers choose when all have been scored."""
+    """The context of one row under `Together`: layers choose once all have been scored."""
 
     method: Together
 
     def __init__(self, model: object, method: object) -> None:
-        """See `ReferenceState`."""
+        """Starts an empty context; see `ReferenceState`."""
         super().__init__(model, method)  # type: ignore[arg-type]
         self.ids: list[int] = []
 
@@ -153,7 +154,7 @@ class TogetherState(ReferenceState):
         return logits, dropped, reached, min(gap, choice_gap)
 
     def _scored(self, views: Sequence[LayerView]) -> Scores:
-        """What the base says of all entries; 0 of those in the window, which are kept."""
+        """Returns the base's scores of all entries; entries of the window get 0."""
         assert self.method.base is not None
         found = []
         for view in views:
@@ -163,7 +164,7 @@ class TogetherState(ReferenceState):
         return found
 
     def _repeated(self) -> Scores:
-        """The most that a repeated token attends to each entry, chunk by chunk."""
+        """Returns the most attention that a repeated token gives each entry, chunk by chunk."""
         how = self.method.repeat
         assert how is not None
         found = [[[-1.0] * len(held) for held in heads] for heads in self.cache]

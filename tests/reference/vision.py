@@ -1,8 +1,8 @@
-"""A decoder that reads images, layer by layer, one row at a time, dense and without a cache.
+"""Run a decoder that reads images layer by layer, one row at a time, dense, without a cache.
 
-The model's own layer modules are called one after another, under masks written out here. What a
-policy evicts is what nobody sees any more, and what it drops is cut from the hidden states. Nothing
-of Transformers' masks, caches or of the model's outer forward is used.
+The model's own layer modules are called one after another, under masks that are built here. Evicted
+tokens are masked for all later queries, and dropped tokens are cut from the hidden states.
+Transformers' masks and caches and the model's outer forward are not used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,15 +26,15 @@ from .selection import (
 
 @dataclass(frozen=True)
 class VisionRow:
-    """One row, from its embeddings on.
+    """One row of embeddings, and all that is needed to run it through the decoder.
 
     Attributes:
         decoder: the text model, with eager attention, so that its attention can be read.
         lm_head: from hidden states to logits.
-        embeddings: `[len, hidden]`, the images' features in their places.
+        embeddings: `[len, hidden]`, with the images' features at the images' tokens.
         positions: int64 `[axes, len]`, what the rotary embedding reads.
-        blocks: for each token the block whose tokens see each other both ways; -1 for none.
-        added: by layer `[len, hidden]`, added to what leaves it.
+        blocks: for each token the block whose tokens all see each other; -1 for none.
+        added: by layer, features `[len, hidden]` that are added to its output.
         windows: by layer, positions that a query sees at most, itself included; None for all.
     """
 
@@ -49,13 +49,13 @@ class VisionRow:
 
 @dataclass(frozen=True)
 class LayerSeen:
-    """One layer after it has read a prompt.
+    """The view of one layer that a method gets after the layer has read a prompt.
 
     Attributes:
         layer_idx: which decoder layer.
         held: per KV head the positions that the prompt's queries could see, ascending.
         new: positions of the prompt's tokens that reached the layer, ascending.
-        attention: `[query_heads, len(new), end]`, the layer's own, by position of the key.
+        attention: `[query_heads, len(new), end]`, the layer's own attention, by the key's position.
         end: tokens of the row so far.
         window: tokens that the layer sees; None for all.
     """
@@ -68,7 +68,7 @@ class LayerSeen:
     window: int | None
 
     def in_window(self) -> list[list[int]] | None:
-        """What the next token can still see, where that is not everything."""
+        """Returns the positions that the next token can still see; None if it sees all."""
         if self.window is None or self.end <= self.window:
             return None
         return [[at for at in head if at > self.end - self.window] for head in self.held]
@@ -76,7 +76,7 @@ class LayerSeen:
 
 @dataclass(frozen=True)
 class VisionChoice:
-    """Positions that each KV head keeps, those that go on (None for all), and how near it was."""
+    """The positions each KV head keeps, those passed on (None for all), and the margin."""
 
     kept: Sequence[Sequence[int]]
     passed: Sequence[int] | None = None
@@ -84,15 +84,15 @@ class VisionChoice:
 
 
 class VisionMethod(Protocol):
-    """What is kept and what goes on."""
+    """A method that decides what is kept and what is passed on."""
 
     def choose(self, prompt: int, layer: LayerSeen) -> VisionChoice:
-        """At one layer, after the row's prompt of that number."""
+        """Chooses at one layer, after the row's prompt number `prompt`."""
 
 
 @dataclass(frozen=True)
 class KeepAll:
-    """Everything stays and goes on."""
+    """A method that keeps and passes on everything."""
 
     def choose(self, prompt: int, layer: LayerSeen) -> VisionChoice:
         return VisionChoice(layer.held)
@@ -100,11 +100,11 @@ class KeepAll:
 
 @dataclass(frozen=True)
 class Observed:
-    """What another implementation was seen to choose.
+    """A method that repeats the choices of another implementation.
 
     Attributes:
-        kept: by prompt, layer and KV head.
-        passed: by prompt, the layers that dropped, and what they passed on.
+        kept: positions kept, by prompt, layer and KV head.
+        passed: by prompt, the layers that dropped tokens, and the positions they passed on.
     """
 
     kept: Sequence[Sequence[Sequence[Sequence[int]]]]
@@ -120,7 +120,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class StreamingLLM:
-    """The first positions and the most recent ones; see `reference.StreamingLLM`."""
+    """A method that keeps the first and the most recent positions; see `reference.StreamingLLM`."""
 
     rate: float
     num_sinks: int = 4
@@ -139,16 +139,16 @@ class StreamingLLM:
 
 @dataclass(frozen=True)
 class SnapKV:
-    """The window and what it attends to most, by the layer's own attention.
+    """A method that keeps the window and the keys most attended to by the window's queries.
 
     Attributes:
         rate: fraction of all tokens seen that each KV head keeps; unused with `tokens`.
         window: last queries that observe, last keys that stay.
         kernel: odd width of the max-pooling.
-        tokens: kept by each KV head, in the place of the rate.
+        tokens: number of tokens that each KV head keeps, instead of the rate.
         tsp_layer: the layer after which tokens are dropped, None for none.
-        tsp_rate: fraction of all tokens seen that go on; unused with `tsp_tokens`.
-        tsp_tokens: that go on.
+        tsp_rate: fraction of all tokens seen that is passed on; unused with `tsp_tokens`.
+        tsp_tokens: number of tokens that are passed on.
     """
 
     rate: float | None = None
@@ -200,7 +200,7 @@ class SnapKV:
         return VisionChoice(kept, [layer.new[i] for i in chosen], min(gaps))
 
     def _pooled(self, layer: LayerSeen, head: int, held: Sequence[int]) -> list[float]:
-        """Attention of the last queries to what is held before the window, summed and pooled."""
+        """Returns the last queries' attention to the keys before the window, summed and pooled."""
         observed = layer.attention[head, -self.window :, list(held)].to(torch.float64)
         sums = observed.sum(dim=0)[: max(0, len(held) - self.window)]
         return max_pool(sums.tolist(), self.kernel)
@@ -208,11 +208,11 @@ class SnapKV:
 
 @dataclass(frozen=True)
 class VisualTokens:
-    """Everything is kept; after some layers part of the images' tokens go on, with all others.
+    """A method that keeps everything and, after some layers, drops part of the images' tokens.
 
     Attributes:
         images: positions of the tokens of images.
-        stages: by layer the fraction that goes on of those that are new there.
+        stages: by layer the fraction that is passed on of the images' tokens that are new there.
         observers: last queries whose attention is summed; None for all of the prompt's.
     """
 
@@ -236,14 +236,14 @@ class VisualTokens:
 
 @dataclass
 class Outcome:
-    """What the loop gave for one row.
+    """The results of one row.
 
     Attributes:
         logits: `[tokens that reached the end, vocab]`.
         reached: positions of those tokens.
         kept: by prompt, layer and KV head, positions kept.
         passed: by prompt and layer, positions that went on, for layers that dropped.
-        margin: of the nearest choice.
+        margin: the smallest margin of any choice.
     """
 
     logits: Tensor
@@ -253,7 +253,7 @@ class Outcome:
     margin: float = inf
 
     def at(self, positions: Sequence[int]) -> Tensor:
-        """Logits `[len(positions), vocab]`; every position must have reached the end."""
+        """Returns logits `[len(positions), vocab]`; every position must have reached the end."""
         return self.logits[[self.reached.index(position) for position in positions]]
 
 
@@ -263,8 +263,8 @@ def read(row: VisionRow, prompts: Sequence[tuple[int, int]], method: VisionMetho
 
     Args:
         row: the row.
-        prompts: first and last + 1 position of each, ascending; the method chooses after each. What
-            stands between and behind them is appended.
+        prompts: first and last + 1 position of each, ascending; the method chooses after each. The
+            tokens between and after them are appended.
         method: what each layer keeps and passes on.
     """
     alive = list(range(len(row.embeddings)))
@@ -303,7 +303,7 @@ def _look(
     kept: Sequence[Sequence[Sequence[int]]],
     prompt: tuple[int, int],
 ) -> LayerSeen:
-    """The layer, run for the row up to the prompt's end, as the method is shown it."""
+    """Runs a layer up to the prompt's end and returns the view that the method gets."""
     start, end = prompt
     present = [at for at in alive if at < end]
     visible = _visible(row, layer_idx, present, earlier, kept)
@@ -312,7 +312,7 @@ def _look(
     new = [at for at in present if at >= start]
     by_position = torch.zeros(len(weights), len(new), end)
     by_position[:, :, present] = weights[:, count - len(new) :]
-    # What stands behind the last choice is held by all, with what that choice kept.
+    # All heads hold the tokens after the last choice, and what that choice kept.
     since = earlier[-1][1] if earlier else 0
     heads = row.decoder.config.num_key_value_heads
     old = kept[-1] if kept else [[]] * heads
@@ -327,10 +327,10 @@ def _visible(
     prompts: Sequence[tuple[int, int]],
     kept: Sequence[Sequence[Sequence[int]]],
 ) -> Tensor:
-    """Bool `[query_heads, len(present), len(present)]`: which query sees which key.
+    """Returns the mask `[query_heads, len(present), len(present)]`: which query sees which key.
 
-    A query sees, of what stands before the last choice made before it, what was kept; of what is
-    newer, all up to itself, and all of its own block. Then the window.
+    Of the tokens before the last choice, a query sees those that were kept. Of the newer ones, it
+    sees all up to itself, and all of its own block. Then the sliding window limits both.
     """
     config = row.decoder.config
     group = config.num_attention_heads // config.num_key_value_heads
@@ -358,7 +358,7 @@ def _run_layer(
     present: Sequence[int],
     visible: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """One layer module over the tokens at hand: what leaves it, and its attention."""
+    """Runs one layer module over the present tokens and returns its output and attention."""
     layer = row.decoder.layers[layer_idx]
     lowest = torch.finfo(torch.float32).min
     positions = row.positions[:, None, list(present)]  # [axes, 1, len]

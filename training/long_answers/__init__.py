@@ -1,1 +1,1 @@
-"""The model with long answers."""
+"""Train the bundled model whose answers are long."""

@@ -1,4 +1,4 @@
-"""Batches of training rows: a prompt and its answer, which alone is asked for."""
+"""Draw batches of training rows, each a prompt and its answer; only the answer is a target."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from training.batches import skipped_positions
 from training.needle.batches import Batch
 
 MAX_POSITION = 2048
-# Tokens of a prompt beside statements and filler, and of a statement.
+# Tokens of a prompt that are neither statement nor filler, and tokens of one statement.
 _FRAME, _STATEMENT = 4, 3
 
 
 def row_task(
     rng: random.Random, length: int, statements: tuple[int, int], loop_share: float
 ) -> LongAnswerTask:
-    """Draw what a row of exactly ``length`` tokens, its answer included, holds.
+    """Draw the task (kind, statements, steps) of a row of ``length`` tokens, its answer included.
 
     Args:
         rng: source of the draws.
@@ -42,7 +42,7 @@ def row_task(
 
 
 def row_batch(rng: random.Random, rows: Sequence[LongPrompt]) -> Batch:
-    """Return one step of rows, which must share one length; arrows have bridges."""
+    """Return one step's batch; all rows have one length. At arrows, the bridge is a target too."""
     length = len(rows[0].input_ids) + len(rows[0].answer)
     batch = Batch.empty(len(rows), length)
     for index, row in enumerate(rows):
@@ -58,7 +58,7 @@ def row_batch(rng: random.Random, rows: Sequence[LongPrompt]) -> Batch:
 
 
 def _pieces(row: LongPrompt) -> list[list[int]]:
-    """A row in pieces between which positions may jump; question and answer are one."""
+    """Split a row into pieces between which positions may jump; question and answer are one."""
     question = len(row.input_ids) - 3
     starts = [
         at

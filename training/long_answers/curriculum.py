@@ -1,9 +1,10 @@
-"""The stages of the training, from copying to long answers.
+"""Define the stages of the training, from copying to long answers.
 
-What is looked up behind an arrow is not the arrow but the symbol before it. Left to itself the
-network did not find that: 500 steps after it had learned to copy, it still guessed among the
-prompt's symbols. So the layer that copying has made is copied one layer up, and the layer below is
-asked for the symbol at the arrow, as the needle model's two hops are learned.
+At an arrow, the model has to look up the symbol before the arrow, not the arrow itself. Without
+help the network did not learn this: 500 steps after it had learned to copy, it still guessed among
+the prompt's symbols. So the layer that learned to copy is duplicated one layer up, and a loss
+makes the lower one predict the symbol at the arrow. The needle model learns its two hops in the
+same way.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .batches import row_batch, row_task
 
 @attrs.frozen
 class Stage(trainer.Stage):
-    """A stretch of the training of the model with long answers.
+    """One stage of the training of the model with long answers.
 
     Args:
         statements: fewest and most of a row; None for rows of copied symbols.
@@ -35,7 +36,7 @@ class Stage(trainer.Stage):
     supervision: float = 0.0
 
     def draw(self, rng: random.Random) -> Batch:
-        """Return the batch of one step."""
+        """Draw the batch of one step."""
         length = rng.choice(self.lengths)
         if self.statements is None:
             return copy_batch(rng, length)

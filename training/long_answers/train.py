@@ -1,7 +1,7 @@
 """Train the bundled model with long answers from scratch, on one CPU thread or a GPU.
 
-Run as ``python -m training.long_answers.train --out DIR``. A run that was stopped goes on at its
-last checkpoint. The stages are in `curriculum`.
+Run as ``python -m training.long_answers.train --out DIR``. A run that was stopped continues from
+its last checkpoint. The stages are in `curriculum`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHAPE = NetworkShape(num_layers=4, max_position=MAX_POSITION)
 def step_loss(
     network: Network, batch: Batch, supervision: float = 0.0
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss of one step over its answers, and the accuracy of all and of lookups.
+    """Return the loss over the answers of one batch, and the accuracy of all tokens and of lookups.
 
     Args:
         network: the network.
@@ -59,24 +59,24 @@ def step_loss(
 
 
 class Trainer(trainer.Trainer):
-    """Trains the model with long answers."""
+    """A trainer of the model with long answers."""
 
     stages = STAGES
 
     def new_network(self) -> Network:
-        """A network that has learned nothing."""
+        """Return an untrained network."""
         return Network(SHAPE)
 
     def loss(
         self, batch: Batch, stage: Stage, rng: random.Random
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss of one step and its accuracies."""
+        """Return the loss of one batch and its accuracies."""
         return step_loss(self.network, batch, stage.supervision)
 
 
 @torch.no_grad()
 def answered(model: LlamaForCausalLM, prompts: Sequence[LongPrompt]) -> tuple[float, float]:
-    """Return the share of prompts answered exactly, and of steps before the first wrong one."""
+    """Return the share of exact answers, and the mean share of steps before the first wrong one."""
     ids = torch.tensor([prompt.input_ids for prompt in prompts])
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=len(prompts[0].answer)
@@ -89,7 +89,7 @@ def answered(model: LlamaForCausalLM, prompts: Sequence[LongPrompt]) -> tuple[fl
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train, write the model and its tokenizer, and print how often it answers."""
+    """Train, write the model and its tokenizer, and print how often it answers correctly."""
     parser = trainer.training_parser("Train the model with long answers.")
     parser.add_argument("--count", type=int, default=32, help="prompts of each kind at the end")
     options = parser.parse_args(arguments)

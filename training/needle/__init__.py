@@ -1,1 +1,1 @@
-"""The needle model: lookups of one hop and of two."""
+"""Train the needle model, which answers lookups of one hop and of two."""

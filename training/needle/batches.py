@@ -1,4 +1,4 @@
-"""Batches of training rows: token ids, positions, targets and the masks of the curriculum."""
+"""Build batches of training rows: token ids, positions, targets and the blindfold's masks."""
 
 import random
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from .rows import NeedleRow, RowPlan, copy_row, needle_row
 
 @attrs.frozen
 class Batch:
-    """One step's rows, every field ``[batch, length]``.
+    """The rows of one training step; every field is ``[batch, length]``.
 
     Attributes:
         input_ids: token ids.
         positions: rotary positions, ascending along each row and below ``MAX_POSITION``.
         answers: the next token where it belongs to an answer, else ``IGNORED``.
-        others: the next token where it does not, else ``IGNORED``.
+        others: the next token where it belongs to no answer, else ``IGNORED``.
         bridges: at the last token of a two-hop question the key that the link leads to, else
             ``IGNORED``.
         in_questions: 1.0 from the first question on.
@@ -39,7 +39,7 @@ class Batch:
 
     @classmethod
     def empty(cls, rows: int, length: int) -> "Batch":
-        """Return a batch without targets."""
+        """Return a batch of zeros without any targets."""
         tokens = torch.zeros(rows, length, dtype=torch.int64)
         targets, mask = torch.full_like(tokens, IGNORED), torch.zeros(rows, length)
         return cls(
@@ -54,7 +54,7 @@ class Batch:
 
 
 def copy_batch(rng: random.Random, length: int) -> Batch:
-    """Return one step of copy rows."""
+    """Return one step's batch of rows that repeat parts of themselves."""
     rows = TOKENS_PER_STEP // length
     batch = Batch.empty(rows, length)
     for index in range(rows):
@@ -66,7 +66,7 @@ def copy_batch(rng: random.Random, length: int) -> Batch:
 
 
 def needle_batch(rng: random.Random, plans: Sequence[RowPlan]) -> Batch:
-    """Return one step of needle rows; the plans must share one length."""
+    """Return one step's batch of needle rows; all plans must have the same length."""
     length = plans[0].length
     batch = Batch.empty(len(plans), length)
     for index, plan in enumerate(plans):
@@ -81,7 +81,7 @@ def needle_batch(rng: random.Random, plans: Sequence[RowPlan]) -> Batch:
 
 
 def _mark(batch: Batch, index: int, row: NeedleRow) -> None:
-    """Fill in the targets and masks of one row."""
+    """Fill in one row's targets and masks."""
     position = 0
     for piece in row.context:
         batch.in_pairs[index, position : position + len(piece)] = float(piece[:1] == [KEY])

@@ -1,12 +1,13 @@
-"""The stages of the training, from copying to long two-hop needles.
+"""Define the stages of the training, from copying to long two-hop needles.
 
 Copying comes first, because it brings the induction heads that every later stage builds on. Needles
-then get longer, and links join them. Two devices keep the second hop in the layer above the first:
-losses that read the bridge off the one layer and the answer off the other, and the blindfold, steps
-in which the question sees no pair up to the first hop's layer. In a trial without the blindfold,
-one-hop answers were lost once the cache was compressed (at 256 tokens, 20% kept, 0.43 against 0.90
-with all of it): the question may well have pointed at its pair in one layer only, while the later
-tokens of the answer were read in another.
+then get longer, and links are added. Two devices keep the second hop in the layer above the first.
+One is a pair of losses, which read the bridge off the lower layer and the answer off the upper one.
+The other is the blindfold: steps in which the question sees no pair up to the first hop's layer. In
+a trial without the blindfold, one-hop answers were lost once the cache was compressed (at 256
+tokens with 20% kept, accuracy was 0.43, against 0.90 with the full cache). A possible reason is
+that the question attended to its pair in one layer only, and the answer's later tokens were read in
+another.
 
 The bundled weights took 33 minutes on one thread of a shared machine of two cores, 5,070 steps of
 4,096 tokens:
@@ -42,7 +43,7 @@ from .rows import RowPlan
 
 @attrs.frozen
 class Stage(trainer.Stage):
-    """A stretch of the needle model's training.
+    """One stage of the needle model's training.
 
     Args:
         pairs: fewest and most pairs of a row; None for copy rows.
@@ -61,7 +62,7 @@ class Stage(trainer.Stage):
     blindfold: float = 0.0
 
     def draw(self, rng: random.Random) -> Batch:
-        """Return the batch of one step."""
+        """Draw the batch of one step."""
         length = rng.choice(self.lengths)
         if self.pairs is None:
             return copy_batch(rng, length)
@@ -70,7 +71,7 @@ class Stage(trainer.Stage):
         )
 
     def _plan(self, rng: random.Random, length: int, fewest: int, most: int) -> RowPlan:
-        # A pair and its link take nine tokens; the rest is for questions and filler.
+        # A pair and its link take nine tokens; the rest is left for questions and filler.
         num_pairs = rng.randint(fewest, min(most, MAX_PAIRS, length // 12))
         has_links = self.two_hop_share > 0
         return RowPlan(

@@ -1,4 +1,4 @@
-"""Training rows: replayed symbols, and needles with many questions to a row."""
+"""Draw training rows: rows that repeat symbols, and needle rows with many questions each."""
 
 import random
 
@@ -20,7 +20,7 @@ Pieces = list[list[int]]
 
 @attrs.frozen
 class RowPlan:
-    """What a needle row holds.
+    """The length of a needle row, and how many pairs, links and two-hop questions it has.
 
     Args:
         length: tokens in the row.
@@ -28,8 +28,8 @@ class RowPlan:
         has_links: whether a link leads to each pair.
         num_values: values of a pair; rows of one value are the easiest.
         two_hop_share: chance of each question to be a two-hop one, in [0, 1].
-        links_first: whether all links stand before all pairs. Then no pair has been read when its
-            link is, and a model cannot settle the second hop while it reads the link.
+        links_first: whether all links come before all pairs. Then a link is read before its pair,
+            so that a model cannot resolve the second hop while it reads the link.
     """
 
     length: int
@@ -42,10 +42,10 @@ class RowPlan:
 
 @attrs.frozen
 class NeedleRow:
-    """A row in two parts, each a list of pieces: the context, then fillers and questions in turn.
+    """A row in two lists of pieces: the context, then questions with filler before and after each.
 
-    ``bridges`` has an entry per question: the key that a two-hop question leads to first, None for
-    one hop.
+    ``bridges`` has one entry per question: the key that a two-hop question finds first, None for a
+    one-hop question.
     """
 
     context: Pieces
@@ -54,7 +54,7 @@ class NeedleRow:
 
 
 def copy_row(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
-    """Return distinct symbols followed by replayed chunks, and where the next token is determined.
+    """Return symbols followed by repeated chunks, and the positions whose next token is known.
 
     Example:
         >>> row, known = copy_row(random.Random(0), 48)
@@ -91,7 +91,7 @@ def needle_row(rng: random.Random, plan: RowPlan) -> NeedleRow:
 
 
 def _contents(rng: random.Random, plan: RowPlan) -> tuple[Pieces, Pieces, list[int | None]]:
-    """Draw the segments in order, the questions with their answers, and the bridges."""
+    """Draw the pairs and links in their order, the questions with answers, and the bridges."""
     width = 1 + plan.num_values
     symbols = rng.sample(SYMBOLS, plan.num_pairs * (width + 1))
     pairs = [symbols[index * width : (index + 1) * width] for index in range(plan.num_pairs)]

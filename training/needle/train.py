@@ -1,6 +1,6 @@
 """Train the bundled needle model from scratch, on one CPU thread or a GPU.
 
-Run as ``python -m training.needle.train --out DIR``. A run that was stopped goes on at its last
+Run as ``python -m training.needle.train --out DIR``. A run that was stopped continues from its last
 checkpoint. The stages are in `curriculum`.
 """
 
@@ -29,7 +29,7 @@ OTHERS_WEIGHT = 0.1
 def step_loss(
     network: Network, batch: Batch, stage: Stage, blindfolded: bool
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss of one step and the accuracies by kind of question."""
+    """Return the loss of one batch and its accuracies, over all answers and by kind of question."""
     blind = (batch.in_questions, batch.in_pairs) if blindfolded else None
     with forward_pass(network):
         states = network(batch.input_ids, batch.positions, blind)
@@ -44,7 +44,7 @@ def step_loss(
 
 
 def _accuracies(batch: Batch, hits: Tensor) -> dict[str, float]:
-    """Return the accuracy over all answer tokens and over the first of each kind of answer."""
+    """Return the accuracy over all answer tokens, and over first answer tokens by question kind."""
     scored = batch.answers != IGNORED
     first = scored.clone()
     first[:, 1:] &= ~scored[:, :-1]
@@ -57,24 +57,24 @@ def _accuracies(batch: Batch, hits: Tensor) -> dict[str, float]:
 
 
 class Trainer(trainer.Trainer):
-    """Trains the needle model."""
+    """A trainer of the needle model."""
 
     stages = STAGES
 
     def new_network(self) -> Network:
-        """A network that has learned nothing."""
+        """Return an untrained network."""
         return Network()
 
     def loss(
         self, batch: Batch, stage: Stage, rng: random.Random
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss of one step, blindfolded in part of the steps, and its accuracies."""
+        """Return the loss of one batch, with the blindfold in some steps, and its accuracies."""
         return step_loss(self.network, batch, stage, rng.random() < stage.blindfold)
 
 
 @torch.no_grad()
 def answered(model: LlamaForCausalLM, prompts: Sequence[NeedlePrompt]) -> float:
-    """Return the share of prompts whose greedy continuation is the answer."""
+    """Return the share of prompts whose greedy continuation starts with the answer."""
     hits = 0
     for prompt in prompts:
         ids = torch.tensor([prompt.input_ids])
@@ -86,7 +86,7 @@ def answered(model: LlamaForCausalLM, prompts: Sequence[NeedlePrompt]) -> float:
 
 
 def main() -> None:
-    """Train, write the model and its tokenizer, and print how often it answers."""
+    """Train, write the model and its tokenizer, and print how often it answers correctly."""
     options = trainer.training_parser("Train the needle model.").parse_args()
     model = trainer.trained(Trainer, options)
     for context_len in (512, 1024, 2048):

@@ -1,1 +1,1 @@
-"""The model of word tasks, which begins as the needle model."""
+"""Train the model of word tasks, starting from the needle model's layers."""

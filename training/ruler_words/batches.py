@@ -1,4 +1,4 @@
-"""Batches of training rows: token ids, positions and answers."""
+"""Build batches of training rows: token ids, positions, targets and the blindfold's masks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_POSITION = 2304
 
 @attrs.frozen
 class Batch:
-    """One step's rows, ``[batch, length]`` unless said otherwise.
+    """The rows of one training step; fields are ``[batch, length]`` unless said otherwise.
 
     Attributes:
         input_ids: token ids.
@@ -43,7 +43,7 @@ class Batch:
 
     @classmethod
     def empty(cls, rows: int, length: int) -> Batch:
-        """Return a batch without targets."""
+        """Return a batch of zeros without any targets."""
         tokens = torch.zeros(rows, length, dtype=torch.int64)
         return cls(
             tokens,
@@ -57,7 +57,7 @@ class Batch:
 
 
 def row_batch(rng: random.Random, rows: Sequence[Row], length: int) -> Batch:
-    """Return one step of rows, each of ``length`` tokens with its ``<bos>``."""
+    """Return one step's batch of rows; each has ``length`` tokens, ``<bos>`` included."""
     batch = Batch.empty(len(rows), length)
     for index, row in enumerate(rows):
         pieces = [[BOS], *map(_ids, row.document)]
@@ -69,7 +69,7 @@ def row_batch(rng: random.Random, rows: Sequence[Row], length: int) -> Batch:
 
 
 def _mark(batch: Batch, index: int, row: Row) -> None:
-    """Fill in the targets and masks of one row."""
+    """Fill in one row's targets and masks."""
     position = 1
     for sentence in row.document:
         stop = position + len(sentence)

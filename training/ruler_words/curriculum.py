@@ -1,4 +1,4 @@
-"""The stages of the training, from short rows of lookups to long documents of every kind."""
+"""Define the stages of the training, from short rows of lookups to long documents of all kinds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MORE_HOPS = ("multi-query", "two-hop", "two-hop", "two-hop", "tracing")
 
 @attrs.frozen
 class Stage(trainer.Stage):
-    """A stretch of the training of the word tasks' model.
+    """One stage of the training of the word tasks' model.
 
     Args:
         kinds: of the lookups in a row.
@@ -35,7 +35,7 @@ class Stage(trainer.Stage):
     hops_weight: float = 1.0
 
     def draw(self, rng: random.Random) -> Batch:
-        """Return the batch of one step."""
+        """Draw the batch of one step."""
         length = rng.choice(self.lengths)
         count = TOKENS_PER_STEP // length
         if rng.random() < self.lists_share:
@@ -58,7 +58,7 @@ STAGES = (
         learning_rate=5e-4,
         final_learning_rate=1e-5,
     ),
-    # Under the losses of both hops the model forgets to repeat the node that was asked for.
+    # While it is trained on the losses of both hops, the model forgets to repeat the asked node.
     Stage(
         "repeat",
         (128, 256, 512),

@@ -1,4 +1,4 @@
-"""Training rows: documents with many questions of every kind."""
+"""Draw training rows: documents followed by many questions of every kind."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ MOST_QUERIES = 6
 ONE_HOP_SHARE = 0.2
 
 Drawn = tuple[list[list[Words]], list[Question]]
-"""Statements, in groups that keep their order, and the questions they answer."""
+"""Groups of statements, each of which keeps its order, and the questions that they answer."""
 
 
 @attrs.frozen
 class Asked:
-    """A question in a row, and the kind that its accuracy counts for."""
+    """A question in a row, and the kind of question whose accuracy it counts for."""
 
     kind: str
     question: Question
 
     @property
     def size(self) -> int:
-        """Tokens of the question and its answer."""
+        """Return the number of tokens of the question and its answer."""
         return len(self.question.words) + len(self.question.answer)
 
 
 @attrs.frozen
 class Row:
-    """A row: a document's sentences, then questions with their answers."""
+    """A training row: a document's sentences, then questions with their answers."""
 
     document: list[Words]
     asked: list[Asked]
 
 
 def list_row(rng: random.Random, length: int) -> Row:
-    """Return a row that asks for common or frequent words; ``length`` counts ``<bos>`` too."""
+    """Return a row that asks for a common or frequent word; ``length`` includes ``<bos>``."""
     room = length - 1 - 3
     if rng.random() < 0.5:
         share, ratio = rng.uniform(1 / 12, 1 / 5), rng.randint(3, 6)
@@ -73,7 +73,7 @@ def _asked(kind: str, drawn: tuple[list[Words], Question]) -> tuple[list[Words],
 
 
 class NamesRow:
-    """Draws the statements of one row until it is full, and the questions they answer."""
+    """A builder of one row: it draws statements and their questions until the row is full."""
 
     def __init__(self, rng: random.Random, length: int, kinds: Sequence[str], most_filler: float):
         self.rng, self.kinds = rng, kinds
@@ -85,7 +85,7 @@ class NamesRow:
         self.asked: list[Asked] = []
 
     def draw(self) -> Row:
-        """Return the row, of exactly the length asked for."""
+        """Return a row of exactly ``length`` tokens, ``<bos>`` included."""
         while self._add(self.rng.choice(self.kinds)):
             pass
         self.rng.shuffle(self.asked)
@@ -95,7 +95,7 @@ class NamesRow:
         )
 
     def _add(self, kind: str) -> bool:
-        """Add statements and what is asked of them; False where there is no room."""
+        """Add statements of one kind and their questions; return False if they do not fit."""
         if len(self.nouns) < FEWEST_NOUNS:
             return False
         groups, questions = getattr(self, "_" + kind.replace("-", "_"))()
@@ -128,7 +128,7 @@ class NamesRow:
     def _two_hop(self) -> Drawn:
         start, key, name = self._take(1)[0], self._take(1), self._take(NAME_WORDS)
         groups = [road_sentences([start, *key]), [name_sentence(self.rng, key, name)]]
-        # One question only: the answer to one would hold the answer to the other.
+        # Only one question is asked: the answer to one would contain the answer to the other.
         one_hop = self.rng.random() < ONE_HOP_SHARE
         return groups, [ask_names([(key, name)]) if one_hop else ask_past(start, key[0], name)]
 

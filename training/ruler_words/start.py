@@ -1,9 +1,10 @@
-"""The network before training: the needle model's layers under embeddings of the new words.
+"""Build the network before training: the needle model's layers, with embeddings of new words.
 
-The needle model has learnt to find what stands behind a word that came before, the step that takes
-most of a training from scratch. Its layers know words by directions of its embeddings' space. New
-words are therefore drawn with the mean and covariance of the needle language's symbols or fillers,
-and marks take the embedding of what has their part there.
+The needle model has learned to find the token that followed an earlier occurrence of a word; this
+step takes most of a training from scratch. Its layers recognise words by directions in the space of
+its embeddings. Embeddings of new words are therefore drawn with the mean and covariance of the
+needle language's symbols or fillers, and a mark takes the embedding of the needle language's token
+that has the same role.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SAME_PART = {"<end>": END, ".": END, "call": KEY, "road": LINK, "name": QUERY, "
 
 
 def started_network() -> Network:
-    """Return the network to train; torch's global generator draws the embeddings."""
+    """Return the network to train; its new embeddings use torch's global generator."""
     network = Network(SHAPE)
     state = load_model().state_dict()
     with torch.no_grad():
@@ -58,7 +59,7 @@ def started_network() -> Network:
 
 
 def _embeddings(needle: Tensor) -> Tensor:
-    """Return embeddings ``[vocabulary, hidden]`` of the new words, from the needle language's."""
+    """Return embeddings ``[vocabulary, hidden]`` of the new words, made from the needle model's."""
     words = _like(needle[list(FILLERS)], len(token_names()))
     nouns = [TOKEN_IDS[noun] for noun in NOUN_LIST]
     words[nouns] = _like(needle[list(SYMBOLS)], len(nouns))
@@ -68,7 +69,7 @@ def _embeddings(needle: Tensor) -> Tensor:
 
 
 def _like(embeddings: Tensor, count: int) -> Tensor:
-    """Draw ``count`` embeddings with the mean and covariance of the given ones."""
+    """Draw ``count`` embeddings with about the mean and covariance of the given ones."""
     mean = embeddings.mean(dim=0)
     mixing = torch.randn(count, len(embeddings)) / len(embeddings) ** 0.5
     return mean + mixing @ (embeddings - mean)

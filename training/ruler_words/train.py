@@ -1,6 +1,6 @@
 """Train the bundled model of word tasks, on one CPU thread or a GPU.
 
-Run as ``python -m training.ruler_words.train --out DIR``. A run that was stopped goes on at its
+Run as ``python -m training.ruler_words.train --out DIR``. A run that was stopped continues from its
 last checkpoint. The stages are in `curriculum`.
 """
 
@@ -29,13 +29,13 @@ OTHERS_WEIGHT = 0.01
 def step_loss(
     network: Network, batch: Batch, *, blindfolded: bool = False, hops_weight: float = 0.0
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss of one step and the accuracy by kind, over the words that count.
+    """Return the loss of one batch and the accuracy by kind, over the words that count.
 
     Args:
         network: the network.
         batch: the step's rows.
         blindfolded: whether questions do not see names up to the first hop's layer.
-        hops_weight: of the losses that read both hops off the lower layers.
+        hops_weight: weight of the losses that read both hops off the lower layers.
     """
     blindfold = (batch.in_questions, batch.in_names) if blindfolded else None
     with forward_pass(network):
@@ -59,7 +59,7 @@ def step_loss(
 
 
 def _hops_loss(network: Network, states: Sequence[Tensor], batch: Batch) -> Tensor:
-    """Ask the two layers of a two-hop question for what they are to find, when it is read."""
+    """Return the loss of the two hop layers: one must predict the key, the next one the name."""
     asked = batch.hops[..., 0] != IGNORED
     if not asked.any():
         return states[-1].new_zeros(())
@@ -77,18 +77,18 @@ def _others_loss(network: Network, hidden: Tensor, batch: Batch, asked: Tensor) 
 
 
 class Trainer(trainer.Trainer):
-    """Trains the word tasks' model; all of its layers are there from the start."""
+    """A trainer of the word tasks' model; the network has all of its layers from the start."""
 
     stages = STAGES
 
     def new_network(self) -> Network:
-        """The needle model's layers under new embeddings."""
+        """Return the needle model's layers with new embeddings."""
         return started_network()
 
     def loss(
         self, batch: Batch, stage: Stage, rng: random.Random
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss of one step, blindfolded in part of the steps, and its accuracies."""
+        """Return the loss of one batch, with the blindfold in some steps, and its accuracies."""
         return step_loss(
             self.network,
             batch,
@@ -98,7 +98,7 @@ class Trainer(trainer.Trainer):
 
 
 def main() -> None:
-    """Train, and write the model and its tokenizer."""
+    """Train the model and write it and its tokenizer."""
     options = trainer.training_parser("Train the model of word tasks.").parse_args()
     trainer.trained(Trainer, options, token_names())
 

@@ -1,5 +1,5 @@
-"""kvpolicy and kvpress side by side: what their two workers share, and what compares them.
+"""Compare kvpolicy and kvpress: code that their two workers share, and code that compares them.
 
-The workers run in environments of their own. `reading`, `timing`, `behaviours` and `serving` are
+Each worker runs in its own environment. `reading`, `timing`, `behaviours` and `serving` are
 common to both and import torch and Transformers only; the rest is for the project's environment.
 """

@@ -1,6 +1,6 @@
-"""What a library does with a left-padded batch and with a second turn. Needs torch, Transformers.
+"""Run a library on a left-padded batch and a second turn. Needs torch and Transformers only.
 
-Nothing here knows what would be right; `second_turn` compares with dense attention under a mask.
+Nothing here judges the results; `second_turn` compares them with dense attention under a mask.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DECODED = 4
 
 
 def generate(reading: Reading, ids: Tensor, mask: Tensor, new_tokens: int = DECODED) -> Any:
-    """Greedy ``generate`` with the reading's cache; sequences and logits of every step."""
+    """Run greedy ``generate`` with the reading's cache; return sequences and all steps' logits."""
     with reading.generating():
         return reading.model.generate(
             ids,
@@ -43,7 +43,7 @@ def answers(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
 ) -> list[list[int]]:
-    """What a method generates after each prompt."""
+    """Return the tokens that a method generates after each prompt."""
     found = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
@@ -56,7 +56,7 @@ def answers(
 def kept_of(
     library: Library, model: PreTrainedModel, method: str, settings: Settings, prompt: Sequence[int]
 ) -> list[list[list[int]]]:
-    """Positions kept of one prompt, ``[layer][head]``."""
+    """Return the positions kept of one prompt, ``[layer][head]``."""
     reading = library.begin(model, method, settings, watched=True)
     with torch.inference_mode(), reading.prefilling():
         model(torch.tensor([list(prompt)]), past_key_values=reading.cache, logits_to_keep=1)
@@ -70,15 +70,15 @@ def padded_batch(
     settings: Settings,
     rows: Sequence[Sequence[int]],
 ) -> list[dict[str, Any]]:
-    """Rows in one left-padded batch, against each of them alone, through ``generate``.
+    """Compare rows in one left-padded batch with each row alone, through ``generate``.
 
     Returns:
         For each row: its padding; tokens kept over all layers and heads, alone and in the batch;
-        how many of the latter are padding; how many are kept alone too; slots that the row's token
-        sees in the second step, in the first layer (None: all); the largest difference of
-        a logit from the row alone in the first step, which depends on no choice, and in the second;
-        in the second step also from dense attention to the row's own tokens that were kept in the
-        batch; whether the same tokens are generated.
+        how many of those in the batch are padding; how many are kept both times; slots that
+        the row's token sees in the second step, in the first layer (None: all); the largest
+        difference of a logit from the row alone in the first step, which depends on no choice, and
+        in the second; in the second step also from dense attention to the row's own
+        tokens that were kept in the batch; whether the same tokens are generated.
     """
 
     def run(batch: Sequence[Sequence[int]]) -> tuple[Any, Kept]:
@@ -111,7 +111,7 @@ def padded_batch(
 
 
 def _choices(kept: list[list[list[int]]], alone: list[list[list[int]]]) -> dict[str, int]:
-    """Counts over all layers and heads; padding is below 0."""
+    """Return counts of kept positions over all layers and heads; padding is below 0."""
     pairs = [
         (set(head), set(other))
         for layer, others in zip(kept, alone, strict=True)
@@ -135,13 +135,13 @@ def second_turn(
     *,
     way: str,
 ) -> dict[str, Any]:
-    """A prompt, a few generated tokens, more of the user's, and what the second turn did.
+    """Run a prompt, a few generated tokens and a second turn, and compare the second turn.
 
     Args:
-        library: What reads.
-        model: Its model.
-        method: Its method.
-        settings: Their parameters.
+        library: The library that reads.
+        model: The model.
+        method: The method.
+        settings: The method's parameters.
         first: The first prompt.
         added: What the user adds to what was generated.
         way: "generate": the whole conversation goes to ``generate`` with the same cache. "loop":

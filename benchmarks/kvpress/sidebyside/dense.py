@@ -1,4 +1,4 @@
-"""What a model computes where evicted tokens are masked instead: dense attention, no cache."""
+"""Compute a model's logits with dense attention, no cache, and evicted tokens masked."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ NAME = "dense_under_masks"
 def visible_after(
     kept: Sequence[Sequence[Sequence[int]]], first_len: int, length: int
 ) -> list[Tensor]:
-    """Per layer, bool ``[kv_heads, length, length]``: which query sees which key.
+    """Return, per layer, masks ``[kv_heads, length, length]``: which query sees which key.
 
-    All is causal; tokens after the first prompt see, of the prompt, what was kept.
+    The masks are causal; of the first prompt, later tokens see only the positions kept.
 
     Args:
         kept: Positions kept, ``[layer][head]``.
@@ -42,10 +42,10 @@ def dense_logits(
     kept: Sequence[Sequence[Sequence[int]]],
     first_len: int,
 ) -> Tensor:
-    """The next token's logits after ``ids`` if later tokens see of the prompt what was kept.
+    """Return the next token's logits if tokens after the prompt see only its kept tokens.
 
     Args:
-        model: Any attention implementation; as it was afterwards.
+        model: A model with any attention implementation, which is restored afterwards.
         ids: The prompt and what came after it.
         kept: See `visible_after`.
         first_len: Tokens of the prompt.
@@ -76,5 +76,5 @@ def dense_logits(
 
 
 def difference(logits: Tensor, expected: Tensor) -> float:
-    """The largest difference of a logit."""
+    """Return the largest difference of a logit."""
     return float((logits - expected).abs().max())

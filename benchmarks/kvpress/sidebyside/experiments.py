@@ -1,4 +1,4 @@
-"""The experiments, each a list of rows for the record. In the project's environment."""
+"""Run the experiments, each of which gives rows for the record. Needs the project's environment."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ Rows = list[dict[str, Any]]
 
 @attrs.frozen
 class Bench:
-    """Two workers and what they work on.
+    """The workers of both libraries, and the models they read.
 
     Args:
-        workers: By library.
+        workers: The workers by library.
         start: Starts a further worker of a library, whose allocator shows peaks.
         random_model: Folder of the model of random weights.
         needle_model: Folder of the bundled needle model.
@@ -61,24 +61,24 @@ class Bench:
     needle_model: Path
 
     def ask_both(self, do: str, **command: Any) -> Iterator[tuple[str, Any]]:
-        """Each library's answer to the same command."""
+        """Yield each library's answer to the same command."""
         for library in LIBRARIES:
             yield library, self.workers[library].ask(do, **command)
 
 
 def tell(what: str) -> None:
-    """Show progress, on the error stream."""
+    """Print progress to stderr."""
     print(what, file=sys.stderr, flush=True)
 
 
 def counts(bench: Bench) -> dict[str, Any]:
-    """Tokens each library keeps of prompts of some lengths at rate 0.1, ratio 0.9."""
+    """Return the tokens each library keeps of prompts of some lengths, at rate 0.1 (ratio 0.9)."""
     both = bench.ask_both("count", lengths=COUNT_LENGTHS, rate=SETTINGS["rate"])
     return {"rate": SETTINGS["rate"], "lengths": COUNT_LENGTHS, **dict(both)}
 
 
 def times(bench: Bench, lengths: Sequence[int], rounds: int, new_tokens: int) -> Rows:
-    """Prefill and decoding in turns, after a round that is not counted; then peaks of memory."""
+    """Time prefill and decoding in turns, after one round that is not counted; then peak memory."""
     rows = {
         (length, method, library): {
             "method": method,
@@ -131,7 +131,7 @@ def _peak(bench: Bench, library: str, method: str, length: int) -> int:
 
 
 def kept(bench: Bench, lengths: Sequence[int], needles: int = 4) -> Rows:
-    """Kept positions of both, and of kvpolicy under kvpress's rule, on both models."""
+    """Compare kept positions of both libraries, and of kvpolicy under kvpress's rule."""
     needle = [list(each.input_ids) for each in NeedleTask(NEEDLE_LEN).prompts(needles)]
     prompts = [("random", bench.random_model, [random_prompt(1, length)]) for length in lengths]
     rows = []
@@ -165,7 +165,7 @@ def _all_agreements(ours: Sequence[Any], theirs: Sequence[Any]) -> list[float]:
 
 
 def answers(bench: Bench, rates: Sequence[float], questions: int) -> Rows:
-    """Exact match of the needle model, one hop and two."""
+    """Return the exact match of the needle model, with one hop and with two."""
     tasks = [NeedleTask(NEEDLE_LEN, hops=hops).prompts(questions, seed=1) for hops in (1, 2)]
     rows: Rows = []
     for method, rate in [("full", 1.0), *((each, rate) for rate in rates for each in METHODS)]:
@@ -187,7 +187,7 @@ def answers(bench: Bench, rates: Sequence[float], questions: int) -> Rows:
 
 
 def batch(bench: Bench) -> Rows:
-    """A batch of two rows, the shorter padded on the left: the facts of the shorter."""
+    """Return how the shorter of two left-padded rows differs from the same row read alone."""
     rows = [random_prompt(10 + length, length) for length in ROW_LENGTHS]
     found = []
     for method in METHODS:
@@ -200,7 +200,7 @@ def batch(bench: Bench) -> Rows:
 
 
 def turns(bench: Bench) -> Rows:
-    """A second turn, through ``generate`` and through a loop."""
+    """Run a second turn, through ``generate`` and through a loop."""
     first, added = (random_prompt(20 + length, length) for length in TURN_LENGTHS)
     found = []
     for method in ("streaming_llm", "snapkv", "pyramid_kv"):
@@ -222,11 +222,12 @@ def turns(bench: Bench) -> Rows:
 def open_bench(
     stack: ExitStack, start: Callable[[str, bool], Worker], models: tuple[Path, Path]
 ) -> Bench:
-    """Start a worker of each library, to be ended with the stack.
+    """Start a worker of each library, which ends with the stack.
 
     Args:
-        stack: What ends them.
-        start: Starts a worker of a library; whether its allocator is to show peaks.
+        stack: The stack that ends the workers.
+        start: Starts a worker of a library; its second argument is whether the allocator shows
+            peaks.
         models: The random model's folder and the needle model's.
     """
     workers = {library: stack.enter_context(start(library, False)) for library in LIBRARIES}

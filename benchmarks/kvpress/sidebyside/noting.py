@@ -1,4 +1,4 @@
-"""Hooks that note what reached a model. Needs torch and Transformers only."""
+"""Record what reaches a model, by hooks. Needs torch and Transformers only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 @contextmanager
 def noting_positions(model: PreTrainedModel) -> Iterator[list[list[int]]]:
-    """Collects the rotary positions of every forward, first row."""
+    """Record the rotary positions of every forward, for the first row."""
     noted: list[list[int]] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -29,9 +29,9 @@ def noting_positions(model: PreTrainedModel) -> Iterator[list[list[int]]]:
 
 @contextmanager
 def noting_visible(model: PreTrainedModel) -> Iterator[list[list[int] | None]]:
-    """Collects, for every forward, the slots each row's last token sees in the first layer.
+    """Record, per forward, the slots that each row's last token sees in the first layer.
 
-    None where there is no mask and it sees all.
+    The record of a forward without a mask, in which it sees all slots, is None.
     """
     noted: list[list[int] | None] = []
 

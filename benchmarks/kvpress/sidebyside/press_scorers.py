@@ -1,6 +1,6 @@
-"""Scores of kvpress 0.5.5 as kvpolicy's scorers, each of the press that its docstring names.
+"""Define scorers that follow kvpress 0.5.5; each docstring names its press.
 
-One prompt, no padding and one turn, as kvpress reads.
+They work for one prompt without padding in one turn, as kvpress reads.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvpolicy.policies import (
 
 @attrs.frozen
 class MeanAttentionScorer(Scorer):
-    """ObservedAttentionPress: a key's attention sum over the number of queries that see it."""
+    """A scorer as ObservedAttentionPress: a key's mean attention over queries that see it."""
 
     @property
     def num_queries(self) -> None:
-        """All of them."""
+        """Return None: the scorer reads all queries."""
         return
 
     def score(self, context: LayerContext) -> Tensor:
@@ -38,7 +38,7 @@ class MeanAttentionScorer(Scorer):
 
 
 class AllHeadsLastQueryScorer(LastQueryScorer):
-    """TOVAPress: the last query's attention, averaged over all heads of the layer."""
+    """A scorer as TOVAPress: the last query's attention, averaged over all heads of a layer."""
 
     def score(self, context: LayerContext) -> Tensor:
         """Return float32 ``[batch, kv_heads, key_len]``."""
@@ -47,7 +47,7 @@ class AllHeadsLastQueryScorer(LastQueryScorer):
 
 
 class TiedLagScorer(LagKVScorer):
-    """LagKVPress: sinks, the last run and what follows it all score 1."""
+    """A scorer as LagKVPress: sinks, the last run and what follows it all score 1."""
 
     def score(self, context: LayerContext) -> Tensor:
         """Return float32 ``[batch, kv_heads, key_len]``."""
@@ -55,13 +55,13 @@ class TiedLagScorer(LagKVScorer):
 
 
 class DrawnLeverageScorer(LeverageScorer):
-    """LeverageScorePress: a projection for every head, drawn one layer after the other."""
+    """A scorer as LeverageScorePress: one projection per head, drawn layer after layer."""
 
     draws_from: ClassVar[int] = 0
     """The seed that kvpress's worker sets before it reads."""
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``: deviations over all heads together."""
+        """Return float32 ``[batch, kv_heads, key_len]``, standardised over all heads together."""
         assert context.rotary is not None
         inner = slice(self.num_sinks, context.key_len - self.window_size)
         keys = context.rotary.turned_back(context.keys, context.positions)[:, :, inner]
@@ -77,13 +77,13 @@ class DrawnLeverageScorer(LeverageScorer):
 
 
 class ZeroPaddedChunkScorer(ChunkAttentionScorer):
-    """NonCausalAttnPress: the last chunk is filled with zeros, which attend and are attended to.
+    """A scorer as NonCausalAttnPress: zeros that fill the last chunk attend and are attended to.
 
-    The press means to hide them, but adds -1e-9 where it fills in a mask.
+    The press means to mask these zeros, but adds -1e-9 to their scores, which masks nothing.
     """
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``: deviations over all heads together."""
+        """Return float32 ``[batch, kv_heads, key_len]``, standardised over all heads together."""
         inner = slice(self.num_sinks, context.key_len - self.window_size)
         group = context.query_heads // context.kv_heads
         keys = context.keys[:, :, inner].repeat_interleave(group, dim=1)
@@ -104,5 +104,5 @@ class ZeroPaddedChunkScorer(ChunkAttentionScorer):
 
 
 def over_all(scores: Tensor) -> Tensor:
-    """Scores at mean 0 and deviation 1 over all heads together."""
+    """Return scores at mean 0 and deviation 1 over all heads together."""
     return (scores - scores.mean()) / scores.std()

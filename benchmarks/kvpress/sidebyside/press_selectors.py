@@ -1,6 +1,6 @@
-"""Choices of kvpress 0.5.5 as kvpolicy's selectors, each of the press that its docstring names.
+"""Define selectors that follow kvpress 0.5.5; each docstring names its press.
 
-One prompt, no padding and one turn, as kvpress reads.
+They work for one prompt without padding in one turn, as kvpress reads.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from kvpolicy.selection import compress, ranks
 
 @attrs.frozen
 class PressPyramidSelector(PyramidSelector):
-    """PyramidKVPress: the window lies inside the falling budget, not beside it."""
+    """A selector as PyramidKVPress: the window is part of the falling budget, not added to it."""
 
     def count(self, seen_len: int, protected: int, layer_idx: int, num_layers: int) -> int:
-        """``get_layer_budget``; see `PyramidSelector.count`."""
+        """Return the press's ``get_layer_budget``; see `PyramidSelector.count`."""
         assert self.retention_rate is not None
         budget = seen_len * self.retention_rate
         least = budget / self.beta
@@ -42,10 +42,10 @@ class PressPyramidSelector(PyramidSelector):
 
 
 class TopKSelector(GQAGroupSelector):
-    """ScorerPress: torch's topk, whatever it makes of ties."""
+    """A selector as ScorerPress: torch's topk, with whatever order it gives ties."""
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """See `GQAGroupSelector.select`."""
+        """Return the top keys of each head; see `GQAGroupSelector.select`."""
         assert saliency is not None
         scores = group_mean(saliency, context.kv_heads)
         count = self.budget.count(seen_len=context.key_len, available=context.key_len, protected=0)
@@ -54,12 +54,12 @@ class TopKSelector(GQAGroupSelector):
 
 @attrs.frozen
 class PressChunkSelector(GQAGroupSelector):
-    """ChunkKVPress: whole chunks, as many as the rate of their number; the window scores most."""
+    """A selector as ChunkKVPress: it keeps the rate of all chunks; the window scores most."""
 
     chunk_length: int = attrs.field(default=20, kw_only=True)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """See `GQAGroupSelector.select`."""
+        """Return the tokens of the best chunks; see `GQAGroupSelector.select`."""
         assert saliency is not None
         assert self.retention_rate is not None
         scores = group_mean(saliency, context.kv_heads)
@@ -73,7 +73,7 @@ class PressChunkSelector(GQAGroupSelector):
 
 
 class PressAdaptiveSelector(AdaptiveHeadSelector):
-    """AdaKVPress: a head's floor is a share of all its places, the window's among them."""
+    """A selector as AdaKVPress: a head's floor is a share of all its places, window included."""
 
     def _places(self, seen_len: tuple[int, ...], protected: Tensor) -> tuple[Tensor, Tensor]:
         free = self._free(seen_len[0], self.window_size)
@@ -82,15 +82,15 @@ class PressAdaptiveSelector(AdaptiveHeadSelector):
         return torch.tensor([own]), torch.tensor([shared])
 
     def floor_count(self, seen_len: int) -> int:
-        """Places of its own that a head has, the window's among them."""
+        """Return the number of places that each head fills alone, window included."""
         return max(int((self._free(seen_len, 0)) * self.floor), 1)
 
 
 class PressCriticalAdaSelector(CriticalSelector):
-    """CriticalAdaKVPress: the floor of a head is of the first stage, however few it keeps."""
+    """A selector as CriticalAdaKVPress: the first stage keeps at least a head's floor."""
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """See `CriticalSelector.select`."""
+        """Return each head's choice with its own first share; see `CriticalSelector.select`."""
         assert saliency is not None
         assert isinstance(self.selector, PressAdaptiveSelector)
         own = self.selector.floor_count(context.key_len)
@@ -107,12 +107,12 @@ class PressCriticalAdaSelector(CriticalSelector):
 
 
 class PressThresholdSelector(GlobalThresholdSelector):
-    """KVzipPress: of all layers and heads together ``int(all * ratio)`` go."""
+    """A selector as KVzipPress: it drops ``int(all * ratio)`` over all layers and heads."""
 
     def select_together(
         self, saliencies: Sequence[Tensor], contexts: Sequence[LayerContext]
     ) -> list[Tensor]:
-        """See `GlobalThresholdSelector.select_together`."""
+        """Return each layer's choice; see `GlobalThresholdSelector.select_together`."""
         assert self.retention_rate is not None
         scores = torch.stack(
             [

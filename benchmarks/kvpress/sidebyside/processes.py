@@ -1,4 +1,4 @@
-"""The workers as processes: started, asked, ended. In the project's environment."""
+"""Start, ask and end the worker processes. Needs the project's environment."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 LARGE_BLOCK = 1 << 16
-"""Bytes from which an allocator that is to show peaks gives blocks back at once."""
+"""Block size in bytes from which an allocator that shows peaks returns memory at once."""
 
 
 def worker_environment(threads: int, *, returns_memory: bool = False) -> dict[str, str]:
-    """Variables of a worker: threads said explicitly, nothing of this process's Python path.
+    """Return a worker's environment: explicit threads, and no Python path of this process.
 
     Args:
-        threads: Of every library that computes.
+        threads: Threads of every library that computes.
         returns_memory: Whether freed memory goes back to the system at once, which costs time.
     """
     found = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -36,12 +36,12 @@ def worker_environment(threads: int, *, returns_memory: bool = False) -> dict[st
 
 
 class Worker:
-    """A library's process, which answers one command after the other; a context manager.
+    """A context manager of a library's process, which answers one command after the other.
 
     Args:
         python: The interpreter of its environment.
         script: Its file in `SCRIPTS`.
-        log: Where what it prints goes to.
+        log: File that receives what it prints.
         threads: Threads it computes with.
         returns_memory: See `worker_environment`.
     """
@@ -61,7 +61,7 @@ class Worker:
             )
 
     def ask(self, do: str, **command: Any) -> Any:
-        """The answer to a command of `serving`.
+        """Send a command of `serving` and return its answer.
 
         Raises:
             RuntimeError: The worker has ended; the message holds the end of its log.

@@ -1,4 +1,4 @@
-"""The model both workers load and the prompts they read. In the project's environment."""
+"""Make the model and the prompts that both workers load. Needs the project's environment."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ VOCAB_SIZE = 1024
 def save_random_llama(folder: Path, max_length: int) -> None:
     """Write a Llama of random weights, 8 layers of hidden size 256, whose attention is peaked.
 
-    As initialised by Transformers attention is almost uniform, and what a method keeps a matter of
-    rounding. Here products of queries and keys have a standard deviation of about three.
+    With Transformers' initialisation, attention is almost uniform, and rounding decides what a
+    method keeps. Here products of queries and keys have a standard deviation of about three.
 
     Args:
-        folder: Where to, as safetensors; made if needed.
+        folder: Folder for the safetensors; made if needed.
         max_length: Longest sequence.
     """
     config = LlamaConfig(
@@ -46,6 +46,6 @@ def save_random_llama(folder: Path, max_length: int) -> None:
 
 
 def random_prompt(seed: int, length: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
-    """Tokens of a uniform distribution, none of them 0, which is padding."""
+    """Return uniformly drawn tokens, none of them 0, which is padding."""
     draw = random.Random(seed)
     return [draw.randrange(1, vocab_size) for _ in range(length)]

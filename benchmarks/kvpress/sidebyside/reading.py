@@ -1,4 +1,4 @@
-"""How a library reads a prompt: the surface that both workers have. Needs torch and Transformers.
+"""Define how both workers read a prompt. Needs torch and Transformers only.
 
 Methods go by one name in both libraries; "full" and "full_eager" are the model alone, on
 Transformers' own cache.
@@ -32,33 +32,33 @@ REPETITION = {
     "later_ids": (8, 9),
     "answer_ids": (10,),
 }
-"""How both libraries ask for the prompt again: ids in the place of words."""
+"""The instructions with which both libraries ask for the prompt again, as ids instead of words."""
 
 
 class Reading:
-    """A model with a cache and, in subclasses, a method: this one evicts nothing."""
+    """A model with a cache and, in subclasses, a method; this class evicts nothing."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.cache: Any = DynamicCache(config=model.config)
 
     def prefilling(self) -> AbstractContextManager[Any]:
-        """Around a forward that reads a prompt."""
+        """Return a context manager to enter around a forward that reads a prompt."""
         return nullcontext()
 
     def decoding(self) -> AbstractContextManager[Any]:
-        """Around forwards of decoded tokens."""
+        """Return a context manager to enter around forwards of decoded tokens."""
         return nullcontext()
 
     def generating(self) -> AbstractContextManager[Any]:
-        """Around a call of ``generate``."""
+        """Return a context manager to enter around a call of ``generate``."""
         return self.prefilling()
 
     def start_turn(self) -> None:
-        """Say that the next forward reads another prompt, where a library wants to hear it."""
+        """Tell the library that the next forward reads another prompt; here nothing is done."""
 
     def kept(self, lengths: Sequence[int]) -> Kept:
-        """What was kept of the first prompt; padding that was kept is below 0.
+        """Return the positions kept of the first prompt; kept padding has positions below 0.
 
         Args:
             lengths: The prompt's tokens in each row, which is padded on the left.
@@ -66,11 +66,11 @@ class Reading:
         raise NotImplementedError
 
     def held(self) -> list[int]:
-        """Slots that each layer holds for a KV head."""
+        """Return the number of slots that each layer holds for a KV head."""
         return [layer.keys.shape[2] for layer in self.cache.layers]
 
     def held_bytes(self) -> int:
-        """Bytes of all keys and values."""
+        """Return the bytes of all keys and values."""
         tensors = [part for layer in self.cache.layers for part in (layer.keys, layer.values)]
         return sum(part.numel() * part.element_size() for part in tensors)
 
@@ -84,15 +84,15 @@ class Library(abc.ABC):
         self._models: dict[tuple[str, str], LlamaForCausalLM] = {}
 
     def versions(self) -> dict[str, str]:
-        """Versions of what was measured."""
+        """Return the versions of torch and of the library's packages."""
         return {"torch": torch.__version__} | {name: version(name) for name in self.packages}
 
     def attention(self, method: str) -> str:
-        """Attention implementation of Transformers that a method is run with."""
+        """Return the attention implementation of Transformers with which a method is run."""
         return "eager" if method == "full_eager" else "sdpa"
 
     def model(self, folder: str, method: str) -> LlamaForCausalLM:
-        """The model of a folder as a method needs it, loaded once."""
+        """Return the model of a folder with a method's attention implementation, loaded once."""
         attention = self.attention(method)
         if (folder, attention) not in self._models:
             model = LlamaForCausalLM.from_pretrained(
@@ -106,13 +106,13 @@ class Library(abc.ABC):
     def begin(
         self, model: PreTrainedModel, method: str, settings: Settings, *, watched: bool = False
     ) -> Reading:
-        """A fresh cache under a method.
+        """Return a reading with a new cache under a method.
 
         Args:
-            model: What reads.
-            method: Its name.
-            settings: Its parameters.
-            watched: Whether `Reading.kept` is going to be asked.
+            model: The model that reads.
+            method: Name of the method.
+            settings: Parameters of the method.
+            watched: Whether `Reading.kept` will be called.
         """
         if method in PLAIN:
             return Reading(model)
@@ -122,15 +122,15 @@ class Library(abc.ABC):
     def begin_method(
         self, model: PreTrainedModel, method: str, settings: Settings, *, watched: bool
     ) -> Reading:
-        """As `begin`, for a method that evicts."""
+        """Return a reading under a method that evicts; see `begin`."""
 
     @abc.abstractmethod
     def count(self, length: int, rate: float) -> int:
-        """Tokens kept of a prompt under the library's rule, no window or sinks considered."""
+        """Return the tokens kept of a prompt by the library's rule, without window and sinks."""
 
 
 def left_padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Token ids and mask ``[batch, longest]``."""
+    """Return token ids and mask ``[batch, longest]``."""
     longest = max(map(len, rows))
     padding = [longest - len(row) for row in rows]
     ids = torch.tensor([[PAD] * pad + list(row) for pad, row in zip(padding, rows, strict=True)])
@@ -139,9 +139,9 @@ def left_padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 def match_rows(kept: Tensor, full: Tensor) -> list[int]:
-    """Where the rows of one tensor stand in another, by equality, bit for bit.
+    """Return where the rows of one tensor occur in another, compared bit for bit.
 
-    Rows that stand there more than once (keys of padding) take its places one after the other.
+    Equal rows of ``full`` (keys of padding) are used up one after the other.
 
     Args:
         kept: ``[kept_len, head_dim]``.
@@ -151,7 +151,7 @@ def match_rows(kept: Tensor, full: Tensor) -> list[int]:
         Indices into ``full``, ascending.
 
     Raises:
-        ValueError: A row is not there, or more often than in ``full``.
+        ValueError: A row does not occur in ``full``, or occurs more often than there.
     """
     places: dict[tuple[float, ...], list[int]] = {}
     for index, row in enumerate(full.tolist()):

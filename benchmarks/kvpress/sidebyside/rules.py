@@ -1,6 +1,7 @@
-"""kvpress's rules as kvpolicy's parts: if nothing else differs, they keep the same positions.
+"""Build kvpress's rules from kvpolicy's parts, so that both keep the same positions.
 
-Each follows the press of its name in kvpress 0.5.5; see `press_scorers` and `press_selectors`.
+If the positions still differ, another difference than the rule is the reason. Each rule follows the
+press of its name in kvpress 0.5.5; see `press_scorers` and `press_selectors`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .reading import REPETITION, Settings
 
 
 def as_kvpress(method: str, settings: Settings) -> CachePolicy:
-    """The policy that keeps what a press keeps."""
+    """Return the policy that keeps what a press keeps."""
     rate = settings["rate"]
     named: dict[str, CachePolicy] = {
         "streaming_llm": StreamingLLM(rate, num_sinks=settings["num_sinks"]),
@@ -53,7 +54,7 @@ def as_kvpress(method: str, settings: Settings) -> CachePolicy:
 def _parts(method: str, settings: Settings) -> tuple[Any, Any]:
     rate, size = settings["rate"], settings["window_size"]
     window = WindowMeanPoolScorer(size, settings["kernel_size"])
-    epsilon = size * 1e-4  # the mean over the window there, the sum here
+    epsilon = size * 1e-4  # kvpress takes the mean over the window, kvpolicy the sum
     every_key, but_window = GQAGroupSelector(rate, 0), GQAGroupSelector(rate, size)
     heads = selectors.PressAdaptiveSelector(rate, size)
     compactor = SumScorer(

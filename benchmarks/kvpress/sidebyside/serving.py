@@ -1,6 +1,6 @@
-"""A worker: takes commands as lines of JSON from standard input and answers each with one line.
+"""Serve commands, which come as lines of JSON on standard input; each gets one line as answer.
 
-Waiting for a line costs no processor time, so that two workers can take turns.
+Waiting for a line takes no CPU time, so that two workers can take turns.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ COMMANDS: dict[str, Callable[[Library, Command], Any]] = {
 
 
 def serve(library: Library) -> None:
-    """Answer commands until standard input ends; what anything else prints goes to stderr."""
+    """Answer commands until standard input ends; all other output goes to stderr."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int, required=True)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What the measurements say: order of turns, agreement of kept positions, medians."""
+"""Summarise the measurements: order of turns, agreement of kept positions, medians."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ HeadPositions = Sequence[Sequence[Sequence[int]]]
 
 
 def turns_of(methods: Sequence[str], round_number: int) -> Iterator[tuple[str, str]]:
-    """The turns of a round as (method, library), every pair once.
+    """Yield the turns of a round as (method, library), every pair once.
 
-    The order moves on by one method a round and the library that goes first changes, so that a
-    machine that slows down slows down all.
+    Each round starts with the next method and the other library, so that a machine that becomes
+    slower affects all turns alike.
 
     Example:
         >>> list(turns_of(["a", "b"], 1))
@@ -30,13 +30,14 @@ def turns_of(methods: Sequence[str], round_number: int) -> Iterator[tuple[str, s
 
 
 def agreements(ours: HeadPositions, theirs: HeadPositions) -> list[float]:
-    """For every layer and head, how far two choices agree: 1 the same, 0 nothing in common.
+    """Return, for every layer and head, how far two choices agree, from 0 to 1 (the same).
 
-    Twice the positions in both over the positions of one and of the other: with equal budgets, the
-    share of positions that the other keeps too. Choices at random agree by the budget's rate.
+    This is twice the number of common positions over the number of positions of both. With equal
+    budgets, it is the share of positions that the other keeps too. Random choices have an expected
+    agreement equal to the budget's rate.
 
     Raises:
-        ValueError: The layers or heads are not as many.
+        ValueError: The numbers of layers or heads differ.
 
     Example:
         >>> agreements([[[0, 1, 2, 9], [5]]], [[[0, 1, 2, 8], [5, 6, 7]]])
@@ -53,7 +54,7 @@ def agreements(ours: HeadPositions, theirs: HeadPositions) -> list[float]:
 
 
 def kept_counts(kept: HeadPositions) -> list[int]:
-    """Positions each layer keeps per head, rounded where heads keep unlike numbers.
+    """Return the positions each layer keeps per head; the mean, rounded, if heads differ.
 
     Example:
         >>> kept_counts([[[1, 2], [3, 4]], [[0, 1, 2], [3]]])
@@ -63,7 +64,7 @@ def kept_counts(kept: HeadPositions) -> list[int]:
 
 
 def share_right(generated: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> float:
-    """Share of prompts after which exactly the answer was generated.
+    """Return the share of prompts after which exactly the answer was generated.
 
     Example:
         >>> share_right([[4, 5], [4, 6]], [[4, 5], [4, 5]])
@@ -76,7 +77,7 @@ def share_right(generated: Sequence[Sequence[int]], answers: Sequence[Sequence[i
 def ratio_to_full(
     rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any], figure: str
 ) -> tuple[float, float, float]:
-    """A figure over that of the same library's full cache, round by round: median and range.
+    """Return a figure over that of the library's full cache: median and range of the rounds.
 
     Args:
         rows: All rows of times.
@@ -84,7 +85,8 @@ def ratio_to_full(
         figure: Its list of figures, one a round.
 
     Returns:
-        Median, lowest and highest of the rounds' ratios: what disturbs a round disturbs both sides.
+        Median, lowest and highest of the rounds' ratios; a disturbance of a round affects both
+        sides of its ratio.
     """
     same = ("library", "context")
     full = next(

@@ -1,4 +1,4 @@
-"""Times and peak memory of one prompt. Needs torch and Transformers only."""
+"""Measure times and peak memory of one prompt. Needs torch and Transformers only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 def timed(run: Callable[[], Result]) -> tuple[Result, dict[str, float]]:
-    """Run, and return what came, the seconds on the clock and those of processor time."""
+    """Run a function; return its result, and the wall and CPU seconds it took."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = run()
     return result, {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
@@ -39,12 +39,12 @@ def prefill(reading: Reading, prompt: Sequence[int]) -> Tensor:
 
 
 def decode(reading: Reading, token: Tensor, seen: int, count: int) -> list[int]:
-    """Decode greedily.
+    """Decode greedily and return the tokens.
 
-    Positions are given, as kvpress's pipeline does: it leaves a cache that counts what it holds.
+    Positions are passed, as in kvpress's pipeline: its cache counts only the tokens it still holds.
 
     Args:
-        reading: After its prefill.
+        reading: A reading after its prefill.
         token: The first decoded token ``[1, 1]``, not seen yet.
         seen: Tokens seen.
         count: Tokens to decode.
@@ -65,7 +65,7 @@ def decode(reading: Reading, token: Tensor, seen: int, count: int) -> list[int]:
 
 @torch.inference_mode()
 def timed_turn(reading: Reading, prompt: Sequence[int], new_tokens: int) -> dict[str, Any]:
-    """Prefill and decoding of one prompt, hooks set and removed in the time measured."""
+    """Time prefill and decoding of one prompt, setting and removing of hooks included."""
     token, reading_time = timed(lambda: prefill(reading, prompt))
     held = reading.held_bytes()
     _, decoding_time = timed(lambda: decode(reading, token, len(prompt), new_tokens))
@@ -75,11 +75,11 @@ def timed_turn(reading: Reading, prompt: Sequence[int], new_tokens: int) -> dict
 
 @torch.inference_mode()
 def peak_memory(reading: Reading, prompt: Sequence[int]) -> int:
-    """Bytes that the process grew by, at most, while it read a prompt.
+    """Return by how many bytes the process grew, at most, while it read a prompt.
 
-    The high-water mark of the resident set, which Linux lets a process set back. Small blocks that
-    were freed before are used again unseen: start a process for it, whose allocator gives large
-    ones back (``MALLOC_MMAP_THRESHOLD_``).
+    This reads the high-water mark of the resident set, which Linux lets a process reset. The reuse
+    of small blocks that were freed before is not counted. So start a separate process, whose
+    allocator returns large blocks (``MALLOC_MMAP_THRESHOLD_``).
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -90,7 +90,7 @@ def peak_memory(reading: Reading, prompt: Sequence[int]) -> int:
 
 
 def resident_bytes(field: str) -> int:
-    """A figure of ``/proc/self/status``: VmRSS is what is resident, VmHWM the most there was."""
+    """Return a field of ``/proc/self/status``: VmRSS is resident now, VmHWM its maximum."""
     found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
     assert found is not None, field
     return int(found[1]) * 1024

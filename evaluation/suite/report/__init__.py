@@ -1,4 +1,4 @@
-"""The report on a folder of results: one page, and a Markdown table."""
+"""Write the report on a folder of results: one page and a Markdown table."""
 
 from __future__ import annotations
 

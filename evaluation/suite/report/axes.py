@@ -1,4 +1,4 @@
-"""Axes of costs: where they begin and end, and which of their values are marked."""
+"""Define axes of costs: where they begin and end, and which values are marked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 
 @attrs.frozen
 class Axis:
-    """An axis, from the first of the values that are marked to the last.
+    """An axis from its first marked value to its last.
 
     Args:
         title: What the values are, with their unit.
@@ -24,20 +24,20 @@ class Axis:
 
     @classmethod
     def from_zero(cls, title: str, largest: float) -> Axis:
-        """An axis from 0 to a round number above ``largest``, in steps that are round too."""
+        """Return an axis from 0 to a round number not below ``largest``, in round steps."""
         step = round_step(largest / 4)
         count = max(math.ceil(largest / step - 1e-9), 1)
         return cls(title, tuple(index * step for index in range(count + 1)))
 
     @classmethod
     def in_factors(cls, title: str, values: Sequence[float], high: float) -> Axis:
-        """A logarithmic axis from below the least of ``values`` to ``high``."""
+        """Return a logarithmic axis from below the least of ``values`` to ``high``."""
         ticks = [digit * 10.0**power for power in range(-4, 9) for digit in (1, 2, 5)]
         low = max([tick for tick in ticks if tick <= min(values) and tick < high], default=ticks[0])
         return cls(title, tuple(tick for tick in ticks if low <= tick <= high), logarithmic=True)
 
     def share(self, value: float) -> float:
-        """Where a value lies, from 0 at the low end to 1 at the high one."""
+        """Return where a value is on the axis, from 0 at the low end to 1 at the high end."""
         low, high = self.ticks[0], self.ticks[-1]
         if self.logarithmic:
             return math.log(value / low) / math.log(high / low)
@@ -45,7 +45,7 @@ class Axis:
 
 
 def round_step(value: float) -> float:
-    """The least of 1, 2, 2.5 and 5 times a power of ten that is not below ``value``.
+    """Return the least of 1, 2, 2.5 and 5 times a power of ten not below ``value``.
 
     Example:
         >>> round_step(25.0), round_step(0.021), round_step(60.0)

@@ -1,4 +1,4 @@
-"""What the page's charts show of a folder's figures; what is not finished is left out."""
+"""Compute the data of the page's charts; unfinished figures are left out."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Place:
 
     @property
     def full(self) -> Cost | None:
-        """What full context costs; without it there is nothing to draw."""
+        """Return full context's cost; None if it is not finished, so nothing is drawn."""
         costs = (each.cost for each in self.methods if each.name == FULL_CONTEXT)
         return next(costs, None)
 
 
 @attrs.frozen
 class Point:
-    """A method in a scatter plot: where its cost lies on the axis, and a text for the pointer."""
+    """A method in a scatter plot, with its cost, its score and a tooltip text."""
 
     series: int
     cost: float
@@ -65,14 +65,14 @@ class Point:
 
 @attrs.frozen
 class Scatter:
-    """Scores in percent against costs."""
+    """A scatter plot of scores in percent against costs."""
 
     costs: Axis
     points: Sequence[Point]
 
     @classmethod
     def of_memory(cls, place: Place, full: Cost) -> Scatter:
-        """Costs are the bytes held, as a share of full context's."""
+        """Plot against the bytes held, as a share of full context's."""
         held = [each.cost.bytes_held for each in place.methods]
         shares = [100 * each / full.bytes_held for each in held]
         points = [
@@ -83,7 +83,7 @@ class Scatter:
 
     @classmethod
     def of_prefill(cls, place: Place) -> Scatter:
-        """Costs are the seconds of the prefill."""
+        """Plot against the seconds of the prefill."""
         times = [each.cost.prefill_seconds for each in place.methods]
         unit, factor = ("s", 1.0) if max(times) >= 1 else ("ms", 1000.0)
         points = [
@@ -95,7 +95,7 @@ class Scatter:
 
 @attrs.frozen
 class NeedleMap:
-    """A method's scores by length and depth of the needle.
+    """A map of a method's scores by length and by depth of the needle.
 
     Args:
         method: Its name.
@@ -113,7 +113,7 @@ class NeedleMap:
 
     @classmethod
     def of(cls, summary: Summary, method: str, figures: Sequence[Figure]) -> NeedleMap:
-        """The map of a method's figures, one a length."""
+        """Return the map of a method's figures, one figure per length."""
         values: dict[tuple[int, int], tuple[float, int]] = {}
         for column, figure in enumerate(figures):
             if not figure.finished:
@@ -132,7 +132,7 @@ class NeedleMap:
 
 
 def places(summary: Summary) -> list[Place]:
-    """All methods at every length and question."""
+    """Return all methods at every length and question."""
     numbers = series(summary)
     found = []
     for length, question in summary.places:
@@ -148,7 +148,7 @@ def places(summary: Summary) -> list[Place]:
 
 
 def needle_maps(summary: Summary) -> dict[str, list[NeedleMap]]:
-    """Maps of all methods for each task and question that hides needles."""
+    """Return maps of all methods, for each task and question that hides needles."""
     with_needles = {
         cell.task
         for cell, samples in summary.samples.items()
@@ -166,7 +166,7 @@ def needle_maps(summary: Summary) -> dict[str, list[NeedleMap]]:
 
 
 def series(summary: Summary) -> dict[str, int]:
-    """A number for each policy, by which it has the same mark everywhere."""
+    """Return a number for each policy, which gives it the same mark everywhere."""
     policies = dict.fromkeys(figure.method.policy for figure in summary.figures.values())
     return {policy: number for number, policy in enumerate(policies)}
 

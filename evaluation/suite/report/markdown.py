@@ -1,4 +1,4 @@
-"""The report as a Markdown table: a row for each cell."""
+"""Write the report as a Markdown table with a row for each cell."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADER = (
 
 
 def markdown(results: Results) -> str:
-    """A table of all cells; one that is not finished has no numbers, and says how far it is."""
+    """Return a table of all cells; an unfinished one has only its progress."""
     rows = [HEADER, tuple("---" if column < 4 else "---:" for column in range(len(HEADER)))]
     rows += [_row(figure) for figure in Summary.of(results).figures.values()]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

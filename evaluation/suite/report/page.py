@@ -1,4 +1,4 @@
-"""The report as one page that needs nothing else: no other file, no script, no network."""
+"""Write the report as one self-contained page: no other file, script or network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPEN_PARTS = 4
 
 @cache
 def templates() -> Environment:
-    """The page's templates, which escape every text that they are given."""
+    """Return the page's templates, which escape every text they are given."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     found = Environment(
@@ -34,7 +34,7 @@ def templates() -> Environment:
 
 
 def page(results: Results) -> str:
-    """The page of a folder of results, as HTML."""
+    """Return the page of a folder of results, as HTML."""
     summary, description = Summary.of(results), results.description
     machine = description.environment.get("machine", {})
     methods = {label: method.parameters for label, method in description.methods.items()}

@@ -1,4 +1,4 @@
-"""How numbers are written, on the page and in the Markdown table alike."""
+"""Format numbers the same way on the page and in the Markdown table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MINUS = "\N{MINUS SIGN}"
 
 
 def signed(points: float) -> str:
-    """Percentage points with their sign.
+    """Return percentage points with their sign.
 
     Example:
         >>> signed(2.25), signed(-0.01)
@@ -23,36 +23,36 @@ def signed(points: float) -> str:
 
 
 def interval(difference: Difference) -> str:
-    """A difference's 95% interval."""
+    """Return a difference's 95% interval as text."""
     return f"[{signed(difference.low)}, {signed(difference.high)}]"
 
 
 def spread(difference: Difference | None) -> str | None:
-    """A difference and its 95% interval; None where there is none."""
+    """Return a difference with its 95% interval as text; None if there is none."""
     if difference is None:
         return None
     return f"{signed(difference.mean)} {interval(difference)}"
 
 
 def verdict(difference: Difference | None) -> str | None:
-    """``worse`` or ``better`` where an interval leaves out 0, and None where it does not."""
+    """Return ``worse`` or ``better`` if the interval does not contain 0, else None."""
     if difference is None or not difference.clear:
         return None
     return "worse" if difference.mean < 0 else "better"
 
 
 def percents(metrics: Sequence[str]) -> list[str]:
-    """Headings of columns of scores."""
+    """Return the headings of columns of scores."""
     return [f"{metric} %" for metric in metrics]
 
 
 def unfinished(figure: Figure) -> str:
-    """How far a cell is that has no numbers yet."""
+    """Return the progress of a cell that has no numbers yet."""
     return f"{figure.done} of {figure.expected}" if figure.done else "not begun"
 
 
 def memory(size: float) -> str:
-    """A number of bytes in a unit that fits.
+    """Return a number of bytes in a fitting unit.
 
     Example:
         >>> memory(1_572_864)
@@ -63,7 +63,7 @@ def memory(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, or milliseconds below one.
+    """Return a time in seconds, or in milliseconds if below one second.
 
     Example:
         >>> duration(0.0123), duration(75)
@@ -73,6 +73,6 @@ def duration(seconds: float) -> str:
 
 
 def place(length: int | None, question: str) -> str:
-    """A length and a question in words."""
+    """Return a length and a question in words."""
     tokens = "own length" if length is None else f"{length:,} tokens"
     return f"{tokens}, question {'with the context' if question == 'with' else 'later'}"

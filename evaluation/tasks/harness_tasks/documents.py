@@ -1,4 +1,4 @@
-"""The documents of a task, from local data or made for a tokenizer, in its configuration."""
+"""Put a task's documents into its configuration, from local data or made for a tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN = "kvpolicy.evaluation.tasks."
 
 @attrs.frozen
 class Wanted:
-    """What documents are wanted.
+    """The documents that are wanted: their data, lengths, tokenizer and number.
 
     Args:
         data: A folder with local data; None for the harness's own ways.
@@ -37,7 +37,7 @@ class Wanted:
     limit: int | None
 
     def tokenizer_for(self, task: str) -> Any:
-        """The tokenizer.
+        """Return the tokenizer for a task.
 
         Raises:
             ValueError: There is none.
@@ -51,7 +51,7 @@ class Wanted:
 
 
 def with_documents(config: Mapping[str, Any], wanted: Wanted) -> dict[str, Any] | None:
-    """A task's configuration with its documents in it.
+    """Return a task's configuration with its documents in it.
 
     Args:
         config: As the harness reads it from YAML.
@@ -97,7 +97,7 @@ def _at_lengths(
     wanted: Wanted,
     rows_of: Callable[[int], tuple[Rows, dict[str, str]]],
 ) -> dict[str, Any]:
-    """With the documents of each length; where metrics are called by lengths, with these."""
+    """Add the documents of each length; metrics named after lengths get these lengths."""
     rows: Rows = []
     made_of = {}
     for length in wanted.lengths:
@@ -112,7 +112,7 @@ def _at_lengths(
 
 
 def _own_length(process: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
-    """RULER's scores without the -1 that it gives a document for other lengths than its own."""
+    """Wrap RULER's scoring so that it returns only the score of a document's own length."""
 
     def own(doc: Mapping[str, Any], results: list[str]) -> dict[str, float]:
         length = str(doc["max_length"])
@@ -132,7 +132,7 @@ def _holding(config: Mapping[str, Any], rows: Rows, made_of: Mapping[str, Any]) 
 
 
 def as_tokenizer(tokenizer: Any) -> Any:
-    """A tokenizer, or the one of a name or folder."""
+    """Return a tokenizer, loaded if a name or folder is given."""
     if isinstance(tokenizer, str | Path):
         from transformers import AutoTokenizer
 
@@ -142,7 +142,7 @@ def as_tokenizer(tokenizer: Any) -> Any:
 
 @contextlib.contextmanager
 def without_downloads() -> Iterator[None]:
-    """While RULER's code is imported, which fetches data for nltk, or tries to for a minute."""
+    """Block nltk's downloads while RULER's code is imported, which tries to fetch data."""
     import nltk
 
     before, nltk.download = nltk.download, lambda *_, **__: False

@@ -1,4 +1,4 @@
-"""Essays from a folder, and their sentences."""
+"""Read essays from a folder, and split them into sentences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _END = re.compile("(?:(?<=[.!?])|(?<=[.!?][\"'\u2019\u201d)\\]]))\\s+(?=[^a-z\\s
 
 
 def read_essays(data: Path) -> str:
-    """The essays ``data/essays/*.txt``, in the order of their names, one behind the other.
+    """Read the essays ``data/essays/*.txt``, joined in the order of their names.
 
     Args:
         data: The folder of local data.
@@ -30,7 +30,7 @@ def read_essays(data: Path) -> str:
 
 
 def sentences_of(text: str) -> list[str]:
-    """The sentences of a text, where nltk's own splitter has no data to go by.
+    """Split a text into sentences, for use when nltk's own splitter has no data.
 
     Example:
         >>> sentences_of('It was late. "Who is it?" he asked, e.g. in vain. No one came!')
@@ -40,7 +40,7 @@ def sentences_of(text: str) -> list[str]:
 
 
 def has_punkt() -> bool:
-    """Whether nltk finds the data of its sentence splitter."""
+    """True if nltk finds the data of its sentence splitter."""
     import nltk
 
     try:

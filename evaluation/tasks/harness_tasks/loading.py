@@ -1,4 +1,4 @@
-"""Loading tasks of lm-evaluation-harness: by name, before any model is loaded."""
+"""Load tasks of lm-evaluation-harness by name, before any model is loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEFAULT_LENGTHS = (4096,)
 
 
 class LocalTaskManager(TaskManager):  # type: ignore[misc]
-    """A task manager that knows where local data lies.
+    """A task manager that knows the folder of local data.
 
     Args:
         data: The folder; None for the harness's own ways.
@@ -67,7 +67,7 @@ def task_manager(
     include: Sequence[Path] = (),
     everything: bool = False,
 ) -> LocalTaskManager:
-    """The harness's tasks of long contexts, and this package's.
+    """Return a manager of the harness's long-context tasks and this package's tasks.
 
     Args:
         data: A folder with local data: ``longbench/*.jsonl``, ``essays/*.txt``, ``ruler/*.jsonl``.
@@ -135,7 +135,7 @@ def load_tasks(
 
 
 def _knowing(names: Sequence[str], manager: LocalTaskManager) -> LocalTaskManager:
-    """The manager, or one that lists all of the harness's tasks, where a name needs that."""
+    """Return the manager, or one that lists all of the harness's tasks if a name needs it."""
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown and not manager.everything:
         manager = task_manager(
@@ -156,7 +156,7 @@ def _knowing(names: Sequence[str], manager: LocalTaskManager) -> LocalTaskManage
 
 
 def _leaves(name: str, manager: TaskManager) -> Iterator[str]:
-    """The tasks of a task, group or tag."""
+    """Yield the tasks of a task, group or tag."""
     entry = manager.task_index[name]
     kind = entry.kind.name
     members = sorted(entry.tags) if kind == "TAG" else (entry.cfg or {}).get("task")
@@ -169,7 +169,7 @@ def _leaves(name: str, manager: TaskManager) -> Iterator[str]:
 
 
 def _config(name: str, manager: TaskManager) -> dict[str, Any]:
-    """A task's configuration; empty where it is more than a YAML file."""
+    """Return a task's configuration; empty if it is more than one YAML file."""
     entry = manager.task_index[name]
     if entry.yaml_path is None or entry.kind.name != "TASK":
         return {}
@@ -179,7 +179,7 @@ def _config(name: str, manager: TaskManager) -> dict[str, Any]:
 
 
 def _cut(task: Task, limit: int) -> None:
-    """Leave a task that the harness has loaded its first documents."""
+    """Keep only the first documents of a task that the harness has loaded."""
     split = task.config.test_split or task.config.validation_split
     if split is not None and len(task.dataset[split]) > limit:
         task.dataset[split] = task.dataset[split].select(range(limit))

@@ -1,4 +1,4 @@
-"""LongBench from local files, as the harness's tasks want it."""
+"""Read LongBench from local files, in the form of the harness's tasks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DATASET = "LongBench"
 
 
 def is_longbench(config: Mapping[str, Any]) -> bool:
-    """Whether a task's configuration is one of LongBench's."""
+    """True if a task's configuration is one of LongBench's."""
     return str(config.get("dataset_path", "")).endswith(f"/{DATASET}")
 
 
 def longbench_file(config: Mapping[str, Any], data: Path) -> Path:
-    """Where a task's documents lie: ``data/longbench/<dataset>.jsonl``.
+    """Return the file of a task's documents: ``data/longbench/<dataset>.jsonl``.
 
     Raises:
         ValueError: Nothing lies there.
@@ -34,7 +34,7 @@ def longbench_file(config: Mapping[str, Any], data: Path) -> Path:
 
 
 def longbench_rows(file: Path) -> list[dict[str, Any]]:
-    """The documents of a file of JSON lines, in the columns that the harness's tasks read.
+    """Read the documents of a JSON-lines file, in the columns of the harness's tasks.
 
     The question is called ``input`` in LongBench's own files; lists may be written as texts.
 
@@ -74,7 +74,7 @@ def _row(line: str, where: str) -> dict[str, Any]:
 
 
 def _list(value: Any) -> list[str]:
-    """A list, also where it is written as a text such as ``"['one', 'two']"``."""
+    """Return a list, parsed if it is written as a text such as ``"['one', 'two']"``."""
     if isinstance(value, str):
         try:
             read = ast.literal_eval(value)

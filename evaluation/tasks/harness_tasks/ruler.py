@@ -1,4 +1,4 @@
-"""RULER's prompts, made by the harness's own code for a tokenizer at hand, without a network."""
+"""Make RULER's prompts for a tokenizer with the harness's own code, without a network."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Rows = list[dict[str, Any]]
 
 
 def is_ruler(config: Mapping[str, Any]) -> bool:
-    """Whether a task's configuration is one of RULER's."""
+    """True if a task's configuration is one of RULER's."""
     return getattr(config.get("custom_dataset"), "__module__", "").startswith("lm_eval.tasks.ruler")
 
 
 @attrs.frozen
 class RulerSource:
-    """What RULER's prompts are made of.
+    """A source of RULER's prompts: a tokenizer, local data and a number of samples.
 
     Args:
         tokenizer: That of the model, by which they are as long as they are to be.
@@ -45,7 +45,7 @@ class RulerSource:
     limit: int | None = None
 
     def rows(self, task: str, make: Callable[..., Any], length: int) -> tuple[Rows, dict[str, str]]:
-        """The documents of a task at one length.
+        """Return the documents of a task at one length.
 
         Where the data holds prompts of the task that are no longer than this and longer than half,
         they are taken, else prompts are made. A number of samples begins with the smaller one.
@@ -129,7 +129,7 @@ class RulerSource:
         return len(self.tokenizer(text)["input_ids"])
 
     def _check_fits(self, task: str, names: Mapping[str, Any], length: int) -> None:
-        """Check that the smallest prompt fits: the harness would try for ever to shorten it."""
+        """Check that the smallest prompt fits; else the harness would loop for ever."""
         smallest = 0
         if "sys_word_pair_random" in names:
             example, text, answer = names["generate_input_output"](10, length)
@@ -153,7 +153,7 @@ class RulerSource:
 
 
 def local_rows(file: Path) -> Rows:
-    """Prompts of one of RULER's tasks from JSON lines, in the columns of the harness.
+    """Read prompts of a RULER task from JSON lines, in the columns of the harness.
 
     An ``input`` may end with the beginning of the answer, behind the line that asks.
 
@@ -184,7 +184,7 @@ def local_rows(file: Path) -> Rows:
 
 
 def _without_beginning(text: str) -> tuple[str, str]:
-    r"""A prompt without the beginning of its answer, which stands in the line that asks, and that.
+    r"""Split a prompt into its text and the beginning of the answer in its last line.
 
     Example:
         >>> _without_beginning("1. a 2. b\nQuestion: Which? Answer: They are:")
@@ -201,7 +201,7 @@ def _without_beginning(text: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def replaced(names: dict[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
-    """A module's names with other values, while the block runs."""
+    """Set names of a module to other values while the block runs."""
     before = {name: names[name] for name in values}
     names.update(values)
     try:
@@ -212,7 +212,7 @@ def replaced(names: dict[str, Any], values: Mapping[str, Any]) -> Iterator[None]
 
 @contextlib.contextmanager
 def seeded() -> Iterator[None]:
-    """Python's and numpy's generators from the seed on; afterwards as they were."""
+    """Seed Python's and numpy's generators for the block, and restore them afterwards."""
     states = random.getstate(), np.random.get_state()
     random.seed(SEED)
     np.random.seed(SEED)

@@ -1,4 +1,4 @@
-"""A needle in a haystack: one sentence in essays, over a grid of lengths and depths."""
+"""Define the haystack task: one sentence hidden in essays, over lengths and depths."""
 
 from kvpolicy.evaluation.tasks.haystack.grid import Haystack
 

@@ -1,4 +1,4 @@
-"""The prompts of the haystack, and how much of the needle an answer has."""
+"""Make the haystack's prompts, and score how much of the needle an answer has."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MADE_OF = {"essays": "essays/*.txt", "sentences": "split by kvpolicy"}
 
 @attrs.frozen
 class Haystack:
-    """Essays that a needle is hidden in.
+    """A text of essays in which a needle is hidden.
 
     Args:
         sentences: Of the essays.
@@ -34,7 +34,7 @@ class Haystack:
     tokenizer: Any
 
     def document(self, length: int, depth: float) -> dict[str, Any]:
-        """A context with the needle in it.
+        """Return a context with the needle in it.
 
         Args:
             length: Tokens of prompt and answer together, at most.
@@ -82,7 +82,7 @@ def haystack_documents(
     limit: int | None = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """The task's documents, as the harness asks for them, with its metadata.
+    """Return the task's documents; the harness calls this with the task's metadata.
 
     Args:
         max_seq_lengths: Lengths of the grid.
@@ -113,7 +113,7 @@ def haystack_documents(
 
 
 def spread(values: Sequence[float], count: int | None) -> list[float]:
-    """Some of a sequence's values, the first and the last among them.
+    """Return some of a sequence's values, evenly spaced, the first and the last included.
 
     Example:
         >>> spread((0, 10, 20, 30, 40), 3)
@@ -126,7 +126,7 @@ def spread(values: Sequence[float], count: int | None) -> list[float]:
 
 
 def rouge_1(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """ROUGE-1, the F measure in [0, 1], of an answer and the needle.
+    """Return ROUGE-1, the F measure in [0, 1], of an answer and the needle.
 
     Example:
         >>> round(rouge_1({"needle": "one two three four"}, ["three, and four!"])["rouge1"], 3)

@@ -1,4 +1,4 @@
-"""The third bundled model, whose answers are longer than their prompts, and its task."""
+"""Provide the third bundled model, whose answers exceed their prompts, and its task."""
 
 from .task import (
     KINDS,

@@ -1,4 +1,4 @@
-"""Prompts with long answers as documents of lm-evaluation-harness, and how answers count."""
+"""Make prompts with long answers as documents of the harness, and score answers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _QUESTION_TOKENS = 3
 
 
 def loop(**metadata: Any) -> dict[str, Any]:
-    """Documents of the task ``long_answers_loop``; see `long_documents`."""
+    """Return documents of the task ``long_answers_loop``; see `long_documents`."""
     return long_documents("loop", **metadata)
 
 
 def chain(**metadata: Any) -> dict[str, Any]:
-    """Documents of the task ``long_answers_chain``; see `long_documents`."""
+    """Return documents of the task ``long_answers_chain``; see `long_documents`."""
     return long_documents("chain", **metadata)
 
 
@@ -33,7 +33,7 @@ def long_documents(
     limit: int | None = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """The documents of a task, as the harness asks for them, with its metadata.
+    """Return a task's documents; the harness calls this with the task's metadata.
 
     Args:
         kind: ``"loop"`` or ``"chain"``.
@@ -72,6 +72,6 @@ def long_documents(
 
 
 def scores(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """The share of steps before the first wrong one, and whether the whole answer is right."""
+    """Return the share of steps before the first wrong one, and whether all are right."""
     share = right_steps(results[0].split(), doc["answer"].split())
     return {"right_steps": share, "exact_match": float(share == 1.0)}

@@ -1,4 +1,4 @@
-"""Prompts whose answer is long: a walk from symbol to symbol, every step of it written out.
+"""Make prompts whose answer is long: a walk from symbol to symbol, step by step.
 
 A prompt looks like ``<bos> f12 LET s17 s4 f3 f7 LET s4 s88 ... FROM s17 ;``, its answer like ``s17
 -> s4 ; s4 -> s88 ; ...``: each step goes where the prompt's statement of the symbol leads. A step
@@ -112,7 +112,7 @@ class LongAnswerTask:
 
     @property
     def min_context_len(self) -> int:
-        """Tokens of a prompt without any filler."""
+        """Return the tokens of a prompt without any filler."""
         return 1 + self.num_statements * _STATEMENT_LEN + _QUESTION_LEN
 
     def prompts(self, count: int, seed: int = 0) -> list[LongPrompt]:
@@ -133,7 +133,7 @@ class LongAnswerTask:
         return [self.draw(rng) for _ in range(count)]
 
     def draw(self, rng: random.Random) -> LongPrompt:
-        """Return one prompt of a generator's next draws."""
+        """Draw one prompt with a generator."""
         leads = self._statements(rng)
         here = next(iter(leads))
         stated = rng.sample([[LET, *pair] for pair in leads.items()], len(leads))
@@ -148,7 +148,7 @@ class LongAnswerTask:
         )
 
     def _statements(self, rng: random.Random) -> dict[int, int]:
-        """Where each symbol leads; the walk starts at the first."""
+        """Return where each symbol leads; the walk starts at the first."""
         if self.kind == "chain":
             return dict(pairwise(rng.sample(SYMBOLS, self.num_statements + 1)))
         symbols, half = rng.sample(SYMBOLS, self.num_statements), self.num_statements // 2

@@ -1,4 +1,4 @@
-"""The token ids of prompts with long answers.
+"""Define the token ids of prompts with long answers.
 
 Fillers and symbols are the needle language's, as are the tokens that every model has.
 """

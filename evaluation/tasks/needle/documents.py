@@ -1,4 +1,4 @@
-"""The needle questions as documents of tasks of lm-evaluation-harness."""
+"""Make the needle questions as documents of tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MADE_OF = {"prompts": "made by kvpolicy"}
 
 
 def one_hop(**metadata: Any) -> dict[str, Any]:
-    """Documents of the task ``needle_one_hop``; see `needle_documents`."""
+    """Return documents of the task ``needle_one_hop``; see `needle_documents`."""
     return needle_documents(1, **metadata)
 
 
 def two_hop(**metadata: Any) -> dict[str, Any]:
-    """Documents of the task ``needle_two_hop``; see `needle_documents`."""
+    """Return documents of the task ``needle_two_hop``; see `needle_documents`."""
     return needle_documents(2, **metadata)
 
 
@@ -32,7 +32,7 @@ def needle_documents(
     limit: int | None = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """The documents of a task, as the harness asks for them, with its metadata.
+    """Return a task's documents; the harness calls this with the task's metadata.
 
     Args:
         hops: 1 or 2.

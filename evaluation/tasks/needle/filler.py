@@ -1,4 +1,4 @@
-"""Filler of the needle language, divided at random among the gaps around segments."""
+"""Draw filler of the needle language, divided at random among the gaps around segments."""
 
 import random
 from collections.abc import Sequence

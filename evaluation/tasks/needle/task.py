@@ -1,4 +1,4 @@
-"""Needle questions in a synthetic language: pairs hidden in filler, asked for at the very end.
+"""Make needle questions in a synthetic language: pairs hidden in filler, asked at the end.
 
 A prompt looks like ``<bos> f12 f3 KEY s17 s4 s88 s9 <end> f7 ... LINK s50 s17 ... QUERY s17``. The
 answer to ``QUERY s17`` is the values of key ``s17``, here ``s4 s88 s9``; the answer to ``QUERY2
@@ -32,7 +32,7 @@ _QUESTION_LEN = 2
 
 @attrs.frozen
 class NeedlePrompt:
-    """One question with its context.
+    """A needle question with its context and answer.
 
     Attributes:
         input_ids: the prompt's tokens, question included.
@@ -93,7 +93,7 @@ class NeedleTask:
 
     @property
     def min_context_len(self) -> int:
-        """Tokens of a prompt without any filler."""
+        """Return the tokens of a prompt without any filler."""
         return 1 + self.num_pairs * (_PAIR_LEN + _LINK_LEN) + _QUESTION_LEN
 
     def prompts(self, count: int, seed: int = 0) -> list[NeedlePrompt]:
@@ -149,7 +149,7 @@ class NeedleTask:
 
 
 def exact_match(generated: Sequence[int], answer: Sequence[int]) -> bool:
-    """Return whether the generated tokens start with the answer.
+    """True if the generated tokens start with the answer.
 
     Args:
         generated: token ids after the prompt; what follows the answer does not count.

@@ -1,4 +1,4 @@
-"""The token ids of the needle language.
+"""Define the token ids of the needle language.
 
 One set of symbols serves as keys, link names and values: a model that reads it has one copy
 operation to learn, where separate sets for keys and values would need a mapping between them.

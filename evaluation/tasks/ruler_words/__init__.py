@@ -1,4 +1,4 @@
-"""The second bundled model, of English-like word tasks after RULER's, and its prompts."""
+"""Provide the second bundled model, of English-like word tasks after RULER's."""
 
 from .questions import KINDS
 from .task import MODEL_DIR, WordPrompt, load_model, load_tokenizer, prompts, score

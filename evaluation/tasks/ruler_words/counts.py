@@ -1,4 +1,4 @@
-"""Lists of words in which one comes more often than any other."""
+"""Make lists of words in which one word occurs more often than any other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FREQUENT_WEIGHTS = (6, 3, 2)
 def common_list(
     rng: random.Random, nouns: Sequence[str], size: int, share: float = 0.1, ratio: int = 4
 ) -> tuple[list[str], str]:
-    """Return words in random order, and the one that comes ``ratio`` times as often as the rest.
+    """Return words in random order, and the one that is ``ratio`` times as common as others.
 
     Args:
         rng: source of the draws.

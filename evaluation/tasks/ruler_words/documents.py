@@ -1,4 +1,4 @@
-"""Documents of every kind, of any length in tokens, with the question that they answer."""
+"""Make documents of every kind and any length, with the question that they answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIST_QUESTION = 3
 
 @attrs.frozen
 class LookupPlan:
-    """What a document of lookups holds: keys with a name each, and roads.
+    """The numbers of keys with names, and of roads, in a document of lookups.
 
     Args:
         num_asked: keys that are asked for.

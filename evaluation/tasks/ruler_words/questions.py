@@ -1,4 +1,4 @@
-"""Questions of seven kinds, each with an answer and the words that count."""
+"""Ask questions of seven kinds, each with an answer and the words that count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS = ("single", "multi-key", "multi-query", "two-hop", "tracing", "common", "
 
 @attrs.frozen
 class Question:
-    """A question, and what a right answer looks like.
+    """A question with its right answer.
 
     Attributes:
         words: the question.

@@ -1,4 +1,4 @@
-"""Sentences of documents: statements that answer questions, and filler between them.
+"""Write sentences of documents: statements that answer questions, and filler.
 
 A sentence is a tuple of words. What is looked up stands directly behind what it is looked up by,
 so that one step of an induction head finds it.
@@ -22,7 +22,7 @@ LIST_WORDS = 8
 
 
 def name_sentence(rng: random.Random, key: Words, name: Words) -> Words:
-    """State a name of a key of one or two words: ``they call river amber fox .`` and the like."""
+    """State a key's name, such as ``they call river amber fox .``; a key is one or two words."""
     return (*rng.choice(_CALLS), *key, *name, ".")
 
 
@@ -43,7 +43,7 @@ def list_sentences(words: Sequence[str]) -> list[Words]:
 
 
 def saw_sentences(words: Sequence[str]) -> list[Words]:
-    """Mention words, three to a sentence: ``we saw apple , river and apple .`` and the like."""
+    """Mention words, three per sentence: ``we saw apple , river and apple .`` and so on."""
     triples = zip(words[::3], words[1::3], words[2::3], strict=False)
     return [("we", "saw", one, ",", two, "and", three, ".") for one, two, three in triples]
 

@@ -1,4 +1,4 @@
-"""Prompts of word tasks, of seven kinds after RULER's, and the bundled model that answers them.
+"""Make prompts of seven kinds of word tasks after RULER's, and load their bundled model.
 
 A prompt is a document of English-like sentences and a question behind it. The document alone shows
 nothing of what will be asked: all kinds of lookups may stand in it, in words of one set. An answer
@@ -46,12 +46,12 @@ class WordPrompt:
 
     @property
     def input(self) -> str:
-        """Document and question."""
+        """Return document and question as one text."""
         return f"{self.document} {self.question}"
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens of a right answer."""
+        """Return the number of tokens of a right answer."""
         return len(self.answer.split())
 
 
@@ -62,7 +62,7 @@ def prompts(kind: str, length: int = 1024, count: int = 50, seed: int = 0) -> li
 
     Args:
         kind: one of `KINDS`.
-        length: tokens of every prompt, question included, at least 256.
+        length: tokens of every prompt, question included, at least 128.
         count: number of prompts, at least 0.
         seed: any integer.
 
@@ -99,7 +99,7 @@ def _draw(rng: random.Random, kind: str, length: int) -> WordPrompt:
 
 
 def _plan(kind: str, length: int) -> LookupPlan:
-    """What a document of a kind holds; longer ones hold more that nobody asks for, to a limit."""
+    """Return a document's contents by kind; longer documents have more distractors, to a limit."""
     others = min(length // 32, 48)
     if kind == "single":
         return LookupPlan()
@@ -113,7 +113,7 @@ def _plan(kind: str, length: int) -> LookupPlan:
 
 
 def score(generated: str, outputs: Sequence[str]) -> float:
-    """Return the part of the expected words that a continuation holds, in [0, 1].
+    """Return the share of expected words that a continuation holds, in [0, 1].
 
     RULER's string match, by whole words: a word of the answer counts wherever it stands.
 

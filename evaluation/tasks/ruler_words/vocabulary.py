@@ -1,4 +1,4 @@
-"""The words of the language, one token each.
+"""Define the words of the language, one token each.
 
 One set of nouns serves as keys, values, nodes of roads and listed words, and as the nouns of the
 filler: what a sentence is about tells nothing of whether it will be asked for.

@@ -1,4 +1,4 @@
-"""Parts that ask for more of a layer than its keys: history, rotary embedding, output weights."""
+"""Define test parts that also use a layer's history, rotary embedding or output weights."""
 
 import attrs
 import torch
@@ -10,7 +10,7 @@ from kvpolicy.selection import select_top
 
 
 def with_new(saliency: Tensor, context: LayerContext, of_new: Tensor) -> Tensor:
-    """A saliency to which that of the new tokens, ``[batch, new_len]``, is added."""
+    """Add a saliency of the new tokens, ``[batch, new_len]``, to a saliency over all keys."""
     held = context.key_len - context.new_len
     added = torch.nn.functional.pad(of_new.masked_fill(~context.new_valid, 0.0), (held, 0))
     return saliency + added[:, None]
@@ -18,7 +18,7 @@ def with_new(saliency: Tensor, context: LayerContext, of_new: Tensor) -> Tensor:
 
 @attrs.frozen
 class LargestOfLayers(TokenSelectivePropagation):
-    """After some layers the tokens go on that were most salient at any of the last ones."""
+    """A propagation that passes on the tokens of largest saliency in any of the last layers."""
 
     layers: tuple[int, ...] = (1,)
     back: int = 2
@@ -59,7 +59,7 @@ class LargestOfLayers(TokenSelectivePropagation):
 
 @attrs.frozen
 class CarriedOnScorer(WindowMaxPoolScorer):
-    """The window's saliency, and half of what it gave at the layer before, mean over heads."""
+    """A window scorer that adds half of the saliency that the layer before gave, head mean."""
 
     @property
     def history_layers(self) -> int:
@@ -74,7 +74,7 @@ class CarriedOnScorer(WindowMaxPoolScorer):
 
 @attrs.frozen
 class RememberingSelector(GQAGroupSelector):
-    """Chooses by the saliency and the least of what the last layers gave."""
+    """A selector that adds the lowest saliency of the last layers to this layer's saliency."""
 
     back: int = 3
 
@@ -92,7 +92,7 @@ class RememberingSelector(GQAGroupSelector):
 
 @attrs.frozen
 class TurnedBackScorer(Scorer):
-    """How large the first channels of a key are before it is turned, and a row's length on."""
+    """A scorer by the norm of a key's first channels, before rotation and a row's length ahead."""
 
     channels: int = 2
 
@@ -111,7 +111,7 @@ class TurnedBackScorer(Scorer):
 
 @attrs.frozen
 class OutputScorer(Scorer):
-    """How far a value moves the layer's output through each query head, times a part of its key."""
+    """A scorer by the norm of a value's projected output in each query head, times a key norm."""
 
     @property
     def needs_output_weight(self) -> bool:

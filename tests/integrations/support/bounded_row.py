@@ -1,4 +1,4 @@
-"""A row by the slow reference whose answer is bounded: layers choose anew between its forwards."""
+"""Define a reference row with a bounded answer: its layers choose again between decoded tokens."""
 
 import copy
 import math
@@ -19,12 +19,12 @@ from tests.reference.scored_methods import Scored
 
 @dataclass(frozen=True)
 class Bound:
-    """How an answer is bounded.
+    """The rule and the interval by which an answer is bounded.
 
     Attributes:
-        chooses: what layers keep when it is time, shown the last decoded queries.
+        chooses: the method that decides what layers keep; it is shown the last decoded queries.
         every: tokens of the row from one choice to the next.
-        observers: decoded queries that are looked at.
+        observers: number of last decoded queries that the method is shown.
     """
 
     chooses: Method
@@ -34,10 +34,10 @@ class Bound:
 
 @dataclass(frozen=True)
 class SummedView(LayerView):
-    """A layer with, by position, the attention of all queries since the first of the prompt.
+    """A layer view with the attention that each position has received from all queries so far.
 
     Attributes:
-        sums: per KV head.
+        sums: per KV head, position to attention; the first query is the prompt's first.
     """
 
     sums: Sequence[dict[int, float]] = field(default_factory=list)
@@ -45,22 +45,22 @@ class SummedView(LayerView):
 
 @dataclass(frozen=True)
 class Summed(Scored):
-    """By the sums of the attention of every query there has been."""
+    """A method that scores entries by the summed attention of all queries so far."""
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """The sums."""
+        """Returns the attention sum of each entry of a KV head."""
         assert isinstance(layer, SummedView)
         return [layer.sums[head][entry.position] for entry in layer.entries[head]]
 
 
 @dataclass(frozen=True)
 class HeadByHead:
-    """A rule of the reference's decoding as a method."""
+    """A method that applies a decoding rule of the reference to each KV head."""
 
     rule: Rule
 
     def choose(self, layer: LayerView) -> Choice:
-        """What the rule keeps of each head, all tokens."""
+        """Keeps what the rule keeps of each head, and passes all tokens on."""
         group = len(layer.queries) // len(layer.entries)
         kept, margins = [], []
         for head, held in enumerate(layer.entries):
@@ -73,7 +73,7 @@ class HeadByHead:
 
 
 class BoundedRow(Watched, Row):
-    """As `Row`; `settle` lets layers choose when as many tokens have come as they wait for."""
+    """A `Row` whose layers choose again, in `settle`, after every ``bound.every`` tokens."""
 
     def __init__(self, *arguments: Any, bound: Bound) -> None:
         super().__init__(*arguments)
@@ -146,7 +146,7 @@ class BoundedRow(Watched, Row):
     def _first_pass(
         self, token_ids: Sequence[int], positions: Sequence[int], last_layer: int
     ) -> LayerView:
-        """As in the reference; what is computed to choose tokens only adds nothing to sums."""
+        """Runs the first pass of a restart without changing the attention sums."""
         before = copy.deepcopy(self.sums)
         view = super()._first_pass(token_ids, positions, last_layer)
         self.sums = before

@@ -1,4 +1,4 @@
-"""A `PolicyCache` and what the slow reference has of every row, and how the two are compared."""
+"""Compare a `PolicyCache` with the slow reference, row by row."""
 
 import copy
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ Columns = Sequence[Sequence[int | None]]
 
 
 class NearTieError(Exception):
-    """The reference's choice may rightly fall otherwise: there is nothing to compare any more."""
+    """The reference's choice is a near tie, which rounding may change: nothing can be compared."""
 
 
 @attrs.frozen
 class Windowed:
-    """A method in a model some of whose layers see a sliding window only, and keep just that.
+    """A method that, in layers with a sliding window, keeps exactly the window's tokens.
 
     Attributes:
         method: decides in the other layers, and where the whole context fits the window.
@@ -40,7 +40,7 @@ class Windowed:
     windows: Sequence[int | None]
 
     def choose(self, layer: LayerView) -> Choice:
-        """What the next token's window sees; of the method's choice only what it keeps."""
+        """Keeps what the next token's window sees; with no full window, the method's choice."""
         window = self.windows[layer.layer_idx]
         if window is None or layer.seen <= window:
             return self.method.choose(layer)
@@ -54,10 +54,10 @@ class Windowed:
 
 
 class Row(ReferenceState):
-    """One row by the reference, forward by forward, which can be taken back and forked.
+    """One row read by the reference, forward by forward; forwards can be undone and the row copied.
 
     Attributes:
-        appended: of the columns since the last act, whether they are tokens.
+        appended: for each column since the last act, whether it is a token and not padding.
         result: what the last act gave.
         windows: sliding windows of the layers; None where a layer sees all.
     """
@@ -71,7 +71,7 @@ class Row(ReferenceState):
         self.windows = windows
 
     def act(self, tokens: Sequence[int]) -> Tensor:
-        """Reads a prompt; logits `[vocab]` after its last token."""
+        """Reads a prompt and returns the logits `[vocab]` after its last token."""
         self.result = self.turn(tokens, 0)
         self.appended = []
         if self.result.margin < NEAR_TIE:
@@ -80,12 +80,12 @@ class Row(ReferenceState):
 
     @torch.no_grad()
     def feed(self, token: int | None) -> Tensor | None:
-        """Appends one column; logits `[vocab]`, None after padding."""
+        """Appends one column and returns its logits `[vocab]`, or None for padding."""
         self.appended.append(token is not None)
         return None if token is None else self._decode(token)
 
     def take_back(self, columns: int) -> None:
-        """Undoes the last columns that were appended."""
+        """Removes the last `columns` columns that were appended."""
         for _ in range(columns):
             if self.appended.pop():
                 self.seen -= 1
@@ -94,7 +94,7 @@ class Row(ReferenceState):
                     held.pop()
 
     def settle(self) -> bool:
-        """Lets layers choose anew after a forward, if it is time; whether they did."""
+        """Lets the layers choose again if it is time, and returns whether they did; here never."""
         return False
 
     def _layer(
@@ -104,7 +104,7 @@ class Row(ReferenceState):
         positions: Sequence[int],
         rotary: Sequence[int],
     ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
-        """As in the reference, with the layer's window."""
+        """Runs one layer as in `ReferenceState`, but with the layer's sliding window."""
         window = self.windows[layer_idx]
         if window is None:
             return super()._layer(layer_idx, hidden, positions, rotary)
@@ -123,7 +123,7 @@ class Row(ReferenceState):
         return finish_layer(self.model, layer_idx, hidden, outputs), queries, grown
 
     def fork(self) -> "Row":
-        """A copy that goes its own way."""
+        """Returns a copy that can be fed independently of this row."""
         other = copy.copy(self)
         other.appended = list(self.appended)
         other.cache = [[list(held) for held in layer] for layer in self.cache]
@@ -132,19 +132,19 @@ class Row(ReferenceState):
 
 @attrs.define
 class Comparison:
-    """A cache, its model, and what the reference has of every row.
+    """A cache and its model, with the reference's state of every row to compare them with.
 
     Attributes:
-        model: what the cache is attached to.
-        weights: the same without sliding windows, for the reference.
+        model: the model that the cache is attached to.
+        weights: the same model without sliding windows, for the reference.
         windows: of each layer; None where it sees all.
         columns: what the cache has read, by row; None is padding.
-        appended: of these, how many were read since the policy last acted.
+        appended: number of columns that were read since the policy last acted.
         starts: whether `start_turn` has been called for the next forward.
         named: whether the cache comes from a file, which says what model filled it.
         filled: whether the cache has read something itself.
         widths: per layer, slots held when the policy last acted.
-        block: an `attached` block around several actions, if it is open.
+        block: the `attached` block around several actions, if one is open.
     """
 
     model: PreTrainedModel
@@ -175,7 +175,7 @@ class Comparison:
         return bool(self.policy.propagation.acting_layers(self.num_layers))
 
     def check(self) -> None:
-        """Holds all that the cache says and stores against the reference."""
+        """Asserts that all that the cache reports and stores equals the reference."""
         assert self.cache.get_seq_length() == (len(self.columns[0]) if self.columns else 0)
         assert self.cache.batch_size == (self.batch or -1)
         assert self.cache.seen_lengths == tuple(row.seen for row in self.rows)
@@ -190,7 +190,7 @@ class Comparison:
         self._check_report()
 
     def _check_model(self) -> None:
-        """Nothing is left on the model but what Transformers itself leaves to record states."""
+        """Asserts that the model keeps no hook of kvpolicy and no replaced configuration."""
         for module in self.model.modules():
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
                 owner = getattr(hook, "__self__", hook)
@@ -211,7 +211,7 @@ class Comparison:
         assert result is not None
         assert set(result.propagated) <= set(self.cache.propagated)
         for number, positions in self.cache.propagated.items():
-            # A layer that drops in another row alone passes all of this row's tokens.
+            # A layer that drops tokens only in another row passes on all of this row's tokens.
             expected = result.propagated.get(number, result.reached[number])
             assert [p for p in positions[index].tolist() if p >= 0] == expected
 
@@ -236,14 +236,14 @@ class Comparison:
 
 
 def tensors(columns: Columns) -> tuple[Tensor, Tensor]:
-    """Token ids and mask, both int64 `[batch, len]`."""
+    """Returns token ids and mask, both int64 `[batch, len]`."""
     ids = [[PAD_TOKEN_ID if token is None else token for token in row] for row in columns]
     mask = [[int(token is not None) for token in row] for row in columns]
     return torch.tensor(ids, dtype=torch.int64), torch.tensor(mask, dtype=torch.int64)
 
 
 def assert_close(got: Tensor, expected: Tensor) -> None:
-    """No entry, and none is NaN, differs by more than the tolerance."""
+    """Asserts equal shapes, no NaN and no difference above the tolerance."""
     assert got.shape == expected.shape
     difference = float((got - expected).abs().max())
     assert difference <= TOLERANCE, f"differs by {difference}"

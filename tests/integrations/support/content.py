@@ -1,4 +1,4 @@
-"""A propagation that decides by content how many tokens go on, and the same in plain Python."""
+"""Define a propagation whose saliency decides how many tokens it passes on, and its reference."""
 
 import math
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ from tests.reference.selection import head_mean
 
 @attrs.frozen
 class MassPropagation(PropagationPolicy):
-    """The most salient tokens go on whose saliency makes a share of all, and a window.
+    """A propagation that passes on a window and the top tokens that hold a share of the saliency.
 
     Args:
-        layers: Those after which it acts.
+        layers: The layers after which it acts.
         mass: Share of the saliency of the tokens before the window, in (0, 1].
         window_size: Last tokens that always go on.
     """
@@ -55,13 +55,13 @@ class MassPropagation(PropagationPolicy):
 
 @dataclass(frozen=True)
 class Mass(SnapKV):
-    """Keeps as SnapKV, and passes on as `MassPropagation` does."""
+    """A reference method that keeps as SnapKV does and passes on as `MassPropagation` does."""
 
     layers: tuple[int, ...] = (1,)
     mass: float = 0.9
 
     def choose(self, layer: LayerView) -> Choice:
-        """As SnapKV; at an acting layer also the tokens to pass on."""
+        """Keeps as SnapKV does; at an acting layer, also chooses the tokens to pass on."""
         choice = super().choose(layer)
         if layer.layer_idx not in self.layers:
             return choice
@@ -78,7 +78,7 @@ class Mass(SnapKV):
         return Choice(choice.kept, [*sorted(passed), *window_of], min(choice.margin, gap))
 
     def _of_new(self, layer: LayerView) -> Iterator[list[float]]:
-        """The saliency of the new tokens before the window, by query head."""
+        """Yields, for each query head, the saliency of the new tokens before the window."""
         group = len(layer.queries) // len(layer.entries)
         for head, row in enumerate(self.saliency(layer)):
             first = len(layer.entries[head // group]) - len(layer.new_positions)

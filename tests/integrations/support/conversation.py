@@ -1,4 +1,4 @@
-"""Two turns of a conversation, through `generate` and through the reference."""
+"""Run two turns of a conversation through `generate` and through the reference."""
 
 import hashlib
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ from tests.reference import PAD_TOKEN_ID, Method, ReferenceState, TurnResult, ra
 
 NUM_DECODE = 16
 TOLERANCE = 1e-4
-# Tokens of each row in the first turn, and of what its user adds in the second.
+# Tokens of each row's prompt in the first turn, and tokens that its user adds in the second turn.
 FIRST_LENS = (67, 41, 23)
 SECOND_LENS = (11, 29, 3)
 
@@ -66,7 +66,7 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
     ),
     "h2o": (H2O(0.4, window_size=2), reference.H2O(0.4, window_size=2)),
     "tova": (TOVA(0.25), reference.TOVA(0.25)),
-    # No KeyNorm: in the first layer a token that comes twice has one norm, but for rounding.
+    # No KeyNorm: in the first layer a repeated token has equal norms, except for rounding.
     "key_diff": (KeyDiff(0.4, window_size=2), reference.KeyDiff(0.4, window_size=2)),
     "lag_kv": (
         LagKV(0.6, window_size=2, num_sinks=2, lag_size=8),
@@ -162,7 +162,7 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
         ExpectedAttention(0.4, 3, num_sinks=2, future_len=20),
         reference.ExpectedAttention(0.4, 3, num_sinks=2, future_len=20),
     ),
-    # One chunk: in others, held tokens that come twice have one leverage in the first layer.
+    # One chunk: with several, repeated tokens have equal leverages in the first layer.
     "compactor": (
         Compactor(0.4, 3, 2, seed=5),
         reference.Compactor(0.4, 3, num_sinks=2, blending=0.6, seed=5),
@@ -203,11 +203,11 @@ METHODS: dict[str, tuple[CachePolicy, Method]] = {
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of a conversation's parts, in tokens.
+    """The lengths of a conversation's parts, in tokens.
 
     Attributes:
-        first: of each row in the first turn.
-        second: of what each row's user adds in the second.
+        first: of each row's prompt in the first turn.
+        second: of the tokens that each row's user adds in the second turn.
         num_decode: decode steps of each turn.
     """
 
@@ -221,7 +221,7 @@ USUAL = Lengths()
 
 @dataclass
 class Turn:
-    """What a turn of `generate` gave: see `TurnResult`, with a batch axis."""
+    """The results of one turn of `generate`: those of `TurnResult`, with a batch axis."""
 
     logits: Tensor  # [batch, 1 + num_decode, vocab]
     tokens: Tensor  # [batch, 1 + num_decode]
@@ -230,7 +230,7 @@ class Turn:
 
 
 class Weights:
-    """A model, equal to any that computes the same: the reference reads it once for all files."""
+    """A model that compares equal to any model of the same class, configuration and weights."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -253,7 +253,7 @@ def expected_turns(
     lengths: Lengths = USUAL,
     state_class: type[ReferenceState] = ReferenceState,
 ) -> tuple[TurnResult, ...]:
-    """Both turns of one row alone, by the reference."""
+    """Returns the reference's results of both turns of one row, read alone."""
     return _expected(Weights(model), method, row, lengths, state_class)
 
 
@@ -279,7 +279,7 @@ def run_turn(
     num_decode: int = NUM_DECODE,
     **how: Any,
 ) -> Turn:
-    """One call of `generate` with the whole conversation `[batch, len]`; `how` are its options."""
+    """Calls `generate` once on the whole conversation `[batch, len]`, with options `how`."""
     output = model.generate(
         ids,
         attention_mask=mask,
@@ -303,7 +303,7 @@ def run_turn(
 
 
 def kept_at(positions: Tensor | None, row: int, num_decode: int) -> list[list[int]]:
-    """Per head what a layer held before it decoded; no head where it holds no tokens."""
+    """Returns per head the positions held before decoding; no heads if nothing is held."""
     if positions is None:
         return []
     held = positions[row, :, : positions.shape[2] - num_decode].tolist()
@@ -311,7 +311,7 @@ def kept_at(positions: Tensor | None, row: int, num_decode: int) -> list[list[in
 
 
 def left_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Token ids and mask, both `[batch, longest]`."""
+    """Returns token ids and mask of left-padded rows, both `[batch, longest]`."""
     longest = max(map(len, rows))
     ids = torch.tensor([[PAD_TOKEN_ID] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
@@ -325,7 +325,7 @@ def run_conversation(
     lengths: Lengths = USUAL,
     **how: Any,
 ) -> tuple[PolicyCache, list[Turn]]:
-    """Both turns of some rows as one batch; `how` are options of `generate`."""
+    """Runs both turns of some rows as one batch; `how` are options of `generate`."""
     store = PolicyCache(policy)
     ids, mask = left_padded([random_tokens(row, lengths.first[row]) for row in rows])
     first = run_turn(model, store, ids, mask, lengths.num_decode, **how)
@@ -336,11 +336,11 @@ def run_conversation(
 
 
 def assert_same(turn: Turn, index: int, expected: TurnResult) -> None:
-    """Row `index` of a turn is what the reference gives for the row alone."""
+    """Asserts that row `index` of a turn equals the reference's result for that row alone."""
     assert expected.margin > 1e-4, "the reference's choice is a near tie: take another seed"
     assert turn.kept[index] == expected.kept
     for layer, positions in turn.propagated.items():
-        # A layer that drops in another row alone passes all of this row's tokens.
+        # A layer that drops tokens only in another row passes on all of this row's tokens.
         assert positions[index] == expected.propagated.get(layer, expected.reached[layer])
     assert set(expected.propagated) <= set(turn.propagated)
     want = torch.cat([expected.prefill_logits[None], expected.decode_logits])

@@ -1,4 +1,4 @@
-"""Counting what is read off tensors on the host, for which a processor waits on a GPU."""
+"""Count the reads of tensors on the host, each of which would make the CPU wait for a GPU."""
 
 import traceback
 from collections import Counter
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operations that need a number, or how many there are of something, before they return.
+# Operations that must know a value, or a count that depends on values, before they return.
 READING = (
     "_local_scalar_dense",
     "equal",
@@ -23,7 +23,7 @@ READING = (
     "unique_consecutive",
     "bincount",
 )
-# Methods that read memory of the processor without an operation.
+# Methods that read CPU memory without a torch operation.
 METHODS = ("tolist", "numpy", "__array__", "cpu")
 MAKING = (torch.tensor, torch.as_tensor, torch.asarray)
 
@@ -47,7 +47,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """What is no operation: numbers that are read whole, and those that are brought over."""
+    """A mode that counts reads without an operation: whole tensors, and numbers copied over."""
 
     def __init__(self, looks: "Looks") -> None:
         super().__init__()
@@ -70,10 +70,10 @@ class _Functions(TorchFunctionMode):
 
 
 class Looks:
-    """Counts, while it is entered, what would wait for a GPU if the tensors lay on one.
+    """A context manager that counts what would wait for a GPU if the tensors were on one.
 
     Attributes:
-        places: By what read and the innermost line of the library that did, how often.
+        places: Number of reads by kind of read and the innermost line of the library that made it.
     """
 
     def __init__(self) -> None:
@@ -82,11 +82,11 @@ class Looks:
 
     @property
     def count(self) -> int:
-        """All of them."""
+        """Returns the number of all reads."""
         return sum(self.places.values())
 
     def note(self, what: str) -> None:
-        """Take note of one."""
+        """Counts one read, at the innermost line outside of torch and the tests."""
         frames = [each for each in traceback.extract_stack() if "/torch/" not in each.filename]
         own = [
             each

@@ -1,4 +1,4 @@
-"""A family's own dense attention of one row under what acts left visible, with its weights."""
+"""Run one row through a family's own dense attention, masked to what acts left visible."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from tests.reference.selection import head_mean, max_pool, window_and_highest
 def dense(
     model: PreTrainedModel, token_ids: Sequence[int], acts: Sequence[Act]
 ) -> tuple[Tensor, list[Tensor]]:
-    """One forward over a whole row without a cache, every layer's mask narrowed.
+    """Runs a whole row without a cache, with each layer's mask narrowed to what the acts kept.
 
     Args:
         model: with eager attention, whose layers take a float mask `[batch, 1, len, len]` by name.
@@ -59,7 +59,7 @@ def window_choice(
     window: int,
     kernel: int,
 ) -> list[int]:
-    """The positions that one choice for all heads keeps: the window and the most attended before.
+    """Returns the positions kept if all heads share a choice: window and most attended before it.
 
     Args:
         weights: `[query_heads, len, len]`, a layer's attention, by position.

@@ -1,4 +1,4 @@
-"""Beams under a policy that evicts, against the model's own dense attention."""
+"""Compare beam search under a policy that evicts with the model's own dense attention."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.integrations.model.builds.dense import Seen, dense_logits
 
 
 def assert_beams_are_dense(model: PreTrainedModel, ids: Tensor) -> None:
-    """Their score is what dense attention to what was kept, and to their own tokens, says.
+    """Asserts that each beam's score is that of dense attention to kept and decoded tokens.
 
     Args:
         model: Of four layers.

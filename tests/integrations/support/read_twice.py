@@ -1,4 +1,4 @@
-"""Two turns of a padded batch, and what the model's own code says of each row, read whole."""
+"""Read a padded batch in two turns, and run each whole row through the model's own code."""
 
 import copy
 from dataclasses import dataclass, field
@@ -17,12 +17,12 @@ SAID, MORE = 3, 2  # tokens decoded after each turn
 
 @dataclass
 class TwoTurns:
-    """What a cache has read.
+    """The tokens and logits of a batch that a cache has read in two turns.
 
     Attributes:
         rows: every row's tokens.
-        ends: by row, its tokens when the policy had acted.
-        acts: the cache then, copied.
+        ends: by row, the number of its tokens after each of the policy's two acts.
+        acts: a copy of the cache after each act.
         logits: `[batch, vocab]` after every call.
     """
 
@@ -32,16 +32,16 @@ class TwoTurns:
     logits: list[Tensor] = field(default_factory=list)
 
     def found(self, row: int) -> Tensor:
-        """Logits of a row, `[calls, vocab]`."""
+        """Returns the cache's logits of a row, `[calls, vocab]`."""
         return torch.stack([each[row] for each in self.logits])
 
     def want(self, model: PreTrainedModel, row: int, *, whole: bool = False) -> Tensor:
-        """The same by the model's own code, without a cache.
+        """Returns the expected logits of a row, by the model's own code without a cache.
 
         Args:
-            model: whose code.
-            row: of the batch.
-            whole: whether every token sees all before it.
+            model: the model whose code is run.
+            row: index of the row in the batch.
+            whole: whether every token sees all tokens before it.
         """
         first, second = self.ends[row]
         ids = self.rows[row]
@@ -50,7 +50,7 @@ class TwoTurns:
         return logits[[*range(first - 1, first + SAID), *range(second - 1, second + MORE)]]
 
     def _seen(self, row: int) -> list[Seen]:
-        """By layer, what every token of a row sees."""
+        """Returns, for each layer, which keys every token of a row sees."""
         length, layers = len(self.rows[row]), []
         for index in range(len(self.acts[0].layers)):
             keys = None
@@ -69,7 +69,7 @@ class TwoTurns:
 def read_two_turns(
     model: PreTrainedModel, policy: CachePolicy, rows: list[list[int]], turns: tuple[int, ...]
 ) -> TwoTurns:
-    """Read prompts, a few tokens, another turn, and a few tokens more.
+    """Reads prompts, decodes a few tokens, reads a second turn, and decodes a few tokens more.
 
     Args:
         model: to read with.

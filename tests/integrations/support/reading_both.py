@@ -1,4 +1,4 @@
-"""One conversation, read by a `PolicyCache` and by the slow reference, action by action."""
+"""Read one conversation with a `PolicyCache` and with the slow reference, action by action."""
 
 import copy
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tests.reference import PAD_TOKEN_ID
 
 @attrs.frozen
 class Call:
-    """How a forward by hand is written; all ways mean the same.
+    """The arguments with which a forward is called; every choice of them means the same.
 
     Attributes:
         embeds: whether embeddings are given in the place of tokens.
@@ -36,16 +36,16 @@ class Call:
 
 @attrs.define
 class ReadingBoth(Comparison):
-    """Prompts and tokens behind them, read by the cache and by the reference.
+    """A comparison that reads prompts and decoded tokens with the cache and the reference.
 
     Attributes:
-        bound: how the policy bounds answers, for the reference; None where it does not.
+        bound: how the policy bounds answers, for the reference; None if it does not bound them.
     """
 
     bound: Bound | None = None
 
     def new_row(self) -> Row:
-        """A row that has read nothing."""
+        """Returns a reference row that has read nothing."""
         how = self.weights, self.method, self.windows
         return Row(*how) if self.bound is None else BoundedRow(*how, bound=self.bound)
 
@@ -57,14 +57,14 @@ class ReadingBoth(Comparison):
         chunks: Sequence[int] = (),
         fork: bool = False,
     ) -> None:
-        """A turn's prompt in one forward by hand, or in chunks that end at some columns.
+        """Reads a turn's prompt in one forward, or in chunks that end at given columns.
 
         Args:
             new: the prompt.
             ended: by row, how many of the last columns turn out to be padding.
             call: how the forwards are written.
             chunks: where chunks end, ascending, the last one's end not among them.
-            fork: whether to go on with a copy after the first chunk.
+            fork: whether to replace the cache by a copy after the first chunk.
         """
         before = self.cache.get_seq_length()
         expected = self._act(new, ended)
@@ -92,7 +92,7 @@ class ReadingBoth(Comparison):
         drafts: int | None = None,
         chunk: int | None = None,
     ) -> None:
-        """A turn by `generate`.
+        """Runs a turn by `generate`.
 
         Args:
             new: the prompt.
@@ -128,7 +128,7 @@ class ReadingBoth(Comparison):
         self._fed_one_by_one([row[:-1] for row in said], torch.stack(output.logits, dim=1)[:, 1:])
 
     def append(self, new: Columns, call: Call) -> None:
-        """A forward by hand between two turns."""
+        """Runs a forward between two turns, whose tokens are appended."""
         self._fed(new, self._forward(new, call))
 
     def start_turn(self) -> None:
@@ -136,7 +136,7 @@ class ReadingBoth(Comparison):
         self.starts = True
 
     def _act(self, new: Columns, ended: Sequence[int]) -> list[Tensor]:
-        """The reference reads a prompt; logits by row."""
+        """Lets the reference read a prompt and returns its logits, one tensor per row."""
         if not self.rows:
             self.rows = [self.new_row() for _ in new]
             self.columns = [[] for _ in new]
@@ -154,7 +154,7 @@ class ReadingBoth(Comparison):
         self._chosen()
 
     def _chosen(self) -> None:
-        """The layers hold what was chosen, and nothing was appended since."""
+        """Notes that the layers have just chosen, so that no columns are appended since."""
         self.appended = 0
         held = [
             [len(head) for row in self.rows for head in row.cache[layer]]
@@ -163,12 +163,12 @@ class ReadingBoth(Comparison):
         self.widths = [max(lengths) for lengths in held]
 
     def _fed_one_by_one(self, new: Columns, logits: Tensor) -> None:
-        """As `_fed`, of columns that came in a forward each."""
+        """Calls `_fed` for each column, since each came in a forward of its own."""
         for step in range(len(new[0])):
             self._fed([row[step : step + 1] for row in new], logits[:, step : step + 1])
 
     def _fed(self, new: Columns, logits: Tensor) -> None:
-        """The reference appends columns; logits `[batch, new_len or fewer, vocab]` are compared."""
+        """Feeds columns to the reference and compares logits `[batch, new_len or fewer, vocab]`."""
         for index, (row, columns, tokens) in enumerate(
             zip(self.rows, self.columns, new, strict=True)
         ):
@@ -186,7 +186,7 @@ class ReadingBoth(Comparison):
 
     @torch.no_grad()
     def _forward(self, new: Columns, call: Call) -> Tensor:
-        """Logits `[batch, new_len or fewer, vocab]` of a forward by hand."""
+        """Runs a forward and returns its logits `[batch, new_len or fewer, vocab]`."""
         seen = self.cache.get_seq_length()
         ids, valid = tensors(new)
         # A prompt's columns are in `columns` before they are read, those appended are not.

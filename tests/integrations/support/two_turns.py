@@ -1,4 +1,4 @@
-"""Two turns of a batch, held against each row's own dense attention under what was kept of it."""
+"""Compare two turns of a batch with each row's dense attention under what was kept of it."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ READ = 3  # of the four tokens that a turn decodes
 def seen_in_two_turns(
     kept: list[list[Tensor | None]], passed: list[dict[int, Tensor]], ends: list[int], length: int
 ) -> list[Seen]:
-    """By layer, what every token sees of a row that was read in two turns.
+    """Returns, for each layer, which keys every token sees in a row read in two turns.
 
     Args:
         kept: By turn and layer, the positions held after its prompt; None without attention.
@@ -53,7 +53,7 @@ def seen_in_two_turns(
 def off_in_two_turns(
     model: PreTrainedModel, cache: PolicyCache, lens: list[int], added: list[int], **kwargs: Any
 ) -> tuple[float, float]:
-    """Let a batch of rows of unlike lengths be read and answered in two turns.
+    """Reads and answers a batch of rows of different lengths in two turns, and compares.
 
     Args:
         model: A decoder.
@@ -63,8 +63,9 @@ def off_in_two_turns(
         kwargs: Of `generate`.
 
     Returns:
-        The largest differences, relative to the largest logit: of what the second turn said from
-        dense attention under what was kept, and of that from dense attention to everything.
+        Two largest differences, each relative to the largest logit. First: the second turn's logits
+        against dense attention to what was kept. Second: dense attention to what was kept against
+        dense attention to everything.
     """
     rows = [tokens(row, count) for row, count in enumerate(lens)]
     ids, mask = padded(rows)

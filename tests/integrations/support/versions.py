@@ -1,6 +1,6 @@
-"""What the installed Transformers does otherwise than the newest: such tests say why they skip."""
+"""Detect versions of Transformers on which some models behave differently, for tests to skip."""
 
 from importlib.metadata import version
 
-# 5.17's own models read otherwise there; what is refused, or reads rightly, on it is another list.
+# Models of Transformers 5.17 behave differently; other models are refused or read correctly on it.
 OLD = tuple(map(int, version("transformers").split(".")[:2])) < (5, 23)

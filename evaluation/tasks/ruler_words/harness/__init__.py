@@ -1,1 +1,1 @@
-"""The word tasks as tasks of lm-evaluation-harness."""
+"""Provide the word tasks as tasks of lm-evaluation-harness."""

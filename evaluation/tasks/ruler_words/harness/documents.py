@@ -1,4 +1,4 @@
-"""The word tasks' prompts as documents of the harness, and how answers to them are scored."""
+"""Make the word tasks' prompts as documents of the harness, and score the answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def word_documents(
     limit: int | None = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """The documents of a task, as the harness asks for them, with its metadata.
+    """Return a task's documents; the harness calls this with the task's metadata.
 
     Args:
         kind: Of the questions.
@@ -55,7 +55,7 @@ def word_documents(
 
 
 def string_match(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """The part of the expected words that an answer holds."""
+    """Return the share of expected words that an answer holds."""
     return {"string_match": score(results[0], doc["outputs"])}
 
 
