@@ -9,7 +9,7 @@ from kvpolicy.evaluation.cost.chunk_attention import ChunkAttention
 from kvpolicy.evaluation.cost.reading import Reading
 from kvpolicy.integrations.transformers.forward.chunked_prefill import sums_over_all
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE
-from kvpolicy.integrations.transformers.forward.staged_prompt import Stage
+from kvpolicy.integrations.transformers.forward.staged_prompt import PrefillStage
 from kvpolicy.integrations.transformers.forward.stages import stages_of
 
 CARRIED_BYTES = 4
@@ -91,7 +91,7 @@ class ChunkedReading(Reading):
             return True
         return self._passes()[0][index + 1] <= LARGEST_SHARE
 
-    def _reaching_stage(self, stages: tuple[Stage, ...], number: int) -> int:
+    def _reaching_stage(self, stages: tuple[PrefillStage, ...], number: int) -> int:
         """Return the number of tokens that reach a stage."""
         if not number:
             return self.context_len
@@ -100,7 +100,7 @@ class ChunkedReading(Reading):
         return max(int(rates[first] * self.context_len + 1e-6), 1)
 
     def _stage(
-        self, stage: Stage, pieces: _Pieces, before: int, *, number: int, resumes: bool
+        self, stage: PrefillStage, pieces: _Pieces, before: int, *, number: int, resumes: bool
     ) -> tuple[int, int]:
         """Return the most bytes while a stage is read, and the bytes held after it.
 
@@ -155,7 +155,7 @@ class ChunkedReading(Reading):
         return peak, stays
 
     def _end(
-        self, stage: Stage, pieces: _Pieces, *, resumes: bool, looks: bool, keeps: bool
+        self, stage: PrefillStage, pieces: _Pieces, *, resumes: bool, looks: bool, keeps: bool
     ) -> tuple[int, int]:
         """Return the most bytes of the forward that ends a stage, and what it stores."""
         held = pieces.total - pieces.last

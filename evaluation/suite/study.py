@@ -253,9 +253,9 @@ def fingerprint(loaded: Loaded) -> str:
     It covers the configuration, a sample of every parameter's values, and the vocabulary. How the
     model was loaded does not change it.
     """
-    from kvpolicy.integrations.transformers.state.model_print import ModelPrint
+    from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprint
 
-    text, samples = ModelPrint.of(loaded.model).packed()
+    text, samples = ModelFingerprint.of(loaded.model).packed()
     vocabulary = json.dumps(loaded.tokenizer.get_vocab(), sort_keys=True)
     digest = hashlib.sha256(f"{text}\n{vocabulary}\n".encode())
     digest.update(samples.numpy().tobytes())

@@ -19,16 +19,16 @@ from kvpolicy.description import describe
 from kvpolicy.errors import CacheInUseError, UnsupportedModelError
 from kvpolicy.integrations.transformers.adapters import check_adapters
 from kvpolicy.integrations.transformers.forward.decoding.static_rolling import RollingDecoding
-from kvpolicy.integrations.transformers.forward.reader import Reader
+from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatcher
 from kvpolicy.integrations.transformers.forward.second_reading import check_layers
 from kvpolicy.integrations.transformers.forward.static_decoding import StaticDecoding
 from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.model.check import verdict_of
-from kvpolicy.integrations.transformers.model.parallel import Spread
+from kvpolicy.integrations.transformers.model.parallel import HeadSharding
 from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprint
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.model_print import ModelPrint
 from kvpolicy.integrations.transformers.state.recurrent import (
     RecurrentLayer,
     layer_for,
@@ -117,9 +117,9 @@ class PolicyCache(Cache):  # type: ignore[misc]
         storage = PlainStorage() if storage is None else storage
         super().__init__(layers=[])
         self.layers: list[PolicyLayer]
-        self._reader = Reader(policy, storage, max_new_tokens, self.layers)
+        self._reader = ForwardDispatcher(policy, storage, max_new_tokens, self.layers)
         self._thread = threading.current_thread()  # the thread that attached the cache
-        self._loaded_for: ModelPrint | None = None  # the model that filled a saved cache
+        self._loaded_for: ModelFingerprint | None = None  # the model that filled a saved cache
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[PolicyCache]:
@@ -160,7 +160,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         self._check_bounded()
         if placed.decides_later:
             check_layers(placed, self.layers, reference=any(parts.answer_windows))
-        self._reader.placed, self._reader.care = placed, verdict.care
+        self._reader.placed, self._reader.quirks = placed, verdict.quirks
         self._reader.attachment = Attachment(self, self._reader, parts)
         self._thread = threading.current_thread()
         try:
@@ -201,7 +201,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 "PolicyCache or reset() this one"
             )
         elif self._reader.filled_by is None and self._loaded_for is not None:
-            self._check_loaded_for(self._loaded_for, ModelPrint.of(parts.decoder))
+            self._check_loaded_for(self._loaded_for, ModelFingerprint.of(parts.decoder))
             self._check_kinds(parts)
             self._move_to(parts)
 
@@ -241,7 +241,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
             )
 
     @staticmethod
-    def _check_loaded_for(saved: ModelPrint, model: ModelPrint) -> None:
+    def _check_loaded_for(saved: ModelFingerprint, model: ModelFingerprint) -> None:
         difference = saved.difference(model)
         if difference is not None:
             raise ValueError(
@@ -271,7 +271,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         for layer, attention in zip(self.layers, parts.attentions, strict=True):
             layer.shows_queries = attention is not None or not layer.attends
             if attention is not None:
-                layer.spread = Spread.of(attention, parts.config, tp_size)
+                layer.spread = HeadSharding.of(attention, parts.config, tp_size)
             elif layer.attends:  # no queries are seen there to count
                 layer.query_heads = getattr(parts.config, "num_attention_heads", 0)
 
@@ -325,7 +325,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
             starts_turn=reader.starts_turn,
         ).write(path)
 
-    def _model_print(self) -> ModelPrint:
+    def _model_print(self) -> ModelFingerprint:
         if self._loaded_for is not None:
             return self._loaded_for
         decoder = None if self._reader.filled_by is None else self._reader.filled_by()
@@ -334,7 +334,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 "cache must be saved while the model that filled it exists, since the file says "
                 "which it was; a copy of a cache knows none"
             )
-        return ModelPrint.of(decoder)
+        return ModelFingerprint.of(decoder)
 
     @classmethod
     def load(
@@ -439,7 +439,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
             self._reader.appends = before
 
     @property
-    def reader(self) -> Reader:
+    def reader(self) -> ForwardDispatcher:
         """The object that handles the model's forwards; for `generate`, not for users."""
         return self._reader
 

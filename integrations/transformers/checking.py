@@ -50,7 +50,7 @@ class ModelCheck:
     @property
     def pads(self) -> bool:
         """True if rows may be padded on the left."""
-        return self.verdict is None or self.verdict.care.pads
+        return self.verdict is None or self.verdict.quirks.pads
 
     @property
     def shows_queries(self) -> bool:

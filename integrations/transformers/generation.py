@@ -89,7 +89,7 @@ def _check_is_no_policy(cache: Any) -> None:
 
 @attrs.frozen
 class Turn:
-    """The turn that a call of `generate` starts; see `Reader.new_turn`.
+    """The turn that a call of `generate` starts; see `ForwardDispatcher.new_turn`.
 
     Args:
         given: The inputs of the call.

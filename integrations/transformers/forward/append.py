@@ -12,11 +12,11 @@ from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.host_counts import on_device
-from kvpolicy.integrations.transformers.forward.asked import Asked
 from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.indexers import new_places, with_positions
 from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
 from kvpolicy.integrations.transformers.forward.layer_arguments import cut_arguments
+from kvpolicy.integrations.transformers.forward.layer_probe import LayerProbe
 from kvpolicy.integrations.transformers.forward.output_order import InputOrder
 from kvpolicy.integrations.transformers.forward.packed_attention import (
     Unpacked,
@@ -25,6 +25,7 @@ from kvpolicy.integrations.transformers.forward.packed_attention import (
 )
 from kvpolicy.integrations.transformers.forward.relative_positions import Columns
 from kvpolicy.integrations.transformers.forward.states import check_states_skip_nothing
+from kvpolicy.integrations.transformers.model.layer_trial import LayerTrial
 from kvpolicy.integrations.transformers.model.mask_arguments import MaskArguments
 from kvpolicy.integrations.transformers.model.masks import (
     FLASH,
@@ -40,7 +41,6 @@ from kvpolicy.integrations.transformers.model.routing import (
     is_plain,
 )
 from kvpolicy.integrations.transformers.model.temperature import Temperature
-from kvpolicy.integrations.transformers.model.trying import Entering
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
@@ -55,7 +55,7 @@ from kvpolicy.policy import CachePolicy
 
 
 @attrs.frozen(eq=False)
-class Lent:
+class SharedKeys:
     """A record of the keys and the mask of a layer whose keys and values other layers use too.
 
     Args:
@@ -123,7 +123,7 @@ class Forward:
         causal: bool = True,
         attended: AttendedKeys | None = None,
         rotary: Any = None,
-        asked: Asked | None = None,
+        asked: LayerProbe | None = None,
     ) -> None:
         self.policy = policy
         self.layers = layers
@@ -176,7 +176,7 @@ class Forward:
         self._attended = attended
         self._rotary = rotary
         self._asked = asked
-        self._places_checked = False  # whether `Asked.check_places` has run
+        self._places_checked = False  # whether `LayerProbe.check_places` has run
         self._gapless = (
             None
             if incoming.skipped is None
@@ -184,7 +184,7 @@ class Forward:
         )
         self._every_position = self.new_positions  # of the forward's tokens
         # For each layer whose keys other layers use, what these layers need to know.
-        self._lent: dict[int, Lent | None] = {
+        self._lent: dict[int, SharedKeys | None] = {
             layer.producer: None for layer in layers if layer.producer is not None
         }
         self._streams_axis = 1  # the tokens' axis, if hidden states have four axes
@@ -296,7 +296,7 @@ class Forward:
             here["attention_mask"] = mask.expand(hidden.shape[0], -1, -1, -1)
         attention = self._asked.parts.attentions[index]
         assert attention is not None
-        entering = Entering(
+        entering = LayerTrial(
             index,
             module,
             attention,
@@ -371,7 +371,7 @@ class Forward:
         """Record the keys and the mask of a layer whose keys other layers use."""
         if index in self._lent:
             layer = self.layers[index]
-            self._lent[index] = Lent(
+            self._lent[index] = SharedKeys(
                 self._positions(layer, layer.choices, hidden.device),
                 self.new_positions,
                 mask,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import attrs
 from torch import Tensor
 
-from kvpolicy.integrations.transformers.model.rotary import Turns
+from kvpolicy.integrations.transformers.model.rotary import RotaryChannels
 from kvpolicy.integrations.transformers.state.held_counts import held_counts
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -20,7 +20,7 @@ from kvpolicy.policy import CachePolicy
 from kvpolicy.selection import gather_slots
 
 
-def closed_up(keys: Tensor, positions: Tensor, kept: Tensor, turns: Turns) -> Tensor:
+def closed_up(keys: Tensor, positions: Tensor, kept: Tensor, turns: RotaryChannels) -> Tensor:
     """Return the kept keys, each rotated to its place among the kept ones.
 
     Args:

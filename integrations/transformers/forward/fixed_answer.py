@@ -24,14 +24,14 @@ from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.model.kinds import LatentAttention
 from kvpolicy.integrations.transformers.model.rotary import changes_with_length
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.observed import Observed
+from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
 
 
 class Answered(Protocol):
-    """A protocol for the cache state that changes while an answer is decoded; see `Reader`."""
+    """A protocol for the state of a cache that changes while an answer is decoded."""
 
     policy: CachePolicy
     placed: CachePolicy
@@ -289,4 +289,4 @@ class FixedAnswer:
         for layer in self.reader.layers:
             layer.own()
             if taken_back:
-                layer.observed = Observed()
+                layer.observed = RecentQueries()

@@ -15,8 +15,11 @@ from kvpolicy.integrations.transformers.forward.added_features import AddedFeatu
 from kvpolicy.integrations.transformers.forward.append import Forward
 from kvpolicy.integrations.transformers.forward.blocks import Blocks, LowerRight
 from kvpolicy.integrations.transformers.forward.closing_gaps import closed_up, without_gaps
-from kvpolicy.integrations.transformers.forward.deciding_later import Waiting
-from kvpolicy.integrations.transformers.forward.decoding.choosing import Near, carried_for
+from kvpolicy.integrations.transformers.forward.decoding.choosing import (
+    WindowSurvivors,
+    carried_for,
+)
+from kvpolicy.integrations.transformers.forward.deferred_layers import DeferredKV
 from kvpolicy.integrations.transformers.forward.history import History
 from kvpolicy.integrations.transformers.forward.indexers import new_places
 from kvpolicy.integrations.transformers.forward.inputs import (
@@ -86,7 +89,7 @@ class ActingForward(Forward):
         self._passed: Tensor | None = None  # slots that the current layer passes on
         # The slots that the last layer has kept, and their number in each row; see `Decision`.
         self._kept: tuple[Tensor, tuple[int, ...] | None] | None = None
-        self.waiting: dict[int, Waiting] = {}  # by layer, if all choose at the end
+        self.waiting: dict[int, DeferredKV] = {}  # by layer, if all choose at the end
         # For a layer that runs twice: whether this is the first run; then its keys and values; and,
         # if the second run is for some tokens only, for which.
         self._looking = False
@@ -269,7 +272,7 @@ class ActingForward(Forward):
         if self.policy.reading is not None and self._windows[index] is not None:
             window = self._windows[index]  # a second reading is beyond what it sees
         if window is not None:
-            near = Near.of(
+            near = WindowSurvivors.of(
                 positions,
                 self.tokens.lengths,
                 window,
@@ -281,7 +284,7 @@ class ActingForward(Forward):
             chosen = self._decision(context) if asked else None
             if chosen is not None and chosen.undecided is not None:
                 undecided, carried = chosen.undecided.among(near.short), chosen.carried
-                waiting = Waiting(keys, values, positions, undecided, carried, near)
+                waiting = DeferredKV(keys, values, positions, undecided, carried, near)
                 self.waiting[index] = waiting
                 return
             if chosen is None:
@@ -299,7 +302,7 @@ class ActingForward(Forward):
             self.history = self.history.noted(decision.saliency, context)
         if decision.undecided is not None:
             undecided, carried = decision.undecided, decision.carried
-            self.waiting[index] = Waiting(keys, values, positions, undecided, carried)
+            self.waiting[index] = DeferredKV(keys, values, positions, undecided, carried)
             self._take_passed(decision.passed_on, context)
             return
         # A layer that uses the slots of another layer's indexer must hold the same tokens in them.

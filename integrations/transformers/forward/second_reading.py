@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from kvpolicy.context import LayerContext
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.append import Forward
-from kvpolicy.integrations.transformers.forward.deciding_later import Waiting
+from kvpolicy.integrations.transformers.forward.deferred_layers import DeferredKV
 from kvpolicy.integrations.transformers.forward.inputs import Incoming
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
@@ -46,7 +46,7 @@ class RepetitionPass(Forward):
         *args: Any,
         span: tuple[int, int],
         found: dict[int, Tensor],
-        waiting: Mapping[int, Waiting],
+        waiting: Mapping[int, DeferredKV],
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -164,7 +164,7 @@ class SecondReading:
 
     policy: CachePolicy
     layers: list[PolicyLayer]
-    waiting: Mapping[int, Waiting]
+    waiting: Mapping[int, DeferredKV]
     tokens: SeenTokens
     decoder: nn.Module
     arguments: dict[str, Any]
@@ -211,7 +211,7 @@ class SecondReading:
                 arguments,
             )
 
-    def scored(self, found: Mapping[int, Tensor]) -> dict[int, Waiting]:
+    def scored(self, found: Mapping[int, Tensor]) -> dict[int, DeferredKV]:
         """Return the layers with the saliency found; it is 0 if no chunk was read."""
         scored = {}
         for index, each in self.waiting.items():
@@ -263,7 +263,7 @@ class SecondReading:
             )
 
 
-def _holding(waiting: Waiting, layer: PolicyLayer, tokens: SeenTokens) -> PolicyLayer:
+def _holding(waiting: DeferredKV, layer: PolicyLayer, tokens: SeenTokens) -> PolicyLayer:
     """Make a layer that holds all keys among which a deferred layer will choose."""
     whole = PolicyLayer()
     slots = torch.arange(waiting.positions.shape[2], device=waiting.positions.device)

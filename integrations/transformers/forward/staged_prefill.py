@@ -21,12 +21,12 @@ from kvpolicy.integrations.transformers.forward.history import History
 from kvpolicy.integrations.transformers.forward.inputs import OF_TOKENS, Incoming
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE, Narrowed
 from kvpolicy.integrations.transformers.forward.restart import check_positions
-from kvpolicy.integrations.transformers.forward.staged_prompt import Stage, StagedPrompt
+from kvpolicy.integrations.transformers.forward.staged_prompt import PrefillStage, StagedPrompt
 from kvpolicy.integrations.transformers.forward.stages import (
-    Piece,
     StageChunk,
     StageEnd,
     StageForward,
+    StageInput,
     StageRead,
     stages_of,
     taken_from,
@@ -65,7 +65,7 @@ def _why_whole(layer: PolicyLayer) -> str | None:
 
 
 @attrs.frozen(eq=False)
-class _Reach:
+class _SurvivingTokens:
     """A record of the tokens that reach a stage, each row's padding before its tokens.
 
     Args:
@@ -128,7 +128,7 @@ class StagedPrefill:
         assert chunks.staged is not None
         stage = chunks.staged.stages[0]
         inputs = self._inputs(incoming, chunks.staged)
-        piece = Piece(stage, stage.looks, nested=False, inputs=inputs)
+        piece = StageInput(stage, stage.looks, nested=False, inputs=inputs)
         return StageChunk(
             self.policy,
             self.layers,
@@ -147,7 +147,7 @@ class StagedPrefill:
         self._check()
         inputs = self._inputs(incoming, staged)
         first, *others = staged.stages
-        piece = Piece(first, first.looks, is_output=not others, nested=bool(others))
+        piece = StageInput(first, first.looks, is_output=not others, nested=bool(others))
         forward = StageEnd(
             self.policy,
             self.layers,
@@ -165,7 +165,7 @@ class StagedPrefill:
         valid = torch.cat(staged.valid, dim=1)
         order = valid.to(torch.uint8).argsort(dim=1, stable=True)  # padding first
         valid = valid.gather(1, order)
-        reach = _Reach(
+        reach = _SurvivingTokens(
             order.masked_fill(~valid, -1), begun.positions_of(valid), staged.states, order
         )
         reach = _passed_on(reach, forward)
@@ -198,7 +198,7 @@ class StagedPrefill:
             return
         raise AssertionError("the stage's last layer was never reached")
 
-    def _stages(self, incoming: Incoming, prompt_len: int) -> tuple[Stage, ...]:
+    def _stages(self, incoming: Incoming, prompt_len: int) -> tuple[PrefillStage, ...]:
         num_layers, propagation = len(self.layers), self.policy.propagation
         seen = int(incoming.tokens.lengths.max()) + prompt_len
 
@@ -293,7 +293,9 @@ class _Stages:
     incoming: Incoming
     features: AddedFeatures | None
 
-    def read(self, stage: Stage, reach: _Reach, propagated: dict[int, Tensor]) -> _Reach:
+    def read(
+        self, stage: PrefillStage, reach: _SurvivingTokens, propagated: dict[int, Tensor]
+    ) -> _SurvivingTokens:
         """Read a stage; return the tokens that reach the next one."""
         forward, arguments, held = self._read_but_last(stage, reach, is_output=False)
         self.prefill._run(forward, arguments)
@@ -311,13 +313,13 @@ class _Stages:
             propagated[stage.last] = passed.positions
         return passed
 
-    def end(self, stage: Stage, reach: _Reach) -> tuple[StageEnd, dict[str, Any]]:
+    def end(self, stage: PrefillStage, reach: _SurvivingTokens) -> tuple[StageEnd, dict[str, Any]]:
         """Read the last stage except its last piece; return that piece's forward and arguments."""
         forward, arguments, _ = self._read_but_last(stage, reach, is_output=True)
         return forward, arguments
 
     def _read_but_last(
-        self, stage: Stage, reach: _Reach, *, is_output: bool
+        self, stage: PrefillStage, reach: _SurvivingTokens, *, is_output: bool
     ) -> tuple[StageEnd, dict[str, Any], list[Tensor]]:
         prefill, begun = self.prefill, self.staged.begun
         # The tokens that layers held before the prompt, then those of the prompt read in this
@@ -366,7 +368,7 @@ class _Stages:
         )
         return last, incoming.arguments, held
 
-    def _features_of(self, reach: _Reach, columns: slice) -> AddedFeatures | None:
+    def _features_of(self, reach: _SurvivingTokens, columns: slice) -> AddedFeatures | None:
         """Return the features for some of the tokens that reach a stage."""
         return None if self.features is None else self.features.taken(reach.columns[:, columns])
 
@@ -377,14 +379,14 @@ class _Stages:
 
     def _piece(
         self,
-        stage: Stage,
-        reach: _Reach,
+        stage: PrefillStage,
+        reach: _SurvivingTokens,
         columns: slice,
         *,
         looks: bool,
         tokens: SeenTokens,
         started: Tensor,
-    ) -> Piece:
+    ) -> StageInput:
         states = resumed = None
         if reach.parts:
             assert reach.places is not None
@@ -392,7 +394,7 @@ class _Stages:
         if reach.resumed is not None:
             narrowed, slots = reach.resumed
             resumed = attrs.evolve(narrowed, slots=slots[:, columns])
-        return Piece(
+        return StageInput(
             stage,
             looks,
             tokens=tokens,
@@ -402,7 +404,7 @@ class _Stages:
             history=reach.history,
         )
 
-    def _pieces(self, reach: _Reach) -> list[slice]:
+    def _pieces(self, reach: _SurvivingTokens) -> list[slice]:
         """Return the columns of each piece.
 
         No piece is longer than the longest chunk, and the last piece has the tokens of the last
@@ -414,7 +416,7 @@ class _Stages:
         earlier = [slice(at, min(at + size, count - own)) for at in range(0, count - own, size)]
         return [*earlier, slice(count - own, count)]
 
-    def _incoming(self, reach: _Reach, columns: slice) -> Incoming:
+    def _incoming(self, reach: _SurvivingTokens, columns: slice) -> Incoming:
         own, last = reach.columns[:, columns], self.incoming
         valid = own >= 0
         arguments = dict(last.arguments)
@@ -438,7 +440,7 @@ class _Stages:
             kinds=None,
         )
 
-    def _rotary(self, reach: _Reach, columns: slice) -> Tensor:
+    def _rotary(self, reach: _SurvivingTokens, columns: slice) -> Tensor:
         """Return the positions at which tokens are read, without gaps after a restart."""
         if self.prefill.policy.propagation.restarts:
             return self.staged.begun.rotary_positions_of(reach.columns >= 0)[:, columns]
@@ -446,7 +448,7 @@ class _Stages:
         return taken_from(given, reach.columns[:, columns]).movedim((0, 1), (-2, -1))
 
 
-def _passed_on(reach: _Reach, forward: StageEnd) -> _Reach:
+def _passed_on(reach: _SurvivingTokens, forward: StageEnd) -> _SurvivingTokens:
     """Return the tokens of a stage that reach the next one."""
     length = reach.columns.shape[1]
     slots = forward.passed

@@ -13,7 +13,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
 @attrs.frozen
-class Stage:
+class PrefillStage:
     """A range of layers that the same tokens of a prompt reach.
 
     Args:
@@ -45,7 +45,7 @@ class StagedPrompt:
             none.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PrefillStage, ...]
     begun: SeenTokens
     before: tuple[State, ...]
     valid: tuple[Tensor, ...] = ()

@@ -26,7 +26,7 @@ from kvpolicy.integrations.transformers.forward.layer_arguments import cut_argum
 from kvpolicy.integrations.transformers.forward.narrowing import Narrowed
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.integrations.transformers.forward.relative_positions import Columns
-from kvpolicy.integrations.transformers.forward.staged_prompt import Stage
+from kvpolicy.integrations.transformers.forward.staged_prompt import PrefillStage
 from kvpolicy.integrations.transformers.model.masks import causal_mask
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
@@ -42,7 +42,7 @@ class StageRead(Exception):  # noqa: N818 -- not an error: it ends a run early
 
 def stages_of(
     policy: CachePolicy, num_layers: int, few_go_on: Callable[[int], bool]
-) -> tuple[Stage, ...]:
+) -> tuple[PrefillStage, ...]:
     """Return the stages of a prompt in their order.
 
     Args:
@@ -53,18 +53,18 @@ def stages_of(
     """
     acting = sorted(policy.propagation.acting_layers(num_layers))
     if policy.propagation.restarts:
-        return Stage(0, acting[0], looks=True), Stage(0, num_layers - 1)
+        return PrefillStage(0, acting[0], looks=True), PrefillStage(0, num_layers - 1)
     stages, first = [], 0
     for layer in acting:
         if layer < num_layers - 1:  # no layer follows the last one
             looks = few_go_on(layer)
-            stages.append(Stage(first, layer, looks))
+            stages.append(PrefillStage(first, layer, looks))
             first = layer if looks else layer + 1
-    return *stages, Stage(first, num_layers - 1)
+    return *stages, PrefillStage(first, num_layers - 1)
 
 
 @attrs.frozen(eq=False)
-class Piece:
+class StageInput:
     """A range of tokens that one forward reads in one stage.
 
     Args:
@@ -83,7 +83,7 @@ class Piece:
             None in the first stage and after a restart.
     """
 
-    stage: Stage
+    stage: PrefillStage
     looks: bool = False
     is_output: bool = False
     nested: bool = True
@@ -102,7 +102,7 @@ class StageForward(ActingForward):
         held: The hidden states that go into the next stage; None before they are known.
     """
 
-    def __init__(self, *args: Any, piece: Piece, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, piece: StageInput, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._piece = piece
         self._stubs: dict[int, State] = {}  # states of the layers outside of the stage

@@ -20,7 +20,7 @@ from kvpolicy.policy import CachePolicy
 DecoderHook = Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]
 
 
-class Passage(Protocol):
+class LayerCallbacks(Protocol):
     """A protocol for one forward, as the hooks on layers see it."""
 
     def enter_layer(
@@ -35,8 +35,8 @@ class Passage(Protocol):
         """Return the layer's output for the tokens that the next layer gets."""
 
 
-class Listener(Protocol):
-    """A protocol for the object that hooks report a model's calls to: the cache's `Reader`."""
+class ModelCallbacks(Protocol):
+    """A protocol for what hooks report a model's calls to: the cache's dispatcher."""
 
     @property
     def policy(self) -> CachePolicy:
@@ -55,7 +55,7 @@ class Listener(Protocol):
         """True if an answer is being decoded into fixed buffers."""
 
     @property
-    def forward(self) -> Passage:
+    def forward(self) -> LayerCallbacks:
         """The forward that is under way."""
 
     def begin_call(self, keep_last: int | None) -> None:
@@ -106,7 +106,7 @@ class LayerHooks(_Hooks):
         index: Index of the layer.
     """
 
-    def __init__(self, cache: Cache, listener: Listener, index: int) -> None:
+    def __init__(self, cache: Cache, listener: ModelCallbacks, index: int) -> None:
         self.cache = cache
         self.listener = listener
         self.index = index
@@ -147,7 +147,7 @@ class Attachment(_Hooks):
         parts: The model's modules.
     """
 
-    def __init__(self, cache: Cache, listener: Listener, parts: ModelParts) -> None:
+    def __init__(self, cache: Cache, listener: ModelCallbacks, parts: ModelParts) -> None:
         self.cache = cache
         self.listener = listener
         self.parts = parts

@@ -21,7 +21,6 @@ from transformers import GenerationConfig
 
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.model import unseen
-from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.dense import (
     dense_outputs,
     plain_outputs,
@@ -29,6 +28,7 @@ from kvpolicy.integrations.transformers.model.dense import (
     visible_to,
 )
 from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.model.quirks import ModelQuirks
 from kvpolicy.integrations.transformers.model.tested import TESTED
 from kvpolicy.policies import FastKV, FullContext, SnapKV
 from kvpolicy.policy import CachePolicy
@@ -48,7 +48,7 @@ OTHER_ROUNDING = 3e-2
 MakeCache = Callable[[CachePolicy], Any]
 
 # The shortcuts under which a model is being checked now; None outside of a check.
-_checking: ContextVar[Care | None] = ContextVar("kvpolicy_checking", default=None)
+_checking: ContextVar[ModelQuirks | None] = ContextVar("kvpolicy_checking", default=None)
 _lock = threading.Lock()
 _verdicts: dict[tuple[str, ...], Verdict] = {}  # earlier results, by class and configuration
 
@@ -72,12 +72,12 @@ class Finding:
 
 # The sets of shortcuts that are tried, in this order.
 CARES = (
-    Care(),
-    Care(refills=True),
-    Care(narrows=False),
-    Care(narrows=False, spares_masks=False),
-    Care(pads=False),
-    Care(narrows=False, pads=False),
+    ModelQuirks(),
+    ModelQuirks(refills=True),
+    ModelQuirks(narrows=False),
+    ModelQuirks(narrows=False, spares_masks=False),
+    ModelQuirks(pads=False),
+    ModelQuirks(narrows=False, pads=False),
 )
 
 
@@ -89,13 +89,13 @@ class Verdict:
         tested: Whether the library's tests cover its family.
         evicting: The finding for policies that evict keys and values.
         dropping: The finding for policies that also drop tokens.
-        care: The shortcuts that its forwards may take.
+        quirks: The shortcuts that its forwards may take.
     """
 
     tested: bool
     evicting: Finding
     dropping: Finding
-    care: Care = Care()  # noqa: RUF009 -- frozen
+    quirks: ModelQuirks = ModelQuirks()  # noqa: RUF009 -- frozen
 
     @property
     def reasons(self) -> int:
@@ -108,7 +108,7 @@ class Verdict:
         Raises:
             UnsupportedModelError: The policy is refused; the message says why.
         """
-        if policy.propagation.restarts and not self.care.pads:
+        if policy.propagation.restarts and not self.quirks.pads:
             raise UnsupportedModelError(
                 f"{policy} cannot be applied to this model: it restarts the prefill at positions "
                 "without gaps, but the model counts columns, which is why it reads a padded row "
@@ -135,9 +135,9 @@ def verdict_of(
         make_cache: A function that makes a cache with a policy.
         fresh: Whether to run the check even if the result is known.
     """
-    untold, care = Finding(), _checking.get()
-    if care is not None:
-        return Verdict(False, untold, untold, care)
+    untold, quirks = Finding(), _checking.get()
+    if quirks is not None:
+        return Verdict(False, untold, untold, quirks)
     # The type of the whole model: a model with images around a tested decoder is not itself tested.
     named = getattr(getattr(model, "config", None), "model_type", None) in TESTED
     # A model whose attention differs from its family's is not tested either.
@@ -154,32 +154,32 @@ def verdict_of(
         known = _verdicts.get(key)
     if known is not None and not fresh:
         return known
-    with _as_check(model, Care()):
+    with _as_check(model, ModelQuirks()):
         positions = _positions(model, _rows(parts)[0][None], _dtype(parts))
-    cares = [attrs.evolve(each, **positions) for each in CARES]
-    verdict = _tried(model, parts, make_cache, cares[0], tested=tested)
-    for care in cares[1:]:
+    all_quirks = [attrs.evolve(each, **positions) for each in CARES]
+    verdict = _tried(model, parts, make_cache, all_quirks[0], tested=tested)
+    for quirks in all_quirks[1:]:
         if not verdict.reasons:
             break
-        more = _tried(model, parts, make_cache, care, tested=tested)
+        more = _tried(model, parts, make_cache, quirks, tested=tested)
         verdict = more if more.reasons < verdict.reasons else verdict
     if parts.holds_states and not verdict.evicting.reason:
-        verdict = attrs.evolve(verdict, care=_with_continuing(model, parts, make_cache, verdict))
+        verdict = attrs.evolve(verdict, quirks=_with_continuing(model, parts, make_cache, verdict))
     with _lock:
         _verdicts[key] = verdict
     return verdict
 
 
 def _tried(
-    model: nn.Module, parts: ModelParts, make_cache: MakeCache, care: Care, *, tested: bool
+    model: nn.Module, parts: ModelParts, make_cache: MakeCache, quirks: ModelQuirks, *, tested: bool
 ) -> Verdict:
     own = None if parts.shows_queries else unseen
-    with _as_check(model, care):
+    with _as_check(model, quirks):
         evicting = _found(model, parts, make_cache(own.EVICTING if own else EVICTING))
         dropping = evicting
         if evicting.reason is None:
             dropping = _found(model, parts, make_cache(own.DROPPING if own else DROPPING))
-    return Verdict(tested, evicting, dropping, care)
+    return Verdict(tested, evicting, dropping, quirks)
 
 
 def _own_modules(parts: ModelParts) -> list[str]:
@@ -190,7 +190,7 @@ def _own_modules(parts: ModelParts) -> list[str]:
 
 
 def _positions(model: Any, row: Tensor, dtype: torch.dtype) -> dict[str, bool]:
-    """Find how a model counts positions; see `Care.counts` and `Care.placed`.
+    """Find how a model counts positions; see `ModelQuirks.counts` and `ModelQuirks.placed`.
 
     Args:
         model: The model.
@@ -217,17 +217,17 @@ def _positions(model: Any, row: Tensor, dtype: torch.dtype) -> dict[str, bool]:
 
 def _with_continuing(
     model: nn.Module, parts: ModelParts, make_cache: MakeCache, verdict: Verdict
-) -> Care:
+) -> ModelQuirks:
     """Return the verdict's shortcuts, with ``continues`` as found by a test.
 
     The test reads several tokens at once behind a recurrent state.
     """
-    with _as_check(model, verdict.care):
+    with _as_check(model, verdict.quirks):
         try:
             right = _continues(model, parts, make_cache(EVERYTHING))
         except Exception:  # an unknown model may raise anything
             right = False
-    return attrs.evolve(verdict.care, continues=right)
+    return attrs.evolve(verdict.quirks, continues=right)
 
 
 def _continues(model: Any, parts: ModelParts, cache: Any) -> bool:
@@ -250,8 +250,8 @@ def _continues(model: Any, parts: ModelParts, cache: Any) -> bool:
 
 
 @contextmanager
-def _as_check(model: nn.Module, care: Care) -> Iterator[None]:
-    checking, training = _checking.set(care), model.training
+def _as_check(model: nn.Module, quirks: ModelQuirks) -> Iterator[None]:
+    checking, training = _checking.set(quirks), model.training
     model.eval()
     try:
         with torch.no_grad():
@@ -273,9 +273,9 @@ def _found(model: nn.Module, parts: ModelParts, cache: Any) -> Finding:
 
 def _compared(model: nn.Module, parts: ModelParts, cache: Any) -> Finding:
     """Check a padded batch, and one row without padding, for which layers may get no mask."""
-    care = _checking.get()
+    quirks = _checking.get()
     rows = _rows(parts)
-    batches = [rows, rows[:1]] if care is None or care.pads else [rows[:1]]
+    batches = [rows, rows[:1]] if quirks is None or quirks.pads else [rows[:1]]
     findings = []
     for batch in batches:
         cache.reset()
@@ -373,8 +373,8 @@ def _rows(parts: ModelParts) -> list[Tensor]:
 
 def _places_given() -> bool:
     """True if the check that is under way gives the model positions."""
-    care = _checking.get()
-    return care is not None and care.placed
+    quirks = _checking.get()
+    return quirks is not None and quirks.placed
 
 
 def _reads_text(model: Any, row: Tensor) -> bool:

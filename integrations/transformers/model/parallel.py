@@ -38,7 +38,7 @@ class ProcessHeads(HeadShare):
 
 
 @attrs.frozen(eq=False)
-class Spread:
+class HeadSharding:
     """A description of how attention weights are spread over processes; by default they are not.
 
     Args:
@@ -54,7 +54,7 @@ class Spread:
     query_heads: int | None = None
 
     @staticmethod
-    def of(attention: nn.Module, config: Any, tp_size: int = 1) -> Spread:
+    def of(attention: nn.Module, config: Any, tp_size: int = 1) -> HeadSharding:
         """Find how the parameters of a module are spread.
 
         Args:
@@ -63,18 +63,18 @@ class Spread:
             tp_size: Number of processes over which Transformers has spread the model.
         """
         if not distributed.is_available() or not distributed.is_initialized():
-            return Spread()
+            return HeadSharding()
         from torch.distributed.tensor import DTensor
 
         meshes = [each.device_mesh for each in attention.parameters() if isinstance(each, DTensor)]
         if not meshes and tp_size == 1:
-            return Spread()
+            return HeadSharding()
         mesh: Any = meshes[0] if meshes else None
         if mesh is not None and mesh.ndim > 1:
             mesh = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else None
         if mesh is None:  # allowed as long as this process computes all heads
-            return Spread(shares=tp_size, query_heads=config.num_attention_heads)
-        return Spread(
+            return HeadSharding(shares=tp_size, query_heads=config.num_attention_heads)
+        return HeadSharding(
             mesh.get_local_rank(), mesh.size(), mesh.get_group(), config.num_attention_heads
         )
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.model import unseen
 from kvpolicy.integrations.transformers.model.call_arguments import signature
-from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.finding import (
     check_holds_states,
     check_uncompiled,
@@ -30,6 +29,7 @@ from kvpolicy.integrations.transformers.model.kinds import (
     kinds_of,
 )
 from kvpolicy.integrations.transformers.model.masks import DENSE, FLASH, IMPLEMENTATIONS
+from kvpolicy.integrations.transformers.model.quirks import ModelQuirks
 from kvpolicy.integrations.transformers.model.rotary import stretch
 from kvpolicy.integrations.transformers.model.temperature import Temperature
 from kvpolicy.interfaces import nearest_layer
@@ -234,14 +234,14 @@ class ModelParts:
         own = filter(None, self.attentions)
         return all(getattr(each, "is_causal", True) for each in own)
 
-    def check_padding(self, care: Care) -> None:
+    def check_padding(self, quirks: ModelQuirks) -> None:
         """Check that padding a row does not change how the model reads it.
 
         Raises:
             UnsupportedModelError: Padding changes it.
         """
         by_slot = any(isinstance(kind, Indexed) and kind.blocks for kind in self.kinds)
-        if by_slot or not care.pads:
+        if by_slot or not quirks.pads:
             raise UnsupportedModelError(
                 f"rows must not be padded with {type(self.model).__name__}, which reads a padded "
                 "row otherwise than alone, with any cache; give rows of one length, or one row at "

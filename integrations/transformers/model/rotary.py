@@ -17,7 +17,7 @@ ROUNDING = 1e-3
 
 
 @attrs.frozen(eq=False)
-class Turns:
+class RotaryChannels:
     """A description of how a layer rotates its queries and keys.
 
     Args:
@@ -90,7 +90,7 @@ class LayerRotary(RotaryEmbedding):
             positions.
     """
 
-    turns: Turns
+    turns: RotaryChannels
     gapless: Gapless | None = None
 
     def turned(self, states: Tensor, positions: Tensor) -> Tensor:

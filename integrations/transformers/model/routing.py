@@ -77,7 +77,7 @@ def without_queries(query_heads: int, keys: Tensor, values: Tensor) -> Attention
     return AttentionInputs(none, keys, values, Scores(head_dim**-0.5))
 
 
-class Observer(Protocol):
+class AttentionCallbacks(Protocol):
     """A protocol for a forward that needs the queries of a layer to which it gave keys."""
 
     def waits_for(self, keys: Tensor, *, own: bool) -> bool:
@@ -109,7 +109,7 @@ class Observer(Protocol):
 
 # The forward that waits for queries in this thread, the index of the layer, and its attention
 # module.
-waiting: ContextVar[tuple[Observer, int, nn.Module] | None] = ContextVar(
+waiting: ContextVar[tuple[AttentionCallbacks, int, nn.Module] | None] = ContextVar(
     "kvpolicy_waiting", default=None
 )
 

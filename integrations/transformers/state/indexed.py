@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.errors import NotAttachedError
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
-from kvpolicy.integrations.transformers.state.storage import Held, Storage
+from kvpolicy.integrations.transformers.state.storage import Storage, StoredKV
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_slots
 
@@ -43,7 +43,7 @@ class IndexedLayer(PolicyLayer):
     ) -> None:
         super().__init__(storage, room)
         self.blocks = blocks
-        self.index: Held | None = None  # its keys are the index keys, of one head
+        self.index: StoredKV | None = None  # its keys are the index keys, of one head
         self._shown: tuple[Tensor, Tensor] | None = None  # of every slot, until `store` keeps some
         self._attended: Tensor | None = None  # the keys of the forward under way
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvpolicy.errors import NotAttachedError
-from kvpolicy.integrations.transformers.model.parallel import Spread
+from kvpolicy.integrations.transformers.model.parallel import HeadSharding
 from kvpolicy.integrations.transformers.model.projection import OutputProjection
-from kvpolicy.integrations.transformers.model.rotary import Turns
+from kvpolicy.integrations.transformers.model.rotary import RotaryChannels
 from kvpolicy.integrations.transformers.model.routing import Scores
-from kvpolicy.integrations.transformers.state.observed import Observed
 from kvpolicy.integrations.transformers.state.packed import Packed, wastes_slots
-from kvpolicy.integrations.transformers.state.storage import Held, Plain, PlainStorage, Storage
+from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
+from kvpolicy.integrations.transformers.state.storage import Plain, PlainStorage, Storage, StoredKV
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_positions, gather_slots
 
@@ -66,21 +66,21 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         # The constructor of the base is not called, since it would set keys and values.
         self.storage = PlainStorage() if storage is None else storage
         self.room = room
-        self._held: Held | None = None
+        self._held: StoredKV | None = None
         self._loose: Loose | None = None
         # The keys that `join` returned, and the object that already holds them.
-        self._joined: tuple[Tensor, Held] | None = None
+        self._joined: tuple[Tensor, StoredKV] | None = None
         self.is_initialized = False
         self.padded = False
         self.ragged = False
         self.counts: tuple[int, ...] | None = None
         self.query_heads = 0
-        self.spread = Spread()
-        self.observed = Observed()
+        self.spread = HeadSharding()
+        self.observed = RecentQueries()
         self.scores: Scores | None = None
         self.expands = False
         self.shows_queries = True
-        self.turns: Turns | None = None
+        self.turns: RotaryChannels | None = None
         self.projection: OutputProjection | None = None
         self._chosen: Tensor | None = None  # positions of the kept tokens, without appended ones
         self._tokens: SeenTokens | None = None
@@ -95,14 +95,14 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.projection.weight(values.dtype, values.device)
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> StoredKV | None:
         """The keys and values of the layer; None before the first forward."""
         if self._loose is not None:
             self._hold(*self._loose(), room=0)
         return self._held
 
     @held.setter
-    def held(self, held: Held | None) -> None:
+    def held(self, held: StoredKV | None) -> None:
         self._held, self._loose = held, None
 
     def loosen(self, loose: Loose) -> None:
@@ -178,7 +178,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
                 the number is unknown, so that it must be read from the tensors.
             whole: Whether ``kept`` is all slots; None if unknown.
         """
-        self.observed = Observed(carried=None if carried is None else gather_slots(carried, kept))
+        self.observed = RecentQueries(
+            carried=None if carried is None else gather_slots(carried, kept)
+        )
         room = self.room if room is None else room
         if self._is_whole(keys, positions, kept, whole):
             self._hold(keys, values, positions, room, counts=counts)
@@ -235,7 +237,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
                 kept = torch.where(chosen >= 0, slots, -1)
             shares = keys.shape[1] // heads  # more than 1 if all heads keep the same tokens
             each = [count for row in of_heads for count in row for _ in range(shares)]
-            held: Held = Packed.of(self.storage, keys, values, kept, appended, counts=each)
+            held: StoredKV = Packed.of(self.storage, keys, values, kept, appended, counts=each)
         elif kept is None and self._joined is not None and self._joined[0] is keys:
             held = self._joined[1]
         elif kept is None:
@@ -457,4 +459,4 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _nothing(self) -> State:
         """Return the state of a layer that holds nothing."""
-        return (None, None, (False, False, None), None, Observed())
+        return (None, None, (False, False, None), None, RecentQueries())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.host_counts import on_device
-from kvpolicy.integrations.transformers.state.storage import GROWTH_SHARE, Held, Plain, Storage
+from kvpolicy.integrations.transformers.state.storage import GROWTH_SHARE, Plain, Storage, StoredKV
 
 
 def wastes_slots(positions: Tensor, tokens: int) -> bool:
@@ -26,7 +26,7 @@ def wastes_slots(positions: Tensor, tokens: int) -> bool:
 
 
 @attrs.frozen(eq=False)
-class Packed(Held):
+class Packed(StoredKV):
     """Keys and values in which every row and head holds its own number of tokens, unpadded.
 
     The tokens that a policy keeps are concatenated, one head after the other. Appended tokens are
@@ -46,11 +46,11 @@ class Packed(Held):
     """
 
     storage: Storage
-    chosen: Held
+    chosen: StoredKV
     lengths: Tensor
     counts: tuple[int, ...]
     width: int
-    recent: Held
+    recent: StoredKV
 
     @staticmethod
     def of(
@@ -102,28 +102,28 @@ class Packed(Held):
 
     @property
     def shape(self) -> torch.Size:
-        """See `Held.shape`."""
+        """See `StoredKV.shape`."""
         batch, heads, count, dim = self.recent.shape
         return torch.Size((batch, heads, self.width + count, dim))
 
     @property
     def widths(self) -> tuple[int, int]:
-        """See `Held.widths`."""
+        """See `StoredKV.widths`."""
         return self.recent.widths
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `Held.dtype`."""
+        """See `StoredKV.dtype`."""
         return self.recent.dtype
 
     @property
     def capacity(self) -> int:
-        """See `Held.capacity`."""
+        """See `StoredKV.capacity`."""
         return self.width + self.recent.capacity
 
     @property
     def slots(self) -> int:
-        """See `Held.slots`."""
+        """See `StoredKV.slots`."""
         return sum(self.counts) + self.recent.slots
 
     def parts(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -139,7 +139,7 @@ class Packed(Held):
         return (keys[0, 0], values[0, 0]), self.recent.read()
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Return padded copies of all keys and values, 0 on empty slots; see `Held.read`."""
+        """Return padded copies of all keys and values, 0 on empty slots; see `StoredKV.read`."""
         chosen, recent = self.parts()
         keys, values = (self._unpacked(*each) for each in zip(chosen, recent, strict=True))
         return keys, values
@@ -167,16 +167,16 @@ class Packed(Held):
         keys, values = self.read()
         return Plain.of(keys, values, keys.device)
 
-    def appended(self, keys: Tensor, values: Tensor) -> Held:
-        """See `Held.appended`."""
+    def appended(self, keys: Tensor, values: Tensor) -> StoredKV:
+        """See `StoredKV.appended`."""
         return attrs.evolve(self, recent=self.recent.appended(keys, values))
 
-    def with_room(self, count: int) -> Held:
-        """See `Held.with_room`."""
+    def with_room(self, count: int) -> StoredKV:
+        """See `StoredKV.with_room`."""
         return attrs.evolve(self, recent=self.recent.with_room(count))
 
-    def first(self, count: int) -> Held:
-        """See `Held.first`."""
+    def first(self, count: int) -> StoredKV:
+        """See `StoredKV.first`."""
         recent = self.recent.first(max(count - self.width, 0))
         cut = max(self.width - count, 0)
         if not cut:
@@ -184,13 +184,13 @@ class Packed(Held):
         counts = [max(each - cut, 0) for each in self.counts]
         return attrs.evolve(self._taken(range(len(counts)), counts, recent), width=self.width - cut)
 
-    def rows(self, rows: Tensor) -> Held:
-        """See `Held.rows`."""
+    def rows(self, rows: Tensor) -> StoredKV:
+        """See `StoredKV.rows`."""
         heads = self.shape[1]
         taken = [row * heads + head for row in rows.tolist() for head in range(heads)]
         return self._taken(taken, [self.counts[each] for each in taken], self.recent.rows(rows))
 
-    def _taken(self, taken: range | list[int], counts: list[int], recent: Held) -> Packed:
+    def _taken(self, taken: range | list[int], counts: list[int], recent: StoredKV) -> Packed:
         """Take the first ``counts`` kept tokens of some heads.
 
         ``taken`` are indices of heads, ``row * kv_heads + head``.
@@ -206,9 +206,9 @@ class Packed(Held):
         return Packed(self.storage, chosen, lengths.to(at), tuple(counts), self.width, recent)
 
     def nbytes(self) -> int:
-        """See `Held.nbytes`."""
+        """See `StoredKV.nbytes`."""
         return self.chosen.nbytes() + self.recent.nbytes()
 
     def taken_nbytes(self) -> int:
-        """See `Held.taken_nbytes`."""
+        """See `StoredKV.taken_nbytes`."""
         return self.chosen.taken_nbytes() + self.recent.taken_nbytes()

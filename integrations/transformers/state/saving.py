@@ -18,11 +18,11 @@ from torch import Tensor
 from kvpolicy.checks import check_kind
 from kvpolicy.description import Description, describe, from_description
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
+from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprint
 from kvpolicy.integrations.transformers.state.held_counts import held_counts
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.model_print import ModelPrint
-from kvpolicy.integrations.transformers.state.observed import Observed
+from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
 from kvpolicy.integrations.transformers.state.recurrent import (
     EmptyLayer,
     RecurrentLayer,
@@ -59,7 +59,7 @@ class SavedCache:
     """
 
     policy: Description
-    model: ModelPrint
+    model: ModelFingerprint
     tokens: SeenTokens
     layers: list[PolicyLayer]
     propagated: dict[int, Tensor]
@@ -332,7 +332,7 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
             queries, carried, columns = (
                 tensors.get(f"layers.{index}.{name}") for name in ("queries", "carried", "columns")
             )
-            layer.observed = Observed(queries, tokens.seen, carried, columns)
+            layer.observed = RecentQueries(queries, tokens.seen, carried, columns)
         layers.append(layer)
     link(layers)
     propagated = {
@@ -342,7 +342,7 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
     }
     return SavedCache(
         json.loads(metadata["policy"]),
-        ModelPrint.unpacked(metadata["model"], tensors["model.samples"]),
+        ModelFingerprint.unpacked(metadata["model"], tensors["model.samples"]),
         tokens,
         layers,
         propagated,

@@ -18,7 +18,7 @@ GROWTH_SHARE = 1 / 16
 SMALLEST_GROWTH = 16
 
 
-class Held(abc.ABC):
+class StoredKV(abc.ABC):
     """The keys and values of one layer.
 
     It is immutable: every operation returns a new object.
@@ -54,15 +54,15 @@ class Held(abc.ABC):
         """Return keys and values ``[batch, kv_heads, kept_len, head_dim]`` where attention is."""
 
     @abc.abstractmethod
-    def appended(self, keys: Tensor, values: Tensor) -> Held:
+    def appended(self, keys: Tensor, values: Tensor) -> StoredKV:
         """Return an object with these tokens appended."""
 
     @abc.abstractmethod
-    def first(self, count: int) -> Held:
+    def first(self, count: int) -> StoredKV:
         """Return an object with only the first ``count`` slots."""
 
     @abc.abstractmethod
-    def rows(self, rows: Tensor) -> Held:
+    def rows(self, rows: Tensor) -> StoredKV:
         """Return an object with the rows ``[count]`` of the batch."""
 
     @abc.abstractmethod
@@ -73,7 +73,7 @@ class Held(abc.ABC):
         """Return how many of `nbytes` belong to taken slots."""
         return self.nbytes() * self.shape[2] // max(self.capacity, 1)
 
-    def with_room(self, count: int) -> Held:
+    def with_room(self, count: int) -> StoredKV:
         """Reserve memory for ``count`` more slots, if this storage can reserve memory."""
         return self
 
@@ -82,7 +82,7 @@ class Storage(abc.ABC):
     """A strategy for holding keys and values, layer by layer."""
 
     @abc.abstractmethod
-    def hold(self, keys: Tensor, values: Tensor) -> Held:
+    def hold(self, keys: Tensor, values: Tensor) -> StoredKV:
         """Hold the keys and values that a layer keeps.
 
         Args:
@@ -104,7 +104,7 @@ class PlainStorage(Storage):
         192
     """
 
-    def hold(self, keys: Tensor, values: Tensor) -> Held:
+    def hold(self, keys: Tensor, values: Tensor) -> StoredKV:
         """See `Storage.hold`."""
         return Plain.of(keys, values, keys.device)
 
@@ -118,7 +118,7 @@ class OffloadedStorage(Storage):
         torch.Size([1, 2, 3, 4])
     """
 
-    def hold(self, keys: Tensor, values: Tensor) -> Held:
+    def hold(self, keys: Tensor, values: Tensor) -> StoredKV:
         """See `Storage.hold`."""
         away = torch.device("cpu")
         return Plain.of(keys.to(away), values.to(away), keys.device)
@@ -179,7 +179,7 @@ class QuantizedStorage(Storage):
         """See `Storage.beside`."""
         return PlainStorage()
 
-    def hold(self, keys: Tensor, values: Tensor) -> Held:
+    def hold(self, keys: Tensor, values: Tensor) -> StoredKV:
         """See `Storage.hold`.
 
         Raises:
@@ -207,7 +207,7 @@ class _Used:
 
 
 @attrs.frozen(eq=False)
-class Plain(Held):
+class Plain(StoredKV):
     """The first ``length`` slots of two buffers, which may be longer and shared.
 
     Appended tokens are written behind these slots if nothing is there yet; otherwise all slots are
@@ -228,32 +228,32 @@ class Plain(Held):
 
     @property
     def shape(self) -> torch.Size:
-        """See `Held.shape`."""
+        """See `StoredKV.shape`."""
         batch, heads, _, dim = self.keys.shape
         return torch.Size((batch, heads, self.length, dim))
 
     @property
     def widths(self) -> tuple[int, int]:
-        """See `Held.widths`."""
+        """See `StoredKV.widths`."""
         return self.keys.shape[3], self.values.shape[3]
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `Held.dtype`."""
+        """See `StoredKV.dtype`."""
         return self.keys.dtype
 
     @property
     def capacity(self) -> int:
-        """See `Held.capacity`."""
+        """See `StoredKV.capacity`."""
         return self.keys.shape[2]
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """See `Held.read`."""
+        """See `StoredKV.read`."""
         keys, values = self.keys[:, :, : self.length], self.values[:, :, : self.length]
         return keys.to(self.device), values.to(self.device)
 
-    def appended(self, keys: Tensor, values: Tensor) -> Held:
-        """See `Held.appended`."""
+    def appended(self, keys: Tensor, values: Tensor) -> StoredKV:
+        """See `StoredKV.appended`."""
         home, after = self.keys.device, self.length + keys.shape[2]
         keys, values = keys.to(home), values.to(home)
         if not self._may_write(keys, values):
@@ -278,8 +278,8 @@ class Plain(Held):
         frozen = self.keys.is_inference() and not torch.is_inference_mode_enabled()
         return self.used.slots == self.length and after <= self.keys.shape[2] and not frozen
 
-    def with_room(self, count: int) -> Held:
-        """See `Held.with_room`."""
+    def with_room(self, count: int) -> StoredKV:
+        """See `StoredKV.with_room`."""
         after = self.length + count
         return self if self._has_room(after) else self._in_buffers(after)
 
@@ -327,24 +327,24 @@ class Plain(Held):
         used = _Used(self.length)
         return Plain(larger(self.keys), larger(self.values), self.device, self.length, used)
 
-    def first(self, count: int) -> Held:
-        """See `Held.first`."""
+    def first(self, count: int) -> StoredKV:
+        """See `StoredKV.first`."""
         return Plain.of(self.keys[:, :, :count], self.values[:, :, :count], self.device)
 
-    def rows(self, rows: Tensor) -> Held:
-        """See `Held.rows`."""
+    def rows(self, rows: Tensor) -> StoredKV:
+        """See `StoredKV.rows`."""
         rows = rows.to(self.keys.device)
         keys = self.keys[:, :, : self.length].index_select(0, rows)
         values = self.values[:, :, : self.length].index_select(0, rows)
         return Plain.of(keys, values, self.device)
 
     def nbytes(self) -> int:
-        """See `Held.nbytes`."""
+        """See `StoredKV.nbytes`."""
         return _nbytes(self.keys) + _nbytes(self.values)
 
 
 @attrs.frozen(eq=False)
-class _Quantized(Held):
+class _Quantized(StoredKV):
     storage: QuantizedStorage
     layer: Any  # of Transformers; only copies of it are updated; None if it is empty
     keys: Tensor  # of the tokens appended since
@@ -371,7 +371,7 @@ class _Quantized(Held):
         keys, values = copy.copy(self.layer).update(*empty)
         return torch.cat([keys, self.keys], dim=2), torch.cat([values, self.values], dim=2)
 
-    def appended(self, keys: Tensor, values: Tensor) -> Held:
+    def appended(self, keys: Tensor, values: Tensor) -> StoredKV:
         after = attrs.evolve(
             self,
             keys=torch.cat([self.keys, keys], dim=2),
@@ -381,7 +381,7 @@ class _Quantized(Held):
             return after
         return self.storage.hold(*after.read())
 
-    def first(self, count: int) -> Held:
+    def first(self, count: int) -> StoredKV:
         recent = count - self.quantized_len
         if recent >= 0:
             keys, values = self.keys[:, :, :recent].clone(), self.values[:, :, :recent].clone()
@@ -389,7 +389,7 @@ class _Quantized(Held):
         keys, values = self.read()
         return self.storage.hold(keys[:, :, :count], values[:, :, :count])
 
-    def rows(self, rows: Tensor) -> Held:
+    def rows(self, rows: Tensor) -> StoredKV:
         keys, values = self.read()
         rows, prefix = rows.to(keys.device), self.quantized_len
         held = self.storage.hold(keys[rows, :, :prefix], values[rows, :, :prefix])

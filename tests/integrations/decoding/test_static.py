@@ -18,7 +18,7 @@ from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.forward import static_decoding
 from kvpolicy.integrations.transformers.forward.decoding import static_rolling
-from kvpolicy.integrations.transformers.forward.decoding.choosing import Chosen
+from kvpolicy.integrations.transformers.forward.decoding.choosing import Selection
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.policies import (
     H2O,
@@ -315,7 +315,7 @@ def interrupted(owner: Any, name: str, call: int) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-@pytest.mark.parametrize("place", [(Chosen, "store"), (PolicyLayer, "move_into")])
+@pytest.mark.parametrize("place", [(Selection, "store"), (PolicyLayer, "move_into")])
 @pytest.mark.parametrize("call", [5, 7])
 def test_a_choice_that_is_interrupted_is_finished(
     model: PreTrainedModel, place: tuple[Any, str], call: int

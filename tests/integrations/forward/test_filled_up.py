@@ -25,7 +25,7 @@ def test_policies_are_right(name: str) -> None:
     model = hybrid(name)
     verdict = check_model(model).verdict
     assert verdict is not None
-    assert verdict.care.refills
+    assert verdict.quirks.refills
     outcome = Judge(name, model)()
     assert outcome.outcome == "right", outcome
 
@@ -81,4 +81,4 @@ def test_models_that_need_it_not_are_not_filled_up() -> None:
     model: PreTrainedModel = builds()["llama"].model()
     verdict = check_model(model).verdict
     assert verdict is not None
-    assert not verdict.care.refills
+    assert not verdict.quirks.refills

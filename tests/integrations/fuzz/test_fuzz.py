@@ -22,7 +22,7 @@ from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.forward import prefill
 from kvpolicy.integrations.transformers.forward.decoding import choosing
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
-from kvpolicy.integrations.transformers.state.observed import Observed
+from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policies import GemFilter
 from tests import reference
@@ -157,15 +157,15 @@ def test_a_planted_fault_is_found(
 # Likewise, of answers that are bounded.
 
 
-def queries_stay(observed: Observed, *args: Any) -> Observed:
+def queries_stay(observed: RecentQueries, *args: Any) -> RecentQueries:
     return observed
 
 
-def queries_are_forgotten(observed: Observed, *args: Any) -> Observed:
+def queries_are_forgotten(observed: RecentQueries, *args: Any) -> RecentQueries:
     return attrs.evolve(observed, queries=None)
 
 
-def sums_begin_anew(observed: Observed, keys: Tensor, carries: int) -> Tensor:
+def sums_begin_anew(observed: RecentQueries, keys: Tensor, carries: int) -> Tensor:
     return torch.zeros(*keys.shape[:3], carries)
 
 
@@ -208,10 +208,10 @@ def test_a_bounded_answer_is_followed(name: str) -> None:
 @pytest.mark.parametrize(
     ("place", "name", "fault", "shows"),
     [
-        (Observed, "without_last", queries_stay, "window"),
-        (Observed, "rows", queries_stay, "window"),
-        (Observed, "last", queries_are_forgotten, "window"),
-        (Observed, "rows", queries_stay, "sums"),
+        (RecentQueries, "without_last", queries_stay, "window"),
+        (RecentQueries, "rows", queries_stay, "window"),
+        (RecentQueries, "last", queries_are_forgotten, "window"),
+        (RecentQueries, "rows", queries_stay, "sums"),
         (choosing, "carried_for", sums_begin_anew, "sums"),
         (prefill, "carried_for", sums_begin_anew, "sums"),
     ],

@@ -229,4 +229,4 @@ def test_the_self_check_reads_a_row_in_two_parts(name: str, continues: bool) -> 
     found = check_model(hybrid(name))
     assert found.refusal is None
     assert found.verdict is not None
-    assert found.verdict.care.continues is continues
+    assert found.verdict.quirks.continues is continues

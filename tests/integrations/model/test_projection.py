@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from kvpolicy import CachePolicy, LayerContext
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.model.trying import Entering
+from kvpolicy.integrations.transformers.model.layer_trial import LayerTrial
 from kvpolicy.policies import GQAGroupSelector, PassAllPropagation, TokenSelectivePropagation
 from tests.families import FAMILIES
 from tests.integrations.support.asking import OutputScorer
@@ -145,10 +145,10 @@ def test_hooks_are_gone_and_the_model_is_as_it_was() -> None:
 
 
 def test_nothing_is_tried_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Entering, *args: Any) -> None:
+    def fail(self: LayerTrial, *args: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(Entering, "_run", fail)
+    monkeypatch.setattr(LayerTrial, "_run", fail)
     model = FAMILIES["llama"].build(seed=1)
     scorer = type("Undeclared", (Noting,), {"needs_output_weight": False, "score": _lengths})()
     read(model, CachePolicy(scorer, GQAGroupSelector(0.5), PassAllPropagation()))

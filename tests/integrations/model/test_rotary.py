@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvpolicy import CachePolicy, DecodingEviction, LayerContext, Scorer
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.model.rotary import Gapless, LayerRotary, Turns
+from kvpolicy.integrations.transformers.model.rotary import Gapless, LayerRotary, RotaryChannels
 from kvpolicy.policies import (
     GQAGroupSelector,
     KeepAllSelector,
@@ -273,7 +273,7 @@ def test_places_behind_a_restart_by_hand() -> None:
     found = gapless.places(asked)
     assert found.tolist() == [[[3, 8, 9, 10, 11, 12, 24]], [[0, 0, 1, 2, 3, 21, 0]]]
     states = torch.randn(2, 3, 7, 2)
-    turns = Turns(torch.ones(1), 1.0, torch.tensor([[0], [1]]))
+    turns = RotaryChannels(torch.ones(1), 1.0, torch.tensor([[0], [1]]))
     one, other = LayerRotary(turns, gapless), LayerRotary(turns)
     torch.testing.assert_close(one.turned(states, asked), other.turned(states, found))
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.heads import Heads
-from kvpolicy.integrations.transformers.model.parallel import ProcessHeads, Spread
+from kvpolicy.integrations.transformers.model.parallel import HeadSharding, ProcessHeads
 from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.model.tensor_parallel import (
     CASES,
@@ -139,7 +139,7 @@ def test_without_the_other_heads_the_processes_would_disagree(
 
 
 def test_all_heads_of_a_layer_may_be_in_every_process() -> None:
-    spread = Spread(1, 2, object(), query_heads=8)
+    spread = HeadSharding(1, 2, object(), query_heads=8)
     assert type(spread.heads(8)) is Heads
     half = spread.heads(4)
     assert isinstance(half, ProcessHeads)
@@ -149,11 +149,11 @@ def test_all_heads_of_a_layer_may_be_in_every_process() -> None:
 @pytest.mark.parametrize(("group", "query_heads"), [(object(), 3), (None, 4)])
 def test_an_unknown_share_of_the_heads_is_refused(group: object, query_heads: int) -> None:
     with pytest.raises(UnsupportedModelError, match=f"all 8 query heads.*got {query_heads}"):
-        Spread(1, 2, group, query_heads=8).heads(query_heads)
+        HeadSharding(1, 2, group, query_heads=8).heads(query_heads)
 
 
 def test_a_model_of_one_process_has_all_heads_here(models: dict[Family, PreTrainedModel]) -> None:
     model = models["llama"]
-    spread = Spread.of(model.model.layers[0].self_attn, model.config)
+    spread = HeadSharding.of(model.model.layers[0].self_attn, model.config)
     assert type(spread.heads(8)) is Heads
     assert type(spread.heads(3)) is Heads

@@ -21,7 +21,7 @@ from kvpolicy.integrations.transformers import (
     Storage,
 )
 from kvpolicy.integrations.transformers.state.packed import Packed, wastes_slots
-from kvpolicy.integrations.transformers.state.storage import Held
+from kvpolicy.integrations.transformers.state.storage import StoredKV
 from kvpolicy.policies import AdaKV
 from tests.reference import random_tokens, tiny_model
 
@@ -36,7 +36,7 @@ def kept_of(counts: list[list[int]], width: int) -> Tensor:
     )
 
 
-def pair_of(storage: Storage, counts: list[list[int]], seed: int = 0) -> tuple[Packed, Held]:
+def pair_of(storage: Storage, counts: list[list[int]], seed: int = 0) -> tuple[Packed, StoredKV]:
     """7 tokens of each head, of which some are kept: packed and padded."""
     width = max(max(row) for row in counts)
     random = torch.Generator().manual_seed(seed)
@@ -51,7 +51,7 @@ def pair_of(storage: Storage, counts: list[list[int]], seed: int = 0) -> tuple[P
     return Packed.of(storage, keys, values, kept), PlainStorage().hold(padded[0], padded[1])
 
 
-def assert_alike(packed: Held, padded: Held) -> None:
+def assert_alike(packed: StoredKV, padded: StoredKV) -> None:
     """They read alike, and the packed one holds as many bytes as it says."""
     assert packed.shape == padded.shape
     assert packed.widths == padded.widths
@@ -72,7 +72,7 @@ def operations(draw: st.DrawFn) -> tuple[list[list[int]], list[tuple[str, int]]]
     return counts, draw(st.lists(steps, max_size=7))
 
 
-def done(held: Held, step: str, number: int) -> Held:
+def done(held: StoredKV, step: str, number: int) -> StoredKV:
     """The same step of either form."""
     batch, heads, length, _ = held.shape
     if step == "append":
@@ -146,7 +146,7 @@ def test_quantised_it_is_as_precise_as_padded() -> None:
     packed = Packed.of(storage, keys, -keys, kept)
     whole = storage.hold(keys, -keys).read()[0]
     new = torch.randn(2, 2, 2, 16)
-    held: Held = packed.appended(new, -new)
+    held: StoredKV = packed.appended(new, -new)
     for row in range(2):
         for head in range(2):
             slots = kept[row, head][kept[row, head] >= 0]

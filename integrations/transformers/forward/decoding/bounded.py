@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.integrations.transformers.forward.append import Forward
-from kvpolicy.integrations.transformers.forward.decoding.choosing import Due, Held
+from kvpolicy.integrations.transformers.forward.decoding.choosing import Due, LayerCandidates
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs, without_queries
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -65,7 +65,7 @@ class DecodingForward(Forward):
     def _choose(self, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]) -> None:
         """Let a layer choose among all tokens it holds, which are ``stored``."""
         layer = self.layers[index]
-        held = Held(
+        held = LayerCandidates(
             layer=layer,
             index=index,
             num_layers=len(self.layers),

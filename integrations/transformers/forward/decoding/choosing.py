@@ -17,13 +17,13 @@ from kvpolicy.integrations.transformers.model.rotary import LayerRotary
 from kvpolicy.integrations.transformers.model.routing import Scores
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.observed import Observed
+from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import compress, gather_positions, gather_slots
 
 
 @attrs.frozen(eq=False)
-class Near:
+class WindowSurvivors:
     """A selection for sliding layers: they keep all tokens that the next token's window will see.
 
     The window bounds the layer, so that the policy does not choose there. In rows shorter than the
@@ -51,7 +51,7 @@ class Near:
         *,
         seen_len: tuple[int, ...] | None = None,
         held_len: tuple[int, ...] | None = None,
-    ) -> Near:
+    ) -> WindowSurvivors:
         """Find the keys of a layer that its next window sees.
 
         Args:
@@ -69,9 +69,9 @@ class Near:
         if held_len is not None and held_len == seen_len:  # all tokens up to the last
             counts = tuple(seen - max(first_seen(seen, window), 0) for seen in seen_len)
         if implementation in FLASH:
-            return Near(near, short, leaves_short_rows=False, counts=counts)
+            return WindowSurvivors(near, short, leaves_short_rows=False, counts=counts)
         shorter = bool(short.any()) if seen_len is None else min(seen_len) <= window
-        return Near(near, short, shorter, counts)
+        return WindowSurvivors(near, short, shorter, counts)
 
     def kept(self, chosen: Tensor | None) -> Tensor:
         """Return the indices ``[batch, kv_heads or 1, kept_len]`` to keep.
@@ -90,7 +90,7 @@ class Near:
         return kept[:, :, int((kept < 0).all(dim=0).all(dim=0).sum()) :]
 
 
-def carried_for(observed: Observed, keys: Tensor, carries: int) -> Tensor:
+def carried_for(observed: RecentQueries, keys: Tensor, carries: int) -> Tensor:
     """Return the scorer's state for each key, 0 for keys since the last choice.
 
     It is ``[batch, kv_heads, key_len, carries]``.
@@ -128,7 +128,7 @@ class Due:
 
 
 @attrs.frozen(eq=False)
-class Held:
+class LayerCandidates:
     """A record of all tokens that a layer holds while an answer is decoded, to choose among.
 
     Args:
@@ -154,7 +154,7 @@ class Held:
     positions: Tensor
     scores: Scores
     tokens: SeenTokens
-    observed: Observed
+    observed: RecentQueries
 
     def choose(
         self,
@@ -163,7 +163,7 @@ class Held:
         implementation: str,
         follows: Tensor | None = None,
         due: Due | None = None,
-    ) -> Chosen:
+    ) -> Selection:
         """Let the layer choose which tokens to keep.
 
         Args:
@@ -189,7 +189,7 @@ class Held:
             kept = held._with_others(kept, rows)
             if carried is not None and own is not None:
                 carried = carried.index_copy(0, rows, own)
-        return Chosen(held, order, kept, carried, self._still_looked_at(decoding, due))
+        return Selection(held, order, kept, carried, self._still_looked_at(decoding, due))
 
     def _decided(
         self,
@@ -206,13 +206,13 @@ class Held:
             return follows.to(self.positions.device), carried
         if window is None:
             return decoding.decide(self._context(decoding, carried))
-        near = Near.of(self.positions, self.tokens.lengths, window, implementation)
+        near = WindowSurvivors.of(self.positions, self.tokens.lengths, window, implementation)
         if not near.leaves_short_rows:
             return near.kept(None), None
         chosen, carried = decoding.decide(self._context(decoding, carried))
         return near.kept(chosen), carried
 
-    def _of_rows(self, due: Due, rows: Tensor) -> Held:
+    def _of_rows(self, due: Due, rows: Tensor) -> LayerCandidates:
         """Take the rows that are due, which are ``rows`` on the layer's device."""
         keys, values, *stored, positions = (
             each.index_select(0, rows)
@@ -236,7 +236,7 @@ class Held:
         whole = whole.index_copy(0, rows, own)
         return whole[:, :, int((whole < 0).all(dim=0).all(dim=0).sum()) :]
 
-    def _still_looked_at(self, decoding: DecodingEviction, due: Due | None) -> Observed | None:
+    def _still_looked_at(self, decoding: DecodingEviction, due: Due | None) -> RecentQueries | None:
         """Return the earlier queries that the next choice needs; None if it needs none."""
         asked, tokens, observed = decoding.num_queries, self.tokens, self.observed
         if due is None and (not asked or asked <= decoding.every):
@@ -246,7 +246,7 @@ class Held:
             asked = max(count for count in tokens.since if count < decoding.every)
         return observed.last(asked, tokens, tokens.unbroken) if asked else None
 
-    def _padding_first(self) -> tuple[Held, Tensor | None]:
+    def _padding_first(self) -> tuple[LayerCandidates, Tensor | None]:
         """Move padding among an answer's columns to the left; return the result and the order."""
         if not (self.tokens.padded or self.layer.padded):
             return self, None
@@ -299,7 +299,7 @@ class Held:
 
 
 @attrs.frozen(eq=False)
-class Chosen:
+class Selection:
     """A choice of the tokens that a layer keeps.
 
     Args:
@@ -311,11 +311,11 @@ class Chosen:
         observed: The queries that the next choice needs; None if it needs none.
     """
 
-    held: Held
+    held: LayerCandidates
     order: Tensor | None
     indices: Tensor
     carried: Tensor | None
-    observed: Observed | None
+    observed: RecentQueries | None
 
     def store(self, *, room: int | None = None) -> None:
         """Store the choice in the layer, with memory reserved for ``room`` more tokens.

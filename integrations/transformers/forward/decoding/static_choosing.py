@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.integrations.transformers.forward.decoding.choosing import Chosen, Held
+from kvpolicy.integrations.transformers.forward.decoding.choosing import LayerCandidates, Selection
 from kvpolicy.integrations.transformers.forward.decoding.static_queries import StaticQueries
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -34,7 +34,7 @@ class StaticChoice:
     implementation: str
     rings: list[StaticQueries | None]
     begun: list[int] = attrs.field(factory=list)
-    pending: list[Chosen] = attrs.field(factory=list)
+    pending: list[Selection] = attrs.field(factory=list)
 
     @staticmethod
     def of(
@@ -116,13 +116,13 @@ class StaticChoice:
 
     def _of_layer(
         self, index: int, layer: PolicyLayer, num_layers: int, tokens: SeenTokens
-    ) -> Chosen:
+    ) -> Selection:
         assert layer.held is not None
         assert layer.scores is not None
         keys, values = layer.held.read()
         positions = layer.positions
         assert positions is not None
-        held = Held(
+        held = LayerCandidates(
             layer=layer,
             index=index,
             num_layers=num_layers,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.decoding import DecodingEviction
-from kvpolicy.integrations.transformers.state.observed import Observed
+from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
 
 
 @attrs.define(eq=False)
@@ -43,14 +43,14 @@ class StaticQueries:
         """Write the queries of one token; see `QueryRing.write`."""
         self.queries.index_copy_(2, self.slot, queries)
 
-    def load(self, observed: Observed) -> None:
+    def load(self, observed: RecentQueries) -> None:
         """Load the queries that a layer remembers."""
         count = min(observed.count, self.capacity)
         self.queries.fill_(torch.nan)  # marks unwritten queries
         if count and observed.queries is not None:
             self.queries[:, :, :count] = observed.queries[:, :, observed.count - count :]
 
-    def read(self, begun: int, steps: int, end: int, observed: Observed) -> Observed:
+    def read(self, begun: int, steps: int, end: int, observed: RecentQueries) -> RecentQueries:
         """Return the queries that the layer remembers now.
 
         Args:
@@ -63,4 +63,4 @@ class StaticQueries:
         count = min(written, self.capacity)
         slots = torch.arange(written - count, written, device=self.queries.device) % self.capacity
         queries = self.queries.index_select(2, slots)
-        return Observed(queries if count else None, end, observed.carried)
+        return RecentQueries(queries if count else None, end, observed.carried)

@@ -22,7 +22,7 @@ from kvpolicy.integrations.transformers.model.masks import Visibility
 from kvpolicy.integrations.transformers.model.observing import observed_by
 from kvpolicy.integrations.transformers.model.routing import Scores
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.observed import Observed
+from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_slots
 
@@ -316,7 +316,7 @@ class RollingDecoding:
         """See `StaticDecoding.read_queries`."""
         for layer, buffers in zip(layers, self.layers, strict=True):
             query = buffers.queries.query.clone()
-            layer.observed = Observed(query, seen) if self.steps else Observed()
+            layer.observed = RecentQueries(query, seen) if self.steps else RecentQueries()
 
     def _sorted(self, index: int, appended: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return a layer's keys and values sorted by position, and the positions of the kept ones.

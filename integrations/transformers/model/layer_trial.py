@@ -28,7 +28,7 @@ def near(found: Tensor, wanted: Tensor) -> bool:
 
 
 @attrs.frozen(eq=False)
-class Entering:
+class LayerTrial:
     """A layer that is about to run, with its arguments for a few tokens.
 
     Args:

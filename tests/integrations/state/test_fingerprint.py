@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.state.model_print import ModelPrint
+from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprint
 from kvpolicy.policies import SnapKV
 from tests.reference import random_tokens, tiny_model
 
@@ -149,10 +149,10 @@ def test_rounding_is_not_another_value() -> None:
         module = torch.nn.Linear(4000, 1, bias=False)
         module.weight.data = values[None].to(dtype)
         module.config = tiny_model("llama", seed=1).config  # type: ignore[assignment]
-        prints[dtype] = ModelPrint.of(module)
+        prints[dtype] = ModelFingerprint.of(module)
     for one in prints.values():
         for other in prints.values():
             assert one.difference(other) is None
     module.weight.data = (values * (1 + 2**-6))[None].to(torch.bfloat16)
     for one in prints.values():
-        assert one.difference(ModelPrint.of(module)) == "the values of weight are others"
+        assert one.difference(ModelFingerprint.of(module)) == "the values of weight are others"

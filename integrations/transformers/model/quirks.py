@@ -6,7 +6,7 @@ import attrs
 
 
 @attrs.frozen
-class Care:
+class ModelQuirks:
     """A set of flags for shortcuts that are right on nearly all models.
 
     A shortcut is switched off for a model where it gives wrong results.

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.model.layer_trial import FAILURES, LayerTrial, near
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.rotary import (
     Form,
-    Turns,
+    RotaryChannels,
     changes_with_length,
     channels_of,
     frequencies_of,
     has_axes,
 )
-from kvpolicy.integrations.transformers.model.trying import FAILURES, Entering, near
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
@@ -36,7 +36,7 @@ Found = TypeVar("Found")
 
 
 @attrs.frozen(eq=False)
-class Asked:
+class LayerProbe:
     """A finder of rotary embeddings and output projections, for one forward.
 
     Args:
@@ -57,7 +57,7 @@ class Asked:
     compared: list[tuple[Tensor, Tensor, bool]] = attrs.field(factory=list)
 
     @staticmethod
-    def of(parts: ModelParts, policy: CachePolicy) -> Asked | None:
+    def of(parts: ModelParts, policy: CachePolicy) -> LayerProbe | None:
         """Make the finder for a model and a policy; None if no part needs anything.
 
         Raises:
@@ -69,7 +69,7 @@ class Asked:
         weight = policy.needs_output_weight or (later is not None and later.needs_output_weight)
         if not (rotary or weight):
             return None
-        asked = Asked(parts, policy, rotary, weight)
+        asked = LayerProbe(parts, policy, rotary, weight)
         if not parts.shows_queries:
             asked._refuse("some layers call attention functions of their own")
         if rotary and has_axes(parts.config):
@@ -94,7 +94,7 @@ class Asked:
         if self.policy.needs_rotary:  # parts see original positions only
             self._refuse("keys that are held were turned to positions without gaps")
 
-    def find(self, layer: PolicyLayer, entering: Entering, places: Tensor, valid: Tensor) -> None:
+    def find(self, layer: PolicyLayer, entering: LayerTrial, places: Tensor, valid: Tensor) -> None:
         """Set the rotary embedding and output projection of a layer, as far as needed.
 
         Args:
@@ -117,8 +117,8 @@ class Asked:
                 self._refuse(f"no projection of layer {entering.index} takes its heads' outputs")
 
     def _turns(
-        self, layer: PolicyLayer, entering: Entering, places: Tensor, valid: Tensor
-    ) -> Turns:
+        self, layer: PolicyLayer, entering: LayerTrial, places: Tensor, valid: Tensor
+    ) -> RotaryChannels:
         given = entering.embeddings
         if given is None:
             self._refuse(
@@ -148,9 +148,9 @@ class Asked:
         if channels is None:
             entering.check_finite()
             self._refuse(f"layer {entering.index} does something else with its keys than to turn")
-        return Turns(frequencies, scale, channels.to(frequencies.device))
+        return RotaryChannels(frequencies, scale, channels.to(frequencies.device))
 
-    def _are_those(self, turns: Turns, frequencies: Tensor, scale: float) -> bool:
+    def _are_those(self, turns: RotaryChannels, frequencies: Tensor, scale: float) -> bool:
         """True if a layer rotated by these frequencies before.
 
         Layers that share a tensor of frequencies are compared once.
@@ -162,7 +162,7 @@ class Asked:
         self.compared.append((turns.frequencies, frequencies, same))
         return same and turns.scale == scale
 
-    def _tried(self, entering: Entering, find: Callable[[], Found]) -> Found:
+    def _tried(self, entering: LayerTrial, find: Callable[[], Found]) -> Found:
         try:
             return find()
         except FAILURES as error:
@@ -179,7 +179,7 @@ class Asked:
         )
 
 
-def _channels(entering: Entering, frequencies: Tensor, scale: float, form: Form) -> Tensor | None:
+def _channels(entering: LayerTrial, frequencies: Tensor, scale: float, form: Form) -> Tensor | None:
     """Find the channels that a layer rotates; there are none if it rotates nothing."""
     count = entering.hidden.shape[entering.token_axis]
     places = torch.tensor(TRIED[:count], device=frequencies.device)[None]
@@ -193,7 +193,7 @@ def _channels(entering: Entering, frequencies: Tensor, scale: float, form: Form)
         return torch.empty(2, 0, dtype=torch.int64)
 
     def fits(channels: Tensor) -> bool:
-        turns = Turns(frequencies, scale, channels)
+        turns = RotaryChannels(frequencies, scale, channels)
         pairs = zip(before, after, strict=True)
         return all(near(turns.turned(one, places[:, None]), other) for one, other in pairs)
 

@@ -67,7 +67,7 @@ class Parameter:
 
 
 @attrs.frozen(eq=False)
-class ModelPrint:
+class ModelFingerprint:
     """A fingerprint of a model: its configuration, and samples of its parameters.
 
     The same weights in another precision, quantised or offloaded, count as the same model.
@@ -82,7 +82,7 @@ class ModelPrint:
 
     @staticmethod
     @torch.no_grad()
-    def of(decoder: nn.Module) -> ModelPrint:
+    def of(decoder: nn.Module) -> ModelFingerprint:
         """Take the fingerprint of a model.
 
         Args:
@@ -96,9 +96,9 @@ class ModelPrint:
                 for name, parameter in module.named_parameters(recurse=False):
                     found[f"{prefix}.{name}".lstrip(".")] = _sampled(parameter)
         config: Any = decoder.config
-        return ModelPrint(_identity(config.to_dict()), found)
+        return ModelFingerprint(_identity(config.to_dict()), found)
 
-    def difference(self, other: ModelPrint) -> str | None:
+    def difference(self, other: ModelFingerprint) -> str | None:
         """Describe the first difference from another model's fingerprint; None if there is none."""
         keys = sorted(self.config.keys() | other.config.keys())
         unlike = [key for key in keys if self.config.get(key) != other.config.get(key)]
@@ -116,11 +116,11 @@ class ModelPrint:
                 return f"the values of {name} are others"
         return None
 
-    def is_comparable(self, other: ModelPrint) -> bool:
+    def is_comparable(self, other: ModelFingerprint) -> bool:
         """True if values of at least one parameter are known in both fingerprints."""
         return next(self._compared(other), None) is not None
 
-    def _compared(self, other: ModelPrint) -> Iterator[tuple[str, Parameter, Parameter]]:
+    def _compared(self, other: ModelFingerprint) -> Iterator[tuple[str, Parameter, Parameter]]:
         for name, own in self.parameters.items():
             its = other.parameters.get(name)
             if its is not None and own.dtype is not None and its.dtype is not None:
@@ -137,7 +137,7 @@ class ModelPrint:
         return text, torch.cat([torch.empty(0), *samples])
 
     @staticmethod
-    def unpacked(text: str, samples: Tensor) -> ModelPrint:
+    def unpacked(text: str, samples: Tensor) -> ModelFingerprint:
         """Build a fingerprint from the output of `packed`.
 
         Raises:
@@ -158,7 +158,7 @@ class ModelPrint:
             }
         except (KeyError, TypeError, ValueError, RuntimeError, RecursionError) as error:
             raise ValueError(f"model must be the print of one: {error}") from None
-        return ModelPrint(read["config"], parameters)
+        return ModelFingerprint(read["config"], parameters)
 
 
 def _identity(config: Mapping[str, Any]) -> dict[str, Any]:

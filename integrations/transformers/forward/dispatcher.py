@@ -25,7 +25,6 @@ from kvpolicy.integrations.transformers.forward.added_features import (
     span_with_features,
 )
 from kvpolicy.integrations.transformers.forward.append import Forward
-from kvpolicy.integrations.transformers.forward.asked import Asked
 from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.chunked_prefill import (
     ChunkForward,
@@ -33,14 +32,15 @@ from kvpolicy.integrations.transformers.forward.chunked_prefill import (
     LastChunkForward,
     joined_outputs,
 )
-from kvpolicy.integrations.transformers.forward.deciding_later import choose
 from kvpolicy.integrations.transformers.forward.decoding.bounded import DecodingForward
+from kvpolicy.integrations.transformers.forward.deferred_layers import choose
 from kvpolicy.integrations.transformers.forward.fixed_answer import FixedAnswer
 from kvpolicy.integrations.transformers.forward.inputs import (
     Incoming,
     inputs_of,
     read_inputs,
 )
+from kvpolicy.integrations.transformers.forward.layer_probe import LayerProbe
 from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.integrations.transformers.forward.relative_positions import Columns
 from kvpolicy.integrations.transformers.forward.restart import FilterPass, check_positions
@@ -50,9 +50,9 @@ from kvpolicy.integrations.transformers.forward.states import check_states_go_on
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.model.both_ways import cuts_of, types_in
-from kvpolicy.integrations.transformers.model.care import Care
 from kvpolicy.integrations.transformers.model.masks import FLASH
 from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.model.quirks import ModelQuirks
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
 from kvpolicy.integrations.transformers.state.recurrent import link
@@ -89,7 +89,7 @@ def keeps_everything(policy: CachePolicy, num_layers: int) -> bool:
     return keeps and not policy.propagation.acting_layers(num_layers)
 
 
-class Reader:
+class ForwardDispatcher:
     """A dispatcher that a model's hooks call; it holds the state that forwards change.
 
     A cache has one reader. A forward appends its tokens, unless it starts a turn: then the policy
@@ -112,7 +112,7 @@ class Reader:
         layers: list[PolicyLayer],
     ) -> None:
         self.policy = policy
-        self.care = Care()
+        self.quirks = ModelQuirks()
         self.placed = policy  # with open layers chosen for the model
         self.storage = storage
         self.max_new_tokens = max_new_tokens
@@ -372,13 +372,13 @@ class Reader:
         )
         incoming = attrs.evolve(incoming, ids=self._ids_of(arguments))
         if incoming.tokens.padded or incoming.padded:
-            parts.check_padding(self.care)
-        if not self.care.counts:
+            parts.check_padding(self.quirks)
+        if not self.quirks.counts:
             self._check_positions_given(arguments, incoming, ends=ends)
         if starts and (self.chunks is not None or not ends):
             self._check_cuts(incoming, ends=ends)
         if parts.holds_states:
-            check_states_go_on(incoming, several=self.care.continues)
+            check_states_go_on(incoming, several=self.quirks.continues)
         kinds, self._new_kinds = self._new_kinds, None
         if kinds is not None and kinds.shape == incoming.columns.shape:
             incoming = attrs.evolve(incoming, kinds=kinds)
@@ -403,10 +403,10 @@ class Reader:
             "answer_windows": parts.answer_windows,
             "temperatures": parts.temperatures,
             "own_masks": outside,
-            "spares_masks": self.care.spares_masks,
+            "spares_masks": self.quirks.spares_masks,
             "causal": parts.causal,
             "rotary": getattr(parts.decoder, "rotary_emb", None),
-            "asked": Asked.of(parts, self.placed),
+            "asked": LayerProbe.of(parts, self.placed),
             "attended": (
                 AttendedKeys([i for i, each in enumerate(parts.attentions) if each is not None])
                 if _asked(arguments, parts, "output_attentions")
@@ -566,9 +566,9 @@ class Reader:
         whole = states or replaced or not parts.passes_on
         narrows = not (_asked(arguments, parts, "output_attentions") or whole)
         return {
-            "narrows": narrows and self.care.narrows,
+            "narrows": narrows and self.quirks.narrows,
             "keep_last": keep_last,
-            "refills": self.care.refills,
+            "refills": self.quirks.refills,
         }
 
     def _without_seen(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -635,7 +635,7 @@ class Reader:
                 "implementation": parts.implementation,
                 "windows": parts.windows,
                 "temperatures": parts.temperatures,
-                "spares_masks": self.care.spares_masks,
+                "spares_masks": self.quirks.spares_masks,
                 "causal": parts.causal,
                 "rotary": getattr(parts.decoder, "rotary_emb", None),
             }

@@ -12,7 +12,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
 @attrs.frozen(eq=False)
-class Observed:
+class RecentQueries:
     """The last decoded queries of a layer, with the scorer's state for the kept tokens.
 
     It is immutable: every operation returns a new object.
@@ -40,7 +40,7 @@ class Observed:
 
     def noted(
         self, queries: Tensor, tokens: SeenTokens, most: int | None, unbroken: int
-    ) -> Observed:
+    ) -> RecentQueries:
         """Add the queries of one more forward.
 
         Args:
@@ -57,10 +57,10 @@ class Observed:
             new = torch.arange(end - new_len, end, device=own.device)
             columns = torch.cat([self.columns, new.expand(len(own), -1)], dim=1)
         # A copy, since attention modules may still write to the tensor that they passed.
-        whole = Observed(own.clone() if own is queries else own, end, self.carried, columns)
+        whole = RecentQueries(own.clone() if own is queries else own, end, self.carried, columns)
         return whole if most is None else whole.last(most + new_len, tokens, unbroken)
 
-    def last(self, count: int, tokens: SeenTokens, unbroken: int) -> Observed:
+    def last(self, count: int, tokens: SeenTokens, unbroken: int) -> RecentQueries:
         """Keep only the last ``count`` queries of every row.
 
         Args:
@@ -82,7 +82,7 @@ class Observed:
         queries = _taken(queries, order)
         return attrs.evolve(self, queries=queries, columns=None if mended else columns)
 
-    def without_last(self, count: int) -> Observed:
+    def without_last(self, count: int) -> RecentQueries:
         """Forget the queries of the last ``count`` columns."""
         if self.queries is None:
             return self
@@ -93,29 +93,29 @@ class Observed:
         kept = self.queries[:, :, : max(self.count - count, 0)].clone()
         return attrs.evolve(self, queries=kept, end=end)
 
-    def without_rows(self, rows: Tensor) -> Observed:
+    def without_rows(self, rows: Tensor) -> RecentQueries:
         """Forget the queries of the rows ``[count]`` of the batch."""
         if self.queries is None:
             return self
         columns = self._columns(len(self.queries)).to(self.queries.device)
         return attrs.evolve(self, columns=columns.index_fill(0, rows.to(columns.device), -1))
 
-    def rows(self, rows: Tensor) -> Observed:
+    def rows(self, rows: Tensor) -> RecentQueries:
         """Take the rows ``[count]`` of the batch."""
         return self._each(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
 
-    def to(self, device: torch.device) -> Observed:
+    def to(self, device: torch.device) -> RecentQueries:
         """Move everything to a device."""
         return self._each(lambda tensor: tensor.to(device))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Observed:
+    def _each(self, change: Callable[[Tensor], Tensor]) -> RecentQueries:
         queries, carried, columns = (
             None if each is None else change(each)
             for each in (self.queries, self.carried, self.columns)
         )
-        return Observed(queries, self.end, carried, columns)
+        return RecentQueries(queries, self.end, carried, columns)
 
-    def in_precision(self, dtype: torch.dtype) -> Observed:
+    def in_precision(self, dtype: torch.dtype) -> RecentQueries:
         """Convert the queries to another dtype."""
         return self if self.queries is None else attrs.evolve(self, queries=self.queries.to(dtype))
 

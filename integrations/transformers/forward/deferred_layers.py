@@ -8,13 +8,13 @@ import attrs
 from torch import Tensor
 
 from kvpolicy.deferred_selection import DeferredLayer
-from kvpolicy.integrations.transformers.forward.decoding.choosing import Near
+from kvpolicy.integrations.transformers.forward.decoding.choosing import WindowSurvivors
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.policy import CachePolicy
 
 
 @attrs.frozen(eq=False)
-class Waiting:
+class DeferredKV:
     """A layer whose selection is deferred; until then the layer itself does not change.
 
     Args:
@@ -32,10 +32,12 @@ class Waiting:
     positions: Tensor
     undecided: DeferredLayer
     carried: Tensor | None = None
-    near: Near | None = None
+    near: WindowSurvivors | None = None
 
 
-def choose(policy: CachePolicy, layers: list[PolicyLayer], waiting: Mapping[int, Waiting]) -> None:
+def choose(
+    policy: CachePolicy, layers: list[PolicyLayer], waiting: Mapping[int, DeferredKV]
+) -> None:
     """Let all layers with a deferred selection choose.
 
     Args:
