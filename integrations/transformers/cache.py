@@ -26,6 +26,7 @@ from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.model.check import verdict_of
 from kvpolicy.integrations.transformers.model.parallel import HeadSharding
 from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprint
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
@@ -589,9 +590,12 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of columns seen, padding included.
 
-        The number of slots stored is ``layers[i].kept_len``.
+        The number of slots stored is ``layers[i].kept_len``. For a layer that attends to images it
+        is 0 until there is an image: Transformers 5.17 then leaves the layer out.
         """
-        return self._reader.seen
+        layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
+        without_image = isinstance(layer, CrossLayer) and layer.images is None
+        return 0 if without_image else self._reader.seen
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return the key length and the key offset of the next mask.
