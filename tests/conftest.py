@@ -13,7 +13,7 @@ from tests.covering import chosen_items
 
 # Chance is for `make thorough` and `make fuzz`: what these find becomes an example of its test.
 FIXED: dict[str, Any] = {"deadline": None, "derandomize": True, "database": None}
-settings.register_profile("quick", max_examples=15, **FIXED)
+settings.register_profile("quick", max_examples=10, **FIXED)
 settings.register_profile("ci", max_examples=40, **FIXED)
 settings.register_profile("thorough", max_examples=1000, deadline=None, derandomize=False)
 usual = "ci" if os.environ.get("CI") else "quick"
