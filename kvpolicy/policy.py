@@ -259,6 +259,7 @@ class CachePolicy:
         *,
         remembered: bool = False,
         checks: DeferredChecks | None = None,
+        saliency: Tensor | None = None,
     ) -> Decision:
         """Choose what one layer keeps and passes on; the saliency is computed once, if at all.
 
@@ -270,6 +271,7 @@ class CachePolicy:
             checks: Where to leave what of the parts' answers is to be looked at, for the caller to
                 look; till then, what is decided may be wrong, and indices out of range. None to
                 look at once.
+            saliency: The layer's saliency, where the scorer was asked already; None to ask it.
 
         Raises:
             TypeError: ``context`` is no `LayerContext`; or a part returned no tensor, or a saliency
@@ -283,20 +285,26 @@ class CachePolicy:
         own = DeferredChecks() if checks is None else checks
         # Autocast would round the scores to half precision, where many tokens tie.
         with torch.autocast(context.keys.device.type, enabled=False):
-            decision = self._decide(context, own, remembered)
+            decision = self._decide(context, own, remembered, saliency)
         if checks is None:
             own.look()
         return decision
 
-    def _decide(self, context: LayerContext, checks: DeferredChecks, remembered: bool) -> Decision:
+    def _decide(
+        self,
+        context: LayerContext,
+        checks: DeferredChecks,
+        remembered: bool,
+        saliency: Tensor | None,
+    ) -> Decision:
         propagates = not self.propagation.restarts and self._acts_at(context)
         selects = self.selector.needs_saliency and self.reading is None
         needed = selects or (propagates and self.propagation.needs_saliency) or remembered
-        saliency = carried = None
+        carried = None
         later = None if self.decoding is None else self.decoding.scorer
         if later is not None and later.carries:
             own, carried = advanced(later, context, checks)
-            saliency = own if later == self.scorer else None
+            saliency = own if later == self.scorer else saliency
         if needed and saliency is None:
             assert self.scorer is not None
             saliency = saliency_of(self.scorer, context, checks)
@@ -347,8 +355,14 @@ class CachePolicy:
         checks.look()
         return kept
 
-    def decide_restart(self, context: LayerContext) -> Tensor | None:
+    def decide_restart(
+        self, context: LayerContext, saliency: Tensor | None = None
+    ) -> Tensor | None:
         """Choose the tokens to restart the prefill on; see `PropagationPolicy.propagate`.
+
+        Args:
+            context: The layer.
+            saliency: Its saliency, where the scorer was asked already; None to ask it.
 
         Raises:
             TypeError: As `decide`.
@@ -359,8 +373,7 @@ class CachePolicy:
         assert self._acts_at(context)
         checks = DeferredChecks()
         with torch.autocast(context.keys.device.type, enabled=False):
-            saliency = None
-            if self.propagation.needs_saliency:
+            if self.propagation.needs_saliency and saliency is None:
                 assert self.scorer is not None
                 saliency = saliency_of(self.scorer, context, checks)
             passed = passed_on_by(self.propagation, saliency, context, checks)

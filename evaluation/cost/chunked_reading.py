@@ -7,10 +7,9 @@ import attrs
 from kvpolicy.evaluation.cost.activations import Activations, LayerActivations
 from kvpolicy.evaluation.cost.chunk_attention import ChunkAttention
 from kvpolicy.evaluation.cost.reading import Reading
-from kvpolicy.integrations.transformers.forward.chunked_prefill import sums_over_all
+from kvpolicy.integrations.transformers.forward.chunks import sums_over_all
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE
-from kvpolicy.integrations.transformers.forward.staged_prompt import PrefillStage
-from kvpolicy.integrations.transformers.forward.stages import stages_of
+from kvpolicy.integrations.transformers.forward.stage import PrefillStage, stages_of
 
 CARRIED_BYTES = 4
 # Of a token in a chunk: its id and its position, for the stages that read it at the prompt's end.

@@ -5,43 +5,40 @@ from __future__ import annotations
 import copy
 import os
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
 from kvpolicy.checks import check_count
 from kvpolicy.description import describe
-from kvpolicy.errors import CacheInUseError, UnsupportedModelError
+from kvpolicy.errors import CacheInUseError
 from kvpolicy.integrations.transformers.adapters import check_adapters
-from kvpolicy.integrations.transformers.forward.decoding.static_rolling import RollingDecoding
+from kvpolicy.integrations.transformers.dispatched import DispatchedCache
+from kvpolicy.integrations.transformers.fitting import (
+    check_bounded,
+    check_room,
+    find_heads,
+    fit,
+)
 from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatcher
+from kvpolicy.integrations.transformers.forward.facts import ModelFacts
+from kvpolicy.integrations.transformers.forward.read_state import ReadState
 from kvpolicy.integrations.transformers.forward.second_reading import check_layers
-from kvpolicy.integrations.transformers.forward.static_decoding import StaticDecoding
 from kvpolicy.integrations.transformers.model.attachment import Attachment
 from kvpolicy.integrations.transformers.model.check import verdict_of
-from kvpolicy.integrations.transformers.model.parallel import HeadSharding
 from kvpolicy.integrations.transformers.model.parts import ModelParts
-from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprint
-from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
-from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.recurrent import (
-    RecurrentLayer,
-    layer_for,
-    link,
-)
 from kvpolicy.integrations.transformers.state.report import CacheReport
 from kvpolicy.integrations.transformers.state.saving import SavedCache
 from kvpolicy.integrations.transformers.state.storage import PlainStorage, Storage
 from kvpolicy.policy import CachePolicy
 
 
-class PolicyCache(Cache):  # type: ignore[misc]
+class PolicyCache(DispatchedCache):
     """A Transformers cache that applies a policy while the model reads a prompt.
 
     Give it to ``model.generate(..., past_key_values=cache)``; in a hand-written loop, call the
@@ -116,9 +113,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         if max_new_tokens is not None:
             check_count("max_new_tokens", max_new_tokens, minimum=1)
         storage = PlainStorage() if storage is None else storage
-        super().__init__(layers=[])
-        self.layers: list[PolicyLayer]
-        self._reader = ForwardDispatcher(policy, storage, max_new_tokens, self.layers)
+        super().__init__(ForwardDispatcher(policy, storage, max_new_tokens, []))
         self._thread = threading.current_thread()  # the thread that attached the cache
         self._loaded_for: ModelFingerprint | None = None  # the model that filled a saved cache
 
@@ -153,15 +148,15 @@ class PolicyCache(Cache):  # type: ignore[misc]
         placed = self.policy.placed(parts.num_layers, parts.eligible)
         placed.check_model(parts.num_layers)
         parts.check_queries(placed)
-        self._check_room(parts, self.max_new_tokens)
+        check_room(self._reader, parts, self.max_new_tokens)
         verdict = verdict_of(model, parts, PolicyCache)
         verdict.check(self.policy, parts.num_layers)
-        self._check_filled_by(parts)
-        self._find_heads(parts)
-        self._check_bounded()
+        fit(self._reader, parts, self._loaded_for)
+        find_heads(self._reader, parts)
+        check_bounded(self._reader)
         if placed.decides_later:
             check_layers(placed, self.layers, reference=any(parts.answer_windows))
-        self._reader.placed, self._reader.quirks = placed, verdict.quirks
+        self._reader.facts = ModelFacts.of(parts, placed, verdict.quirks)
         self._reader.attachment = Attachment(self, self._reader, parts)
         self._thread = threading.current_thread()
         try:
@@ -186,120 +181,6 @@ class PolicyCache(Cache):  # type: ignore[misc]
         """True while the cache is attached to a model."""
         return self._reader.attachment is not None
 
-    def _check_filled_by(self, parts: ModelParts) -> None:
-        if self._reader.tokens is None:
-            room = self._reader.room
-            self.layers[:] = [layer_for(kind, self.storage, room) for kind in parts.kinds]
-            link(self.layers)
-        elif len(self.layers) != parts.num_layers:
-            raise ValueError(
-                f"model must have the {len(self.layers)} layers of the model that filled the "
-                f"cache, got one with {parts.num_layers}; use a new PolicyCache"
-            )
-        elif self._reader.filled_by is not None and self._reader.filled_by() is not parts.decoder:
-            raise ValueError(
-                "model must be the one that filled the cache, got another one; use a new "
-                "PolicyCache or reset() this one"
-            )
-        elif self._reader.filled_by is None and self._loaded_for is not None:
-            self._check_loaded_for(self._loaded_for, ModelFingerprint.of(parts.decoder))
-            self._check_kinds(parts)
-            self._move_to(parts)
-
-    def _check_room(self, parts: ModelParts, longest: int | None) -> None:
-        """Check that the reserved memory is at most as many tokens as the model has positions.
-
-        Raises:
-            ValueError: It reserves memory for more.
-        """
-        most, room = parts.max_positions, self._reader.room_for(longest)
-        if most is None or room <= most:
-            return
-        name, remedy = "max_new_tokens", "the longest answer you expect, or None to let it grow"
-        if longest is None:
-            name, remedy = "every of the policy's decoding", "how many tokens a layer may grow by"
-        raise ValueError(
-            f"{name} must be at most {most}, the positions of {type(parts.model).__name__}, since "
-            f"memory for as many tokens is taken when a prompt is read, got {longest or room}; "
-            f"pass {remedy}"
-        )
-
-    def _check_bounded(self) -> None:
-        """Check that every layer can evict while an answer is decoded.
-
-        Raises:
-            UnsupportedModelError: The policy's decoding rule needs queries, and a layer's attention
-                shows none.
-        """
-        if self.policy.decoding is None:
-            return
-        blind = [i for i, layer in enumerate(self.layers) if not layer.shows_queries]
-        if blind and self.policy.decoding.num_queries != 0:
-            raise UnsupportedModelError(
-                f"decoding of {self.policy} must look at no queries with a model whose attention "
-                f"shows none, as that of layers {blind}; use the rule of StreamingLLM, KeyNorm, "
-                "KeyDiff, LagKV, CurDKV or Random"
-            )
-
-    @staticmethod
-    def _check_loaded_for(saved: ModelFingerprint, model: ModelFingerprint) -> None:
-        difference = saved.difference(model)
-        if difference is not None:
-            raise ValueError(
-                f"model must be the one that filled the saved cache, got another one: {difference}"
-            )
-        if not saved.is_comparable(model):
-            warnings.warn(
-                "whether model is the one that filled the saved cache cannot be told, since no "
-                "parameter's values are known both of it and of that one (they are quantised, or "
-                "not in memory); make sure of it, or load it with its embeddings in memory",
-                stacklevel=4,
-            )
-
-    def _check_kinds(self, parts: ModelParts) -> None:
-        for index, (layer, kind) in enumerate(zip(self.layers, parts.kinds, strict=True)):
-            wanted = layer_for(kind, self.storage, 0)
-            if isinstance(layer, IndexedLayer) and isinstance(wanted, IndexedLayer):
-                layer.blocks = wanted.blocks  # a file does not hold this setting
-            if type(layer) is not type(wanted) or layer.producer != wanted.producer:
-                raise ValueError(
-                    f"saved cache must hold what layer {index} of the model holds, which is "
-                    f"{kind.name}, got something else; the file was changed"
-                )
-
-    def _find_heads(self, parts: ModelParts) -> None:
-        tp_size = getattr(parts.model, "tp_size", None) or 1
-        for layer, attention in zip(self.layers, parts.attentions, strict=True):
-            layer.shows_queries = attention is not None or not layer.attends
-            if attention is not None:
-                layer.spread = HeadSharding.of(attention, parts.config, tp_size)
-            elif layer.attends:  # no queries are seen there to count
-                layer.query_heads = getattr(parts.config, "num_attention_heads", 0)
-
-    def _move_to(self, parts: ModelParts) -> None:
-        assert self._reader.tokens is not None
-        self._reader.tokens = self._reader.tokens.to(parts.device_of(0))
-        # The dtype of the embeddings, since weights of layers may be quantised.
-        dtype = next(each.dtype for each in parts.decoder.parameters() if each.is_floating_point())
-        for index, layer in enumerate(self.layers):
-            if layer.held is not None:
-                keys, values = layer.held.read()
-                if keys.dtype != dtype:
-                    self._check_precision(keys.dtype, dtype)
-                    # The same model, loaded in another precision. `move_to` puts it into the
-                    # cache's storage.
-                    layer.held = PlainStorage().hold(keys.to(dtype), values.to(dtype))
-                    layer.observed = layer.observed.in_precision(dtype)
-            layer.move_to(parts.device_of(index), self._reader.tokens.to(parts.device_of(index)))
-
-    def _check_precision(self, saved: torch.dtype, own: torch.dtype) -> None:
-        if any(layer.state_nbytes() for layer in self.layers):
-            raise ValueError(
-                f"model must be in the precision in which the saved cache was filled, {saved}, "
-                f"where it has recurrent layers or has read images, got {own}; what is held of "
-                "these is in one precision"
-            )
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the contents of the cache to a file, to continue from it later or elsewhere.
 
@@ -319,14 +200,14 @@ class PolicyCache(Cache):  # type: ignore[misc]
             raise ValueError("cache must have read a prompt to be saved, got one that has not")
         SavedCache(
             policy=describe(self.policy),
-            model=self._model_print(),
+            model=self._fingerprint(),
             tokens=reader.tokens,
             layers=reader.layers,
-            propagated=reader.propagated,
-            starts_turn=reader.starts_turn,
+            propagated=dict(reader.now.propagated),
+            starts_turn=reader.now.starts_turn,
         ).write(path)
 
-    def _model_print(self) -> ModelFingerprint:
+    def _fingerprint(self) -> ModelFingerprint:
         if self._loaded_for is not None:
             return self._loaded_for
         decoder = None if self._reader.filled_by is None else self._reader.filled_by()
@@ -373,8 +254,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         for layer in saved.layers:
             layer.storage, layer.room = cache.storage, cache._reader.room
         cache.layers[:] = saved.layers
-        cache._reader.propagated = saved.propagated
-        cache._reader.tokens, cache._reader.starts_turn = saved.tokens, saved.starts_turn
+        cache._reader.now = ReadState(saved.tokens, saved.propagated, saved.starts_turn)
         cache._loaded_for = saved.model
         return cache
 
@@ -403,13 +283,13 @@ class PolicyCache(Cache):  # type: ignore[misc]
         if count is not None:
             check_count("max_new_tokens", count, minimum=1)
         if self._reader.attachment is not None:
-            self._check_room(self._reader.attachment.parts, count)
+            check_room(self._reader, self._reader.attachment.parts, count)
         self._reader.max_new_tokens = count
 
     @property
     def propagated(self) -> dict[int, Tensor]:
         """The positions that each dropping layer passed on in the last prompt; see the class."""
-        return self._reader.propagated
+        return dict(self._reader.now.propagated)
 
     def start_turn(self, prompt_len: int | None = None) -> None:
         """Begin a new turn in a hand-written loop: the policy acts on the next forward.
@@ -462,171 +342,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         self.layers = self._reader.layers
         self._thread = threading.current_thread()
 
-    # The interface of a Transformers cache.
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Add a layer's new keys and values; return all keys and values its attention must see.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
-        static = self._reader.fixed.buffers
-        if static is not None:
-            return static.layers[layer_idx].write(key_states, value_states)
-        return self._reader.update(layer_idx, key_states, value_states)
-
-    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        """Add a layer's new index keys; return all index keys that its indexer must see.
-
-        Args:
-            indexer_key_states: ``[batch, new_len, index_dim]``.
-            layer_idx: Index of the layer.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
-        return self._reader.update_index(layer_idx, indexer_key_states)
-
-    def has_previous_state(
-        self, layer_idx: int | None = None, state_idx: int | None = None
-    ) -> bool:
-        """True if a recurrent layer has read any token.
-
-        None for ``layer_idx`` asks about the last layer with a state.
-
-        Raises:
-            NotAttachedError: ``layer_idx`` is given, and the cache is not attached to its model.
-        """
-        if layer_idx is not None and self._reader.tokens is not None:
-            # With Transformers 5.17 a model then takes the state from the layer and writes to it.
-            self._reader.note_state(layer_idx)
-        return bool(super().has_previous_state(layer_idx, state_idx))
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the state of a layer's convolution, or None before any token is read.
-
-        The model may write into it.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
-        self._reader.note_state(layer_idx)
-        state: Tensor | None = super().get_conv_state(layer_idx, state_idx)
-        return state
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the recurrent state of a layer, or None before any token is read.
-
-        The model may write into it.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
-        self._reader.note_state(layer_idx)
-        state: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
-        return state
-
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        """Add the new inputs of a layer's convolution; return them behind the earlier ones.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
-        self._reader.note_state(layer_idx)
-        state: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-        return state
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        """Store a layer's recurrent state after the current tokens.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
-        self._reader.note_state(layer_idx)
-        state: Tensor = super().update_recurrent_state(
-            recurrent_states, layer_idx, state_idx, **kwargs
-        )
-        return state
-
-    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """Return the recurrent state of a layer, or None before any token is read.
-
-        Some models define caches of their own with this method and `set_linear_cache`, and replace
-        the state whole.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
-        self._reader.note_state(layer_idx)
-        layer = self.layers[layer_idx]
-        assert isinstance(layer, RecurrentLayer)
-        state: Tensor | None = layer.recurrent_states[0]
-        return state
-
-    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """Store a layer's recurrent state after the current tokens.
-
-        Raises:
-            NotAttachedError: The cache is not attached to the model that calls.
-        """
-        self.update_recurrent_state(linear_cache, layer_idx)
-
-    @property
-    def static(self) -> StaticDecoding | RollingDecoding | None:
-        """The decoding into fixed buffers that is under way, or None; compiled hooks use it."""
-        return self._reader.fixed.buffers
-
-    @property
-    def is_compileable(self) -> bool:
-        """True if `generate` may compile the decoding of an answer."""
-        return self._reader.fixed.is_compileable
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of columns seen, padding included.
-
-        The number of slots stored is ``layers[i].kept_len``. For a layer that attends to images it
-        is 0 until there is an image: Transformers 5.17 then leaves the layer out.
-        """
-        layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
-        without_image = isinstance(layer, CrossLayer) and layer.images is None
-        return 0 if without_image else self._reader.seen
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the key length and the key offset of the next mask.
-
-        The offset is the number of columns seen but not stored. An attention module that computes
-        distances between queries and keys gets all columns seen instead.
-        """
-        columns = self._reader.columns(layer_idx)
-        if columns is not None:
-            return columns.keys, 0
-        if self._reader.makes_masks:  # a mask of all slots would not be used
-            return query_length, self.get_seq_length(layer_idx)
-        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
-        return sizes
-
-    def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:
-        """Return the number of columns seen, which is the column of the next query.
-
-        An attention module that computes distances gets the offset of its own queries instead.
-        """
-        columns = self._reader.columns(layer_idx)
-        return self.get_seq_length(layer_idx) if columns is None else columns.query_offset
-
-    @property
-    def batch_size(self) -> int:
-        """The number of rows; -1 before the first forward."""
-        return -1 if self._reader.tokens is None else self._reader.tokens.batch
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return -1: a policy cache has no maximum length."""
-        return -1
+    # Changes that Transformers asks for between two forwards.
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens appended since the policy last acted.
@@ -668,21 +384,14 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 "tokens cannot be taken back from a state; use a copy made before they were read"
             )
         if count and self._reader.tokens is not None:
-            self._reader.tokens = self._reader.tokens.without_last(count)
             for layer in self.layers:
                 layer.drop_last(count)
-                layer.follow(self._reader.tokens)
+            self._reader.take_tokens(self._reader.tokens.without_last(count))
 
     def reset(self) -> None:
         """Forget everything; the next forward reads a first prompt."""
-        self._reader.abandon_forward()
-        self._reader.fixed.end()
-        for layer in self.layers:
-            layer.reset()
-        self._reader.propagated = {}
+        self._reader.reset()
         self._loaded_for = None
-        self._reader.tokens, self._reader.chunks, self._reader.prompt_end = None, None, None
-        self._reader.starts_turn = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Continue with the rows ``beam_idx`` ``[batch]``, as beam search chooses them."""
@@ -719,10 +428,11 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 f"[0, {self._reader.tokens.batch - 1}], got {rows.tolist()}"
             )
         self._reader.fixed.end()
-        self._reader.tokens = self._reader.tokens.take_rows(rows)
+        self._reader.tokens = tokens = self._reader.tokens.take_rows(rows)
         for layer in self.layers:
-            layer.take_rows(rows, self._reader.tokens)
-        self._reader.propagated = {
+            layer.take_rows(rows, tokens)
+        passed = {
             index: positions.index_select(0, rows.to(positions.device))
             for index, positions in self.propagated.items()
         }
+        self._reader.now = attrs.evolve(self._reader.now, propagated=passed)

@@ -34,12 +34,21 @@ class Answered(Protocol):
     """A protocol for the state of a cache that changes while an answer is decoded."""
 
     policy: CachePolicy
-    placed: CachePolicy
     storage: Storage
     max_new_tokens: int | None
     layers: list[PolicyLayer]
-    tokens: SeenTokens | None
     attachment: Attachment | None
+
+    @property
+    def tokens(self) -> SeenTokens | None:
+        """The tokens seen; None if none."""
+
+    @tokens.setter
+    def tokens(self, tokens: SeenTokens | None) -> None: ...
+
+    @property
+    def placed(self) -> CachePolicy:
+        """The policy, with open layers chosen for the model."""
 
     @property
     def acts_next(self) -> bool:
@@ -80,7 +89,9 @@ class FixedAnswer:
         # Excluded are states, which are copied before every forward; index keys, which grow;
         # images, which are not tokens; and layers that use another layer's keys, which have no
         # buffers.
-        fixed = all(type(layer) is PolicyLayer and layer.shows_queries for layer in reader.layers)
+        fixed = all(
+            type(layer) is PolicyLayer and layer.facts.shows_queries for layer in reader.layers
+        )
         parts, decoding = None, reader.policy.decoding
         if reader.attachment is not None:
             parts = reader.attachment.parts
@@ -103,7 +114,7 @@ class FixedAnswer:
         attachment = self.reader.attachment
         kinds = [] if attachment is None else attachment.parts.kinds
         latent = any(isinstance(kind, LatentAttention) for kind in kinds)
-        return latent or any(layer.expands for layer in self.reader.layers)
+        return latent or any(layer.facts.expands for layer in self.reader.layers)
 
     def mask_of_step(self, attention_mask: Tensor | None) -> Tensor | None:
         """Return the mask that `generate` must give the model in the next forward.
@@ -209,12 +220,12 @@ class FixedAnswer:
             return tokens
         choice = StaticChoice(decoding, parts.windows, parts.implementation, [])
         for layer, own in zip(layers, self.reader.layers, strict=True):
-            layer.projection = own.projection
+            layer.facts.projection = own.facts.projection
         choice.choose(layers, tokens)
         choice.take()
         tokens = tokens.settled()
         for layer in layers:
-            layer.projection = None  # a copy is not bound to a model
+            layer.facts.projection = None  # a copy is not bound to a model
             layer.follow(tokens)
         return tokens
 

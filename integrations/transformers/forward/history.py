@@ -28,6 +28,11 @@ class History:
     held: tuple[Tensor, ...] = ()
 
     @staticmethod
+    def none() -> History:
+        """Return the record for parts that look at no other layer."""
+        return _NOTHING
+
+    @staticmethod
     def of(policy: CachePolicy, num_layers: int, choosing: Sequence[int]) -> History:
         """Return the empty record of a forward.
 
@@ -64,3 +69,6 @@ class History:
     def shown(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return `LayerContext.history` on the device of a layer."""
         return tuple(each.to(device) for each in self.held)
+
+
+_NOTHING = History(frozenset(), 0)

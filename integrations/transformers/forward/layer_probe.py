@@ -12,19 +12,26 @@ from typing import Any, NoReturn, TypeVar
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import Cache
 
 from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.inputs import take_columns
+from kvpolicy.integrations.transformers.forward.layer_arguments import cut_arguments
+from kvpolicy.integrations.transformers.forward.reaching import ReachingTokens
 from kvpolicy.integrations.transformers.model.layer_trial import FAILURES, LayerTrial, near
+from kvpolicy.integrations.transformers.model.masks import causal_mask
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.rotary import (
     Form,
+    Gapless,
     RotaryChannels,
     changes_with_length,
     channels_of,
     frequencies_of,
     has_axes,
 )
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
@@ -94,6 +101,69 @@ class LayerProbe:
         if self.policy.needs_rotary:  # parts see original positions only
             self._refuse("keys that are held were turned to positions without gaps")
 
+    def enter(
+        self,
+        index: int,
+        module: nn.Module,
+        layer: PolicyLayer,
+        hidden: Tensor,
+        kwargs: dict[str, Any],
+        *,
+        reach: ReachingTokens,
+        before: SeenTokens,
+        gapless: Gapless | None,
+        implementation: str,
+    ) -> None:
+        """Find what the parts need of a layer that is about to run; see `find`.
+
+        Args:
+            index: Index of the layer.
+            module: The model's layer.
+            layer: The layer in the cache.
+            hidden: Its input.
+            kwargs: Its other arguments, by name.
+            reach: The tokens that reach it.
+            before: The tokens seen before the pass.
+            gapless: Where tokens are read after a restart; None without one.
+            implementation: The model's attention implementation.
+        """
+        axis = reach.token_axis(hidden)
+        length = hidden.shape[axis]
+        last = torch.arange(max(length - 2, 0), length, device=reach.valid.device)
+        slots = last.expand(reach.valid.shape[0], -1)
+        here = {
+            name: None if "mask" in name or isinstance(value, Cache) else value
+            for name, value in reach.arguments(kwargs).items()
+        }
+        if isinstance(layer, IndexedLayer):  # its indexer reads the mask
+            mask = causal_mask(
+                last.shape[0],
+                last.shape[0],
+                implementation=implementation,
+                dtype=hidden.dtype,
+                device=hidden.device,
+                spare=False,
+            )
+            assert isinstance(mask, Tensor)
+            here["attention_mask"] = mask.expand(hidden.shape[0], -1, -1, -1)
+        attention = self.parts.attentions[index]
+        assert attention is not None
+        entering = LayerTrial(
+            index,
+            module,
+            attention,
+            take_columns(hidden, slots, axis - 1, axis),
+            axis,
+            cut_arguments(here, slots, length),
+            kwargs.get("position_embeddings"),
+        )
+        places = everything = reach.every_position
+        if gapless is not None:
+            places = gapless.places(everything[:, None])[:, 0]
+        elif before.skipped is not None:
+            places = (everything - before.skipped[:, None]).clamp(min=0)
+        self.find(layer, entering, places, everything >= 0)
+
     def find(self, layer: PolicyLayer, entering: LayerTrial, places: Tensor, valid: Tensor) -> None:
         """Set the rotary embedding and output projection of a layer, as far as needed.
 
@@ -109,10 +179,10 @@ class LayerProbe:
             ValueError: The layer's queries or keys are not finite numbers.
         """
         if self.rotary:
-            layer.turns = self._turns(layer, entering, places, valid)
-        if self.output_weight and layer.projection is None:
-            layer.projection = self._tried(entering, entering.projection)
-            if layer.projection is None:
+            layer.facts.turns = self._turns(layer, entering, places, valid)
+        if self.output_weight and layer.facts.projection is None:
+            layer.facts.projection = self._tried(entering, entering.projection)
+            if layer.facts.projection is None:
                 entering.check_finite()
                 self._refuse(f"no projection of layer {entering.index} takes its heads' outputs")
 
@@ -135,7 +205,7 @@ class LayerProbe:
                 )
             self.known.append((given, found))
         frequencies, scale, form = found
-        before = layer.turns
+        before = layer.facts.turns
         if before is not None and self._are_those(before, frequencies, scale):
             return before
         if before is not None and layer.held is not None:

@@ -17,14 +17,29 @@ from transformers import AttentionInterface
 from kvpolicy.integrations.transformers.forward.blocks import block_len
 from kvpolicy.integrations.transformers.model.masks import FLASH, Mask, Visibility
 from kvpolicy.integrations.transformers.model.routing import Attend
+from kvpolicy.interfaces import PropagationPolicy
 
 # A layer is narrowed if it passes on at most this share of its tokens, since its projections run a
 # second time for these.
 LARGEST_SHARE = 0.75
 
 
-class LayerSeen(Exception):  # noqa: N818 -- not an error: it ends a run early
-    """A signal that ends a layer's first run, once its queries and keys are known."""
+def few_go_on(
+    propagation: PropagationPolicy, index: int, num_layers: int, seen: int, new_len: int
+) -> bool:
+    """True if a layer passes on so few tokens that running it twice is worth it.
+
+    Args:
+        propagation: Which tokens layers pass on; it acts at the layer.
+        index: Index of the layer.
+        num_layers: Number of layers of the model.
+        seen: Number of tokens of the longest row's context.
+        new_len: Number of tokens that reach the layer.
+    """
+    if propagation.decides_by_content:  # the number is known only from queries and keys
+        return True
+    rate = propagation.layer_rates(num_layers, context_len=seen)[index + 1]
+    return bool(rate * seen <= LARGEST_SHARE * new_len)
 
 
 @attrs.frozen(eq=False)

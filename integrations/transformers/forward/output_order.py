@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.inputs import take_columns
@@ -81,3 +83,53 @@ class InputOrder:
     def _moved_back(self, hidden: Tensor) -> Tensor:
         assert self.columns is not None
         return take_columns(hidden, self.columns.argsort(dim=1))
+
+
+@attrs.frozen
+class Filling:
+    """Padding behind which a decoder's output has the shape of its input.
+
+    Args:
+        count: Number of tokens of the input.
+        padding: Number of hidden states on the left that are padding.
+    """
+
+    count: int
+    padding: int
+
+    def filled(self, hidden: Tensor) -> Tensor:
+        """Return the last layer's output ``[batch, left, hidden]``, padded."""
+        return pad(hidden, (0, 0, self.padding, 0))
+
+    def cut(self, output: Any) -> Any:
+        """Return a decoder's output without the padding."""
+        if not self.padding:
+            return output
+        if isinstance(output, tuple):
+            return tuple(map(self._cut, output))
+        for name in {"last_hidden_state", "hidden_states"} & output.keys():
+            output[name] = self._cut(output[name])
+        return output
+
+    def _cut(self, states: Any) -> Any:
+        if isinstance(states, tuple):  # hidden states of all layers, or attention weights
+            return (*states[:-1], self._cut(states[-1])) if states else states
+        whole = getattr(states, "ndim", 0) == 3 and states.shape[1] == self.count
+        return states[:, self.padding :] if whole else states
+
+
+def joined_outputs(first: Any, second: Any) -> Any:
+    """Concatenate the outputs of two forwards, as if they had been one.
+
+    Args:
+        first: The decoder's output for the earlier tokens, a `ModelOutput`.
+        second: The output for the later tokens, a `ModelOutput` or a tuple whose first entry is the
+            last hidden state.
+    """
+    if isinstance(second, tuple):
+        return (torch.cat([first[0], second[0]], dim=1), *second[1:])
+    second.last_hidden_state = torch.cat([first.last_hidden_state, second.last_hidden_state], dim=1)
+    if second.get("hidden_states") is not None:
+        pairs = zip(first.hidden_states, second.hidden_states, strict=True)
+        second.hidden_states = tuple(torch.cat(pair, dim=1) for pair in pairs)
+    return second

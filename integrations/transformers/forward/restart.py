@@ -1,4 +1,4 @@
-"""Run a prefill in two passes: the first chooses tokens at a layer, the second reads them."""
+"""Restart a prefill: a first pass chooses tokens at a layer, a second one reads them."""
 
 from __future__ import annotations
 
@@ -6,148 +6,85 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
+from kvpolicy.integrations.transformers.forward.facts import ModelFacts
 from kvpolicy.integrations.transformers.forward.inputs import OF_TOKENS, Incoming, take_columns
-from kvpolicy.integrations.transformers.forward.prefill import ActingForward
-from kvpolicy.integrations.transformers.forward.relative_positions import Columns
-from kvpolicy.integrations.transformers.model.routing import AttentionInputs
-from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, PassState
+from kvpolicy.integrations.transformers.forward.selecting import ChooseTokens
 from kvpolicy.policy import CachePolicy
 from kvpolicy.selection import gather_positions
 
 
-class _Chosen(Exception):  # noqa: N818 -- not an error: it ends a pass early
-    """A signal that ends the first pass, once the filter layer has chosen."""
-
-
-class FilterPass(ActingForward):
-    """A first pass over a prompt, which only chooses the tokens of the second pass.
+def choosing_pass(model: ModelFacts, incoming: Incoming, features: AddedFeatures | None) -> Pass:
+    """Return the first pass over a prompt, which only chooses the tokens of the second pass.
 
     It ends inside the filter layer, once the queries and keys of that layer are known. The layer's
     attention and MLP are not computed, and no later layer is.
 
     Args:
-        policy: A policy whose propagation restarts.
-        layers: The layers of the cache; they stay unchanged.
+        model: The model, and a policy whose propagation restarts.
         incoming: The forward's tokens and those seen before.
-        kwargs: See `Forward`.
+        features: Features to add to hidden states between layers.
 
     Raises:
-        ValueError: The caller gives position_ids that do not count a row's own tokens, so that the
-            second pass could not continue them.
+        ValueError: See `check_positions`.
     """
+    check_positions(model.policy, incoming)
+    (layer,) = model.acting
+    propagation = model.policy.propagation
+    return Pass(
+        incoming,
+        KeyUse.DISCARD,
+        ChooseTokens(layer),
+        ends_inside=layer,
+        features=features,
+        no_later=(
+            f"no token may see a later one where {propagation} restarts the prefill, but the "
+            "model's mask lets the tokens of an image see each other; use a policy that does not "
+            "restart"
+        ),
+        no_columns=(
+            f"attention must go by position_ids where {propagation} restarts the prefill at new "
+            "positions, but that of layer {index} counts columns; use a policy that does not "
+            "restart"
+        ),
+    )
 
-    def __init__(
-        self,
-        policy: CachePolicy,
-        layers: list[PolicyLayer],
-        incoming: Incoming,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(policy, layers, incoming, **kwargs)
-        check_positions(policy, incoming)
-        (self.filter_layer,) = policy.propagation.acting_layers(len(layers))
-        self._incoming = incoming
-        self._chosen: Tensor | None = None
 
-    @property
-    def features(self) -> AddedFeatures | None:
-        """The features that are added to hidden states, for the chosen tokens only."""
-        if self._features is None or self._chosen is None:
-            return self._features
-        return self._features.taken(self._chosen)
+def chosen_tokens(incoming: Incoming, chosen: Tensor | None, at: PassState) -> Incoming:
+    """Return the chosen tokens, at rotary positions that follow the row's without a gap.
 
-    def run(self, decoder: nn.Module) -> Incoming:
-        """Run the pass; return the tokens of the second pass."""
-        states = [layer.state() for layer in self.layers]
-        try:
-            # `forward` is called directly, since this code runs inside a hook of the decoder.
-            decoder.forward(**self._incoming.arguments)
-        except _Chosen:
-            for layer, state in zip(self.layers, states, strict=True):
-                layer.restore(state)  # recurrent layers have read tokens that were not chosen
-            return self._second()
-        raise AssertionError("the filter layer was never reached")
+    Args:
+        incoming: The tokens of the first pass.
+        chosen: ``[batch, count]`` int64, the slots of the chosen tokens, -1 on padding; None for
+            all tokens.
+        at: The first pass.
+    """
+    slots = at.reach.everything() if chosen is None else chosen
+    valid = slots >= 0
+    return attrs.evolve(
+        incoming,
+        arguments=_arguments(incoming, slots),
+        new_valid=valid,
+        positions=gather_positions(at.reach.positions, slots),
+        skipped=at.reach.valid.sum(dim=1) - valid.sum(dim=1),
+        order=None,
+    )
 
-    def enter_layer(
-        self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Check that no token sees a later one; then see `Forward.enter_layer`.
 
-        Raises:
-            UnsupportedModelError: Tokens see later ones, which the second pass could not reproduce.
-        """
-        if self._own_block(kwargs) is not None:
-            raise UnsupportedModelError(
-                f"no token may see a later one where {self.policy.propagation} restarts the "
-                "prefill, but the model's mask lets the tokens of an image see each other; use a "
-                "policy that does not restart"
-            )
-        return super().enter_layer(index, module, hidden, kwargs)
-
-    def columns(self, index: int) -> Columns | None:
-        """Refuse attention that measures distances in columns; see `Forward.columns`.
-
-        Raises:
-            UnsupportedModelError: The layer's attention measures distances in columns, some of
-                which the second pass leaves out.
-        """
-        if self._inside == index:
-            raise UnsupportedModelError(
-                f"attention must go by position_ids where {self.policy.propagation} restarts the "
-                f"prefill at new positions, but that of layer {index} counts columns; use a policy "
-                "that does not restart"
-            )
-        return None
-
-    def before_attention(self, index: int, inputs: AttentionInputs) -> None:
-        """At the filter layer, choose the tokens and end the pass."""
-        if index == self.filter_layer:
-            context = self._context(index, inputs)
-            self._chosen = self._here(self.policy.decide_restart(context))
-            raise _Chosen
-
-    def observe(self, index: int, inputs: AttentionInputs) -> None:
-        """Score the layer if the filter layer looks at its saliency; store nothing else."""
-        if index in self.history.layers:
-            context = self._context(index, inputs)
-            self.history = self.history.noted(self.policy.score(context), context)
-        self._pending = None
-
-    def _second(self) -> Incoming:
-        """Return the chosen tokens, at rotary positions that follow the row's without a gap."""
-        incoming, chosen = self._incoming, self._chosen
-        if chosen is None:
-            everything = torch.arange(self.new_valid.shape[1], device=self.new_valid.device)
-            chosen = torch.where(self.new_valid, everything, -1)
-        valid = chosen >= 0
-        positions = gather_positions(self.new_positions, chosen)
-        skipped = self.new_valid.sum(dim=1) - valid.sum(dim=1)
-        if bool(skipped.any()):
-            self.propagated[self.filter_layer] = positions
-        return attrs.evolve(
-            incoming,
-            arguments=self._arguments(chosen),
-            new_valid=valid,
-            positions=positions,
-            skipped=skipped,
-            order=None,
-        )
-
-    def _arguments(self, chosen: Tensor) -> dict[str, Any]:
-        arguments, tokens = dict(self._incoming.arguments), self._incoming.tokens
-        for name in set(OF_TOKENS) & arguments.keys():
-            if arguments[name] is not None:
-                arguments[name] = take_columns(arguments[name], chosen)
-        valid = chosen >= 0
-        arguments["position_ids"] = tokens.rotary_positions_of(valid)
-        arguments["attention_mask"] = None
-        if tokens.padded or not bool(valid.all()):
-            arguments["attention_mask"] = torch.cat([tokens.valid, valid], dim=1).long()
-        return arguments
+def _arguments(incoming: Incoming, chosen: Tensor) -> dict[str, Any]:
+    arguments, tokens = dict(incoming.arguments), incoming.tokens
+    for name in set(OF_TOKENS) & arguments.keys():
+        if arguments[name] is not None:
+            arguments[name] = take_columns(arguments[name], chosen)
+    valid = chosen >= 0
+    arguments["position_ids"] = tokens.rotary_positions_of(valid)
+    arguments["attention_mask"] = None
+    if tokens.padded or not bool(valid.all()):
+        arguments["attention_mask"] = torch.cat([tokens.valid, valid], dim=1).long()
+    return arguments
 
 
 def check_positions(policy: CachePolicy, incoming: Incoming) -> None:

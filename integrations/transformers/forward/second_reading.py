@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
-from kvpolicy.context import LayerContext
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
-from kvpolicy.integrations.transformers.forward.append import Forward
 from kvpolicy.integrations.transformers.forward.deferred_layers import DeferredKV
 from kvpolicy.integrations.transformers.forward.inputs import Incoming
+from kvpolicy.integrations.transformers.forward.layer_contexts import layer_context
+from kvpolicy.integrations.transformers.forward.passes import AtQueries, KeyUse, Pass, PassState
+from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.recurrent import EmptyLayer, RecurrentLayer
@@ -26,83 +27,46 @@ from kvpolicy.repetition import Repetition
 from kvpolicy.selection import compress, gather_positions, gather_slots
 
 
-class _Scored(Exception):  # noqa: N818 -- not an error: it ends a pass early
-    """A signal that ends a pass, once the last layer to be scored was scored."""
-
-
-class RepetitionPass(Forward):
-    """A forward over one repeated chunk, which scores the chunk's keys and stores nothing.
+class ScoreChunk(AtQueries):
+    """Score the keys of one chunk by the attention of its repeated tokens.
 
     Args:
-        args: See `Forward`; the layers with a deferred selection must hold all of the prompt.
         span: The first position of the chunk, and the position after its last one.
+        scored: The layers to score.
         found: The result: saliency by layer, float32 ``[batch, heads, key_len + 1]``.
-        waiting: The layers with a deferred selection, by index.
-        kwargs: See `Forward`.
     """
 
     def __init__(
-        self,
-        *args: Any,
-        span: tuple[int, int],
-        found: dict[int, Tensor],
-        waiting: Mapping[int, DeferredKV],
-        **kwargs: Any,
+        self, span: tuple[int, int], scored: frozenset[int], found: dict[int, Tensor]
     ) -> None:
-        super().__init__(*args, **kwargs)
-        self._span = span
-        self._found = found
-        self._scored = frozenset(waiting)
-        self._seen_len = tuple(self._before.lengths.tolist())
+        self._span, self._scored, self._found = span, scored, found
 
-    def run(self, decoder: nn.Module, arguments: dict[str, Any]) -> None:
-        """Run the decoder on the chunk, then restore the layers.
-
-        Args:
-            decoder: The model's decoder.
-            arguments: The decoder's arguments, by name.
-        """
-        states = [layer.state() for layer in self.layers]
-        try:
-            # `forward` is called directly, since this code runs inside a hook of the decoder. A
-            # selection has no gradient.
-            with torch.no_grad():
-                decoder.forward(**arguments)
-        except _Scored:
-            return
-        finally:
-            for layer, state in zip(self.layers, states, strict=True):
-                layer.restore(state)  # recurrent layers have read the chunk
-        raise AssertionError("a layer that was to be scored was never reached")
-
-    def update(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values of a layer, the repeated tokens last."""
-        layer = self.layers[index]
-        self._updated.add(index)
-        assert layer.held is not None
-        held_keys, held_values = layer.held.read()
-        self._pending = torch.cat([held_keys, keys], dim=2), torch.cat([held_values, values], dim=2)
-        return self._pending
-
-    def before_attention(self, index: int, inputs: AttentionInputs) -> None:
-        """Score the chunk's keys; end the pass at the last layer to be scored."""
+    def observe(
+        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
+    ) -> None:
+        """Score the layer's keys of the chunk."""
         if index not in self._scored:
             return
-        self._score(index, inputs)
-        if index == max(self._scored):
-            self._pending = None
-            raise _Scored
-
-    def _score(self, index: int, inputs: AttentionInputs) -> None:
-        assert self.policy.scorer is not None
-        slots, of_chunk = self._shown(index, inputs)
+        layer, scorer = at.layers[index], at.policy.scorer
+        assert scorer is not None
+        positions = at.masks.positions(layer, inputs.keys.shape[1], inputs.keys.device)
+        slots, of_chunk = self._shown(at.policy, layer.kept_len, positions)
+        keys, values = gather_slots(inputs.keys, slots), gather_slots(inputs.values, slots)
+        context = layer_context(
+            index,
+            len(at.layers),
+            layer,
+            AttentionInputs(inputs.queries, keys, values, inputs.scores),
+            gather_positions(positions, slots),
+            new_valid=at.reach.valid,
+            seen_len=tuple(at.before.lengths.tolist()),
+        )
         checks = DeferredChecks()
         # Autocast would round the scores to half precision, where many tokens tie.
-        with torch.autocast(inputs.keys.device.type, enabled=False):
-            context = self._context(index, inputs, slots)
-            saliency = saliency_of(self.policy.scorer, context, checks)
+        with torch.autocast(keys.device.type, enabled=False):
+            saliency = saliency_of(scorer, context, checks)
         checks.look()
-        length, heads = self.layers[index].kept_len, saliency.shape[1]
+        length, heads = layer.kept_len, saliency.shape[1]
         if index not in self._found:
             shape = (saliency.shape[0], heads, length + 1)  # the last slot takes keys of no chunk
             self._found[index] = saliency.new_zeros(shape)
@@ -110,42 +74,24 @@ class RepetitionPass(Forward):
         target = target.repeat_interleave(heads // target.shape[1], dim=1)
         self._found[index].scatter_(2, target, saliency)
 
-    def _shown(self, index: int, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    def _shown(
+        self, policy: CachePolicy, held_len: int, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the slots of the keys that the scorer sees.
 
         Returns:
             int64 ``[batch, kv_heads, count]``, padded with -1 on the left; and bool of the same
             shape, True for keys of the chunk.
         """
-        layer, reading = self.layers[index], self.policy.reading
-        assert reading is not None
-        positions = self._positions(layer, inputs.keys.shape[1], inputs.keys.device)
-        held, new = positions.tensor_split([layer.kept_len], dim=2)
+        assert policy.reading is not None
+        held, new = positions.tensor_split([held_len], dim=2)
         start, stop = self._span
         of_chunk = (held >= start) & (held < stop)
-        sinks = (held >= 0) & (held < reading.num_sinks)
+        sinks = (held >= 0) & (held < policy.reading.num_sinks)
         shown = torch.cat([of_chunk | sinks, new >= 0], dim=2)
         slots = compress(shown, int(shown.sum(dim=-1).max()))
         found = pad(of_chunk, (0, new.shape[2])).gather(2, slots.clamp(min=0))
         return slots, found & (slots >= 0)
-
-    def _context(self, index: int, inputs: AttentionInputs, slots: Tensor) -> LayerContext:
-        layer, scores, device = self.layers[index], inputs.scores, inputs.keys.device
-        positions = self._positions(layer, inputs.keys.shape[1], device)
-        return LayerContext(
-            layer_idx=index,
-            num_layers=len(self.layers),
-            queries=inputs.queries,
-            keys=gather_slots(inputs.keys, slots),
-            values=gather_slots(inputs.values, slots),
-            positions=gather_positions(positions, slots),
-            new_valid=self.new_valid.to(device),
-            seen_len=self._seen_len,
-            scaling=scores.scaling,
-            softcap=scores.softcap,
-            sinks=scores.sinks,
-            heads=layer.spread.heads(inputs.queries.shape[1]),
-        )
 
 
 @attrs.frozen(eq=False)
@@ -157,18 +103,16 @@ class SecondReading:
         layers: The layers of the cache; they stay unchanged.
         waiting: The layers with a deferred selection, by index.
         tokens: The tokens seen, the prompt included.
-        decoder: The model's decoder.
-        arguments: The decoder's arguments, except those with an entry for each token.
-        kind: Settings of the model's attention; see `Forward`.
+        parts: The model's modules.
+        cache: The cache, as the decoder is given it.
     """
 
     policy: CachePolicy
     layers: list[PolicyLayer]
     waiting: Mapping[int, DeferredKV]
     tokens: SeenTokens
-    decoder: nn.Module
-    arguments: dict[str, Any]
-    kind: dict[str, Any]
+    parts: ModelParts
+    cache: Any
 
     @property
     def reading(self) -> Repetition:
@@ -176,11 +120,11 @@ class SecondReading:
         assert self.policy.reading is not None
         return self.policy.reading
 
-    def passes(self, found: dict[int, Tensor]) -> Iterator[tuple[RepetitionPass, dict[str, Any]]]:
-        """Yield one forward for each chunk, with the decoder's arguments; the caller must run it.
+    def passes(self, found: dict[int, Tensor]) -> Generator[Pass, object, None]:
+        """Yield one pass for each chunk.
 
         Args:
-            found: See `RepetitionPass`.
+            found: See `ScoreChunk`.
 
         Raises:
             UnsupportedModelError: The model has no positions for the repeated tokens.
@@ -188,27 +132,17 @@ class SecondReading:
         layers = list(self.layers)
         for index, each in self.waiting.items():
             layers[index] = _holding(each, self.layers[index], self.tokens)
+        scored = frozenset(self.waiting)
         for start, stop in self.reading.spans(int(self.tokens.lengths.max())):
             arguments, valid = self._inputs(start, stop)
-            incoming = Incoming(
-                arguments,
-                self.tokens,
-                None,
-                valid,
-                valid,
-                padded=not bool(valid.all()),
-            )
-            yield (
-                RepetitionPass(
-                    self.policy,
-                    layers,
-                    incoming,
-                    span=(start, stop),
-                    found=found,
-                    waiting=self.waiting,
-                    **self.kind,
-                ),
-                arguments,
+            padded = not bool(valid.all())
+            yield Pass(
+                Incoming(arguments, self.tokens, None, valid, valid, padded=padded),
+                KeyUse.DISCARD,
+                ScoreChunk((start, stop), scored, found),
+                in_prompt=False,
+                ends_inside=max(scored),
+                layers=layers,
             )
 
     def scored(self, found: Mapping[int, Tensor]) -> dict[int, DeferredKV]:
@@ -246,13 +180,19 @@ class SecondReading:
         mask = None
         if self.tokens.padded or not bool(valid.all()):
             mask = torch.cat([self.tokens.valid, valid], dim=1).long()
-        given = {"input_ids": repeated, "position_ids": places, "attention_mask": mask}
-        return {**self.arguments, **given}, valid
+        arguments = {
+            "input_ids": repeated,
+            "position_ids": places,
+            "attention_mask": mask,
+            "past_key_values": self.cache,
+            "use_cache": not self.parts.own_caches_only,
+        }
+        return arguments, valid
 
     def _check_places(self, places: Tensor) -> None:
-        config: Any = self.decoder.config
-        most = getattr(config, "max_position_embeddings", None)
-        if getattr(self.decoder, "rotary_emb", None) is not None or not isinstance(most, int):
+        most = getattr(self.parts.config, "max_position_embeddings", None)
+        rotary = getattr(self.parts.decoder, "rotary_emb", None)
+        if rotary is not None or not isinstance(most, int):
             return
         needed = int(places.max()) + 1
         if needed > most:
@@ -273,7 +213,7 @@ def _holding(waiting: DeferredKV, layer: PolicyLayer, tokens: SeenTokens) -> Pol
         waiting.keys, waiting.values, waiting.positions, everything, counts=counts, whole=True
     )
     whole.follow(tokens)
-    whole.query_heads, whole.spread = layer.query_heads, layer.spread
+    whole.facts.query_heads, whole.facts.spread = layer.facts.query_heads, layer.facts.spread
     return whole
 
 
@@ -294,7 +234,7 @@ def check_layers(policy: CachePolicy, layers: list[PolicyLayer], *, reference: b
         index
         for index, layer in enumerate(layers)
         if layer.one_choice
-        or (again and (reference or type(layer) not in plain or not layer.shows_queries))
+        or (again and (reference or type(layer) not in plain or not layer.facts.shows_queries))
     ]
     if not unlike:
         return

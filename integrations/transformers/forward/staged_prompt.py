@@ -8,24 +8,9 @@ import attrs
 from torch import Tensor
 
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
-from kvpolicy.integrations.transformers.state.layer import State
+from kvpolicy.integrations.transformers.forward.stage import PrefillStage
+from kvpolicy.integrations.transformers.state.layer import LayersHeld
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
-
-
-@attrs.frozen
-class PrefillStage:
-    """A range of layers that the same tokens of a prompt reach.
-
-    Args:
-        first: Index of the first layer.
-        last: Index of the last layer, after which tokens are dropped or the model ends.
-        looks: Whether the stage ends inside its last layer, once queries and keys are known. The
-            next stage then begins with that layer, run for the tokens that are passed on.
-    """
-
-    first: int
-    last: int
-    looks: bool = False
 
 
 @attrs.frozen(eq=False)
@@ -35,7 +20,7 @@ class StagedPrompt:
     Args:
         stages: All stages of the prompt.
         begun: The tokens seen before the prompt.
-        before: The state of every layer before the prompt.
+        before: What every layer held before the prompt; see `hold_again`.
         valid: By chunk, ``[batch, new_len]`` bool, False on padding.
         inputs: By chunk, the decoder's inputs for its tokens by name, ``[batch, new_len, ...]``
             each; position ids also have the axis of rows first.
@@ -47,7 +32,7 @@ class StagedPrompt:
 
     stages: tuple[PrefillStage, ...]
     begun: SeenTokens
-    before: tuple[State, ...]
+    before: LayersHeld
     valid: tuple[Tensor, ...] = ()
     inputs: tuple[Mapping[str, Tensor], ...] = ()
     states: tuple[Tensor, ...] = ()

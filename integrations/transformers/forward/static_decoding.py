@@ -20,7 +20,7 @@ from kvpolicy.decoding import DecodingEviction
 from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers.forward.decoding.static_choosing import StaticChoice
 from kvpolicy.integrations.transformers.forward.decoding.static_rolling import RollingDecoding
-from kvpolicy.integrations.transformers.forward.static_masks import LayerMasks
+from kvpolicy.integrations.transformers.forward.static_masks import StaticMasks
 from kvpolicy.integrations.transformers.model.observing import observed_by
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
@@ -78,7 +78,7 @@ class StaticDecoding:
 
     layers: list[StaticKeys]
     positions: Tensor | None
-    masks: LayerMasks
+    masks: StaticMasks
     room: int
     left: int
     starts: list[int]
@@ -115,7 +115,7 @@ class StaticDecoding:
             for index, layer in enumerate(layers)
         ]
         capacities = [keys.shape[2] for keys, _ in held]
-        masks = LayerMasks.of(layers, tokens, windows, implementation, capacities, room)
+        masks = StaticMasks.of(layers, tokens, windows, implementation, capacities, room)
         buffers: list[StaticKeys] = []
         for index, (layer, (keys, values)) in enumerate(zip(layers, held, strict=True)):
             filled = torch.full((1,), layer.kept_len, device=keys.device)
@@ -187,7 +187,7 @@ class StaticDecoding:
             return False
         room = min(choice.decoding.every, left)
         how = choice.windows, choice.implementation, capacities, room
-        if not self.masks.take(LayerMasks.of(layers, tokens, *how)):
+        if not self.masks.take(StaticMasks.of(layers, tokens, *how)):
             return False
         for layer, buffers in zip(layers, self.layers, strict=True):
             layer.move_into(buffers.keys, buffers.values)

@@ -40,10 +40,10 @@ class StaticMask:
         held, length = layer.positions, layer.kept_len
         assert held is not None
         visible = torch.ones(1, 1, length, dtype=torch.int64, device=held.device)
-        if layer.padded:
-            visible = held if layer.ragged else held[:, :1]
+        if layer.contents.padded:
+            visible = held if layer.contents.ragged else held[:, :1]
         slots = pad(visible, (0, capacity - length), value=-1).clamp(max=0)
-        seen = Visibility(slots, slots.new_zeros(slots.shape[0], 1), layer.query_heads)
+        seen = Visibility(slots, slots.new_zeros(slots.shape[0], 1), layer.facts.query_heads)
         return StaticMask(_tensor(seen.mask(implementation, dtype)), length, None)
 
     @staticmethod
@@ -61,7 +61,7 @@ class StaticMask:
         own = tokens.lengths.to(held.device)[:, None]
         new = own + torch.arange(capacity - length, device=held.device)
         places = torch.cat([held, new[:, None].expand(-1, held.shape[1], -1)], dim=2)
-        seen = Visibility(places, own, layer.query_heads, window)
+        seen = Visibility(places, own, layer.facts.query_heads, window)
         mask = _tensor(seen.mask(implementation, dtype))
         return StaticMask(mask, length, (seen, implementation))
 
@@ -77,7 +77,7 @@ class StaticMask:
 
 
 @attrs.define(eq=False)
-class LayerMasks:
+class StaticMasks:
     """A set of the masks of all layers.
 
     Layers that hold equal numbers of tokens, without padding, share one mask.
@@ -98,7 +98,7 @@ class LayerMasks:
         implementation: str,
         capacities: Sequence[int],
         room: int,
-    ) -> LayerMasks:
+    ) -> StaticMasks:
         """Make the masks of the next token.
 
         Args:
@@ -116,14 +116,14 @@ class LayerMasks:
             how = capacities[index], implementation, layer.dtype
             slides = window is not None and window < tokens.seen + room
             alike = (layer.kept_len, capacities[index], layer.device)
-            kind: Any = index if slides or layer.padded else alike
+            kind: Any = index if slides or layer.contents.padded else alike
             if slides and window is not None:
                 found[kind] = StaticMask.sliding(layer, tokens, window, *how)
             elif kind not in found:
                 found[kind] = StaticMask.of(layer, *how)
             kinds.append(kind)
         places = {kind: place for place, kind in enumerate(found)}
-        return LayerMasks(list(found.values()), [places[kind] for kind in kinds])
+        return StaticMasks(list(found.values()), [places[kind] for kind in kinds])
 
     def of_layer(self, index: int) -> StaticMask:
         """Return the mask of a layer."""
@@ -134,7 +134,7 @@ class LayerMasks:
         for mask in self.masks:
             mask.advance(step)
 
-    def take(self, others: LayerMasks) -> bool:
+    def take(self, others: StaticMasks) -> bool:
         """Copy other masks into the same memory; return False if their shapes or sharing differ."""
         pairs = list(zip(self.masks, others.masks, strict=False))
         if self.places != others.places or not all(

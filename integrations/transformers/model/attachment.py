@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
-from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.errors import NotAttachedError, UnsupportedModelError
 from kvpolicy.integrations.transformers.model.call_arguments import by_name, signature
 from kvpolicy.integrations.transformers.model.observing import observe, unobserve
 from kvpolicy.integrations.transformers.model.parts import ModelParts
@@ -28,8 +28,9 @@ class LayerCallbacks(Protocol):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return the arguments that let a decoder layer read only the tokens that reach it."""
 
-    def waits_for_queries(self) -> bool:
-        """True if the layer's attention function has not been called yet."""
+    @property
+    def pending(self) -> object | None:
+        """What a layer's attention function still has to be called with; None if it was."""
 
     def leave_layer(self, index: int, output: Any) -> Any:
         """Return the layer's output for the tokens that the next layer gets."""
@@ -55,8 +56,8 @@ class ModelCallbacks(Protocol):
         """True if an answer is being decoded into fixed buffers."""
 
     @property
-    def forward(self) -> LayerCallbacks:
-        """The forward that is under way."""
+    def run(self) -> LayerCallbacks | None:
+        """The run of the decoder that is under way; None without one."""
 
     def begin_call(self, keep_last: int | None) -> None:
         """Begin a call of the model, which runs the decoder and then a head.
@@ -122,20 +123,30 @@ class LayerHooks(_Hooks):
         name = list(signature(type(module).forward).parameters)[1]  # after self
         hidden: Tensor = args[0] if args else others[name]
         others.pop(name, None)
-        hidden, others = self.listener.forward.enter_layer(self.index, module, hidden, others)
+        hidden, others = self._run().enter_layer(self.index, module, hidden, others)
         return (hidden,), others
+
+    def _run(self) -> LayerCallbacks:
+        run = self.listener.run
+        if run is None:
+            raise NotAttachedError(
+                "a decoder layer was called with a PolicyCache outside its model's forward; call "
+                "the model itself inside `with cache.attached(model):`"
+            )
+        return run
 
     def after(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         """Cut the layer's output to the tokens that the next layer gets."""
         if len(rest) < 2 or not _carries(self.cache, args, rest[0]):
             return None
-        if self.listener.forward.waits_for_queries():
+        run = self._run()
+        if run.pending is not None:
             raise UnsupportedModelError(
                 f"model must hand the keys of the cache, or what it makes of each of them, to an "
                 f"attention function, but {type(module).__name__} at {self.index} did not; the "
                 "policy saw no queries"
             )
-        return self.listener.forward.leave_layer(self.index, rest[1])
+        return run.leave_layer(self.index, rest[1])
 
 
 class Attachment(_Hooks):

@@ -62,6 +62,14 @@ class AttentionInputs:
     values: Tensor
     scores: Scores
 
+    @staticmethod
+    def of(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> AttentionInputs:
+        """Read the arguments of an attention function; ``kwargs`` are the further ones."""
+        scaling = kwargs.get("scaling")
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scores = Scores(scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+        return AttentionInputs(query, key, value, scores)
+
 
 def without_queries(query_heads: int, keys: Tensor, values: Tensor) -> AttentionInputs:
     """Make the inputs of an attention function that cannot be seen: keys and values only.
@@ -89,22 +97,32 @@ class AttentionCallbacks(Protocol):
                 these keys from the keys that the cache returned.
         """
 
-    def at_own_positions(self, index: int, queries: Tensor) -> Tensor:
-        """Return a layer's queries as they are at the right positions.
-
-        A layer may have scaled them for other positions, which it counted itself.
-        """
-
-    def before_attention(self, index: int, inputs: AttentionInputs) -> None:
-        """Use a layer's queries before its attention is computed."""
-
     def attend(
-        self, attend: Attend, module: nn.Module, query: Tensor, *others: Any, **kwargs: Any
+        self,
+        index: int,
+        attend: Attend,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Call the module's attention function."""
+        """Compute a layer's attention, and use its queries.
 
-    def observe(self, index: int, inputs: AttentionInputs) -> None:
-        """Use a layer's queries after its attention is computed."""
+        Args:
+            index: Index of the layer.
+            attend: The attention function of its module.
+            module: The module.
+            query: ``[batch, query_heads, query_len, head_dim]``.
+            key: ``[batch, kv_heads, key_len, head_dim]``.
+            value: ``[batch, kv_heads, key_len, head_dim]``.
+            mask: The mask that the module gives its function.
+            kwargs: The further arguments that it gives its function.
+
+        Returns:
+            See attention functions of Transformers.
+        """
 
 
 # The forward that waits for queries in this thread, the index of the layer, and its attention
@@ -240,19 +258,8 @@ def _attention(
     if pending is None or not pending[0].waits_for(key, own=pending[2] is module):
         return attend(module, query, key, value, attention_mask, **kwargs)
     waiting.set(None)
-    forward, layer_idx, _ = pending
-    query = forward.at_own_positions(layer_idx, query)
-    scaling = kwargs.get("scaling")
-    scores = Scores(
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        kwargs.get("softcap"),
-        kwargs.get("s_aux"),
-    )
-    inputs = AttentionInputs(query, key, value, scores)
-    forward.before_attention(layer_idx, inputs)
-    output = forward.attend(attend, module, query, key, value, attention_mask, **kwargs)
-    forward.observe(layer_idx, inputs)
-    return output
+    forward, index, _ = pending
+    return forward.attend(index, attend, module, query, key, value, attention_mask, **kwargs)
 
 
 def _as_picked(module: Any, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
+from kvpolicy.integrations.transformers.state.layer import LayerContents, PolicyLayer
 from kvpolicy.integrations.transformers.state.storage import Storage, own_storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
@@ -69,15 +71,11 @@ class CrossLayer(PolicyLayer):
         """See `PolicyLayer.state_nbytes`."""
         return sum(each.nbytes for each in self.images or ())
 
-    def state(self) -> State:
-        """See `PolicyLayer.state`."""
-        return (*super().state(), self.images)
+    def beside(self) -> Any:
+        """Return the images held; see `PolicyLayer.beside`."""
+        return self.images
 
-    def restore(self, state: State) -> None:
+    def restore(self, contents: LayerContents, beside: Any, tokens: SeenTokens | None) -> None:
         """See `PolicyLayer.restore`."""
-        *own, images = state
-        super().restore(tuple(own))
-        self.hold_images(images)
-
-    def _nothing(self) -> State:
-        return (*super()._nothing(), None)
+        super().restore(contents, beside, tokens)
+        self.hold_images(beside)

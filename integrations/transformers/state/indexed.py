@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpolicy.errors import NotAttachedError
-from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
+from kvpolicy.integrations.transformers.state.layer import LayerContents, PolicyLayer
 from kvpolicy.integrations.transformers.state.storage import Storage, StoredKV
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_slots
@@ -207,15 +208,15 @@ class IndexedLayer(PolicyLayer):
         if self.index is not None:
             self.index = self.index.rows(rows)
 
-    def state(self) -> State:
-        """See `PolicyLayer.state`."""
-        return (*super().state(), self.index)
+    def beside(self) -> Any:
+        """Return the index keys; see `PolicyLayer.beside`."""
+        return self.index
 
-    def restore(self, state: State) -> None:
+    def restore(self, contents: LayerContents, beside: Any, tokens: SeenTokens | None) -> None:
         """See `PolicyLayer.restore`."""
-        *own, self.index = state
+        self.index = beside
         self._shown = self._attended = self.new_places = self.taking = None
-        super().restore(tuple(own))
+        super().restore(contents, beside, tokens)
 
     def follow(self, tokens: SeenTokens) -> None:
         """End a forward, and learn which tokens have been seen; see `PolicyLayer.follow`."""
@@ -225,9 +226,6 @@ class IndexedLayer(PolicyLayer):
     def get_seq_length(self) -> int:
         """Return the columns seen; during a forward, the number of slots attended to."""
         return super().get_seq_length() if self._attended is None else self._attended.shape[2]
-
-    def _nothing(self) -> State:
-        return (*super()._nothing(), None)
 
     def nbytes(self) -> int:
         """Return the bytes of keys, values and index keys; see `PolicyLayer.nbytes`."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
@@ -22,7 +23,68 @@ from kvpolicy.selection import gather_positions, gather_slots
 
 # Keys, values, and positions of what the policy kept, in ascending order; see `PolicyLayer.store`.
 Loose = Callable[[], tuple[Tensor, Tensor, Tensor]]
-State = tuple[Any, ...]  # the argument of `PolicyLayer.restore`, which alone reads it
+
+
+@attrs.define(eq=False)
+class LayerFacts:
+    """What is known of a model's layer, found when a cache is attached or when the layer runs.
+
+    Args:
+        query_heads: Number of query heads; 0 if unknown.
+        spread: How the layer's heads are spread over processes.
+        scores: How its attention turns products of queries and keys into scores; None before the
+            first forward on which a policy acts.
+        expands: Whether attention computes keys and values of more heads from the tensors held, as
+            latent attention does.
+        shows_queries: Whether the queries of its attention can be observed.
+        turns: How rotary embedding rotates its keys, if the policy asks for it.
+        projection: Its output projection, if the policy asks for it.
+    """
+
+    query_heads: int = 0
+    spread: HeadSharding = attrs.field(factory=HeadSharding)
+    scores: Scores | None = None
+    expands: bool = False
+    shows_queries: bool = True
+    turns: RotaryChannels | None = None
+    projection: OutputProjection | None = None
+
+    def of_copy(self) -> LayerFacts:
+        """Return the facts of a copy of the layer, which is not bound to a model."""
+        return attrs.evolve(self, shows_queries=True, projection=None)
+
+    def weight(self, values: Tensor) -> Tensor:
+        """Return `LayerContext.output_weight` in the dtype and on the device of ``values``."""
+        assert self.projection is not None
+        return self.projection.weight(values.dtype, values.device)
+
+
+@attrs.frozen(eq=False)
+class LayerContents:
+    """What a layer holds. It is immutable: to undo a forward is to assign what was held before.
+
+    Args:
+        held: The keys and values; None before the first forward.
+        chosen: ``[batch, kv_heads or 1, chosen_len]`` int64, the positions of the tokens that the
+            policy kept, -1 on padding; tokens appended since are not counted.
+        padded: Whether some row or head holds fewer tokens than others.
+        ragged: Whether some head holds fewer tokens than another head of the same row.
+        counts: For each row, the number of tokens that the policy kept in each head; None if heads
+            differ, or if the number is unknown.
+        observed: The decoded queries and scorer state by which the policy evicts during an answer.
+    """
+
+    held: StoredKV | None = None
+    chosen: Tensor | None = None
+    padded: bool = False
+    ragged: bool = False
+    counts: tuple[int, ...] | None = None
+    observed: RecentQueries = attrs.field(factory=RecentQueries)
+
+    def holding(self, held: StoredKV | None) -> LayerContents:
+        """Return contents with other keys and values of the same kept tokens."""
+        kept = self.chosen, self.padded, self.ragged, self.counts
+        return LayerContents(held, *kept, self.observed)
 
 
 class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -35,24 +97,14 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         room: Slots for which memory is reserved, behind the slots that the policy keeps.
 
     Attributes:
-        padded: Whether some row or head holds fewer tokens than others.
-        ragged: Whether some head holds fewer tokens than another head of the same row.
-        counts: For each row, the number of tokens that the policy kept in each head; None if heads
-            differ, or if the number is unknown.
-        spread: How the model's heads of this layer are spread over processes.
+        contents: What the layer holds.
+        facts: What is known of the model's layer.
+        tokens: The tokens that the cache has seen; None before the first forward.
         attends: Whether the layer has keys and values of its own.
         producer: Index of the layer whose keys and values it attends to instead; None if it has its
             own.
         one_choice: Whether all heads keep the same tokens, even if attention gets keys of several
             heads.
-        shows_queries: Whether the queries of this layer's attention can be observed.
-        observed: The decoded queries and scorer state by which the policy evicts during an answer.
-        scores: How its attention turns products of queries and keys into scores; None before the
-            first forward on which a policy acts.
-        expands: Whether attention computes keys and values of more heads from the tensors held, as
-            latent attention does.
-        turns: How rotary embedding rotates its keys, if the policy asks for it.
-        projection: The layer's output projection, if the policy asks for it.
     """
 
     attends = True
@@ -66,51 +118,50 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         # The constructor of the base is not called, since it would set keys and values.
         self.storage = PlainStorage() if storage is None else storage
         self.room = room
-        self._held: StoredKV | None = None
+        self.contents = LayerContents()
+        self.facts = LayerFacts()
+        self.tokens: SeenTokens | None = None
         self._loose: Loose | None = None
         # The keys that `join` returned, and the object that already holds them.
         self._joined: tuple[Tensor, StoredKV] | None = None
         self.is_initialized = False
-        self.padded = False
-        self.ragged = False
-        self.counts: tuple[int, ...] | None = None
-        self.query_heads = 0
-        self.spread = HeadSharding()
-        self.observed = RecentQueries()
-        self.scores: Scores | None = None
-        self.expands = False
-        self.shows_queries = True
-        self.turns: RotaryChannels | None = None
-        self.projection: OutputProjection | None = None
-        self._chosen: Tensor | None = None  # positions of the kept tokens, without appended ones
-        self._tokens: SeenTokens | None = None
 
     def fresh(self) -> PolicyLayer:
         """Return a layer with the same settings that holds nothing."""
         return type(self)(self.storage, self.room)
 
-    def weight(self, values: Tensor) -> Tensor:
-        """Return `LayerContext.output_weight` in the dtype and on the device of ``values``."""
-        assert self.projection is not None
-        return self.projection.weight(values.dtype, values.device)
-
     @property
     def held(self) -> StoredKV | None:
         """The keys and values of the layer; None before the first forward."""
         if self._loose is not None:
-            self._hold(*self._loose(), room=0)
-        return self._held
+            self.sort()
+        return self.contents.held
 
     @held.setter
     def held(self, held: StoredKV | None) -> None:
-        self._held, self._loose = held, None
+        self.contents, self._loose = self.contents.holding(held), None
+
+    @property
+    def observed(self) -> RecentQueries:
+        """The decoded queries and scorer state by which the policy evicts during an answer."""
+        return self.contents.observed
+
+    @observed.setter
+    def observed(self, observed: RecentQueries) -> None:
+        self.contents = attrs.evolve(self.contents, observed=observed)
 
     def loosen(self, loose: Loose) -> None:
         """Hold slots that another object keeps unsorted; they are sorted when first read.
 
         ``loose`` returns their keys, values and positions in ascending order of position.
         """
-        self._held, self._loose = None, loose
+        self.contents, self._loose = self.contents.holding(None), loose
+
+    def sort(self) -> None:
+        """Sort the slots that another object keeps unsorted, so that `contents` holds them."""
+        loose, self._loose = self._loose, None
+        if loose is not None:
+            self._hold(*loose(), room=0)
 
     @property
     def keys(self) -> Tensor | None:
@@ -129,21 +180,23 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         ``[batch, kv_heads, kept_len]`` int64; None before the first forward. It has one head if all
         heads keep the same tokens, as under latent attention.
         """
-        if self.held is None or self._chosen is None or self._tokens is None:
+        chosen = None if self.held is None else self.contents.chosen
+        if chosen is None or self.tokens is None:
             return None
-        appended = self._tokens.appended.to(self._chosen.device)
-        appended = appended[:, None].expand(-1, self._chosen.shape[1], -1)
-        return torch.cat([self._chosen, appended], dim=2)
+        appended = self.tokens.appended.to(chosen.device)
+        appended = appended[:, None].expand(-1, chosen.shape[1], -1)
+        return torch.cat([chosen, appended], dim=2)
 
     @property
     def choices(self) -> int:
         """The number of heads of `positions`: every KV head, or 1 if all keep the same tokens."""
-        return 1 if self._chosen is None else self._chosen.shape[1]
+        return 1 if self.contents.chosen is None else self.contents.chosen.shape[1]
 
     @property
     def kept_len(self) -> int:
         """The number of slots that the layer holds per row and head."""
-        return 0 if self.held is None else self.held.shape[2]
+        held = self.held
+        return 0 if held is None else held.shape[2]
 
     @property
     def capacity(self) -> int:
@@ -178,9 +231,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
                 the number is unknown, so that it must be read from the tensors.
             whole: Whether ``kept`` is all slots; None if unknown.
         """
-        self.observed = RecentQueries(
-            carried=None if carried is None else gather_slots(carried, kept)
-        )
+        observed = RecentQueries(carried=None if carried is None else gather_slots(carried, kept))
+        self.contents = LayerContents(observed=observed)
         room = self.room if room is None else room
         if self._is_whole(keys, positions, kept, whole):
             self._hold(keys, values, positions, room, counts=counts)
@@ -226,9 +278,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             of_heads = (chosen >= 0).sum(dim=2).tolist()
         else:
             of_heads = [[count] * heads for count in counts]
-        self.ragged = any(len(set(row)) > 1 for row in of_heads)
-        self.padded = any(count < width for row in of_heads for count in row)
-        self.counts = None if self.ragged else tuple(row[0] for row in of_heads)
+        ragged = any(len(set(row)) > 1 for row in of_heads)
+        padded = any(count < width for row in of_heads for count in row)
+        counts = None if ragged else tuple(row[0] for row in of_heads)
         if self._packs(chosen, sum(map(sum, of_heads))):
             appended = 0
             if kept is None:
@@ -244,9 +296,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             held = self.storage.hold(keys, values)
         else:
             held = self.storage.hold(gather_slots(keys, kept), gather_slots(values, kept))
-        self.held = held.with_room(room)
-        self._joined = None
-        self._chosen = chosen
+        held = held.with_room(room) if room else held
+        observed = self.contents.observed
+        self.contents = LayerContents(held, chosen, padded, ragged, counts, observed)
+        self._joined = self._loose = None
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
 
@@ -254,19 +307,20 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         """True if rows and heads are to be held without padding."""
         # Not where all heads keep the same tokens: there, more than attention reads the tensors
         # held. And not where attention computes keys of more heads from them.
-        return not (self.one_choice or self.expands) and wastes_slots(chosen, tokens)
+        return not (self.one_choice or self.facts.expands) and wastes_slots(chosen, tokens)
 
     def choose_once(self) -> None:
         """Keep one head's positions for all heads, which hold the same tokens so far."""
-        if self._chosen is not None:
-            self._chosen = self._chosen[:, :1]
+        if self.contents.chosen is not None:
+            self.contents = attrs.evolve(self.contents, chosen=self.contents.chosen[:, :1])
 
     def move_to(self, device: torch.device, tokens: SeenTokens) -> None:
         """Move keys and values to a device, on which ``tokens`` already are."""
         self.follow(tokens)
-        if self.held is not None and self._chosen is not None:
-            keys, values = self.held.read()
-            self.load(keys.to(device), values.to(device), self._chosen.to(device), tokens)
+        held, chosen = self.held, self.contents.chosen
+        if held is not None and chosen is not None:
+            keys, values = held.read()
+            self.load(keys.to(device), values.to(device), chosen.to(device), tokens)
             self.observed = self.observed.to(device)
 
     def append(
@@ -364,10 +418,11 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _pack(self) -> None:
         """Remove the padding that fixed buffers needed."""
-        if self.held is None or self._chosen is None or isinstance(self.held, Packed):
+        held, chosen = self.held, self.contents.chosen
+        if held is None or chosen is None or isinstance(held, Packed):
             return
-        if self._packs(self._chosen, int((self._chosen >= 0).sum())):
-            self._hold(*self.held.read(), self._chosen, 0)
+        if self._packs(chosen, int((chosen >= 0).sum())):
+            self._hold(*held.read(), chosen, 0)
 
     def written(self, tokens: SeenTokens) -> None:
         """Count one more written slot of claimed buffers; ``tokens`` are the tokens now seen."""
@@ -383,7 +438,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def follow(self, tokens: SeenTokens) -> None:
         """Remember which tokens have been seen now."""
-        self._tokens = tokens
+        self.tokens = tokens
 
     def drop_last(self, count: int) -> None:
         """Remove the last ``count`` appended slots."""
@@ -393,26 +448,27 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def take_rows(self, rows: Tensor, tokens: SeenTokens) -> None:
         """Continue with the rows ``[count]`` of the batch, whose tokens are ``tokens``."""
-        if self.held is not None and self._chosen is not None:
-            self.held = self.held.rows(rows)
-            self._chosen = self._chosen.index_select(0, rows.to(self._chosen.device))
-            self.observed = self.observed.rows(rows)
-            alike = self.counts is not None and len(set(self.counts)) == 1
-            self.counts = self.counts[:1] * len(rows) if self.counts and alike else None
+        held, before = self.held, self.contents
+        if held is not None and before.chosen is not None:
+            alike = before.counts is not None and len(set(before.counts)) == 1
+            self.contents = attrs.evolve(
+                before,
+                held=held.rows(rows),
+                chosen=before.chosen.index_select(0, rows.to(before.chosen.device)),
+                counts=before.counts[:1] * len(rows) if before.counts and alike else None,
+                observed=before.observed.rows(rows),
+            )
         self.follow(tokens)
 
-    def state(self) -> State:
-        """Return the state that `restore` needs to bring the layer back to this moment."""
-        held = self.held  # first, since sorting loose slots updates the counts
-        counts = self.padded, self.ragged, self.counts
-        return held, self._chosen, counts, self._tokens, self.observed
+    def beside(self) -> Any:
+        """Return what the layer holds beside keys and values, unchanged by later forwards."""
+        return None
 
-    def restore(self, state: State) -> None:
-        """Bring the layer back to the moment of `state`."""
-        self.held, self._chosen, counts, self._tokens, self.observed = state
-        self.padded, self.ragged, self.counts = counts
-        self._joined = None
-        self.is_initialized = self.held is not None
+    def restore(self, contents: LayerContents, beside: Any, tokens: SeenTokens | None) -> None:
+        """Hold again what was held before, in ``contents``, `beside` and ``tokens``."""
+        self.contents, self.tokens = contents, tokens
+        self._joined = self._loose = None
+        self.is_initialized = contents.held is not None
 
     def nbytes(self) -> int:
         """Return the bytes of the storages behind keys and values, reserved memory included."""
@@ -447,7 +503,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         """Return the number of columns seen, which is not the number stored."""
-        return 0 if self._tokens is None else self._tokens.seen
+        return 0 if self.tokens is None else self.tokens.seen
 
     def get_max_length(self) -> int:
         """Return -1: there is no maximum length."""
@@ -455,8 +511,21 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget all keys, values and queries."""
-        self.restore(self._nothing())
+        self.restore(LayerContents(), None, None)
 
-    def _nothing(self) -> State:
-        """Return the state of a layer that holds nothing."""
-        return (None, None, (False, False, None), None, RecentQueries())
+
+# What every layer of a cache holds: its contents, what it holds beside them, and its tokens.
+LayersHeld = tuple[tuple[LayerContents, Any, SeenTokens | None], ...]
+
+
+def held_by(layers: Sequence[PolicyLayer]) -> LayersHeld:
+    """Record what layers hold, for `hold_again`."""
+    for layer in layers:
+        layer.sort()
+    return tuple([(each.contents, each.beside(), each.tokens) for each in layers])
+
+
+def hold_again(layers: Sequence[PolicyLayer], held: LayersHeld) -> None:
+    """Let layers hold what they held before."""
+    for layer, before in zip(layers, held, strict=True):
+        layer.restore(*before)

@@ -17,7 +17,7 @@ from kvpolicy.integrations.transformers.model.kinds import (
 )
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
-from kvpolicy.integrations.transformers.state.layer import PolicyLayer, State
+from kvpolicy.integrations.transformers.state.layer import LayerContents, PolicyLayer
 from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
@@ -99,22 +99,18 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
             )
         )
 
-    def state(self) -> State:
-        """See `PolicyLayer.state`."""
-        return (*super().state(), self.states)
+    def beside(self) -> Any:
+        """Return the states; see `PolicyLayer.beside`."""
+        return self.states
 
-    def restore(self, state: State) -> None:
+    def restore(self, contents: LayerContents, beside: Any, tokens: SeenTokens | None) -> None:
         """See `PolicyLayer.restore`."""
-        *own, states = state
-        super().restore(tuple(own))
-        self.hold_states(*states)
+        super().restore(contents, beside, tokens)
+        self.hold_states(*(beside or ({}, {})))
 
     def reset(self) -> None:
         """Forget the state, and all keys and values."""
         PolicyLayer.reset(self)
-
-    def _nothing(self) -> State:
-        return (*super()._nothing(), ({}, {}))
 
     # The interface of a cache layer of Transformers.
 

@@ -80,7 +80,7 @@ class SavedCache:
             "version": str(VERSION),
             "policy": json.dumps(self.policy),
             "model": model,
-            "query_heads": json.dumps([layer.query_heads or None for layer in self.layers]),
+            "query_heads": json.dumps([layer.facts.query_heads or None for layer in self.layers]),
             "padded": json.dumps(self.tokens.padded),
             "starts_turn": json.dumps(self.starts_turn),
             **state_metadata(self.layers),
@@ -102,8 +102,9 @@ class SavedCache:
     def _tensors(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            held, positions = layer.state()[:2]
-            if held is not None:
+            layer.sort()
+            held, positions = layer.contents.held, layer.contents.chosen
+            if held is not None and positions is not None:
                 found[f"layers.{index}.keys"], found[f"layers.{index}.values"] = held.read()
                 found[f"layers.{index}.positions"] = positions
             for name in ("queries", "carried", "columns"):
@@ -283,7 +284,7 @@ def _size_metadata(layers: Sequence[PolicyLayer]) -> dict[str, str]:
 
 def _sizes(layer: PolicyLayer) -> tuple[int, ...] | None:
     held = layer.held
-    return None if held is None else (layer.query_heads, held.shape[1], *held.widths)
+    return None if held is None else (layer.facts.query_heads, held.shape[1], *held.widths)
 
 
 def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache:
@@ -328,7 +329,7 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
             layer.load(keys, values, positions, tokens)
             if isinstance(layer, IndexedLayer):
                 layer.load_index(*(tensors[f"layers.{index}.{name}"] for name in OF_INDEX))
-            layer.query_heads = query_heads
+            layer.facts.query_heads = query_heads
             queries, carried, columns = (
                 tensors.get(f"layers.{index}.{name}") for name in ("queries", "carried", "columns")
             )

@@ -17,7 +17,7 @@ from kvpolicy.evaluation.commands.estimate import estimate_table, notes_of
 from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.cost.model_shape import LayerShape, attention_layer
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.forward.prefill import ActingForward
+from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.policies import (
     H2O,
     AdaKV,
@@ -294,7 +294,7 @@ def test_torch_counts_as_much_in_linear_layers(
 
     found = estimate(policy, shape_of(model.config), 200)
     assert linear_flops() < found.prefill.linear + found.prefill.head
-    monkeypatch.setattr(ActingForward, "_few_go_on", lambda self, index: False)
+    monkeypatch.setattr(PassRun, "_narrows", lambda *_: False)
     assert linear_flops() == found.prefill.linear + found.prefill.head
 
 

@@ -250,4 +250,4 @@ def test_rows_of_one_length_are_counted_together(model: PreTrainedModel) -> None
         go_on(model, cache, [rows])
         assert cache.reader.tokens is not None
         assert cache.reader.tokens.rows_since is None
-        assert not any(layer.padded for layer in cache.layers)
+        assert not any(layer.contents.padded for layer in cache.layers)

@@ -1,12 +1,14 @@
 """How many tokens go on may depend on what a prompt says."""
 
+from typing import Any
+
 import attrs
 import pytest
 import torch
 
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.forward import prefill
+from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.policies import (
     GQAGroupSelector,
     StagedPropagation,
@@ -80,16 +82,16 @@ def test_against_the_reference(rows: tuple[int, ...], implementation: str) -> No
 def test_layers_are_narrowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number that goes on, since none is known beforehand; to the same result."""
     model, seen = tiny_model("llama", seed=3), []
-    known = prefill.ActingForward._few_go_on
+    known = PassRun._narrows
 
-    def few(forward: prefill.ActingForward, index: int) -> bool:
-        seen.append((index, known(forward, index)))
+    def few(run: PassRun, index: int, kwargs: dict[str, Any]) -> bool:
+        seen.append((index, known(run, index, kwargs)))
         return seen[-1][1]
 
-    monkeypatch.setattr(prefill.ActingForward, "_few_go_on", few)
+    monkeypatch.setattr(PassRun, "_narrows", few)
     _, turns = run_conversation(model, policy_of(mass=0.999), rows=ROWS)
     assert {index for index, narrowed in seen if narrowed} == {*LAYERS, 3}  # 3 is for its logits
-    monkeypatch.setattr(prefill.ActingForward, "_few_go_on", lambda *_: False)
+    monkeypatch.setattr(PassRun, "_narrows", lambda *_: False)
     _, whole = run_conversation(model, policy_of(mass=0.999), rows=ROWS)
     for one, other in zip(turns, whole, strict=True):
         assert one.propagated == other.propagated

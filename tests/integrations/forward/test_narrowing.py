@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvpolicy import CachePolicy
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.forward import blocks
-from kvpolicy.integrations.transformers.forward import prefill as acting
+from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.integrations.transformers.model.masks import Visibility
 from kvpolicy.policies import (
     AdaKV,
@@ -200,7 +200,7 @@ def test_narrowing_changes_nothing(
     model = tiny_model("llama", seed=1, attn_implementation=implementation)
     monkeypatch.setitem(blocks.BLOCK_BYTES, "cpu", block)
     logits, kept = run(model, POLICIES[name], padded)
-    monkeypatch.setattr(acting.ActingForward, "_few_go_on", lambda self, index: False)
+    monkeypatch.setattr(PassRun, "_narrows", lambda *_: False)
     expected, whole = run(model, POLICIES[name], padded)
     for one, other in zip(logits, expected, strict=True):
         assert torch.allclose(one, other, atol=1e-5)

@@ -13,7 +13,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import OffloadedStorage, PlainStorage, PolicyCache
-from kvpolicy.integrations.transformers.forward import append, packed_attention
+from kvpolicy.integrations.transformers.forward import attending, layer_masks, packed_attention
+from kvpolicy.integrations.transformers.forward.pass_run import PassRun
 from kvpolicy.integrations.transformers.state.packed import Packed
 from kvpolicy.policies import AdaKV, FullContext
 from tests.integrations.support.conversation import left_padded
@@ -80,7 +81,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(held.slots)
         return packed_attention.packed_attention(query, held, scaling)
 
-    monkeypatch.setattr(append, "packed_attention", counting)
+    monkeypatch.setattr(attending, "packed_attention", counting)
     return found
 
 
@@ -136,7 +137,7 @@ def test_decoding_unpacks_nothing_and_is_that_of_padded_tensors(
     assert len(packed) >= 2
     assert len(calls) == 20 * len(packed)
     assert not reads
-    monkeypatch.setattr(append, "may_attend", lambda held: False)
+    monkeypatch.setattr(layer_masks, "may_attend", lambda held: False)
     unpacking = decoded(model, PolicyCache(policy, storage), lengths)
     assert len(calls) == 20 * len(packed)
     assert len(reads) == 20 * len(packed)
@@ -198,7 +199,7 @@ def test_a_layer_that_attends_in_a_way_of_its_own_is_refused(
     ids = torch.tensor([random_tokens(0, 50)])
     with torch.no_grad(), cache.attached(model):
         model(ids, past_key_values=cache)
-        monkeypatch.setattr(append.Forward, "waits_for", lambda *_, **__: False)
+        monkeypatch.setattr(PassRun, "waits_for", lambda *_, **__: False)
         with pytest.raises(UnsupportedModelError, match="model must hand the keys of the cache"):
             model(ids[:, :1], past_key_values=cache)
     monkeypatch.undo()

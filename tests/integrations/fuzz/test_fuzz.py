@@ -19,9 +19,9 @@ from torch import Tensor
 from kvpolicy import CachePolicy, policies
 from kvpolicy.errors import ShapeError, UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
-from kvpolicy.integrations.transformers.forward import prefill
+from kvpolicy.integrations.transformers.forward import selecting
 from kvpolicy.integrations.transformers.forward.decoding import choosing
-from kvpolicy.integrations.transformers.forward.prefill import ActingForward
+from kvpolicy.integrations.transformers.forward.passes import PassState
 from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policies import GemFilter
@@ -113,12 +113,12 @@ def restarts_leave_no_gap(tokens: SeenTokens, new_valid: Tensor) -> Tensor:
     return tokens.positions_of(new_valid).clamp(min=0)
 
 
-def budgets_of_new_tokens(forward: ActingForward, *args: Any, **kwargs: Any) -> None:
-    original_start(forward, *args, **kwargs)
-    forward._seen_len = tuple(forward.new_valid.sum(dim=1).tolist())
+def budgets_of_new_tokens(at: PassState, *args: Any, **kwargs: Any) -> None:
+    original_start(at, *args, **kwargs)
+    at.seen_len = tuple(at.reach.valid.sum(dim=1).tolist())
 
 
-original_crop, original_start = SeenTokens.without_last, ActingForward.__init__
+original_crop, original_start = SeenTokens.without_last, PassState.__init__
 
 
 def converse(policy: CachePolicy, method: Method) -> None:
@@ -143,7 +143,7 @@ def test_a_conversation_is_followed() -> None:
     [
         (SeenTokens, "without_last", padding_counts_when_cropped),
         (SeenTokens, "rotary_positions_of", restarts_leave_no_gap),
-        (ActingForward, "__init__", budgets_of_new_tokens),
+        (PassState, "__init__", budgets_of_new_tokens),
     ],
 )
 def test_a_planted_fault_is_found(
@@ -213,7 +213,7 @@ def test_a_bounded_answer_is_followed(name: str) -> None:
         (RecentQueries, "last", queries_are_forgotten, "window"),
         (RecentQueries, "rows", queries_stay, "sums"),
         (choosing, "carried_for", sums_begin_anew, "sums"),
-        (prefill, "carried_for", sums_begin_anew, "sums"),
+        (selecting, "carried_for", sums_begin_anew, "sums"),
     ],
 )
 def test_a_fault_planted_in_bounded_answers_is_found(

@@ -10,7 +10,7 @@ import torch
 from kvpolicy.errors import NotAttachedError, UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.checking import check_model
-from kvpolicy.integrations.transformers.forward.append import Forward
+from kvpolicy.integrations.transformers.forward.attending import LayerAttention
 from kvpolicy.integrations.transformers.model.parts import ModelParts
 from kvpolicy.policies import FastKV, FullContext, GemFilter, PyramidInfer, SnapKV
 from tests.integrations.hybrids.models import (
@@ -197,7 +197,7 @@ def test_the_self_check_notices_states_that_have_read_padding(
     model = builds()["lfm2"].model()
     assert check_model(model).pads
     monkeypatch.setattr(
-        Forward, "_for_state", lambda self, hidden, given: {**given, "attention_mask": None}
+        LayerAttention, "_for_state", lambda self, hidden, given: {**given, "attention_mask": None}
     )
     found = check_model(model)
     assert not found.pads
@@ -209,14 +209,14 @@ def test_the_self_check_notices_states_that_have_read_what_was_dropped(
 ) -> None:
     """Here later layers carry on from the tokens that went on, in the wrong order."""
     model = builds()["lfm2"].model()
-    honest = Forward._for_state
+    honest = LayerAttention._for_state
 
     def backwards(self: Any, hidden: Any, given: Any) -> Any:
-        if self.propagated:
+        if self._reach.slots is not None:
             hidden.copy_(hidden.flip(1))
         return honest(self, hidden, given)
 
-    monkeypatch.setattr(Forward, "_for_state", backwards)
+    monkeypatch.setattr(LayerAttention, "_for_state", backwards)
     found = check_model(model)
     assert found.findings["evicting"].reason is None
     assert "wrong logits where a policy drops tokens" in str(found.findings["dropping"].reason)

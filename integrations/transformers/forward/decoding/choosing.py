@@ -12,9 +12,10 @@ from torch.nn.functional import pad
 from kvpolicy.context import LayerContext
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.host_counts import on_device
+from kvpolicy.integrations.transformers.forward.layer_contexts import layer_context
 from kvpolicy.integrations.transformers.model.masks import FLASH, first_seen
 from kvpolicy.integrations.transformers.model.rotary import LayerRotary
-from kvpolicy.integrations.transformers.model.routing import Scores
+from kvpolicy.integrations.transformers.model.routing import AttentionInputs, Scores
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
@@ -248,7 +249,7 @@ class LayerCandidates:
 
     def _padding_first(self) -> tuple[LayerCandidates, Tensor | None]:
         """Move padding among an answer's columns to the left; return the result and the order."""
-        if not (self.tokens.padded or self.layer.padded):
+        if not (self.tokens.padded or self.layer.contents.padded):
             return self, None
         order = (self.positions >= 0).to(torch.uint8).argsort(dim=2, stable=True)
         ordered = attrs.evolve(
@@ -262,40 +263,33 @@ class LayerCandidates:
 
     def _context(self, decoding: DecodingEviction, carried: Tensor | None) -> LayerContext:
         device, layer, tokens = self.keys.device, self.layer, self.tokens
-        observed, kv_heads = self.observed, self.keys.shape[1]
         new, slots = on_device(tokens.since, device), torch.arange(max(tokens.since), device=device)
-        positions = self.positions.expand(-1, kv_heads, -1)
-        held_as_shown = self.stored[0].shape[1] == kv_heads
         places = None
-        if observed.count and decoding.num_queries != 0:
-            queries, places = observed.shown(tokens)
+        if self.observed.count and decoding.num_queries != 0:
+            queries, places = self.observed.shown(tokens)
         else:
             batch, _, _, head_dim = self.keys.shape
-            queries = self.keys.new_empty(batch, layer.query_heads, 0, head_dim)
-        return LayerContext(
-            layer_idx=self.index,
-            num_layers=self.num_layers,
-            queries=queries,
-            keys=self.keys,
-            values=self.values,
-            stored=None if held_as_shown and not layer.one_choice else self.stored,
-            positions=positions,
-            kinds=tokens.kinds_at(positions),
+            queries = self.keys.new_empty(batch, layer.facts.query_heads, 0, head_dim)
+        values = self.values
+        return layer_context(
+            self.index,
+            self.num_layers,
+            layer,
+            AttentionInputs(queries, self.keys, values, self.scores),
+            self.positions.expand(-1, self.keys.shape[1], -1),
             new_valid=slots >= len(slots) - new[:, None],
             seen_len=tuple(tokens.lengths.tolist()),
-            scaling=self.scores.scaling,
-            softcap=self.scores.softcap,
-            sinks=self.scores.sinks,
-            heads=layer.spread.heads(layer.query_heads),
+            stored=self.stored,
+            tokens=tokens,
             query_positions=places,
             carried=carried,
             rotary=self._rotary() if decoding.needs_rotary else None,
-            output_weight=layer.weight(self.values) if decoding.needs_output_weight else None,
+            output_weight=layer.facts.weight(values) if decoding.needs_output_weight else None,
         ).showing(decoding.num_queries)
 
     def _rotary(self) -> LayerRotary:
-        assert self.layer.turns is not None
-        return LayerRotary(self.layer.turns)
+        assert self.layer.facts.turns is not None
+        return LayerRotary(self.layer.facts.turns)
 
 
 @attrs.frozen(eq=False)

@@ -51,7 +51,7 @@ class StaticChoice:
             if keys is not None and decoding.num_queries != 0:
                 zero = torch.zeros(1, dtype=torch.int64, device=keys.device)
                 slot = slots.setdefault(keys.device, zero)
-                ring = StaticQueries.like(keys, layer.query_heads, decoding, slot)
+                ring = StaticQueries.like(keys, layer.facts.query_heads, decoding, slot)
             rings.append(ring)
         choice = StaticChoice(decoding, windows, implementation, rings)
         choice.load(layers)
@@ -118,7 +118,7 @@ class StaticChoice:
         self, index: int, layer: PolicyLayer, num_layers: int, tokens: SeenTokens
     ) -> Selection:
         assert layer.held is not None
-        assert layer.scores is not None
+        assert layer.facts.scores is not None
         keys, values = layer.held.read()
         positions = layer.positions
         assert positions is not None
@@ -130,7 +130,7 @@ class StaticChoice:
             values=values,
             stored=(keys, values),
             positions=positions,
-            scores=layer.scores,
+            scores=layer.facts.scores,
             tokens=tokens,
             observed=layer.observed,
         )
@@ -176,7 +176,7 @@ class StaticChoice:
         every = self.decoding.every
         if self.capacity_for(index, layer, every, left) > capacity:
             return False
-        varies = layer.ragged or self.windows[index] is not None
+        varies = layer.contents.ragged or self.windows[index] is not None
         return varies or capacity <= self._bound(index, layer, every)
 
 

@@ -70,7 +70,7 @@ class Places:
     ) -> Places:
         """Make the table of layers that hold fewer tokens than there are slots."""
         places, masks = [], []
-        heads = layers[0].query_heads
+        heads = layers[0].facts.query_heads
         for layer in layers:
             positions = layer.positions
             assert positions is not None
@@ -258,9 +258,9 @@ class RollingDecoding:
         for index, layer in enumerate(layers):
             keys, values = layer.claim(capacity)
             weights, slot = places.weights[index], places.slots[index]
-            query = keys.new_zeros(keys.shape[0], layer.query_heads, 1, keys.shape[3])
-            assert layer.scores is not None
-            queries = RollingQueries(keys, query, weights, layer.scores)
+            query = keys.new_zeros(keys.shape[0], layer.facts.query_heads, 1, keys.shape[3])
+            assert layer.facts.scores is not None
+            queries = RollingQueries(keys, query, weights, layer.facts.scores)
             mask = observed_by(places.masks[index], queries)
             for tensor in (keys, values, weights, slot, query, mask, filled[index]):
                 # CUDA graphs must know that this tensor never changes its address.
@@ -336,8 +336,8 @@ def _are_alike(layers: Sequence[PolicyLayer]) -> bool:
     """True if layers have one shape and one device, and their scores have no sinks."""
     found = set()
     for layer in layers:
-        if layer.held is None or layer.scores is None or layer.scores.sinks is not None:
+        if layer.held is None or layer.facts.scores is None or layer.facts.scores.sinks is not None:
             return False
         batch, kv_heads, _, head_dim = layer.held.shape
-        found.add((batch, kv_heads, head_dim, layer.query_heads, layer.device))
+        found.add((batch, kv_heads, head_dim, layer.facts.query_heads, layer.device))
     return len(found) == 1

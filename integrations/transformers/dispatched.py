@@ -1,0 +1,215 @@
+"""Define what Transformers asks of a cache, answered by the dispatcher of its forwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache
+
+from kvpolicy.errors import NotAttachedError
+from kvpolicy.integrations.transformers.forward.decoding.static_rolling import RollingDecoding
+from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatcher
+from kvpolicy.integrations.transformers.forward.pass_run import PassRun
+from kvpolicy.integrations.transformers.forward.static_decoding import StaticDecoding
+from kvpolicy.integrations.transformers.state.cross import CrossLayer
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
+
+
+class DispatchedCache(Cache):  # type: ignore[misc]
+    """A Transformers cache whose contents change by the forwards that its dispatcher handles.
+
+    Models and `generate` call its methods. `PolicyCache` adds what users call.
+
+    Args:
+        reader: Handles the forwards.
+    """
+
+    def __init__(self, reader: ForwardDispatcher) -> None:
+        super().__init__(layers=[])
+        self._reader = reader
+        self.layers: list[PolicyLayer] = reader.layers
+
+    def _run(self) -> PassRun:
+        """Return the run of the decoder that is under way.
+
+        Raises:
+            NotAttachedError: There is none, since the cache is not attached to the model that
+                calls.
+        """
+        run = self._reader.run
+        if run is None:
+            raise NotAttachedError(
+                "cache must be attached to the model for its policy to act: use "
+                "model.generate(past_key_values=cache), or call the model inside "
+                "`with cache.attached(model):`"
+            )
+        return run
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add a layer's new keys and values; return all keys and values its attention must see.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        static = self._reader.fixed.buffers
+        if static is not None:
+            return static.layers[layer_idx].write(key_states, value_states)
+        run = self._run()
+        return run.update(layer_idx, key_states, value_states, run.attentions[layer_idx])
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Add a layer's new index keys; return all index keys that its indexer must see.
+
+        Args:
+            indexer_key_states: ``[batch, new_len, index_dim]``.
+            layer_idx: Index of the layer.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        return self._run().update_index(layer_idx, indexer_key_states)
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        """True if a recurrent layer has read any token.
+
+        None for ``layer_idx`` asks about the last layer with a state.
+
+        Raises:
+            NotAttachedError: ``layer_idx`` is given, and the cache is not attached to its model.
+        """
+        if layer_idx is not None and self._reader.tokens is not None:
+            # With Transformers 5.17 a model then takes the state from the layer and writes to it.
+            self._run().note_state(layer_idx)
+        return bool(super().has_previous_state(layer_idx, state_idx))
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the state of a layer's convolution, or None before any token is read.
+
+        The model may write into it.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self._run().note_state(layer_idx)
+        state: Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        return state
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the recurrent state of a layer, or None before any token is read.
+
+        The model may write into it.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self._run().note_state(layer_idx)
+        state: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
+        return state
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Add the new inputs of a layer's convolution; return them behind the earlier ones.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self._run().note_state(layer_idx)
+        state: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        return state
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Store a layer's recurrent state after the current tokens.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self._run().note_state(layer_idx)
+        state: Tensor = super().update_recurrent_state(
+            recurrent_states, layer_idx, state_idx, **kwargs
+        )
+        return state
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Return the recurrent state of a layer, or None before any token is read.
+
+        Some models define caches of their own with this method and `set_linear_cache`, and replace
+        the state whole.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self._run().note_state(layer_idx)
+        layer = self.layers[layer_idx]
+        assert isinstance(layer, RecurrentLayer)
+        state: Tensor | None = layer.recurrent_states[0]
+        return state
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Store a layer's recurrent state after the current tokens.
+
+        Raises:
+            NotAttachedError: The cache is not attached to the model that calls.
+        """
+        self.update_recurrent_state(linear_cache, layer_idx)
+
+    @property
+    def static(self) -> StaticDecoding | RollingDecoding | None:
+        """The decoding into fixed buffers that is under way, or None; compiled hooks use it."""
+        return self._reader.fixed.buffers
+
+    @property
+    def is_compileable(self) -> bool:
+        """True if `generate` may compile the decoding of an answer."""
+        return self._reader.fixed.is_compileable
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of columns seen, padding included.
+
+        The number of slots stored is ``layers[i].kept_len``. For a layer that attends to images it
+        is 0 until there is an image: Transformers 5.17 then leaves the layer out.
+        """
+        layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
+        without_image = isinstance(layer, CrossLayer) and layer.images is None
+        return 0 if without_image else self._reader.seen
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the key length and the key offset of the next mask.
+
+        The offset is the number of columns seen but not stored. An attention module that computes
+        distances between queries and keys gets all columns seen instead.
+        """
+        run = self._reader.run
+        columns = None if run is None else run.columns(layer_idx)
+        if columns is not None:
+            return columns.keys, 0
+        if self._reader.makes_masks:  # a mask of all slots would not be used
+            return query_length, self.get_seq_length(layer_idx)
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:
+        """Return the number of columns seen, which is the column of the next query.
+
+        An attention module that computes distances gets the offset of its own queries instead.
+        """
+        run = self._reader.run
+        columns = None if run is None else run.columns(layer_idx)
+        return self.get_seq_length(layer_idx) if columns is None else columns.query_offset
+
+    @property
+    def batch_size(self) -> int:
+        """The number of rows; -1 before the first forward."""
+        return -1 if self._reader.tokens is None else self._reader.tokens.batch
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return -1: a policy cache has no maximum length."""
+        return -1

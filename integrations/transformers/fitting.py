@@ -1,0 +1,149 @@
+"""Check that what a cache holds, and its policy, fit a model, and adapt its layers to the model."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.dispatcher import ForwardDispatcher
+from kvpolicy.integrations.transformers.model.parallel import HeadSharding
+from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprint
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
+from kvpolicy.integrations.transformers.state.recurrent import layer_for, link
+from kvpolicy.integrations.transformers.state.storage import PlainStorage
+
+
+def fit(reader: ForwardDispatcher, parts: ModelParts, loaded_for: ModelFingerprint | None) -> None:
+    """Make the layers of an empty cache, or check that those of a filled one fit a model.
+
+    Args:
+        reader: The dispatcher of the cache.
+        parts: The model.
+        loaded_for: The model that filled a cache which was loaded from a file; None for others.
+
+    Raises:
+        ValueError: Another model has filled the cache.
+    """
+    if reader.tokens is None:
+        room = reader.room
+        reader.layers[:] = [layer_for(kind, reader.storage, room) for kind in parts.kinds]
+        link(reader.layers)
+    elif len(reader.layers) != parts.num_layers:
+        raise ValueError(
+            f"model must have the {len(reader.layers)} layers of the model that filled the "
+            f"cache, got one with {parts.num_layers}; use a new PolicyCache"
+        )
+    elif reader.filled_by is not None and reader.filled_by() is not parts.decoder:
+        raise ValueError(
+            "model must be the one that filled the cache, got another one; use a new "
+            "PolicyCache or reset() this one"
+        )
+    elif reader.filled_by is None and loaded_for is not None:
+        _check_loaded_for(loaded_for, ModelFingerprint.of(parts.decoder))
+        _check_kinds(reader, parts)
+        _move_to(reader, parts)
+
+
+def check_room(reader: ForwardDispatcher, parts: ModelParts, longest: int | None) -> None:
+    """Check that the reserved memory is at most as many tokens as the model has positions.
+
+    Raises:
+        ValueError: It reserves memory for more.
+    """
+    most, room = parts.max_positions, reader.room_for(longest)
+    if most is None or room <= most:
+        return
+    name, remedy = "max_new_tokens", "the longest answer you expect, or None to let it grow"
+    if longest is None:
+        name, remedy = "every of the policy's decoding", "how many tokens a layer may grow by"
+    raise ValueError(
+        f"{name} must be at most {most}, the positions of {type(parts.model).__name__}, since "
+        f"memory for as many tokens is taken when a prompt is read, got {longest or room}; "
+        f"pass {remedy}"
+    )
+
+
+def check_bounded(reader: ForwardDispatcher) -> None:
+    """Check that every layer can evict while an answer is decoded.
+
+    Raises:
+        UnsupportedModelError: The policy's decoding rule needs queries, and a layer's attention
+            shows none.
+    """
+    if reader.policy.decoding is None:
+        return
+    blind = [i for i, layer in enumerate(reader.layers) if not layer.facts.shows_queries]
+    if blind and reader.policy.decoding.num_queries != 0:
+        raise UnsupportedModelError(
+            f"decoding of {reader.policy} must look at no queries with a model whose attention "
+            f"shows none, as that of layers {blind}; use the rule of StreamingLLM, KeyNorm, "
+            "KeyDiff, LagKV, CurDKV or Random"
+        )
+
+
+def _check_loaded_for(saved: ModelFingerprint, model: ModelFingerprint) -> None:
+    difference = saved.difference(model)
+    if difference is not None:
+        raise ValueError(
+            f"model must be the one that filled the saved cache, got another one: {difference}"
+        )
+    if not saved.is_comparable(model):
+        warnings.warn(
+            "whether model is the one that filled the saved cache cannot be told, since no "
+            "parameter's values are known both of it and of that one (they are quantised, or "
+            "not in memory); make sure of it, or load it with its embeddings in memory",
+            stacklevel=4,
+        )
+
+
+def _check_kinds(reader: ForwardDispatcher, parts: ModelParts) -> None:
+    for index, (layer, kind) in enumerate(zip(reader.layers, parts.kinds, strict=True)):
+        wanted = layer_for(kind, reader.storage, 0)
+        if isinstance(layer, IndexedLayer) and isinstance(wanted, IndexedLayer):
+            layer.blocks = wanted.blocks  # a file does not hold this setting
+        if type(layer) is not type(wanted) or layer.producer != wanted.producer:
+            raise ValueError(
+                f"saved cache must hold what layer {index} of the model holds, which is "
+                f"{kind.name}, got something else; the file was changed"
+            )
+
+
+def find_heads(reader: ForwardDispatcher, parts: ModelParts) -> None:
+    """Find how the heads of a model's layers are spread, and whether they show queries."""
+    tp_size = getattr(parts.model, "tp_size", None) or 1
+    for layer, attention in zip(reader.layers, parts.attentions, strict=True):
+        layer.facts.shows_queries = attention is not None or not layer.attends
+        if attention is not None:
+            layer.facts.spread = HeadSharding.of(attention, parts.config, tp_size)
+        elif layer.attends:  # no queries are seen there to count
+            layer.facts.query_heads = getattr(parts.config, "num_attention_heads", 0)
+
+
+def _move_to(reader: ForwardDispatcher, parts: ModelParts) -> None:
+    """Move what a loaded cache holds to the devices and the precision of a model."""
+    assert reader.tokens is not None
+    reader.tokens = reader.tokens.to(parts.device_of(0))
+    # The dtype of the embeddings, since weights of layers may be quantised.
+    dtype = next(each.dtype for each in parts.decoder.parameters() if each.is_floating_point())
+    for index, layer in enumerate(reader.layers):
+        if layer.held is not None:
+            keys, values = layer.held.read()
+            if keys.dtype != dtype:
+                _check_precision(reader, keys.dtype, dtype)
+                # The same model, loaded in another precision. `move_to` puts it into the
+                # cache's storage.
+                layer.held = PlainStorage().hold(keys.to(dtype), values.to(dtype))
+                layer.observed = layer.observed.in_precision(dtype)
+        layer.move_to(parts.device_of(index), reader.tokens.to(parts.device_of(index)))
+
+
+def _check_precision(reader: ForwardDispatcher, saved: torch.dtype, own: torch.dtype) -> None:
+    if any(layer.state_nbytes() for layer in reader.layers):
+        raise ValueError(
+            f"model must be in the precision in which the saved cache was filled, {saved}, "
+            f"where it has recurrent layers or has read images, got {own}; what is held of "
+            "these is in one precision"
+        )

@@ -1,0 +1,161 @@
+"""Read and check a forward that a cache is about to take up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
+from kvpolicy.integrations.transformers.forward.facts import Call, ModelFacts
+from kvpolicy.integrations.transformers.forward.inputs import Incoming, read_inputs
+from kvpolicy.integrations.transformers.forward.outer_call import OuterCall
+from kvpolicy.integrations.transformers.forward.read_state import ReadState
+from kvpolicy.integrations.transformers.forward.restart import check_positions
+from kvpolicy.integrations.transformers.forward.second_reading import check_tokens
+from kvpolicy.integrations.transformers.forward.states import check_states_go_on
+from kvpolicy.integrations.transformers.model.both_ways import cuts_of
+
+
+@attrs.frozen(eq=False)
+class Arriving:
+    """A forward that a cache is about to take up.
+
+    Args:
+        model: What is known of the model and of the policy placed on it.
+        outer: The call of the model around the decoder.
+        now: What the cache has read.
+        starts: Whether the policy acts on the forward, or at the end of the prompt that it belongs
+            to.
+        ends: Whether it ends its prompt.
+    """
+
+    model: ModelFacts
+    outer: OuterCall
+    now: ReadState
+    starts: bool
+    ends: bool
+
+    @property
+    def _in_chunks(self) -> bool:
+        return self.now.chunks is not None or not self.ends
+
+    def read(self, arguments: dict[str, Any]) -> tuple[Call, Incoming, AddedFeatures | None]:
+        """Read the decoder's arguments.
+
+        If a model around the decoder makes the masks, the decoder gets these masks. Padding is then
+        read from the mask that the outer model was called with.
+
+        Args:
+            arguments: By name.
+
+        Returns:
+            What the forward asks for; its tokens; and features to add to hidden states between
+            layers, in place of the decoder.
+
+        Raises:
+            TypeError: See `read_inputs`.
+            ValueError: See `read_inputs`.
+            UnsupportedModelError: The policy cannot act on this forward of the model, for example
+                because the context exceeds a sliding window.
+            UnsupportedGenerationError: See `check_tokens`.
+        """
+        model, parts, outer, starts = self.model, self.model.parts, self.outer, self.starts
+        if parts.own_caches_only:
+            arguments = {**arguments, "use_cache": False}
+        seen = 0 if self.now.tokens is None else self.now.tokens.seen
+        if starts and self.now.chunks is None:
+            parts.check_turn(seen)
+        made = arguments.get("attention_mask")
+        outside, arguments = outer.masks_made_outside(arguments)
+        features = AddedFeatures.of(arguments) if starts else None
+        incoming = read_inputs(
+            arguments if features is None else features.without(arguments),
+            self.now.tokens,
+            acts=starts and self.ends,
+            starts=starts and self.now.chunks is None,
+            ends=self.ends,
+        )
+        kinds = outer.take_kinds(incoming.columns)
+        incoming = attrs.evolve(incoming, ids=outer.ids_of(arguments), kinds=kinds)
+        self._check(arguments, incoming)
+        if features is not None and incoming.order is not None:
+            features = features.taken(incoming.order)
+        if outside:
+            taken = {**incoming.arguments, "attention_mask": made}
+            incoming = attrs.evolve(incoming, arguments=taken)
+        call = Call.of(model, arguments, own_masks=outside, keep_last=outer.keep_last)
+        return call, incoming, features
+
+    def _check(self, arguments: dict[str, Any], incoming: Incoming) -> None:
+        """Check that the policy can act on the forward's tokens; see `read`."""
+        model, parts, policy = self.model, self.model.parts, self.model.policy
+        if incoming.tokens.padded or incoming.padded:
+            parts.check_padding(model.quirks)
+        if not model.quirks.counts:
+            self._check_positions_given(arguments, incoming)
+        if self.starts and self._in_chunks:
+            self._check_cuts(incoming)
+        if parts.holds_states:
+            check_states_go_on(incoming, several=model.quirks.continues)
+        if policy.gapless and arguments.get("position_ids") is not None:
+            check_positions(policy, incoming)
+        if not self.starts:
+            return
+        if policy.reading is not None:
+            check_tokens(policy, incoming)
+        lengths = incoming.tokens.lengths + incoming.new_valid.sum(dim=1)
+        longest = int(lengths.max())
+        parts.check_policy(policy, longest)
+        if model.acting:
+            parts.check_logits(policy, self.outer.keep_last)
+            parts.check_rows(policy, len(lengths), longest)
+
+    def _check_cuts(self, incoming: Incoming) -> None:
+        """Check that no token of a chunked prompt sees a token of a later chunk.
+
+        Raises:
+            UnsupportedModelError: A token does.
+        """
+        seen = incoming.tokens.seen
+        begun = seen - (0 if self.now.chunks is None else self.now.chunks.columns)
+        valid = torch.cat([incoming.tokens.valid, incoming.columns], dim=1)
+        cuts = cuts_of(self.model.parts.model, self.outer.types, valid, begun)
+        if cuts is None:
+            return
+        for column in [seen] if self.ends else [seen, valid.shape[1]]:
+            if begun < column < len(cuts.forbidden) - 1 and bool(cuts.forbidden[column]):
+                raise cuts.refused(column, begun)
+
+    def _check_positions_given(self, arguments: dict[str, Any], incoming: Incoming) -> None:
+        """Check that position ids are given if the model does not count from 0 and they are needed.
+
+        Raises:
+            UnsupportedModelError: They are not; the cache cannot know the number from which the
+                model counts.
+        """
+        needed = incoming.arguments.get("position_ids") is not None
+        drops_later = self.starts and self.model.acting and self._in_chunks
+        restarts = (self.starts and self.model.restarts) or drops_later
+        if arguments.get("position_ids") is None and (needed or restarts):
+            raise UnsupportedModelError(
+                f"position_ids must be given with {type(self.model.parts.model).__name__}, "
+                "which counts from a number of its own without them, where rows are padded, a "
+                "policy restarts the prefill, or a prompt of which tokens are dropped comes in "
+                "chunks; give each row's own, as generate does"
+            )
+
+    def check_cache_is_used(self, arguments: dict[str, Any]) -> None:
+        """Check that the decoder is told to use a cache.
+
+        Raises:
+            UnsupportedGenerationError: It is told to use none.
+        """
+        asked, config = arguments.get("use_cache"), self.model.parts.config
+        name = "use_cache" if asked is not None else "use_cache of the model's config"
+        if (getattr(config, "use_cache", None) if asked is None else asked) is False:
+            raise UnsupportedGenerationError(
+                f"{name} must be True with a PolicyCache, got False; set it, or pass use_cache=True"
+            )

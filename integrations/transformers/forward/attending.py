@@ -1,0 +1,241 @@
+"""Say how the layers of a pass attend: which arguments they get, and how attention is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.facts import Call
+from kvpolicy.integrations.transformers.forward.indexers import with_positions
+from kvpolicy.integrations.transformers.forward.narrowing import Narrowed
+from kvpolicy.integrations.transformers.forward.packed_attention import packed_attention
+from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, PassState
+from kvpolicy.integrations.transformers.forward.relative_positions import Columns
+from kvpolicy.integrations.transformers.forward.shared_keys import SharedKeys
+from kvpolicy.integrations.transformers.forward.states import check_states_skip_nothing
+from kvpolicy.integrations.transformers.model.mask_arguments import MaskArguments
+from kvpolicy.integrations.transformers.model.masks import FLASH
+from kvpolicy.integrations.transformers.model.routing import Attend, is_plain
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.packed import Packed
+from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer, SharedLayer
+
+
+class LayerAttention:
+    """How the current layer of a pass attends.
+
+    Args:
+        call: What the forward asks for.
+        made: The pass.
+        at: Its tokens, and where they stand at the current layer.
+
+    Attributes:
+        inside: Index of the layer whose attention runs; None before the first.
+        packed: Whether the layer must still attend to packed keys.
+        places: The positions at which it reads its tokens.
+        narrowed: Its second run, for some of its tokens; None if it runs once.
+    """
+
+    def __init__(self, call: Call, made: Pass, at: PassState) -> None:
+        self._call, self._made, self._at = call, made, at
+        self.layers = at.layers
+        self._reach, self._masks = at.reach, at.masks
+        self._appends = made.keys is KeyUse.APPEND
+        self.inside: int | None = None
+        self.packed = False
+        self.places = at.reach.positions
+        self.narrowed: Narrowed | None = None
+        self._told: Columns | None = None  # the columns that attention was told, if it asked
+        self._shared: dict[int, SharedKeys] = {}
+        self._padding_of: tuple[Tensor, Tensor | None] | None = None
+
+    @property
+    def tells_columns(self) -> bool:
+        """True if the layer's attention has asked where its keys and queries are."""
+        return self._told is not None
+
+    def arguments(
+        self, index: int, layer: PolicyLayer, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the arguments of a layer, for the tokens that reach it.
+
+        Args:
+            index: Index of the layer.
+            layer: The layer in the cache.
+            hidden: Its input.
+            kwargs: Its other arguments, by name, as made for all tokens of the pass.
+
+        Raises:
+            UnsupportedModelError: See `LayerMasks.arguments` and `check_states_skip_nothing`.
+        """
+        if isinstance(layer, SharedLayer):
+            return self._for_borrower(index, layer, hidden, kwargs)
+        if not isinstance(layer, RecurrentLayer):
+            if layer.attends:
+                return self._for_attention(index, layer, hidden, kwargs)
+            return self._reach.arguments(kwargs)
+        layer.own_states()
+        if not layer.attends:
+            return self._for_state(hidden, self._reach.arguments(kwargs))
+        names = MaskArguments.of(kwargs)
+        here = self._for_attention(index, layer, hidden, names.taken(kwargs))
+        return names.given(here, self._padding(hidden))
+
+    def _for_attention(
+        self, index: int, layer: PolicyLayer, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the arguments of a layer's attention, for the tokens that reach the layer."""
+        masks = self._masks
+        self.inside, self._told = index, None
+        self.packed = self._appends and masks.enter_packed(index)
+        if not self.packed:
+            masks.enter(layer)
+        here = self._reach.arguments(kwargs)
+        self.note_places(here)
+        if self.packed:  # needs no mask, and no positions to make one
+            return {**here, "attention_mask": None}
+        attended = self._call.attended
+        if attended is not None and not (self._at.first and self._made.incoming.order is None):
+            heads = 1 if layer.held is None else layer.held.shape[1]
+            attended.note(index, masks.positions(layer, heads, hidden.device))
+        if isinstance(layer, IndexedLayer):
+            return self._for_indexer(index, layer, hidden, here)
+        here = masks.arguments(index, hidden, here)
+        if index in masks.lenders:
+            own, mask = masks.own_block(kwargs), here.get("attention_mask")
+            self._shared[index] = SharedKeys.of(layer, masks, self._reach, hidden, own, mask)
+        return here
+
+    def _for_indexer(
+        self, index: int, layer: IndexedLayer, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the arguments of a layer whose indexer reads masks and positions itself."""
+        own, masks = kwargs.get("attention_mask"), self._masks
+        if isinstance(own, Tensor) and own.ndim == 2:  # of tokens, from which it makes its own
+            kwargs = {**kwargs, "attention_mask": self._reach.valid.to(hidden.device)}
+        else:
+            kwargs = masks.arguments(index, hidden, kwargs)
+            mask = kwargs["attention_mask"]
+            mask = masks.mask(index, hidden) if mask is None else mask
+            assert isinstance(mask, Tensor)
+            kwargs = {**kwargs, "attention_mask": mask.expand(hidden.shape[0], -1, -1, -1)}
+        return with_positions(layer, hidden, kwargs, self._call.model.rotary, masks.order)
+
+    def _for_borrower(
+        self, index: int, layer: SharedLayer, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the arguments of a layer that attends to another layer's keys, with its mask."""
+        assert layer.producer is not None
+        shared = self._shared[layer.producer]
+        if self._call.attended is not None:
+            self._call.attended.note(index, shared.keys)
+        window = self._masks.windows[index]
+        how = self._masks, self._reach, hidden, window, self._call.implementation
+        return {**self._reach.arguments(kwargs), "attention_mask": shared.mask_for(*how)}
+
+    def _for_state(self, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a recurrent layer; see `_padding`."""
+        valid = self._padding(hidden)
+        # The convolutions of a layer may have a name of their own for this mask.
+        own = dict.fromkeys({"conv_mask"} & kwargs.keys(), valid)
+        return {**kwargs, **own, "attention_mask": valid}
+
+    def _padding(self, hidden: Tensor) -> Tensor | None:
+        """Return the padding mask ``[batch, len]`` of a recurrent layer; None without padding.
+
+        Raises:
+            UnsupportedModelError: See `check_states_skip_nothing`.
+        """
+        valid = self._reach.valid
+        if not self._reach.padded:
+            return None
+        if self._padding_of is None or self._padding_of[0] is not valid:  # once for equal layers
+            check_states_skip_nothing(valid, self._at.started)
+            self._padding_of = valid, None if bool(valid.all()) else valid
+        found = self._padding_of[1]
+        return None if found is None else found.to(hidden.device).long()
+
+    def note_places(self, kwargs: dict[str, Any]) -> None:
+        """Remember the positions at which a layer reads the tokens of its arguments."""
+        given = kwargs.get("position_ids")
+        usable = isinstance(given, Tensor) and given.ndim == 2
+        self.places = given if isinstance(given, Tensor) and usable else self._reach.positions
+
+    def columns(self, index: int) -> Columns | None:
+        """Return the key and query columns that a layer's attention is told, if it asks for them.
+
+        None means that the columns held are right, before anything was dropped or evicted.
+
+        Raises:
+            UnsupportedModelError: Attention may not count columns in this pass.
+        """
+        made, at, reach = self._made, self._at, self._reach
+        if self.inside != index:
+            return None
+        first = at.first and reach.slots is None
+        if made.no_columns and not (first and made.stage is not None):
+            raise UnsupportedModelError(made.no_columns.format(index=index))
+        if first:
+            return None
+        count = at.before.seen + reach.count
+        if reach.slots is None:
+            queries = torch.arange(at.before.seen, count, device=reach.positions.device)
+        else:
+            queries = reach.positions.amax(dim=0)
+        self._told = Columns(count, queries)
+        return self._told
+
+    def attend(
+        self,
+        attend: Attend,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        given: tuple[Tensor, Tensor],
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call the module's attention function, or compute the same in another way.
+
+        Args:
+            attend: The attention function of the module.
+            module: The module.
+            query: ``[batch, query_heads, query_len, head_dim]``.
+            key: ``[batch, kv_heads, key_len, head_dim]``.
+            value: ``[batch, kv_heads, key_len, head_dim]``.
+            mask: The mask that the module gives its function.
+            given: The keys and values that the cache handed out to the layer.
+            kwargs: The further arguments that the module gives its function.
+        """
+        if self.narrowed is not None:
+            return self.narrowed.attend(attend, module, query, **kwargs), None
+        masks, reach, inside = self._masks, self._reach, self.inside
+        assert inside is not None
+        layer = self.layers[inside]
+        blocks, masks.blocks = masks.blocks, None
+        if blocks is not None and self._told is None:
+            return blocks.attend(attend, module, query, key, value, **kwargs), None
+        if blocks is not None:  # the module adds a bias that it made for all keys
+            mask = masks.mask(inside, query)
+        if self.packed:
+            self.packed = False
+            held = layer.held
+            own = all(one is other for one, other in zip(given, (key, value), strict=False))
+            if own and is_plain(attend, kwargs):
+                assert isinstance(held, Packed)
+                return packed_attention(query, held, kwargs.get("scaling")), None
+            masks.enter(layer)
+            mask = masks.mask(inside, query)
+        if self._call.implementation in FLASH:
+            # From positions with gaps, flash attention would infer several sequences in one row.
+            kwargs.pop("position_ids", None)
+        if self._told is not None:
+            keys = masks.positions(layer, layer.choices, query.device)
+            places = reach.positions.to(query.device)
+            kwargs = self._told.taken(kwargs, places, keys, query.shape[1])
+        return attend(module, query, key, value, mask, **kwargs)

@@ -1,0 +1,318 @@
+"""Remember a prompt's chunks until its end, when the policy acts on all of them.
+
+Each chunk leaves the queries that the policy looks at. If the scorer sums over all queries, each
+chunk leaves the sums instead: its queries have then seen the same keys as in one forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvpolicy.context import LayerContext
+from kvpolicy.declarations import declares
+from kvpolicy.integrations.transformers.forward.history import History
+from kvpolicy.integrations.transformers.forward.layer_contexts import layer_context
+from kvpolicy.integrations.transformers.forward.passes import AtQueries, PassState
+from kvpolicy.integrations.transformers.forward.staged_prompt import StagedPrompt
+from kvpolicy.integrations.transformers.model.routing import AttentionInputs
+from kvpolicy.part_calls import DeferredChecks, advanced
+from kvpolicy.policy import CachePolicy
+from kvpolicy.selection import gather_slots
+
+
+@attrs.frozen(eq=False)
+class Chunks:
+    """A record of the earlier chunks of a prompt, with the queries that the policy looks at.
+
+    Args:
+        num_queries: Number of trailing queries the policy looks at; see `CachePolicy.num_queries`.
+        columns: Number of columns of the chunks so far, padding included.
+        row_lens: ``[batch]`` int64, number of tokens of each row in these chunks.
+        valid: ``[batch, held_len]`` bool, for the columns whose queries are held, False on padding.
+        queries: By layer, ``[batch, query_heads, held_len, head_dim]``.
+        carried: By layer, ``[batch, kv_heads, key_len, carries]``, the scorer's state for each key
+            after the queries so far, in place of these queries; see `Scorer.advance`.
+        staged: What further stages must read, if tokens are dropped; None if no tokens are dropped.
+    """
+
+    num_queries: int | None
+    columns: int = 0
+    row_lens: Tensor | None = None
+    valid: Tensor | None = None
+    queries: dict[int, Tensor] = attrs.field(factory=dict)
+    carried: dict[int, Tensor] = attrs.field(factory=dict)
+    staged: StagedPrompt | None = None
+
+    def with_chunk(
+        self, valid: Tensor, queries: dict[int, Tensor], carried: dict[int, Tensor]
+    ) -> Chunks:
+        """Return a record with one more chunk.
+
+        Args:
+            valid: ``[batch, new_len]`` bool, the chunk's columns.
+            queries: By layer, the chunk's queries from `first_needed` on.
+            carried: By layer, the scorer's state, this chunk included.
+        """
+        lens, own = valid.sum(dim=1), self.first_needed(valid)
+        if own:  # this chunk alone has all queries needed
+            return Chunks(
+                self.num_queries,
+                self.columns + valid.shape[1],
+                lens if self.row_lens is None else self.row_lens + lens,
+                valid[:, own:],
+                queries,
+                carried,
+                self.staged,
+            )
+        columns = valid if self.valid is None else torch.cat([self.valid, valid], dim=1)
+        first = self.first_needed(columns)
+        return Chunks(
+            self.num_queries,
+            self.columns + valid.shape[1],
+            lens if self.row_lens is None else self.row_lens + lens,
+            columns[:, first:],
+            {
+                index: self._joined(index, new)[:, :, first:].clone()
+                for index, new in queries.items()
+            },
+            carried,
+            self.staged,
+        )
+
+    def _joined(self, index: int, queries: Tensor) -> Tensor:
+        held = self.queries.get(index)
+        return queries if held is None else torch.cat([held, queries], dim=2)
+
+    def first_needed(self, valid: Tensor) -> int:
+        """Return the last column from which on every row has all queries the policy looks at.
+
+        It is 0 if there are fewer.
+        """
+        if self.num_queries is None:
+            return 0
+        enough = valid.flip(1).cumsum(dim=1).flip(1) >= self.num_queries
+        return max(int(enough.all(dim=0).sum()) - 1, 0)
+
+    def shown(self, index: int, queries: Tensor, new_valid: Tensor) -> Tensor:
+        """Return a layer's trailing queries of all chunks, each row's padding before its tokens.
+
+        Args:
+            index: Index of the layer.
+            queries: Queries of the last chunk, ``[batch, query_heads, new_len, head_dim]``.
+            new_valid: ``[batch, new_len]`` bool, the last chunk's tokens.
+
+        Returns:
+            ``[batch, query_heads, query_len, head_dim]``, as many as the policy looks at.
+        """
+        valid = new_valid if self.valid is None else torch.cat([self.valid, new_valid], dim=1)
+        order = valid.to(torch.uint8).argsort(dim=1, stable=True)
+        if self.num_queries is not None:
+            order = order[:, max(order.shape[1] - self.num_queries, 0) :]
+        joined = self._joined(index, queries)
+        places = order.to(joined.device)[:, None, :, None]
+        places = places.expand(-1, joined.shape[1], -1, joined.shape[3])
+        return joined.gather(2, places)
+
+    def prompt_valid(self, new_valid: Tensor) -> Tensor:
+        """Return which slots of the whole prompt are tokens, ``[batch, prompt_len]`` bool.
+
+        Padding comes before tokens.
+
+        Args:
+            new_valid: ``[batch, new_len]`` bool, the last chunk's tokens.
+        """
+        length = self.columns + new_valid.shape[1]
+        lens = new_valid.sum(dim=1)
+        first = length - (lens if self.row_lens is None else self.row_lens + lens)
+        return torch.arange(length, device=new_valid.device) >= first[:, None]
+
+
+class InPrompt(AtQueries):
+    """A base for what is done at a prompt's queries: it makes what a layer shows the parts.
+
+    Args:
+        history: The saliency that layers of earlier passes gave to the tokens of this one; None if
+            there were no such passes.
+
+    Attributes:
+        history: The same, with the layers of this pass.
+        checks: Checks on the answers of parts at earlier layers.
+    """
+
+    asks = True
+
+    def __init__(self, history: History | None = None) -> None:
+        self._history = history
+        self.checks = DeferredChecks()
+
+    def begin(self, at: PassState) -> None:
+        """Prepare the record of saliencies; see `AtQueries.begin`."""
+        policy, count = at.policy, len(at.layers)
+        self.history = self._history or History.none()
+        if self._history is None and policy.history_layers:
+            layers = enumerate(at.layers)
+            choosing = [i for i, each in layers if each.attends and at.masks.windows[i] is None]
+            self.history = History.of(policy, count, choosing)
+
+    def drop(self, slots: Tensor) -> None:
+        """See `AtQueries.drop`."""
+        self.history = self.history.taken(slots)
+
+    def context(
+        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
+    ) -> LayerContext:
+        """Make what a layer shows; see `AtQueries.observe`."""
+        layer, policy = at.layers[index], at.policy
+        queries, new_valid = self.shown(at, index, inputs.queries)
+        positions = at.masks.positions(layer, inputs.keys.shape[1], inputs.keys.device)
+        return layer_context(
+            index,
+            len(at.layers),
+            layer,
+            inputs,
+            positions,
+            new_valid=new_valid,
+            seen_len=at.seen_len,
+            queries=queries,
+            stored=stored,
+            tokens=at.tokens,
+            history=self.history.shown(inputs.keys.device) if self.history.held else (),
+            held_len=at.held_len(layer),
+            rotary=at.rotary_of(layer) if policy.needs_rotary else None,
+            output_weight=layer.facts.weight(inputs.values) if policy.needs_output_weight else None,
+        )
+
+    def shown(self, at: PassState, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the queries that the policy looks at, and which new slots are tokens."""
+        count = at.policy.num_queries
+        first = 0 if count is None else max(queries.shape[2] - count, 0)
+        return queries[:, :, first:], at.reach.valid
+
+
+class Remember(InPrompt):
+    """Remember a chunk's queries; the policy acts at the end of the prompt.
+
+    Args:
+        chunks: The chunks before it.
+        history: See `InPrompt`.
+        only: The layers whose queries are needed; None for all layers.
+    """
+
+    def __init__(
+        self, chunks: Chunks, history: History | None = None, only: frozenset[int] | None = None
+    ) -> None:
+        super().__init__(history)
+        self._before, self._only = chunks, only
+        self._queries: dict[int, Tensor] = {}
+        self._carried: dict[int, Tensor] = {}
+
+    def begin(self, at: PassState) -> None:
+        """See `AtQueries.begin`."""
+        super().begin(at)
+        self._sums = sums_over_all(at.policy)
+        self._first_needed = self._before.first_needed(at.reach.valid)
+
+    def waits(self) -> bool:
+        """See `AtQueries.waits`."""
+        return True
+
+    def chunks(self, at: PassState) -> Chunks:
+        """Return the chunks of the prompt so far, this one included."""
+        return self._before.with_chunk(at.reach.valid, self._queries, self._carried)
+
+    def observe(
+        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
+    ) -> None:
+        """Remember the layer's queries, or the state of a scorer that sums over them."""
+        layer, queries = at.layers[index], inputs.queries
+        if not layer.facts.shows_queries:
+            return
+        if inputs.keys.shape[1] != stored[0].shape[1]:
+            layer.choose_once()
+        layer.facts.query_heads = queries.shape[1]
+        needed = self._only is None or index in self._only or index in self.history.layers
+        if self._sums and needed:
+            scorer, before = at.policy.scorer, self._before.carried.get(index)
+            assert scorer is not None
+            context = self.context(at, index, inputs, stored)
+            wide = None if before is None else _wider(before, context.key_len)
+            context = attrs.evolve(context, carried=wide)
+            with torch.autocast(context.keys.device.type, enabled=False):
+                self._carried[index] = advanced(scorer, context, self.checks)[1]
+        elif at.policy.num_queries != 0 and needed:
+            first = self._first_needed
+            self._queries[index] = queries[:, :, first:].clone() if first else queries
+
+    def finish(self, at: PassState) -> Any:
+        """See `AtQueries.finish`."""
+        self.checks.look()
+        return super().finish(at)
+
+
+class AtEnd(InPrompt):
+    """A base for what is done at the end of a prompt, which may have come in chunks.
+
+    Args:
+        chunks: The chunks before the last; None if the prompt came in one forward.
+        history: See `InPrompt`.
+    """
+
+    padding_first = True
+
+    def __init__(self, chunks: Chunks | None = None, history: History | None = None) -> None:
+        super().__init__(history)
+        self._chunks = chunks
+
+    def shown(self, at: PassState, index: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the queries of all chunks; see `InPrompt.shown`."""
+        chunks = self._chunks
+        if chunks is None:
+            return super().shown(at, index, queries)
+        new_valid = chunks.prompt_valid(at.reach.valid)
+        if at.policy.num_queries == 0:
+            return queries[:, :, :0], new_valid
+        if index in chunks.carried:
+            return queries, new_valid
+        return chunks.shown(index, queries, at.reach.valid), new_valid
+
+    def saliency(self, at: PassState, context: LayerContext) -> Tensor | None:
+        """Return the saliency of a layer whose scorer has summed over the chunks before.
+
+        None if the policy's scorer is to be asked as usual.
+        """
+        chunks, index = self._chunks, context.layer_idx
+        if chunks is None or index not in chunks.carried:
+            return None
+        carried, order = _wider(chunks.carried[index], context.key_len), at.masks.order
+        if order is not None:
+            carried = gather_slots(
+                carried, order.to(carried.device).expand(-1, carried.shape[1], -1)
+            )
+        # The queries are those of the last chunk alone.
+        valid = at.reach.valid.to(context.keys.device)
+        context = attrs.evolve(context, carried=carried, new_valid=valid)
+        assert at.policy.scorer is not None
+        with torch.autocast(context.keys.device.type, enabled=False):
+            return advanced(at.policy.scorer, context, self.checks)[0]
+
+
+def sums_over_all(policy: CachePolicy) -> bool:
+    """True if a policy looks at all queries of a prompt and its scorer only sums over them.
+
+    Other scorers may give different results chunk by chunk.
+    """
+    if policy.scorer is None or policy.history_layers:
+        return False  # later layers see the saliency of every query head
+    if policy.decoding is not None and policy.decoding.carries:
+        return False
+    return declares(policy.scorer, "accumulates")
+
+
+def _wider(carried: Tensor, key_len: int) -> Tensor:
+    """Extend the scorer's state with 0 for new keys."""
+    return pad(carried, (0, 0, 0, key_len - carried.shape[2]))

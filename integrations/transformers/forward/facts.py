@@ -1,0 +1,131 @@
+"""Record what is known of a model and its policy, and what one call of the model asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
+from kvpolicy.integrations.transformers.forward.layer_probe import LayerProbe
+from kvpolicy.integrations.transformers.model.masks import FLASH
+from kvpolicy.integrations.transformers.model.parts import ModelParts
+from kvpolicy.integrations.transformers.model.quirks import ModelQuirks
+from kvpolicy.integrations.transformers.model.temperature import Temperature
+from kvpolicy.policy import CachePolicy
+
+
+@attrs.frozen(eq=False)
+class ModelFacts:
+    """What is known of a model and of the policy placed on it, as long as a cache is attached.
+
+    Args:
+        parts: The model's modules.
+        policy: The policy, with the layers that it leaves open chosen for the model.
+        quirks: Which shortcuts are right on the model.
+        windows: Each layer's sliding window or chunk; None if it sees all tokens.
+        answer_windows: Each layer's window over the tokens that follow a prompt which it sees
+            whole; None if it has none.
+        temperatures: By layer, how its queries depend on counted positions; None if they do not.
+        causal: Whether a token sees no later token in a layer without a mask; else it sees all of a
+            prompt.
+        rotary: The decoder's rotary embedding, for index keys that are rotated late; None without.
+        acting: The layers after which the policy drops tokens, or restarts.
+        restarts: Whether the policy restarts the prefill.
+    """
+
+    parts: ModelParts
+    policy: CachePolicy
+    quirks: ModelQuirks
+    windows: list[int | None]
+    answer_windows: list[int | None]
+    temperatures: list[Temperature | None]
+    causal: bool
+    rotary: Any
+    acting: frozenset[int]
+    restarts: bool
+
+    @staticmethod
+    def of(parts: ModelParts, policy: CachePolicy, quirks: ModelQuirks) -> ModelFacts:
+        """Find the facts of a model.
+
+        Args:
+            parts: The model's modules.
+            policy: See the class.
+            quirks: See the class.
+        """
+        return ModelFacts(
+            parts,
+            policy,
+            quirks,
+            parts.windows,
+            parts.answer_windows,
+            parts.temperatures,
+            parts.causal,
+            getattr(parts.decoder, "rotary_emb", None),
+            policy.propagation.acting_layers(parts.num_layers),
+            policy.propagation.restarts,
+        )
+
+
+@attrs.frozen(eq=False)
+class Call:
+    """What one forward of the decoder asks for.
+
+    Args:
+        model: What is known of the model and of the policy placed on it.
+        implementation: The model's attention implementation, which may change between two calls.
+        own_masks: Whether the model makes its masks outside the decoder, so that they may not be
+            causal.
+        narrows: Whether a layer may be run for only some of the tokens that reach it.
+        keep_last: Number of last tokens whose outputs are asked for; None for all tokens that reach
+            the end.
+        records: Whether the hidden states of all layers are asked for.
+        attended: A record of the keys each layer attends to; None if attention weights are not
+            asked for.
+        probe: Finds the rotary embeddings and output projections that the policy's parts need; None
+            if they need none.
+    """
+
+    model: ModelFacts
+    implementation: str
+    own_masks: bool
+    narrows: bool
+    keep_last: int | None
+    records: bool
+    attended: AttendedKeys | None
+    probe: LayerProbe | None
+
+    @staticmethod
+    def of(
+        model: ModelFacts, arguments: dict[str, Any], *, own_masks: bool, keep_last: int | None
+    ) -> Call:
+        """Read what a forward asks for from the decoder's arguments.
+
+        Args:
+            model: See the class.
+            arguments: By name.
+            own_masks: See the class.
+            keep_last: See the class.
+        """
+        parts, quirks = model.parts, model.quirks
+        implementation = parts.implementation
+        weights, states = (
+            bool(arguments.get(name, getattr(parts.config, name, False)))
+            for name in ("output_attentions", "output_hidden_states")
+        )
+        # Narrowing replaces flash attention by sdpa, which has neither softcap nor sinks. And
+        # Transformers records hidden states as layers get them, which narrowing would cut.
+        replaced = implementation in FLASH and not parts.plain_scores
+        whole = weights or states or replaced or not parts.passes_on
+        attending = [i for i, each in enumerate(parts.attentions) if each is not None]
+        return Call(
+            model,
+            implementation,
+            own_masks,
+            narrows=quirks.narrows and not whole,
+            keep_last=None if states else keep_last,
+            records=states,
+            attended=AttendedKeys(attending) if weights else None,
+            probe=LayerProbe.of(parts, model.policy),
+        )

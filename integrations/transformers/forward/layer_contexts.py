@@ -1,0 +1,65 @@
+"""Make what a layer shows the parts of a policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kvpolicy.context import LayerContext
+from kvpolicy.integrations.transformers.model.routing import AttentionInputs
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+
+
+def layer_context(
+    index: int,
+    num_layers: int,
+    layer: PolicyLayer,
+    inputs: AttentionInputs,
+    positions: Tensor,
+    *,
+    new_valid: Tensor,
+    seen_len: tuple[int, ...],
+    queries: Tensor | None = None,
+    stored: tuple[Tensor, Tensor] | None = None,
+    tokens: SeenTokens | None = None,
+    **more: Any,
+) -> LayerContext:
+    """Make the context of a layer.
+
+    Args:
+        index: Index of the layer.
+        num_layers: Number of layers of the model.
+        layer: The layer in the cache.
+        inputs: The queries, keys and values of its attention, and how scores are made of them.
+        positions: See `LayerContext`.
+        new_valid: See `LayerContext`, on any device.
+        seen_len: See `LayerContext`.
+        queries: The queries to show; None for those of ``inputs``.
+        stored: The keys and values that the layer holds, from which attention may have computed
+            those in ``inputs``; None if parts are shown what the layer holds.
+        tokens: The tokens seen, for their kinds; None if all tokens are text.
+        more: Further fields of `LayerContext`.
+    """
+    keys, scores = inputs.keys, inputs.scores
+    # Compared by number of heads, since keys may be changed and still be one for each head.
+    held_as_shown = stored is None or keys.shape[1] == stored[0].shape[1]
+    kinds = None if tokens is None or tokens.kinds is None else tokens.kinds_at(positions)
+    return LayerContext(
+        layer_idx=index,
+        num_layers=num_layers,
+        queries=inputs.queries if queries is None else queries,
+        keys=keys,
+        values=inputs.values,
+        stored=None if held_as_shown and not layer.one_choice else stored,
+        positions=positions,
+        kinds=kinds,
+        new_valid=new_valid.to(keys.device),
+        seen_len=seen_len,
+        scaling=scores.scaling,
+        softcap=scores.softcap,
+        sinks=scores.sinks,
+        heads=layer.facts.spread.heads(inputs.queries.shape[1]),
+        **more,
+    )

@@ -1,0 +1,333 @@
+"""Make each layer's mask in a pass: where its keys stand, what windows and padding hide."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.host_counts import on_device
+from kvpolicy.integrations.transformers.forward.blocks import Blocks, LowerRight
+from kvpolicy.integrations.transformers.forward.facts import Call
+from kvpolicy.integrations.transformers.forward.inputs import Incoming
+from kvpolicy.integrations.transformers.forward.packed_attention import may_attend
+from kvpolicy.integrations.transformers.forward.reaching import ReachingTokens
+from kvpolicy.integrations.transformers.model.masks import (
+    DENSE,
+    FLASH,
+    Mask,
+    OwnVisibility,
+    Visibility,
+    causal_mask,
+)
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.packed import Packed
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+
+
+class LayerMasks:
+    """A maker of the masks of one pass, layer by layer.
+
+    Args:
+        call: What the forward asks for.
+        layers: The layers of the cache.
+        reach: The tokens that reach the current layer.
+        incoming: The tokens of the pass, and those seen before.
+        tokens: The tokens seen, those of the pass included.
+        first: Whether nothing was read before the pass.
+        in_prompt: Whether the pass belongs to a prompt.
+        padding_first: Whether keys are moved so that each row's padding comes before its tokens.
+
+    Attributes:
+        windows: Each layer's sliding window; None if it sees all tokens of the context.
+        lenders: The layers whose keys other layers use.
+        order: ``[batch, kv_heads or 1, key_len]`` int64, the slot that comes to each place of the
+            current layer's keys, if padding was moved before tokens; None if the order is as held.
+        blocks: How the current layer attends, if not under a mask.
+        sees_all: Whether a layer without a mask sees all tokens of the pass.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        layers: list[PolicyLayer],
+        reach: ReachingTokens,
+        incoming: Incoming,
+        tokens: SeenTokens,
+        *,
+        first: bool,
+        in_prompt: bool,
+        padding_first: bool,
+    ) -> None:
+        self._call, self._layers, self._reach = call, layers, reach
+        self._before, self._tokens = incoming.tokens, tokens
+        self._first, self._in_prompt, self._padding_first = first, in_prompt, padding_first
+        self._moved, self._order_of_columns = incoming.moved, incoming.order
+        self._columns = incoming.columns
+        self._implementation = call.implementation
+        self._spares = call.model.quirks.spares_masks
+        # Flash attention measures windows in slots: its layers must hold all tokens in them.
+        seen, flash = tokens.seen, call.implementation in FLASH
+        self.windows = [
+            window if window is not None and (flash or window < seen) else None
+            for window in call.model.windows
+        ]
+        self.lenders = frozenset(each.producer for each in layers if each.producer is not None)
+        self.order: Tensor | None = None
+        self.blocks: Blocks | None = None
+        self.sees_all = not call.model.causal and first
+        self._combined: Tensor | None = None  # positions of the current layer's keys
+        self._causal: dict[tuple[int, int, bool], Mask] = {}  # by lengths, and if None is allowed
+        self._own_blocks: dict[int, tuple[Any, Tensor | None]] = {}  # by the id of the mask
+        self._lower_right = LowerRight()
+
+    def enter(self, layer: PolicyLayer) -> None:
+        """Work out where the keys of a layer stand, before it runs."""
+        self.order = self._combined = None
+        if not (self._reach.padded or layer.contents.padded):
+            return
+        heads = layer.choices
+        new = self._reach.positions[:, None].expand(-1, heads, -1)
+        held = layer.positions
+        if held is not None and self._moved is not None:
+            index = held.clamp(min=0).flatten(1)
+            moved = self._moved.to(held.device).gather(1, index).view_as(held)
+            held = moved.masked_fill(held < 0, -1)
+        combined = new if held is None else torch.cat([held, new.to(held.device)], dim=2)
+        if self._padding_first and held is not None:
+            # The sort is stable, so that tokens keep their order.
+            self.order = (combined >= 0).to(torch.uint8).argsort(dim=2, stable=True)
+            combined = combined.gather(2, self.order)
+        self._combined = combined
+
+    def enter_packed(self, index: int) -> bool:
+        """True if a layer's attention can work on packed keys, which needs no mask.
+
+        This is so for one new token that sees all slots.
+        """
+        layer = self._layers[index]
+        if not isinstance(layer.contents.held, Packed) or self._in_prompt:
+            return False
+        packed = (
+            type(layer) is PolicyLayer
+            and may_attend(layer.contents.held)
+            and self._reach.count == 1
+            and self._implementation == "sdpa"
+            and self._spares
+            and layer.facts.shows_queries
+            and not layer.facts.expands
+            and index not in self.lenders
+            and self._call.attended is None
+            and self._moved is None
+            and self.windows[index] is None
+            and self._call.model.answer_windows[index] is None
+            and not self._has_gaps
+        )
+        if packed:
+            self.order = self._combined = None
+        return packed
+
+    @functools.cached_property
+    def _has_gaps(self) -> bool:
+        """True if some appended column is padding, columns of this pass included."""
+        return self._reach.padded and bool((self._tokens.appended < 0).any())
+
+    def positions(self, layer: PolicyLayer, kv_heads: int, device: torch.device) -> Tensor:
+        """Return the positions ``[batch, kv_heads, key_len]`` of all keys that the layer sees."""
+        if self._combined is not None:
+            return self._combined.to(device).expand(-1, kv_heads, -1)
+        new = self._reach.positions.to(device)[:, None].expand(-1, kv_heads, -1)
+        held = None if layer.contents.held is None else layer.positions
+        return new if held is None else torch.cat([held.expand(-1, kv_heads, -1), new], dim=2)
+
+    def valid_slots(self, layer: PolicyLayer) -> Tensor | None:
+        """Return which slots are tokens; None without padding.
+
+        It is ``[batch, 1 or kv_heads, key_len]`` bool.
+        """
+        if self._combined is None:
+            return None
+        differ = layer.contents.ragged or self._moved is not None
+        return (self._combined if differ else self._combined[:, :1]) >= 0
+
+    def arguments(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return a layer's arguments ``kwargs`` with its own mask.
+
+        Args:
+            index: Index of the layer.
+            hidden: Its input, for dtype and device.
+            kwargs: Its other arguments, by name, for the tokens that reach it.
+
+        Raises:
+            UnsupportedModelError: See `Visibility.mask`; or the layer counts its window in columns,
+                and rows have padding between their tokens.
+        """
+        self.blocks = None
+        spares = self._spares or kwargs.get("attention_mask") is not None
+        if (
+            self._first
+            and spares
+            and self._reach.slots is None
+            and not (self._reach.padded and self.windows[index])
+            and not (self._call.own_masks and self._order_of_columns is not None)
+        ):
+            # Nothing is held and nothing was dropped, so the model's own mask is right. There are
+            # two exceptions: it measures windows in columns, and it may be older than the
+            # reordering of columns.
+            return kwargs
+        mask = self.mask(index, hidden, self.own_block(kwargs), blocks=True)
+        if not self._layers[index].facts.shows_queries:
+            if isinstance(mask, Tensor):  # some layers check its shape
+                mask = mask.expand(hidden.shape[0], -1, -1, -1)
+            self._check_own_window(index)
+        return {**kwargs, "attention_mask": mask}
+
+    def _check_own_window(self, index: int) -> None:
+        """Check that a layer that counts its window in columns has no padding between tokens.
+
+        Without padding, columns are at most as far apart as positions, so that the layer's window
+        hides nothing that the mask shows.
+        """
+        held = self._layers[index].kept_len and not self._padding_first
+        if held and self.windows[index] is not None and not bool(self._reach.valid.all()):
+            raise UnsupportedModelError(
+                f"rows must not be padded behind what was read before where layers, as layer "
+                f"{index}, count their window in columns; give rows of one length, or one row at "
+                "a time"
+            )
+
+    def own_block(self, kwargs: dict[str, Any]) -> Tensor | None:
+        """Return the model's own mask of the pass's tokens; None if it is causal."""
+        length = self._reach.count
+        if not (self._call.own_masks or self.sees_all) or length == 1:
+            return None
+        mask = kwargs.get("attention_mask")
+        if id(mask) not in self._own_blocks:
+            if mask is None and self.sees_all:
+                device = self._columns.device
+                block: Tensor | None = torch.ones(
+                    1, length, length, dtype=torch.bool, device=device
+                )
+            else:
+                block = OwnVisibility.block_of(mask, self._columns, self._order_of_columns)
+            self._own_blocks[id(mask)] = mask, block  # keeps the mask, so that its id stays unique
+        return self._own_blocks[id(mask)][1]
+
+    def own_visibility(
+        self, block: Tensor | None, positions: Tensor, order: Tensor | None
+    ) -> OwnVisibility | None:
+        """Map the model's own mask to a layer's keys; None if ``block`` is None.
+
+        Args:
+            block: See `own_block`.
+            positions: Those of the keys, ``[batch, 1 or kv_heads, key_len]``.
+            order: Their order; see the class.
+        """
+        if block is None:
+            return None
+        batch, heads, key_len = positions.shape
+        slots = self._reach.slots
+        if slots is None:
+            slots = torch.arange(self._reach.count, device=block.device).expand(batch, -1)
+        slots = slots.to(block.device)
+        queries = torch.where(self._reach.valid.to(block.device), slots, -1)
+        held = queries.new_full((batch, key_len - queries.shape[1]), -1)
+        columns = torch.cat([held, queries], dim=1)[:, None].expand(-1, heads, -1)
+        if order is not None:
+            columns = columns.gather(2, order[:, :heads].to(columns.device))
+        return OwnVisibility(block, queries, columns)
+
+    def mask(
+        self, index: int, hidden: Tensor, own: Tensor | None = None, *, blocks: bool = False
+    ) -> Mask:
+        """Make a layer's mask.
+
+        Args:
+            index: Index of the layer.
+            hidden: A tensor of the layer, for dtype and device.
+            own: See `own_block`.
+            blocks: Whether the layer may attend in `blocks`, which make their own masks.
+
+        Returns:
+            See `Visibility.mask`; None if no mask is needed.
+        """
+        layer, window = self._layers[index], self.windows[index]
+        plain = self._combined is None and window is None and own is None
+        answer = self._call.model.answer_windows[index]
+        if answer is not None and not self._in_prompt and max(self._tokens.since) > answer:
+            return self._mask_behind_prompt(layer, answer, hidden)
+        query_len = self._reach.valid.shape[1]
+        spare = self._spares and not layer.one_choice
+        if plain and spare and query_len == 1:
+            return None
+        if blocks and own is None and self._may_attend_in_blocks(index):
+            self.blocks = self._blocks_of(index, hidden.device)
+            return None
+        if plain:
+            return self._causal_mask(layer.kept_len + query_len, query_len, hidden, spare=spare)
+        positions = self.positions(layer, layer.choices, hidden.device)
+        # Heads may hold different tokens. This matters only if some are padding or outside of the
+        # window: otherwise every held token is before all queries.
+        if not (layer.contents.ragged or self._moved is not None or window is not None):
+            positions = positions[:, :1]
+        elif not layer.facts.shows_queries and bool((positions == positions[:, :1]).all()):
+            positions = positions[:, :1]  # some layers take one mask for all heads
+        heads = layer.facts.query_heads if positions.shape[1] > 1 else 1
+        places = self._reach.positions.to(hidden.device)
+        among = self.own_visibility(own, positions, self.order)
+        seen = Visibility(positions, places, heads, window, own=among)
+        return seen.mask(self._implementation, hidden.dtype)
+
+    def _causal_mask(self, key_len: int, query_len: int, hidden: Tensor, *, spare: bool) -> Mask:
+        key = key_len, query_len, spare
+        if key not in self._causal:
+            self._causal[key] = causal_mask(
+                key_len,
+                query_len,
+                implementation=self._implementation,
+                dtype=hidden.dtype,
+                device=hidden.device,
+                spare=spare,
+            )
+        return self._causal[key]
+
+    def _mask_behind_prompt(self, layer: PolicyLayer, window: int, hidden: Tensor) -> Mask:
+        """Make the mask of tokens behind a prompt: they see the kept prompt and a window."""
+        positions = self.positions(layer, layer.choices, hidden.device)
+        heads = layer.facts.query_heads if positions.shape[1] > 1 else 1
+        before, since = self._before, self._before.rows_since
+        behind = (before.appended >= 0).sum(dim=1)
+        behind = behind if since is None else on_device(since, behind.device)
+        prompt = (before.lengths - behind).to(hidden.device)
+        places = self._reach.positions.to(hidden.device)
+        seen = Visibility(positions, places, heads, window, prompt)
+        return seen.mask(self._implementation, hidden.dtype)
+
+    def may_narrow(self, index: int) -> bool:
+        """True if a layer may be run for only some of its tokens.
+
+        A layer with a state would read the tokens twice, and a layer whose keys other layers use
+        must have keys of all tokens.
+        """
+        layer = self._layers[index]
+        plain = type(layer) is PolicyLayer and index not in self.lenders
+        return plain and layer.facts.shows_queries and self.windows[index] is None
+
+    def _may_attend_in_blocks(self, index: int) -> bool:
+        layer = self._layers[index]
+        plain = type(layer) is PolicyLayer and index not in self.lenders
+        unseen = self._call.attended is None and self._spares  # weights and masks are not read
+        dense = self._implementation in DENSE
+        return self._in_prompt and plain and layer.facts.shows_queries and unseen and dense
+
+    def _blocks_of(self, index: int, device: torch.device) -> Blocks:
+        layer, window, keys = self._layers[index], self.windows[index], None
+        if self._combined is not None or window is not None:
+            keys = self.positions(layer, layer.choices, device)
+            if keys.shape[1] > 1 and bool((keys == keys[:, :1]).all()):
+                keys = keys[:, :1]
+        places = self._reach.positions.to(device)
+        return Blocks(self._implementation, self._lower_right, keys, places, window)

@@ -1,0 +1,494 @@
+"""Run a pass: give each layer the tokens that reach it, and its queries to what is done with them.
+
+The hooks on a model's layers and the attention functions call a `PassRun` while it is under way.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.attending import LayerAttention
+from kvpolicy.integrations.transformers.forward.facts import Call
+from kvpolicy.integrations.transformers.forward.indexers import new_places
+from kvpolicy.integrations.transformers.forward.inputs import take_columns
+from kvpolicy.integrations.transformers.forward.layer_arguments import cut_arguments
+from kvpolicy.integrations.transformers.forward.narrowing import Narrowed, few_go_on
+from kvpolicy.integrations.transformers.forward.output_order import Filling, InputOrder
+from kvpolicy.integrations.transformers.forward.packed_attention import Unpacked
+from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, PassEnded, PassState
+from kvpolicy.integrations.transformers.forward.stage_run import StageRun
+from kvpolicy.integrations.transformers.model import routing
+from kvpolicy.integrations.transformers.model.routing import (
+    Attend,
+    AttentionInputs,
+    without_queries,
+)
+from kvpolicy.integrations.transformers.state.cross import CrossLayer
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer, held_by, hold_again
+from kvpolicy.integrations.transformers.state.recurrent import (
+    EmptyLayer,
+)
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.selection import gather_slots
+
+
+class PassRun:
+    """A pass under way: its state from the decoder's first layer to the last.
+
+    The layers of a model may be on several devices. Tensors about the tokens are on the device of
+    the inputs. A layer's tensors, and its context, are on the device of its keys.
+
+    Args:
+        call: What the forward asks for.
+        layers: The layers of the cache.
+        made: The pass.
+
+    Attributes:
+        made: The pass.
+        at: Its tokens, and where they stand at the current layer.
+        tokens: The tokens seen, those of the pass included.
+        attentions: The attention module of each layer; None if a layer has none that can be seen.
+        pending: The keys and values handed out to a layer whose attention function has not been
+            called yet; None if none is awaited.
+        propagated: For each layer that dropped tokens, the positions it passed on.
+        seen: The keys and values of a layer that was run until its queries were known.
+        stage: The layers that the pass is for; None for all layers.
+    """
+
+    def __init__(self, call: Call, layers: list[PolicyLayer], made: Pass) -> None:
+        if made.keys is KeyUse.DISCARD:
+            own_masks = call.own_masks and made.in_prompt
+            call = attrs.evolve(call, attended=None, own_masks=own_masks)
+        self.call, self.made = call, made
+        self.layers = layers if made.layers is None else made.layers
+        self.attentions = call.model.parts.attentions
+        self.at = at = PassState(call, self.layers, made)
+        self.tokens = at.tokens
+        self.propagated = dict(made.propagated)
+        self.pending: tuple[Tensor, Tensor] | None = None
+        self.seen: tuple[Tensor, Tensor] | None = None
+        self._queries, self._reach, self._masks = made.at_queries, at.reach, at.masks
+        self._appends = appends = made.keys is KeyUse.APPEND
+        self.stage = None if made.stage is None else StageRun(made.stage, at, appends=appends)
+        self._updated: set[int] = set()
+        # Moving padding before tokens leaves the last token last, but may move others. The last
+        # columns that were asked for would then be confused with later tokens.
+        moved = made.incoming.order is not None
+        self._keep_last = None if moved and call.keep_last != 1 else call.keep_last
+        self._may_narrow = self._layers_that_may_narrow()
+        self._looking = False  # whether a layer is run until its queries are known
+        self._attention = LayerAttention(call, made, at)
+        self.columns = self._attention.columns
+        self._filling: Filling | None = None
+        self._queries.begin(at)
+        self._probe = call.probe if self._queries.asks else None
+        if self._probe is not None:
+            self._probe.check_places(at.before)
+
+    def _layers_that_may_narrow(self) -> frozenset[int]:
+        """Return the layers that may be run for only some of their tokens."""
+        made, last = self.made, len(self.layers) - 1
+        if not (self.call.narrows and made.in_prompt) or made.ends_inside is not None:
+            return frozenset()
+        ends = self._keep_last is not None and (made.stage is None or made.stage.is_output)
+        acting = self.call.model.acting - {last} if made.narrows else frozenset()
+        found = acting | ({last} if ends else frozenset[int]())
+        return frozenset(i for i in found if self._masks.may_narrow(i))
+
+    # Before a layer.
+
+    def enter_layer(
+        self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Return the arguments that let a decoder layer read only the tokens that reach it.
+
+        Args:
+            index: Index of the layer.
+            module: The layer.
+            hidden: ``[batch, new_len, hidden]``, its input.
+            kwargs: Its other arguments, by name.
+
+        Raises:
+            UnsupportedModelError: Tokens see later ones, or padding changes how the model reads a
+                row, where the pass does not allow it.
+            PassEnded: The pass ends inside this layer.
+        """
+        if index == 0:
+            self._reach.check(module, hidden)
+        features = self.made.features
+        if self.stage is not None:
+            self.stage.check(hidden, self._masks.own_block(kwargs), self.at.policy)
+            if not self.stage.holds(index):
+                return self.stage.stub(index, hidden, kwargs)
+            hidden = self.stage.input_of(index, hidden)
+            if self.stage.resumes(index):
+                return hidden, self._resume(index, kwargs)
+        if features is not None and not features.after:
+            hidden = features.added(hidden, index, self._reach.slots)
+        if self.made.no_later and self._masks.own_block(kwargs) is not None:
+            raise UnsupportedModelError(self.made.no_later)
+        layer = self.layers[index]
+        if self._probe is not None and layer.attends:
+            self._ask(index, module, hidden, kwargs)
+        if self.stage is not None and self.stage.looks(index):
+            return self._end_stage(index, module, hidden, kwargs)
+        if index == 0:
+            self._check_order(kwargs)
+        if index in self._may_narrow and self._narrows(index, kwargs):
+            return self._enter_narrowed(index, module, hidden, kwargs)
+        if isinstance(layer, IndexedLayer):
+            layer.taking = functools.partial(self.update_index, index)
+        return hidden, self._attention.arguments(index, layer, hidden, kwargs)
+
+    def _check_order(self, kwargs: dict[str, Any]) -> None:
+        """Check that a prompt that is read both ways comes whole, and without padding."""
+        if not self._masks.sees_all:
+            return
+        if self.made.missing and kwargs.get("attention_mask") is None:
+            raise UnsupportedModelError(
+                "a prompt must come in one forward where all of its tokens see each other, as with "
+                "PaliGemma without token_type_ids; leave prefill_chunk_size at None"
+            )
+        if self._reach.padded and self._masks.own_block(kwargs) is None:
+            raise UnsupportedModelError(
+                "rows must not be padded where the model sees a prompt both ways without padding "
+                "and one way with it, as PaliGemma without token_type_ids; give rows of one "
+                "length, or one row at a time"
+            )
+
+    def _ask(self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> None:
+        """Find what the policy's parts ask for of a layer beside its keys."""
+        assert self._probe is not None
+        self._probe.enter(
+            index,
+            module,
+            self.layers[index],
+            hidden,
+            kwargs,
+            reach=self._reach,
+            before=self.at.before,
+            gapless=self.at.gapless,
+            implementation=self.call.implementation,
+        )
+
+    # A layer that is run for some of its tokens only; see `narrowing`.
+
+    def _narrows(self, index: int, kwargs: dict[str, Any]) -> bool:
+        new_len, last = self._reach.valid.shape[1], len(self.layers) - 1
+        if self._masks.own_block(kwargs) is not None:
+            return False
+        if index == last:
+            return self._keep_last is not None and self._keep_last < new_len
+        propagation = self.at.policy.propagation
+        return few_go_on(propagation, index, len(self.layers), max(self.at.seen_len), new_len)
+
+    def _enter_narrowed(
+        self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Let the policy decide in a first run; return the arguments of the second."""
+        here = self._reach.arguments(kwargs)
+        valid = self._look(index, module, hidden, here)
+        slots = self._going_on(index)
+        assert self.seen is not None
+        keys, values = self.seen
+        new_len = hidden.shape[self._reach.token_axis(hidden)]
+        own = torch.where(slots < 0, -1, slots + keys.shape[2] - new_len).to(keys.device)
+        self._attention.narrowed = Narrowed(keys, values, own, valid, self.call.implementation)
+        here = cut_arguments({**here, "attention_mask": None}, slots, new_len)
+        self._attention.note_places(here)
+        return self._reach.taken(hidden, slots), here
+
+    def _look(
+        self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> Tensor | None:
+        """Run a layer until its queries are known and were observed.
+
+        Returns:
+            ``[batch, 1 or kv_heads, key_len]`` bool, which of its keys are tokens; None if all are.
+        """
+        layer = self.layers[index]
+        self._attention.inside = index
+        self._masks.enter(layer)
+        valid = self._masks.valid_slots(layer)
+        self._attention.note_places(kwargs)
+        self._looking = True
+        try:
+            # `forward` is called directly, since this code runs inside a hook of the layer.
+            # Attention is not computed.
+            module.forward(hidden, **{**kwargs, "attention_mask": None})
+        except PassEnded:
+            assert self.seen is not None
+            return None if valid is None else valid.to(self.seen[0].device)
+        finally:
+            self._looking = False
+        raise AssertionError("the layer called no attention function")
+
+    def _going_on(self, index: int) -> Tensor:
+        """Return the slots ``[batch, count]`` of the layer's tokens whose output is needed."""
+        passed = self._take_passed()
+        slots = self._reach.everything() if passed is None else passed
+        if passed is not None:
+            self._pass_on(index, passed)
+        if index < len(self.layers) - 1 or self._keep_last is None:
+            return slots
+        return slots[:, max(slots.shape[1] - self._keep_last, 0) :]
+
+    def _end_stage(
+        self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Run the stage's last layer until its queries are known, and end there."""
+        assert self.stage is not None
+        valid = self._look(index, module, hidden, self._reach.arguments(kwargs))
+        assert self.seen is not None
+        self.stage.end_inside(hidden, self.seen, valid)
+        self.pending = self.seen = None
+        return self.stage.stub(index, hidden, kwargs)
+
+    def _resume(self, index: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a layer inside which the stage before has ended."""
+        assert self.made.stage is not None
+        self._attention.narrowed = resumed = self.made.stage.resumed
+        assert resumed is not None
+        self.seen = resumed.keys, resumed.values
+        self._updated.add(index)
+        here = {**self._reach.arguments(kwargs), "attention_mask": None}
+        self._attention.note_places(here)
+        return here
+
+    # Inside its attention.
+
+    def update(
+        self, index: int, keys: Tensor, values: Tensor, module: nn.Module | None
+    ) -> tuple[Tensor, Tensor]:
+        """Take a layer's new keys and values; return all that its attention must see.
+
+        Args:
+            index: Index of the layer.
+            keys: ``[batch, kv_heads, new_len, head_dim]``.
+            values: ``[batch, kv_heads, new_len, head_dim]``.
+            module: The layer's attention module, whose attention function will be called with
+                these; None if that cannot be seen.
+        """
+        layer = self.layers[index]
+        if isinstance(layer, CrossLayer):
+            return layer.with_images(keys, values)
+        if self.stage is not None and self.stage.is_stub(index):
+            return keys, values
+        if self.seen is None:
+            self._updated.add(index)
+            keys, values = self._taken_in(layer, keys, values)
+        attention = self._attention
+        waits = not self._appends or self.seen is not None or self._queries.waits()
+        waits = waits or attention.packed or attention.tells_columns
+        if not layer.facts.shows_queries:
+            seen = without_queries(layer.facts.query_heads, keys, values)
+            self._queries.observe(self.at, index, seen, (keys, values))
+        elif waits or self.call.model.temperatures[index] is not None:
+            assert module is not None
+            self.pending = keys, values
+            routing.waiting.set((self, index, module))
+        return keys, values
+
+    def _taken_in(self, layer: PolicyLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all keys and values of a layer; append the new ones, if the pass appends."""
+        if self._attention.packed:
+            return Unpacked.pair(layer.append_packed(keys, values))
+        if self._appends:
+            keys, values = layer.append(keys, values, self.at.before, self.made.missing)
+        else:
+            keys, values = layer.join(keys, values)
+            order = self._masks.order
+            if order is not None:
+                keys, values = gather_slots(keys, order), gather_slots(values, order)
+        if isinstance(layer, IndexedLayer):
+            layer.attend_to(keys)
+        return keys, values
+
+    def update_index(self, index: int, keys: Tensor) -> Tensor:
+        """Take a layer's new index keys; return all that its indexer must see."""
+        layer = self.layers[index]
+        assert isinstance(layer, IndexedLayer)
+        places = new_places(self.layers, self._reach.slots)
+        if self._appends:
+            return layer.append_index(keys, places)
+        return layer.show_index(keys, places, self._masks.order)
+
+    def note_state(self, index: int) -> None:
+        """Note that a layer reads or writes its state."""
+        self._updated.add(index)
+
+    def waits_for(self, keys: Tensor, *, own: bool) -> bool:
+        """True if this call of an attention function is the awaited one.
+
+        A module with latent attention computes its keys from the tensors it got, one key for each
+        token; see `AttentionCallbacks`.
+        """
+        if self.pending is None:
+            return False
+        given = self.pending[0]
+        alike = (keys.shape[0], keys.shape[-2]) == (given.shape[0], given.shape[-2])
+        return keys is given or (own and alike)
+
+    def attend(
+        self,
+        index: int,
+        attend: Attend,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute a layer's attention, and show its queries; see `AttentionCallbacks`.
+
+        Raises:
+            PassEnded: The queries are all that was needed.
+        """
+        temperature = self.call.model.temperatures[index]
+        if temperature is not None:
+            query = temperature.corrected(query, self.at.before.seen, self._attention.places)
+        inputs = AttentionInputs.of(query, key, value, kwargs)
+        if self._looking or index == self.made.ends_inside:
+            self.seen = key, value
+            self._observe(index, inputs)
+            raise PassEnded
+        given = self.pending
+        assert given is not None
+        output = self._attention.attend(attend, module, query, key, value, mask, given, **kwargs)
+        if self.seen is None:
+            self._observe(index, inputs)
+        self.pending = self.seen = self._attention.narrowed = None
+        return output
+
+    def _observe(self, index: int, inputs: AttentionInputs) -> None:
+        assert self.pending is not None
+        stored, self.pending = self.pending, None
+        self._queries.observe(self.at, index, inputs, stored)
+
+    # After a layer, and after the last.
+
+    def leave_layer(self, index: int, output: Any) -> Any:
+        """Return the layer's output, for the tokens that the next layer gets.
+
+        Raises:
+            UnsupportedModelError: In a stage, the layer returns another tensor with an entry for
+                each token.
+            PassEnded: The pass ends behind this layer.
+        """
+        if not self.made.in_prompt:
+            return output
+        hidden, *others = output if isinstance(output, tuple) else (output,)
+        stage, features = self.stage, self.made.features
+        if stage is not None:
+            if stage.is_stub(index):
+                return output
+            stage.check_output(index, hidden, others, self.at.policy)
+        ends = stage is not None and stage.ends_behind(index)
+        passed = None if ends else self._take_passed()
+        if passed is not None:
+            self._pass_on(index, passed)
+            others = [_cut_alike(each, hidden, passed) for each in others]
+            hidden = self._reach.taken(hidden, passed)
+        self._reach.beside = tuple(each for each in others if isinstance(each, Tensor))
+        if features is not None and features.after:
+            hidden = features.added(hidden, index, self._reach.slots_in(hidden))
+        if stage is not None and ends:
+            stage.end_behind(hidden)
+            return output
+        if self.call.model.quirks.refills and index == len(self.layers) - 1:
+            self._filling = Filling(self._reach.count, self._reach.count - hidden.shape[1])
+            hidden = self._filling.filled(hidden)
+        return (hidden, *others) if isinstance(output, tuple) else hidden
+
+    def _take_passed(self) -> Tensor | None:
+        """Return the slots that the layer passes on, once; None for all.
+
+        The tokens that a stage passes on are left for the next stage.
+        """
+        if self.stage is not None:
+            return None
+        passed, self._queries.passed = self._queries.passed, None
+        return passed
+
+    def _pass_on(self, index: int, passed: Tensor) -> None:
+        self._queries.drop(passed)
+        self._reach.pass_on(passed)
+        self.propagated[index] = self._reach.positions
+
+    def finish(self) -> SeenTokens:
+        """Check that every layer used the cache; return the tokens seen now.
+
+        Raises:
+            UnsupportedModelError: A layer did not use the cache, as with gradient checkpointing.
+            ValueError: See `AtQueries.finish`.
+        """
+        tokens = self.tokens = self._queries.finish(self.at)
+        spared = EmptyLayer, CrossLayer  # a cross layer is skipped without images
+        missing = {
+            index
+            for index, each in enumerate(self.layers)
+            if not isinstance(each, spared) and (self.stage is None or self.stage.holds(index))
+        } - self._updated
+        if missing:
+            raise UnsupportedModelError(
+                f"model must give every layer the cache, but layers {sorted(missing)} did not "
+                "update it; gradient checkpointing has to be off"
+            )
+        if self.stage is not None:
+            self.stage.finish()
+        for index, layer in enumerate(self.layers):
+            layer.follow(tokens if self.stage is None else self.stage.tokens_of(index, tokens))
+        return tokens
+
+    def through(self, decoder: nn.Module) -> None:
+        """Run the decoder for a pass of our own, up to where the pass ends."""
+        discards = self.made.keys is KeyUse.DISCARD
+        before = held_by(self.layers) if discards else ()
+        try:
+            # `forward` is called directly, since this code runs inside a hook of the decoder. What
+            # is discarded is a choice of tokens, which has no gradient.
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not discards):
+                decoder.forward(**self.made.incoming.arguments)
+        except PassEnded:
+            if not discards:
+                self.finish()
+            return
+        finally:
+            if discards:  # recurrent layers have read the tokens
+                hold_again(self.layers, before)
+        raise AssertionError("the layer at which the pass ends was never reached")
+
+    def in_order(self, output: Any) -> Any:
+        """Return the decoder's output in the order of the input's columns; see `InputOrder`.
+
+        The hidden states are those of the tokens that reached the end.
+        """
+        if self._filling is not None:
+            output = self._filling.cut(output)
+        if self.stage is not None and not self.stage.is_output:
+            output = _without_states(output)  # it is not yet known which are passed on
+        order = self.made.incoming.order
+        return InputOrder(self.tokens, order, self.propagated, self.call.attended).restored(output)
+
+
+def _without_states(output: Any) -> Any:
+    """Return a decoder's output without hidden states."""
+    if isinstance(output, tuple):
+        return (output[0][:, :0], *output[1:])
+    output["last_hidden_state"] = output["last_hidden_state"][:, :0]
+    return output
+
+
+def _cut_alike(value: Any, hidden: Tensor, slots: Tensor) -> Any:
+    """Cut a layer's further output to some tokens, if it has an entry for each token."""
+    # Attention weights have four axes, the second of which are heads.
+    like = isinstance(value, Tensor) and value.ndim == 3 and value.shape[:2] == hidden.shape[:2]
+    return take_columns(value, slots) if like else value

@@ -1,0 +1,196 @@
+"""Define a pass: one run of the decoder over some tokens, and what is done in its layers.
+
+`plan` says of which passes a forward is made, and `pass_run` runs one.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+
+import attrs
+from torch import Tensor
+
+from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
+from kvpolicy.integrations.transformers.forward.facts import Call
+from kvpolicy.integrations.transformers.forward.inputs import Incoming
+from kvpolicy.integrations.transformers.forward.layer_masks import LayerMasks
+from kvpolicy.integrations.transformers.forward.reaching import ReachingTokens
+from kvpolicy.integrations.transformers.forward.stage import StagePiece
+from kvpolicy.integrations.transformers.model.rotary import Gapless, LayerRotary
+from kvpolicy.integrations.transformers.model.routing import AttentionInputs
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+
+
+class KeyUse(enum.Enum):
+    """What becomes of the keys and values that a pass makes."""
+
+    APPEND = "append"  # layers hold them behind what they kept
+    SELECT = "select"  # layers choose among them and what they hold
+    DISCARD = "discard"  # layers hold what they held before the pass
+
+
+class PassEnded(Exception):  # noqa: N818 -- not an error: it ends a run early
+    """A signal that ends a run of a layer or of the decoder, once what it is for is known."""
+
+
+class PassState:
+    """The tokens of a pass under way, and where they stand at the current layer.
+
+    Args:
+        call: What the forward asks for.
+        layers: The layers of the cache.
+        made: The pass.
+
+    Attributes:
+        before: The tokens seen before the pass.
+        tokens: The tokens seen, those of the pass included.
+        first: Whether nothing was read before the pass.
+        reach: The tokens that reach the current layer.
+        masks: What these tokens see there.
+        started: ``[batch]`` bool, rows in which layers have read tokens before.
+    """
+
+    def __init__(self, call: Call, layers: list[PolicyLayer], made: Pass) -> None:
+        self.call, self.layers = call, layers
+        self.policy = call.model.policy
+        incoming, stage = made.incoming, made.stage
+        self.before = incoming.tokens
+        self.reach = ReachingTokens(incoming, padded=incoming.tokens.padded or incoming.padded)
+        later = None if stage is None else stage.tokens
+        if later is None:
+            tokens = incoming.tokens.extended(
+                self.reach.positions,
+                incoming.columns,
+                ids=incoming.ids,
+                padded=incoming.padded,
+                acts=made.keys is not KeyUse.APPEND,
+                skipped=incoming.skipped,
+                kinds=incoming.kinds,
+                bounded=made.at_queries.bounded,
+            )
+        else:
+            tokens = later
+            self.reach.padded = self.reach.padded or bool((later.appended < 0).any())
+        self.tokens = tokens
+        self.first = incoming.tokens.seen == 0 and later is None
+        self.started = incoming.tokens.lengths > 0
+        if stage is not None and stage.started is not None:
+            self.started = stage.started
+        self.counts_held = stage is None  # layers of stages may hold other tokens than is known
+        self.masks = LayerMasks(
+            call,
+            layers,
+            self.reach,
+            incoming,
+            tokens,
+            first=self.first,
+            in_prompt=made.in_prompt,
+            padding_first=made.at_queries.padding_first,
+        )
+        self.gapless = (
+            None
+            if incoming.skipped is None
+            else Gapless(self.reach.positions, incoming.tokens.lengths)
+        )
+
+    @functools.cached_property
+    def seen_len(self) -> tuple[int, ...]:
+        """The number of tokens seen in each row, those of the pass included."""
+        return tuple(self.tokens.lengths.tolist())
+
+    def held_len(self, layer: PolicyLayer) -> tuple[int, ...] | None:
+        """See `LayerContext.held_len`."""
+        return self.reach.seen_by(layer) if self.counts_held else None
+
+    def rotary_of(self, layer: PolicyLayer) -> LayerRotary:
+        """Return the rotary embedding of a layer, in this pass."""
+        assert layer.facts.turns is not None
+        return LayerRotary(layer.facts.turns, self.gapless)
+
+
+class AtQueries:
+    """What is done in every layer of a pass, once its queries and keys are known.
+
+    Attributes:
+        asks: Whether parts of the policy look at layers, now or at the end of the prompt.
+        bounded: Whether the tokens of the pass belong to a bounded answer.
+        padding_first: Whether keys are to be shown with each row's padding before its tokens.
+        passed: ``[batch, passed_len]`` int64, the slots of the tokens that the layer seen last
+            passes on; None for all.
+    """
+
+    asks = False
+    bounded = False
+    padding_first = False
+    passed: Tensor | None = None
+
+    def begin(self, at: PassState) -> None:
+        """Prepare for a pass, before its first layer."""
+
+    def waits(self) -> bool:
+        """True if layers must be observed even though they append their keys."""
+        return False
+
+    def observe(
+        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
+    ) -> None:
+        """Use a layer's queries and keys.
+
+        Args:
+            at: The pass under way.
+            index: Index of the layer.
+            inputs: What its attention function was given.
+            stored: The keys and values that the cache handed out to the layer.
+        """
+
+    def drop(self, slots: Tensor) -> None:
+        """Note that only the tokens in ``slots`` ``[batch, count]`` go on, -1 on padding."""
+
+    def finish(self, at: PassState) -> SeenTokens:
+        """Finish behind the last layer; return the tokens seen."""
+        return at.tokens
+
+
+class Ignore(AtQueries):
+    """The choice of a pass whose tokens are only appended."""
+
+
+@attrs.frozen(eq=False)
+class Pass:
+    """One run of the decoder.
+
+    Args:
+        incoming: Its tokens, and the decoder's arguments.
+        keys: What becomes of the keys and values that it makes.
+        at_queries: What is done in a layer, once its queries and keys are known.
+        in_prompt: Whether its tokens belong to a prompt.
+        main: Whether it is the run that the model itself has called, and not one of our own.
+        narrows: Whether layers that pass on few tokens may be run for these only. Otherwise only
+            the last layer may, for the tokens whose outputs are asked for.
+        ends_inside: Index of a layer; the pass ends once the queries of that layer are known.
+        stage: The layers it is for, and where hidden states enter; None for all layers.
+        missing: Number of columns of a prompt in chunks that are still to be read, those of the
+            pass included; 0 if the number is unknown.
+        features: Features to add to hidden states between layers, in place of the decoder.
+        layers: The layers that it reads, in place of the cache's own; None for these.
+        no_later: Why no token may see a later one; empty if it may.
+        no_columns: Why attention may not count columns; empty if it may.
+        propagated: Positions of the tokens that layers have passed on before the pass, by layer.
+    """
+
+    incoming: Incoming
+    keys: KeyUse
+    at_queries: AtQueries
+    in_prompt: bool = True
+    main: bool = False
+    narrows: bool = False
+    ends_inside: int | None = None
+    stage: StagePiece | None = None
+    missing: int = 0
+    features: AddedFeatures | None = None
+    layers: list[PolicyLayer] | None = None
+    no_later: str = ""
+    no_columns: str = ""
+    propagated: dict[int, Tensor] = attrs.field(factory=dict)

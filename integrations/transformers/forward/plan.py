@@ -1,0 +1,150 @@
+"""Say of which passes a forward is made, by situation.
+
+| situation | passes |
+|---|---|
+| append, decoded token, drafts | append all, ignore queries |
+| bounded answer | append all, remember queries; select when rows are due |
+| prompt | select |
+| chunk of a prompt | append all, remember queries |
+| last chunk | select, by the queries of all chunks |
+| restart | discard: choose tokens inside the filter layer; then a prompt of these |
+| chunk, if tokens are dropped | append all in the layers of the first stage, remember queries |
+| last chunk, if tokens are dropped | select in the first stage; in each further stage append all \
+pieces but the last, select in the last |
+| second reading | a prompt that defers its choice; discard: score each chunk; then choose |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
+from kvpolicy.integrations.transformers.forward.chunks import Chunks, Remember
+from kvpolicy.integrations.transformers.forward.decoding.bounded import Bound
+from kvpolicy.integrations.transformers.forward.deferred_layers import choose
+from kvpolicy.integrations.transformers.forward.facts import Call
+from kvpolicy.integrations.transformers.forward.inputs import Incoming
+from kvpolicy.integrations.transformers.forward.passes import Ignore, KeyUse, Pass
+from kvpolicy.integrations.transformers.forward.restart import choosing_pass, chosen_tokens
+from kvpolicy.integrations.transformers.forward.second_reading import SecondReading
+from kvpolicy.integrations.transformers.forward.selecting import Select
+from kvpolicy.integrations.transformers.forward.staging import Passes, StagedPrefill
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+
+
+@attrs.frozen(eq=False)
+class Arrival:
+    """A forward that is about to run.
+
+    Args:
+        call: What it asks for.
+        cache: The cache, as the decoder is given it.
+        layers: The layers of the cache.
+        incoming: Its tokens, and those seen before.
+        features: Features to add to hidden states between layers, in place of the decoder.
+        starts: Whether the policy acts on it, or at the end of the prompt that it belongs to.
+        ends: Whether it ends its prompt.
+        missing: Number of columns of the prompt that are still to be read, those of the forward
+            included; 0 if its end is unknown.
+        chunks: The chunks of the prompt before it; None if it is the first.
+        remember: Called with the chunks of the prompt so far, if the prompt goes on.
+    """
+
+    call: Call
+    cache: Any
+    layers: list[PolicyLayer]
+    incoming: Incoming
+    features: AddedFeatures | None
+    starts: bool
+    ends: bool
+    missing: int
+    chunks: Chunks | None
+    remember: Callable[[Chunks], None]
+
+    def passes(self) -> Passes:
+        """Yield the passes of the forward in their order; one of them is the main one.
+
+        The caller sends the run of each pass, once it has ended.
+        """
+        if not self.starts:
+            return self._append()
+        if self.chunks is None and self.ends:
+            return self._restarted() if self.call.model.restarts else self._prompt(self.incoming)
+        if self.call.model.acting:
+            return self._staged_end() if self.ends else self._staged_chunk()
+        return self._prompt(self.incoming) if self.ends else self._chunk()
+
+    def _append(self) -> Passes:
+        queries = Ignore() if self.call.model.policy.decoding is None else Bound()
+        yield Pass(self.incoming, KeyUse.APPEND, queries, in_prompt=False, main=True)
+
+    def _prompt(
+        self,
+        incoming: Incoming,
+        features: AddedFeatures | None = None,
+        propagated: dict[int, Tensor] | None = None,
+    ) -> Passes:
+        select = Select(self.chunks)
+        run = yield Pass(
+            incoming,
+            KeyUse.SELECT,
+            select,
+            main=True,
+            narrows=not self.call.model.restarts,
+            features=self.features if features is None else features,
+            propagated=propagated or {},
+        )
+        if not select.waiting:
+            return
+        policy, waiting, tokens = self.call.model.policy, select.waiting, run.tokens
+        if policy.reading is not None:
+            parts = self.call.model.parts
+            again = SecondReading(policy, self.layers, waiting, tokens, parts, self.cache)
+            found: dict[int, Tensor] = {}
+            yield from again.passes(found)
+            waiting = again.scored(found)
+        choose(policy, self.layers, waiting)
+
+    def _restarted(self) -> Passes:
+        first = choosing_pass(self.call.model, self.incoming, self.features)
+        run = yield first
+        chosen, features = first.at_queries.passed, self.features
+        incoming, propagated = chosen_tokens(self.incoming, chosen, run.at), dict[int, Tensor]()
+        assert incoming.skipped is not None
+        assert incoming.positions is not None
+        if bool(incoming.skipped.any()):
+            (layer,) = self.call.model.acting
+            propagated[layer] = incoming.positions
+        if features is not None and chosen is not None:
+            features = features.taken(chosen)
+        del run, first
+        yield from self._prompt(incoming, features, propagated)
+
+    def _chunk(self) -> Passes:
+        remember = Remember(self.chunks or Chunks(self.call.model.policy.num_queries))
+        run = yield Pass(
+            self.incoming,
+            KeyUse.APPEND,
+            remember,
+            main=True,
+            missing=self.missing,
+            features=self.features,
+        )
+        self.remember(remember.chunks(run.at))
+
+    def _staged_chunk(self) -> Passes:
+        prefill = StagedPrefill(self.call, self.layers, self.incoming, self.features)
+        chunks = self.chunks or prefill.begun(self.missing)
+        made = prefill.chunk(chunks, self.missing)
+        run = yield made
+        assert isinstance(made.at_queries, Remember)
+        self.remember(prefill.with_chunk(made.at_queries.chunks(run.at), run))
+
+    def _staged_end(self) -> Passes:
+        assert self.chunks is not None
+        prefill = StagedPrefill(self.call, self.layers, self.incoming, self.features)
+        return prefill.end(self.chunks)

@@ -1,0 +1,155 @@
+"""Keep track of which tokens of a pass reach the current layer."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.inputs import Incoming, take_columns
+from kvpolicy.integrations.transformers.forward.layer_arguments import cut_arguments
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.selection import gather_positions
+
+
+class ReachingTokens:
+    """The tokens of a pass that reach the current layer: all, until a layer drops some.
+
+    All tensors are on the device of the pass's inputs.
+
+    Args:
+        incoming: The tokens of the pass, and those seen before.
+        padded: Whether any column of the context may be padding.
+
+    Attributes:
+        valid: ``[batch, new_len]`` bool, the tokens that reach the layer, False on padding.
+        positions: ``[batch, new_len]`` int64, their original positions, -1 on padding.
+        every_position: The positions of all tokens of the pass.
+        slots: ``[batch, new_len]`` int64, their places among all tokens of the pass; None if all
+            tokens reach the layer.
+        count: Number of columns of the pass.
+        padded: Whether the tokens seen or the ones that reach the layer may have padding.
+        beside: What the previous layer returned beside hidden states, for the tokens it passed on.
+    """
+
+    def __init__(self, incoming: Incoming, *, padded: bool) -> None:
+        self._before = incoming.tokens
+        self.valid = incoming.new_valid
+        positions = incoming.positions
+        if positions is None:
+            positions = incoming.tokens.positions_of(incoming.new_valid)
+        self.positions = self.every_position = positions
+        self.count = self.valid.shape[1]
+        # True also if rows without padding pass on different numbers of tokens.
+        self.padded = padded or (
+            incoming.positions is not None and not bool(incoming.new_valid.all())
+        )
+        self.slots: Tensor | None = None
+        self.beside: tuple[Tensor, ...] = ()
+        self._streams_axis = 1
+        self._lengths: tuple[int, ...] | None = None
+
+    def token_axis(self, hidden: Tensor) -> int:
+        """Return the axis of tokens in hidden states, which follows the axis of rows."""
+        return self._streams_axis if hidden.ndim == 4 else 1
+
+    def check(self, module: nn.Module, hidden: Tensor) -> None:
+        """Check that the first layer gets exactly one hidden state for each token.
+
+        If there are several streams of hidden states, their axis is before the rows or behind the
+        tokens.
+
+        Raises:
+            UnsupportedModelError: It gets another number of hidden states, or the axes of streams,
+                rows and tokens cannot be told apart.
+        """
+        if hidden.ndim == 4:
+            rows = tuple(self.valid.shape)
+            axes = [axis for axis in (1, 2) if tuple(hidden.shape[axis - 1 : axis + 1]) == rows]
+            if len(axes) != 1:
+                raise UnsupportedModelError(
+                    f"hidden states {list(hidden.shape)} of several streams must show which axes "
+                    f"are the {rows[0]} rows and {rows[1]} tokens; give another number of either"
+                )
+            self._streams_axis = axes[0]
+        if hidden.ndim == 3 and hidden.shape[1] != self.valid.shape[1]:
+            raise UnsupportedModelError(
+                "a decoder must give its layers one hidden state for each token, but "
+                f"{type(module).__name__} gets {hidden.shape[1]} for {self.valid.shape[1]} "
+                "tokens, as where a model puts features of an image before them"
+            )
+
+    def arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return a layer's arguments ``kwargs``, made for all tokens, for those that reach it."""
+        if self.slots is None:
+            return kwargs
+        ours = {
+            name: each
+            for name, each in kwargs.items()
+            if any(each is beside for beside in self.beside)
+        }
+        return {**cut_arguments(kwargs, self.slots, self.count), **ours}
+
+    def taken(self, hidden: Tensor, slots: Tensor) -> Tensor:
+        """Take the hidden states of the tokens in ``slots`` ``[batch, count]``."""
+        axis = self.token_axis(hidden)
+        return take_columns(hidden, slots, axis - 1, axis)
+
+    def slots_in(self, hidden: Tensor) -> Tensor | None:
+        """Return the slots ``[batch, count]`` of the tokens in a layer's output; None for all.
+
+        The output may be that of the last tokens only.
+        """
+        count = hidden.shape[self.token_axis(hidden)]
+        if self.slots is not None:
+            return self.slots[:, -count:]
+        ends = torch.arange(self.count - count, self.count, device=self.valid.device)
+        return None if self.count == count else ends.expand(self.valid.shape[0], -1)
+
+    def everything(self) -> Tensor:
+        """Return the slots ``[batch, new_len]`` of all tokens that reach the layer.
+
+        They are counted among these tokens; -1 on padding.
+        """
+        slots = torch.arange(self.valid.shape[1], device=self.valid.device)
+        return torch.where(self.valid, slots, -1)
+
+    def pass_on(self, passed: Tensor) -> None:
+        """Go on with the tokens in ``passed`` ``[batch, count]``, -1 on padding."""
+        self.positions = gather_positions(self.positions, passed)
+        self.valid = self.positions >= 0
+        self._lengths = tuple(self.valid.sum(dim=1).tolist())
+        self.padded = min(self._lengths) < self.valid.shape[1] or self.padded
+        self.slots = passed if self.slots is None else gather_positions(self.slots, passed)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The number of tokens that reach the layer, for each row."""
+        if self._lengths is None:
+            batch, new_len = self.valid.shape
+            padded = self.padded
+            self._lengths = tuple(self.valid.sum(dim=1).tolist()) if padded else (new_len,) * batch
+        return self._lengths
+
+    @functools.cached_property
+    def appended(self) -> tuple[int, ...]:
+        """The number of tokens that layers hold behind the kept ones, for each row."""
+        appended: Tensor = self._before.appended
+        if self._before.padded:
+            return tuple((appended >= 0).sum(dim=1).tolist())
+        return (appended.shape[1],) * len(appended)
+
+    def seen_by(self, layer: PolicyLayer) -> tuple[int, ...] | None:
+        """Return how many tokens a layer sees, held and new ones; None if unknown.
+
+        See `LayerContext.held_len`.
+        """
+        contents = layer.contents
+        if contents.held is None:
+            return self.lengths
+        if contents.counts is None:
+            return None
+        return tuple(map(sum, zip(contents.counts, self.appended, self.lengths, strict=True)))

@@ -1,0 +1,264 @@
+"""Let the policy act on a prompt: layers select keys, and pass tokens on."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+from kvpolicy.context import LayerContext
+from kvpolicy.errors import UnsupportedModelError
+from kvpolicy.integrations.transformers.forward.chunks import AtEnd, Chunks
+from kvpolicy.integrations.transformers.forward.closing_gaps import closed_up, without_gaps
+from kvpolicy.integrations.transformers.forward.decoding.choosing import (
+    WindowSurvivors,
+    carried_for,
+)
+from kvpolicy.integrations.transformers.forward.deferred_layers import DeferredKV
+from kvpolicy.integrations.transformers.forward.history import History
+from kvpolicy.integrations.transformers.forward.passes import PassState
+from kvpolicy.integrations.transformers.model.routing import AttentionInputs
+from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.part_calls import DeferredChecks
+from kvpolicy.policy import Decision
+from kvpolicy.selection import gather_positions, gather_slots
+
+
+@attrs.frozen(eq=False)
+class _Candidates:
+    """The keys of a layer, among which it chooses.
+
+    Args:
+        keys: See `PolicyLayer.store`.
+        values: See `PolicyLayer.store`.
+        positions: See `PolicyLayer.store`.
+        context: What the layer shows the parts of the policy.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    context: LayerContext
+
+    def deferred(self, decision: Decision, near: WindowSurvivors | None = None) -> DeferredKV:
+        """Return the layer as one that chooses when all layers were scored."""
+        undecided = decision.undecided
+        assert undecided is not None
+        undecided = undecided if near is None else undecided.among(near.short)
+        of_layer = self.keys, self.values, self.positions
+        return DeferredKV(*of_layer, undecided, decision.carried, near)
+
+
+class Select(AtEnd):
+    """Let each layer keep what the policy selects, and pass on what it propagates.
+
+    Args:
+        chunks: See `AtEnd`.
+        history: See `InPrompt`.
+
+    Attributes:
+        waiting: The layers that choose when all layers were scored, by index.
+    """
+
+    def __init__(self, chunks: Chunks | None = None, history: History | None = None) -> None:
+        super().__init__(chunks, history)
+        self.waiting: dict[int, DeferredKV] = {}
+        # The slots that the last layer has kept, and their number in each row; see `Decision`.
+        self._kept: tuple[Tensor, tuple[int, ...] | None] | None = None
+
+    def observe(
+        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
+    ) -> None:
+        """Let the policy decide at a layer."""
+        layer, window = at.layers[index], at.masks.windows[index]
+        layer.facts.query_heads, layer.facts.scores = inputs.queries.shape[1], inputs.scores
+        context = self.context(at, index, inputs, stored)
+        if at.policy.decoding is not None:
+            context = self._with_carried(at, layer, context)
+        layer.facts.expands = context.stored is not None
+        # Of one head if all heads keep the same tokens.
+        positions = context.positions if context.stored is None else context.positions[:, :1]
+        candidates = _Candidates(*stored, positions, context)
+        if at.policy.reading is not None and at.call.model.windows[index] is not None:
+            window = at.call.model.windows[index]  # a second reading is beyond what it sees
+        if window is None:
+            self._choose(at, layer, candidates)
+        else:
+            self._keep_window(at, layer, candidates, window)
+
+    def _keep_window(
+        self, at: PassState, layer: PolicyLayer, candidates: _Candidates, window: int
+    ) -> None:
+        """Keep what a sliding window sees; choose in rows that are shorter than it."""
+        context = candidates.context
+        near = WindowSurvivors.of(
+            candidates.positions,
+            at.tokens.lengths,
+            window,
+            at.call.implementation,
+            seen_len=at.seen_len,
+            held_len=context.held_len,
+        )
+        asked = near.leaves_short_rows and at.policy.reading is None
+        decision = self._decision(at, context) if asked else None
+        if decision is not None and decision.undecided is not None:
+            self.waiting[context.layer_idx] = candidates.deferred(decision, near)
+            return
+        of_layer = candidates.keys, candidates.values, candidates.positions
+        if decision is None:
+            whole = None if near.counts is None else near.counts == context.held_len
+            layer.store(*of_layer, near.kept(None), counts=near.counts, whole=whole)
+            return
+        self.checks.look()
+        layer.store(*of_layer, near.kept(decision.kept), decision.carried)
+
+    def _choose(self, at: PassState, layer: PolicyLayer, candidates: _Candidates) -> None:
+        """Keep what the policy selects among all keys."""
+        context = candidates.context
+        remembered = context.layer_idx in self.history.layers
+        decision = self._decision(at, context, remembered=remembered)
+        if remembered:
+            assert decision.saliency is not None
+            self.history = self.history.noted(decision.saliency, context)
+        self.passed = passed_slots(decision.passed_on, context, at)
+        if decision.undecided is not None:
+            self.waiting[context.layer_idx] = candidates.deferred(decision)
+            return
+        keys, values, positions = candidates.keys, candidates.values, candidates.positions
+        # A layer that uses the slots of another layer's indexer must hold the same tokens in them.
+        borrows = isinstance(layer, IndexedLayer) and layer.borrows
+        if not borrows or self._kept is None:
+            assert decision.kept is not None
+            # Clamped, since the parts' answers are checked only later and may be out of range.
+            self._kept = decision.kept.clamp(min=-1, max=keys.shape[2] - 1), decision.counts
+        kept, counts = self._kept
+        if at.policy.gapless:
+            self._store_closed_up(at, layer, candidates, kept, counts)
+        else:
+            whole = None if counts is None else counts == context.held_len
+            layer.store(keys, values, positions, kept, decision.carried, counts=counts, whole=whole)
+
+    def _decision(
+        self, at: PassState, context: LayerContext, *, remembered: bool = False
+    ) -> Decision:
+        """Let the policy decide at a layer.
+
+        If all tokens are passed on, the parts' answers are checked after all layers have run, since
+        checking waits for the device.
+        """
+        checks = DeferredChecks()
+        try:
+            saliency = self.saliency(at, context) if self._chunks is not None else None
+            decision = at.policy.decide(
+                context, remembered=remembered, checks=checks, saliency=saliency
+            )
+        except Exception:
+            self.checks.look()  # an error at an earlier layer may be the cause
+            raise
+        self.checks.join(checks)
+        if decision.passed_on is not None:  # before other layers run on a wrong choice
+            self.checks.look()
+        return decision
+
+    @staticmethod
+    def _store_closed_up(
+        at: PassState,
+        layer: PolicyLayer,
+        candidates: _Candidates,
+        kept: Tensor,
+        counts: tuple[int, ...] | None,
+    ) -> None:
+        """Store kept keys without gaps in their positions; see `PolicyLayer.store`."""
+        if layer.facts.expands:
+            raise UnsupportedModelError(
+                f"layer {candidates.context.layer_idx} must hold the keys that it attends to where "
+                f"{at.policy} turns them to positions without gaps, but makes them of what it "
+                "holds; use gapless=False"
+            )
+        assert layer.facts.turns is not None
+        slots = torch.arange(kept.shape[2], device=kept.device)
+        layer.store(
+            closed_up(candidates.keys, candidates.positions, kept, layer.facts.turns),
+            gather_slots(candidates.values, kept),
+            gather_positions(candidates.positions, kept),
+            torch.where(kept >= 0, slots, -1),
+            counts=counts,
+            whole=None if counts is None else True,
+        )
+
+    @staticmethod
+    def _with_carried(at: PassState, layer: PolicyLayer, context: LayerContext) -> LayerContext:
+        """Add the scorer's state to a context, with the queries of the last answer counted in."""
+        decoding, observed = at.policy.decoding, layer.observed
+        if decoding is None or not decoding.carries or layer.held is None:
+            return context
+        carried = carried_for(observed, context.keys, decoding.carries)
+        if at.masks.order is not None:
+            carried = gather_slots(carried, at.masks.order)
+        context = attrs.evolve(context, carried=carried)
+        if not observed.count:
+            return context
+        queries, places = observed.shown(at.tokens)
+        since = attrs.evolve(context, queries=queries, query_positions=places)
+        return attrs.evolve(context, carried=decoding.carry(since))
+
+    def finish(self, at: PassState) -> SeenTokens:
+        """Check what parts have answered; see `AtQueries.finish`.
+
+        Under a ``gapless`` policy later tokens are read directly behind the tokens held.
+
+        Raises:
+            ValueError: See `CachePolicy.decide`, of any layer; and `without_gaps`.
+        """
+        self.checks.look()
+        if not at.policy.gapless:
+            return at.tokens
+        for layer in at.layers:
+            layer.follow(at.tokens)
+        return without_gaps(at.policy, at.tokens, at.layers)
+
+
+class ChooseTokens(AtEnd):
+    """Choose the tokens on which a prefill restarts; layers hold nothing of this pass.
+
+    Args:
+        layer: Index of the layer that chooses.
+        chunks: See `AtEnd`.
+    """
+
+    def __init__(self, layer: int, chunks: Chunks | None = None) -> None:
+        super().__init__(chunks)
+        self._layer = layer
+
+    def observe(
+        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
+    ) -> None:
+        """Choose at the filter layer; score earlier layers if the choice looks at them."""
+        if index != self._layer and index not in self.history.layers:
+            return
+        context = self.context(at, index, inputs, stored)
+        saliency = self.saliency(at, context)
+        if index == self._layer:
+            passed = at.policy.decide_restart(context, saliency)
+            self.passed = None if passed is None else passed.to(at.reach.valid.device)
+            return
+        saliency = at.policy.score(context) if saliency is None else saliency
+        self.history = self.history.noted(saliency, context)
+
+    def finish(self, at: PassState) -> SeenTokens:
+        """See `AtQueries.finish`."""
+        self.checks.look()
+        return super().finish(at)
+
+
+def passed_slots(passed_on: Tensor | None, context: LayerContext, at: PassState) -> Tensor | None:
+    """Return the slots that a layer passes on, on the device of the inputs; None for all."""
+    if passed_on is None:
+        return None
+    passed = passed_on.to(at.reach.valid.device)
+    if passed.shape == context.new_valid.shape:
+        everything = context.new_valid.to(passed.device)
+        return None if torch.equal(passed >= 0, everything) else passed
+    return passed

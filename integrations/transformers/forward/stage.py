@@ -1,0 +1,93 @@
+"""Describe the stages of a prompt in chunks of which tokens are dropped.
+
+A stage is the layers that one set of tokens reads. The tokens that are passed on are known only at
+the end of the prompt, so layers behind a drop cannot run before. A pass over a chunk runs the
+layers of the first stage, and leaves the hidden states that go into the next stage. The passes of
+the other stages follow at the end of the prompt. A decoder always runs all of its layers: layers
+outside of the current stage get one token, of which nothing is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+from torch import Tensor
+
+from kvpolicy.integrations.transformers.forward.narrowing import Narrowed
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+from kvpolicy.policy import CachePolicy
+
+
+@attrs.frozen
+class PrefillStage:
+    """A range of layers that the same tokens of a prompt reach.
+
+    Args:
+        first: Index of the first layer.
+        last: Index of the last layer, after which tokens are dropped or the model ends.
+        looks: Whether the stage ends inside its last layer, once queries and keys are known. The
+            next stage then begins with that layer, run for the tokens that are passed on.
+    """
+
+    first: int
+    last: int
+    looks: bool = False
+
+    def holds(self, index: int) -> bool:
+        """True if a layer belongs to the stage."""
+        return self.first <= index <= self.last
+
+
+def stages_of(
+    policy: CachePolicy, num_layers: int, few_go_on: Callable[[int], bool]
+) -> tuple[PrefillStage, ...]:
+    """Return the stages of a prompt in their order.
+
+    Args:
+        policy: A policy whose propagation drops tokens or restarts.
+        num_layers: Number of layers of the model.
+        few_go_on: A function of a layer's index: True if the layer passes on so few tokens that
+            running it twice is worth it.
+    """
+    acting = sorted(policy.propagation.acting_layers(num_layers))
+    if policy.propagation.restarts:
+        return PrefillStage(0, acting[0], looks=True), PrefillStage(0, num_layers - 1)
+    stages, first = [], 0
+    for layer in acting:
+        if layer < num_layers - 1:  # no layer follows the last one
+            looks = few_go_on(layer)
+            stages.append(PrefillStage(first, layer, looks))
+            first = layer if looks else layer + 1
+    return *stages, PrefillStage(first, num_layers - 1)
+
+
+@attrs.frozen(eq=False)
+class StagePiece:
+    """A range of tokens that one pass reads in one stage.
+
+    Args:
+        stage: The stage.
+        looks: Whether the pass ends inside the stage's last layer.
+        is_output: Whether the decoder's output is returned; true in the last stage.
+        nested: Whether the decoder runs for this stage only, so that it may end with the stage.
+        tokens: The tokens seen, this piece included, for layers of a later stage; None in the first
+            stage.
+        started: ``[batch]`` bool, rows in which layers have read tokens before; None if they are
+            the rows in which the cache has.
+        states: ``[batch, new_len, hidden]``, the input of the stage's first layer; None for the
+            input from the decoder.
+        resumed: The second run of the first layer, if the previous stage ended inside it.
+        begun: The tokens seen before the prompt, for layers behind the stage; None if these have
+            been told.
+    """
+
+    stage: PrefillStage
+    looks: bool = False
+    is_output: bool = False
+    nested: bool = True
+    tokens: SeenTokens | None = None
+    started: Tensor | None = None
+    states: Tensor | None = None
+    resumed: Narrowed | None = None
+    begun: SeenTokens | None = None
