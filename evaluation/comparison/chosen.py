@@ -10,8 +10,8 @@ import attrs
 
 from kvpolicy.building import PARTS, build_policy, compose, factory_of, parameters_of
 from kvpolicy.decoding import DecodingEviction
-from kvpolicy.evaluation.commands.options import PolicyOptions
 from kvpolicy.evaluation.comparison.variant import Variant, takes
+from kvpolicy.evaluation.options import PolicyOptions
 from kvpolicy.policies import Method
 from kvpolicy.policies.methods.method import under_tokens
 from kvpolicy.policy import CachePolicy
@@ -103,9 +103,9 @@ def chosen_variant(
     """
     asked = [*options.names, *([COMPOSITION] if options.parts else [])]
     for option, given in (
-        ("--policy", asked),
-        ("--rate", options.rates),
-        ("--retention-tokens", options.tokens),
+        ("--policy", dict.fromkeys(asked)),
+        ("--rate", dict.fromkeys(options.rates)),
+        ("--retention-tokens", dict.fromkeys(options.tokens)),
     ):
         if len(given) > 1:
             raise ValueError(
@@ -172,9 +172,9 @@ def _retentions(
 ) -> list[tuple[float | None, int | None]]:
     """Return pairs of rate and token count, at most one not None; one pair of None if unset."""
     if options.tokens and "retention_tokens" in known:
-        return [(None, tokens) for tokens in options.tokens]
+        return [(None, tokens) for tokens in dict.fromkeys(options.tokens)]
     if not options.tokens and "retention_rate" in known:
-        return [(rate, None) for rate in options.rates or rates]
+        return [(rate, None) for rate in dict.fromkeys(options.rates or rates)]
     return [(None, None)]
 
 
