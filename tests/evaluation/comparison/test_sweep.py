@@ -182,7 +182,7 @@ def test_a_model_that_cannot_be_calibrated_is_still_swept(
 
 def small() -> Settings:
     return Settings(
-        policies=PolicyOptions(names=("full_context",), rates=(0.2,)),
+        policies=PolicyOptions(names=("snapkv",), rates=(0.2,)),
         context=96,
         count=2,
         seed=5,
