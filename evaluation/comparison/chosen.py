@@ -10,7 +10,7 @@ import attrs
 
 from kvpolicy.building import PARTS, build_policy, compose, factory_of, parameters_of
 from kvpolicy.decoding import DecodingEviction
-from kvpolicy.evaluation.comparison.variant import Variant, takes
+from kvpolicy.evaluation.comparison.variant import Variant, retention, takes
 from kvpolicy.evaluation.options import PolicyOptions
 from kvpolicy.policies import Method
 from kvpolicy.policies.methods.method import under_tokens
@@ -128,7 +128,7 @@ def _methods(
         if tsp_layer is not None and "tsp_layer" in known:
             further = {"tsp_layer": tsp_layer, **further}
         for rate, tokens in _retentions(options, rates, known):
-            merged = {**_retention(rate, tokens, known), **further}
+            merged = {**retention(rate, tokens, known), **further}
             if "tsp_tokens" in further and "tsp_rate" not in further:
                 merged.pop("tsp_rate", None)
             policy = _built(functools.partial(build_policy, name, **merged))
@@ -156,7 +156,7 @@ def _compositions(options: PolicyOptions, rates: Sequence[float | None]) -> list
         rates = (None,)
     found = []
     for rate, tokens in _retentions(options, rates, known):
-        shared = {**_retention(rate, tokens, known), **options.parameters}
+        shared = {**retention(rate, tokens, known), **options.parameters}
         policy = _built(functools.partial(compose, options.parts, shared))
         described = {kind: str(getattr(policy, kind)) for kind in PARTS}
         found.append(Variant(COMPOSITION, policy, rate, described, tokens))
@@ -176,17 +176,6 @@ def _retentions(
     if not options.tokens and "retention_rate" in known:
         return [(rate, None) for rate in dict.fromkeys(options.rates or rates)]
     return [(None, None)]
-
-
-def _retention(rate: float | None, tokens: int | None, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a retention's arguments; raise the TSP rate to a larger retention rate."""
-    if tokens is not None:
-        return {"retention_tokens": tokens}
-    if rate is None:
-        return {}
-    passed = known.get("tsp_rate")
-    raised = {"tsp_rate": rate} if isinstance(passed, float) and passed < rate <= 1.0 else {}
-    return {"retention_rate": rate, **raised}
 
 
 def _built(build: Callable[[], CachePolicy]) -> CachePolicy:
