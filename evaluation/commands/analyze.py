@@ -30,9 +30,7 @@ class AnalyzeOptions:
     settings: AnalysisSettings
     oracle: Annotated[
         bool,
-        Option(
-            "Instead: how well scorers rank the tokens that the model's answer attends to.",
-        ),
+        Option("Instead: how well scorers rank the tokens that the model's answer attends to."),
     ] = False
     scorers: Annotated[
         tuple[str, ...],

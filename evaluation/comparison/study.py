@@ -184,7 +184,7 @@ class Study:
     def as_data(self) -> dict[str, Any]:
         """Return everything as plain data for JSON."""
         settings = attrs.asdict(self.settings)
-        del settings["_rounds"]
+        del settings["_rounds"], settings["thorough"]  # what they come to is there
         settings["policies"] = self.settings.policies.names
         for name in ("rates", "rounds", "timing_seconds"):
             settings[name] = getattr(self.settings, name)
