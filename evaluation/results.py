@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import tempfile
@@ -133,6 +134,11 @@ def _try_to_write(option: str, existing: Path, wanted: Path) -> None:
             f"{option} must be a place that can be written to, got {wanted}, and in {existing}: "
             f"{reason}"
         ) from None
+
+
+def as_json(data: Mapping[str, Any]) -> bytes:
+    """Return plain data as JSON for a file; what is no number is refused."""
+    return json.dumps(data, indent=2, allow_nan=False).encode()
 
 
 def write_all(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import Loaded
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.readable import positions_notes
-from kvpolicy.evaluation.results import check_folder, environment, write_all
+from kvpolicy.evaluation.results import as_json, check_folder, environment, write_all
 from kvpolicy.interfaces import Scorer
 
 FILES = ("oracle.json", "oracle.png")
@@ -150,7 +149,7 @@ def run_oracle(
 def write_oracle(study: OracleStudy, folder: Path) -> list[str]:
     """Write the numbers and the picture, and return the names of the files."""
     contents = (
-        json.dumps(study.as_data(), indent=2, allow_nan=False).encode(),
+        as_json(study.as_data()),
         plot_rankings(study.rankings),
     )
     write_all(folder, dict(zip(FILES, contents, strict=True)))

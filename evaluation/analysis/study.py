@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
 import torch
@@ -18,10 +17,11 @@ from kvpolicy.evaluation.analysis.inputs import check_k, check_ks, check_layers,
 from kvpolicy.evaluation.analysis.plots import plot_distances, plot_overlap, plot_recall
 from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import NEEDLE, Loaded
+from kvpolicy.evaluation.options import CHAT, NeedleOptions, Option
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.prompt_tokens import encode_prompt
 from kvpolicy.evaluation.readable import check_positions, positions_notes
-from kvpolicy.evaluation.results import check_folder, environment, write_all
+from kvpolicy.evaluation.results import as_json, check_folder, environment, write_all
 from kvpolicy.evaluation.tasks.prompts import needle_prompts, read_prompt
 
 if TYPE_CHECKING:
@@ -30,42 +30,39 @@ if TYPE_CHECKING:
 FILES = ("analyze.json", "overlap.png", "recall.png", "distances.png")
 
 
-@attrs.frozen
-class AnalysisSettings:
-    """The settings of an analysis; see ``kvpolicy analyze --help``.
+@attrs.frozen(kw_only=True)
+class AnalysisSettings(NeedleOptions):
+    """The model and the prompts of an analysis, and what is measured."""
 
-    Args:
-        model: ``"needle"``, a folder or a Hub name.
-        prompt_files: Texts, one prompt each; none for the needle task.
-        context: Tokens of a needle prompt.
-        count: Needle prompts.
-        seed: Of the needle prompts.
-        k: Tokens that each layer names.
-        recall_ks: Numbers of tokens whose share of attention is measured; none for a quarter, a
-            half, once, twice and four times ``k``, as far as the shortest prompt goes.
-        window_size: Tokens of the observation window.
-        tsp_rate: Fraction of a prompt that goes on, in (0, 1].
-        layers: Layers to drop tokens at; none for all.
-        chat: Whether a text is a user's turn of a chat; None for yes if there is a template.
-        dtype: See `kvpolicy.evaluation.models.load`.
-        device: See `kvpolicy.evaluation.models.load`.
-        beyond_positions: Whether prompts may be longer than the model has positions for.
-    """
-
-    model: str = NEEDLE
-    prompt_files: tuple[Path, ...] = ()
-    context: int = 1024
-    count: int = 16
-    seed: int = 0
-    k: int = 64
-    recall_ks: tuple[int, ...] = ()
-    window_size: int = 8
-    tsp_rate: float = 0.2
-    layers: tuple[int, ...] = ()
-    chat: bool | None = None
-    dtype: str = "auto"
-    device: str = "cpu"
-    beyond_positions: bool = False
+    seed: Annotated[int, Option("Of the needle prompts.")] = 0
+    prompt_files: Annotated[
+        tuple[Path, ...],
+        Option(
+            "A prompt, UTF-8 text, or - for stdin, repeatable; default: needle task.",
+            ("--prompt-file",),
+            metavar="FILE",
+        ),
+    ] = ()
+    chat: Annotated[bool | None, CHAT] = None
+    k: Annotated[int, Option("Tokens that each layer names.", ("--top-k", "-k"), min=1)] = 64
+    recall_ks: Annotated[
+        tuple[int, ...],
+        Option(
+            "Tokens whose share of attention is measured, repeatable; default: k/4 to 4k.",
+            ("--recall-k",),
+            min=1,
+        ),
+    ] = ()
+    window_size: Annotated[
+        int, Option("Last tokens whose attention counts.", ("--window",), min=1)
+    ] = 8
+    tsp_rate: Annotated[
+        float, Option("Fraction of a prompt that goes on, in (0, 1].", metavar="RATE")
+    ] = 0.2
+    layers: Annotated[
+        tuple[int, ...],
+        Option("A layer to drop tokens at, from 0, repeatable; default: all.", ("--layer",), min=0),
+    ] = ()
 
     def ks(self, context_len: int) -> tuple[int, ...]:
         """Return the numbers of tokens whose share of attention is measured, ascending."""
@@ -230,7 +227,7 @@ def run(
 def write(analysis: Analysis, folder: Path) -> list[str]:
     """Write the numbers and pictures of an analysis, and return the names of the files."""
     contents = (
-        json.dumps(analysis.as_data(), indent=2, allow_nan=False).encode(),
+        as_json(analysis.as_data()),
         plot_overlap(analysis.overlap, analysis.parts, analysis.chance),
         plot_recall(analysis.recall),
         plot_distances(analysis.distances),

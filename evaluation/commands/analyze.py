@@ -5,154 +5,80 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+import attrs
 from rich.console import Console
 from rich.table import Table
 
 from kvpolicy.evaluation.analysis.oracle_study import OracleSettings
 from kvpolicy.evaluation.analysis.study import Analysis, AnalysisSettings, check, run, write
 from kvpolicy.evaluation.commands.analyze_oracle import analyze_oracle
-from kvpolicy.evaluation.commands.terminal import (
-    BeyondPositionsOption,
-    DeviceOption,
-    DtypeOption,
-    load_shown,
-    progress_bar,
-)
-from kvpolicy.evaluation.models import NEEDLE
-from kvpolicy.evaluation.tasks.prompts import MIN_NEEDLE_CONTEXT
+from kvpolicy.evaluation.commands.terminal import load_shown, progress_bar, show_written
+from kvpolicy.evaluation.options import Option
 
 # Beside the layer, so that a table fits 80 columns where a k has up to six digits.
 MAX_COLUMNS = 6
 
 
-def analyze(
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="A folder, a Hub name, or a bundled model: needle, ruler_words, long_answers.",
-        ),
-    ] = NEEDLE,
-    prompt_file: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="A prompt, UTF-8 text, or - for stdin, repeatable; default: needle task.",
-        ),
-    ] = None,
-    top_k: Annotated[
-        int, typer.Option("--top-k", "-k", min=1, metavar="N", help="Tokens that each layer names.")
-    ] = 64,
-    recall_k: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Tokens whose share of attention is measured, repeatable; default: k/4 to 4k.",
-        ),
-    ] = None,
-    window: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Last tokens whose attention counts.")
-    ] = 8,
-    tsp_rate: Annotated[
-        float, typer.Option(metavar="RATE", help="Fraction of a prompt that goes on, in (0, 1].")
-    ] = 0.2,
-    layer: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=0, metavar="N", help="A layer to drop tokens at, from 0, repeatable; default: all."
-        ),
-    ] = None,
-    context: Annotated[
-        int,
-        typer.Option(
-            min=MIN_NEEDLE_CONTEXT, metavar="N", help="Tokens of a needle prompt, at least 64."
-        ),
-    ] = 1024,
-    count: Annotated[
-        int, typer.Option(min=2, metavar="N", help="Needle prompts: half one-hop, half two-hop.")
-    ] = 16,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the needle prompts.")] = 0,
-    chat: Annotated[
-        bool | None,
-        typer.Option("--chat/--no-chat", help="Chat template; by default where there is one."),
-    ] = None,
+@attrs.frozen(kw_only=True)
+class AnalyzeOptions:
+    """The options of `kvpolicy analyze`.
+
+    Raises:
+        ValueError: An option of ``--oracle`` is given without it.
+    """
+
+    settings: AnalysisSettings
     oracle: Annotated[
         bool,
-        typer.Option(
-            "--oracle",
-            help="Instead: how well scorers rank the tokens that the model's answer attends to.",
-        ),
-    ] = False,
-    scorer: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PART",
-            help="With --oracle, a scorer: a name, or name:parameter=value,..., repeatable; "
+        Option("Instead: how well scorers rank the tokens that the model's answer attends to."),
+    ] = False
+    scorers: Annotated[
+        tuple[str, ...],
+        Option(
+            "With --oracle, a scorer: a name, or name:parameter=value,..., repeatable; "
             "default: all registered.",
+            ("--scorer",),
+            metavar="PART",
         ),
-    ] = None,
+    ] = ()
     answer_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="With --oracle, tokens of the longest answer; default 256."
-        ),
-    ] = None,
+        int | None, Option("With --oracle, tokens of the longest answer; default 256.", min=1)
+    ] = None
     pool: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="With --oracle, odd: what an answer attends to is pooled over N; default 13.",
+        Option(
+            "With --oracle, odd: what an answer attends to is pooled over N; default 13.", min=1
         ),
-    ] = None,
-    beyond_positions: BeyondPositionsOption = False,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "cpu",
+    ] = None
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for the numbers and the pictures.")
-    ] = None,
-) -> None:
+        Path | None, Option("Folder for the numbers and the pictures.", metavar="DIR")
+    ] = None
+
+    def __attrs_post_init__(self) -> None:
+        for option, value in (
+            ("--scorer", self.scorers),
+            ("--answer-tokens", self.answer_tokens),
+            ("--pool", self.pool),
+        ):
+            if value and not self.oracle:
+                raise ValueError(f"{option} must be given with --oracle, got it without")
+
+
+def analyze(options: AnalyzeOptions) -> None:
     """Show which tokens layers attend to, and the cost of dropping the others."""
-    settings = AnalysisSettings(
-        model=model,
-        prompt_files=tuple(prompt_file or ()),
-        context=context,
-        count=count,
-        seed=seed,
-        k=top_k,
-        recall_ks=tuple(recall_k or ()),
-        window_size=window,
-        tsp_rate=tsp_rate,
-        layers=tuple(layer or ()),
-        chat=chat,
-        dtype=dtype,
-        device=device,
-        beyond_positions=beyond_positions,
-    )
-    if oracle:
-        wanted = {"answer_tokens": answer_tokens, "kernel_size": pool}
+    settings, out = options.settings, options.out
+    if options.oracle:
+        wanted = {"answer_tokens": options.answer_tokens, "kernel_size": options.pool}
         given = {name: value for name, value in wanted.items() if value is not None}
-        analyze_oracle(OracleSettings(settings, **given), scorer or (), out)
+        analyze_oracle(OracleSettings(settings, **given), options.scorers, out)
         return
-    for option, value in (
-        ("--scorer", scorer),
-        ("--answer-tokens", answer_tokens),
-        ("--pool", pool),
-    ):
-        if value:
-            raise ValueError(f"{option} must be given with --oracle, got it without")
     texts = check(settings, out)
-    loaded = load_shown(model, dtype, device)
+    loaded = load_shown(settings)
     with progress_bar() as progress:
         analysis = run(settings, texts, loaded, progress)
     show(analysis)
     if out is not None:
-        names = write(analysis, out)
-        Console(highlight=False, markup=False, soft_wrap=True).print(
-            f"\nwritten to {out}: {', '.join(names)}"
-        )
+        show_written(out, write(analysis, out))
 
 
 def show(analysis: Analysis) -> None:

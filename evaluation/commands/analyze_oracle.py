@@ -18,7 +18,7 @@ from kvpolicy.evaluation.analysis.oracle_study import (
     run_oracle,
     write_oracle,
 )
-from kvpolicy.evaluation.commands.terminal import load_shown, progress_bar
+from kvpolicy.evaluation.commands.terminal import load_shown, progress_bar, show_written
 from kvpolicy.interfaces import Scorer
 from kvpolicy.registry import registered
 
@@ -30,16 +30,12 @@ def analyze_oracle(settings: OracleSettings, names: Sequence[str], out: Path | N
     """Run the study and print it; ``names`` are written as in a composition, none for all."""
     scorers = chosen_scorers(names)
     texts = check_oracle(settings, out)
-    analysis = settings.analysis
-    loaded = load_shown(analysis.model, analysis.dtype, analysis.device)
+    loaded = load_shown(settings.analysis)
     with progress_bar() as progress:
         study = run_oracle(settings, texts, loaded, scorers, progress)
     show(study)
     if out is not None:
-        written = ", ".join(write_oracle(study, out))
-        Console(highlight=False, markup=False, soft_wrap=True).print(
-            f"\nwritten to {out}: {written}"
-        )
+        show_written(out, write_oracle(study, out))
 
 
 def chosen_scorers(names: Sequence[str]) -> dict[str, Scorer]:

@@ -18,9 +18,11 @@ from kvpolicy.evaluation.commands.compress import compress
 from kvpolicy.evaluation.commands.estimate import estimate
 from kvpolicy.evaluation.commands.eval import eval
 from kvpolicy.evaluation.commands.generate import generate
+from kvpolicy.evaluation.commands.options import with_options
 from kvpolicy.evaluation.commands.policies import policies
 from kvpolicy.evaluation.commands.report import report
 
+# A function of a class of options (see `kvpolicy.evaluation.commands.options`), or of nothing.
 COMMANDS: tuple[Callable[..., None], ...] = (
     analyze,
     calibrate,
@@ -59,7 +61,7 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
 
 
 for command in COMMANDS:
-    app.command()(_interruptible(command))
+    app.command()(_interruptible(with_options(command)))
 
 
 def _print_version(wanted: bool) -> None:

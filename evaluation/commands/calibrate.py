@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import attrs
 import torch
-import typer
 from rich.console import Console
 
 from kvpolicy.evaluation.calibration.choice import measure_tsp_distances
@@ -17,33 +16,16 @@ from kvpolicy.evaluation.calibration.distances import (
     Calibration,
     check_criterion,
 )
-from kvpolicy.evaluation.commands.options import (
-    PolicyOption,
-    PolicyOptions,
-    PropagationOption,
-    ProtectOption,
-    RateOption,
-    RetentionTokensOption,
-    ScorerOption,
-    SelectorOption,
-    SetOption,
-    policy_options,
-)
-from kvpolicy.evaluation.commands.terminal import (
-    BeyondPositionsOption,
-    DeviceOption,
-    DtypeOption,
-    ThreadsOption,
-    load_shown,
-    progress_bar,
-)
+from kvpolicy.evaluation.commands.terminal import load_shown, progress_bar, show_written
 from kvpolicy.evaluation.comparison.plots import plot_calibration
 from kvpolicy.evaluation.comparison.sweep import CALIBRATION_SEED_OFFSET
 from kvpolicy.evaluation.comparison.tables import calibration_legend, calibration_table
 from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import NEEDLE, Loaded
+from kvpolicy.evaluation.options import THREADS, NeedleOptions, Option, PrefillOptions
 from kvpolicy.evaluation.readable import check_positions, positions_notes
 from kvpolicy.evaluation.results import (
+    as_json,
     check_folder,
     check_threads,
     default_threads,
@@ -51,7 +33,6 @@ from kvpolicy.evaluation.results import (
     write_all,
 )
 from kvpolicy.evaluation.tasks.prompts import (
-    MIN_NEEDLE_CONTEXT,
     needle_prompts,
     read_prompts,
     read_text,
@@ -63,95 +44,60 @@ FILES = ("calibrate.json", "calibrate.png")
 DROP = ("tsp_rate", "window_size", "kernel_size", "protect")
 
 
-def calibrate(
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="A folder, a Hub name, or a bundled model: needle, ruler_words, long_answers.",
-        ),
-    ] = NEEDLE,
+@attrs.frozen(kw_only=True)
+class CalibrateOptions(NeedleOptions):
+    """The options of `kvpolicy calibrate`."""
+
     prompts: Annotated[
         Path | None,
-        typer.Option(
+        Option(
+            "Prompts as for compare, whose answers are not looked at; default: needle task.",
             metavar="FILE",
-            help="Prompts as for compare, whose answers are not looked at; default: needle task.",
         ),
-    ] = None,
-    context: Annotated[
-        int,
-        typer.Option(
-            min=MIN_NEEDLE_CONTEXT, metavar="N", help="Tokens of a needle prompt, at least 64."
-        ),
-    ] = 1024,
-    count: Annotated[
-        int, typer.Option(min=2, metavar="N", help="Needle prompts: half one-hop, half two-hop.")
-    ] = 16,
-    seed: Annotated[
-        int, typer.Option(metavar="N", help="Of the needle prompts; compare reports on others.")
-    ] = CALIBRATION_SEED_OFFSET,
+    ] = None
+    seed: Annotated[int, Option("Of the needle prompts; compare reports on others.")] = (
+        CALIBRATION_SEED_OFFSET
+    )
     tsp_rate: Annotated[
-        float, typer.Option(metavar="RATE", help="Fraction of the context that goes on, in (0, 1].")
-    ] = 0.2,
-    policy: PolicyOption = None,
-    rate: RateOption = None,
-    retention_tokens: RetentionTokensOption = None,
-    protect: ProtectOption = None,
-    parameters: SetOption = None,
-    scorer: ScorerOption = None,
-    selector: SelectorOption = None,
-    propagation: PropagationOption = None,
+        float, Option("Fraction of the context that goes on, in (0, 1].", metavar="RATE")
+    ] = 0.2
+    policies: PrefillOptions
     max_layer: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="N", help="The last candidate; default: FastKV's own layer."),
-    ] = None,
+        int | None, Option("The last candidate; default: FastKV's own layer.", min=0)
+    ] = None
     criterion: Annotated[
-        str, typer.Option(metavar="NAME", help=f"How to choose: {' or '.join(CRITERIA)}.")
-    ] = "argmin",
+        str, Option(f"How to choose: {' or '.join(CRITERIA)}.", metavar="NAME")
+    ] = "argmin"
     tolerance: Annotated[
-        float,
-        typer.Option(metavar="X", help="Normalised distance that earliest takes for close."),
-    ] = TOLERANCE,
-    threads: ThreadsOption = None,
-    beyond_positions: BeyondPositionsOption = False,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "cpu",
+        float, Option("Normalised distance that earliest takes for close.", metavar="X")
+    ] = TOLERANCE
+    threads: Annotated[int, THREADS] = attrs.field(factory=default_threads)
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder for calibrate.json and calibrate.png."),
-    ] = None,
-) -> None:
+        Path | None, Option("Folder for calibrate.json and calibrate.png.", metavar="DIR")
+    ] = None
+
+
+def calibrate(options: CalibrateOptions) -> None:
     """Choose FastKV's TSP layer by how little the drop moves the output.
 
     Nothing is evicted: of the options of policies, those of the drop count.
     """
-    options = policy_options(
-        policy,
-        rate,
-        retention_tokens,
-        protect,
-        parameters,
-        scorer=scorer,
-        selector=selector,
-        propagation=propagation,
-    )
-    drop = _drop(options)
-    tsp_rate = drop.pop("tsp_rate", tsp_rate)
-    threads = check_threads(threads or default_threads())
-    _check(model, prompts, tsp_rate, criterion, tolerance, out)
-    torch.set_num_threads(threads)
-    loaded = load_shown(model, dtype, device)
+    drop = _drop(options.policies)
+    tsp_rate = drop.pop("tsp_rate", options.tsp_rate)
+    _check(options, tsp_rate)
+    torch.set_num_threads(options.threads)
+    loaded = load_shown(options)
     asked = (
-        needle_prompts(context, count, seed)
-        if prompts is None
-        else read_prompts(prompts, loaded.tokenizer)
+        needle_prompts(options.context, options.count, options.seed)
+        if options.prompts is None
+        else read_prompts(options.prompts, loaded.tokenizer)
     )
     longest = max(len(prompt.input_ids) for prompt in asked)
-    check_positions(loaded, longest, beyond=beyond_positions, remedy="shorter prompts")
+    check_positions(loaded, longest, beyond=options.beyond_positions, remedy="shorter prompts")
     inputs = [torch.tensor(prompt.input_ids) for prompt in asked]
     with progress_bar() as progress:
         distances = measure_tsp_distances(
-            loaded.model, inputs, tsp_rate, max_layer, progress=progress, **drop
+            loaded.model, inputs, tsp_rate, options.max_layer, progress=progress, **drop
         )
     console = Console(highlight=False, markup=False)
     console.print(calibration_table(distances))
@@ -160,22 +106,24 @@ def calibrate(
         console.print(line, style="dim")
     for note in positions_notes(loaded.model, longest):
         console.print(note)
+    out = options.out
     try:
-        layer = distances.choose(criterion, tolerance)
+        layer = distances.choose(options.criterion, options.tolerance)
     except ValueError as error:
         left = "" if out is None else f"; nothing is written to {out}"
         raise ValueError(f"no TSP layer is chosen{left}: {error}") from None
-    chosen = Calibration(layer, distances, criterion, tolerance)
+    chosen = Calibration(layer, distances, options.criterion, options.tolerance)
     console.print(f"\n{_sentence(chosen)}")
     if out is not None:
-        source: dict[str, Any] = {"seed": seed} if prompts is None else {"prompts": str(prompts)}
+        source: dict[str, Any] = (
+            {"seed": options.seed} if options.prompts is None else {"prompts": str(options.prompts)}
+        )
         source |= {"parameters": drop} if drop else {}
         _write(chosen, loaded, source, out)
-        written = Console(highlight=False, markup=False, soft_wrap=True)
-        written.print(f"\nwritten to {out}: {', '.join(FILES)}")
+        show_written(out, FILES)
 
 
-def _drop(options: PolicyOptions) -> dict[str, Any]:
+def _drop(options: PrefillOptions) -> dict[str, Any]:
     """Return the parameters of the drop that are given; refuse options that a drop does not have.
 
     Raises:
@@ -198,26 +146,20 @@ def _drop(options: PolicyOptions) -> dict[str, Any]:
     return dict(options.parameters)
 
 
-def _check(
-    model: str,
-    prompts: Path | None,
-    tsp_rate: float,
-    criterion: str,
-    tolerance: float,
-    out: Path | None,
-) -> None:
+def _check(options: CalibrateOptions, tsp_rate: float) -> None:
     """Check what can be checked before a model is loaded."""
-    if out is not None:
-        check_folder(out, FILES)
+    check_threads(options.threads)
+    if options.out is not None:
+        check_folder(options.out, FILES)
         require("matplotlib", extra="plot")
-    check_criterion(criterion, tolerance)
+    check_criterion(options.criterion, options.tolerance)
     TokenSelectivePropagation(tsp_rate=tsp_rate)
-    if prompts is not None:
-        read_text(prompts, "prompts file")
-    elif model != NEEDLE:
+    if options.prompts is not None:
+        read_text(options.prompts, "prompts file")
+    elif options.model != NEEDLE:
         raise ValueError(
-            f"--prompts must be given with --model {model}: the needle task is in the bundled "
-            "model's own tokens"
+            f"--prompts must be given with --model {options.model}: the needle task is in the "
+            "bundled model's own tokens"
         )
 
 
@@ -239,6 +181,5 @@ def _write(chosen: Calibration, loaded: Loaded, source: dict[str, Any], out: Pat
         **environment(loaded.model.device),
         **chosen.as_data(),
     }
-    text = json.dumps(data, indent=2, allow_nan=False)
-    contents = (text.encode(), plot_calibration(chosen))
+    contents = (as_json(data), plot_calibration(chosen))
     write_all(out, dict(zip(FILES, contents, strict=True)))

@@ -5,31 +5,28 @@ from __future__ import annotations
 import textwrap
 from typing import Annotated, Any
 
+import attrs
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvpolicy.evaluation.commands.terminal import DeviceOption, DtypeOption, load_shown
+from kvpolicy.evaluation.commands.terminal import load_shown
+from kvpolicy.evaluation.options import MODEL, LoadingOptions, Option
 from kvpolicy.registry import build, registered
 
 _WIDTH = 80
 
 
-def check(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A folder, a Hub name, or a bundled model: needle, ruler_words, long_answers.",
-        ),
-    ],
-    context: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens of the context to check for.")
-    ] = 32768,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "cpu",
-) -> None:
+@attrs.frozen(kw_only=True)
+class CheckOptions(LoadingOptions):
+    """The options of `kvpolicy check`."""
+
+    model: Annotated[str, Option(MODEL, metavar="MODEL", positional=True)]
+    context: Annotated[int, Option("Tokens of the context to check for.", min=1)] = 32768
+
+
+def check(options: CheckOptions) -> None:
     """Say what a model is made of, which policies can be applied to it, and why others cannot.
 
     The model reads a few dozen tokens under a policy that evicts and under one that drops, and
@@ -37,7 +34,7 @@ def check(
     """
     from kvpolicy.integrations.transformers.checking import check_model
 
-    loaded = load_shown(model, dtype, device)
+    loaded = load_shown(options)
     found = check_model(loaded.model)
     console = Console(highlight=False, markup=False, width=_WIDTH)
     console.print(f"{found.name} ({found.model_type})", style="bold")
@@ -50,7 +47,7 @@ def check(
         console.print("  attention shows no queries: policies that look at them cannot be applied")
     if not found.pads:
         console.print("  rows must not be padded: the model itself reads them otherwise then")
-    console.print(_table(found, context))
+    console.print(_table(found, options.context))
     if found.refusal is not None:
         raise typer.Exit(1)
 

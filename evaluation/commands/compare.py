@@ -6,39 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
+import attrs
 from rich.console import Console
 from rich.table import Table
 
-from kvpolicy.evaluation.commands.chosen import chosen_variants
-from kvpolicy.evaluation.commands.options import (
-    DecodingEveryOption,
-    DecodingTokensOption,
-    PolicyOption,
-    PropagationOption,
-    ProtectOption,
-    RateOption,
-    RetentionTokensOption,
-    ScorerOption,
-    SelectorOption,
-    SetOption,
-    TSPLayerOption,
-    policy_options,
-)
 from kvpolicy.evaluation.commands.terminal import (
-    BeyondPositionsOption,
-    DeviceOption,
-    DtypeOption,
-    ThreadsOption,
     load_shown,
+    plain_console,
     progress_shown,
+    show_written,
 )
 from kvpolicy.evaluation.comparison.latency import Timing
 from kvpolicy.evaluation.comparison.layout import Layout, comparison_legend
 from kvpolicy.evaluation.comparison.rows import ACCURACY_STAGE, Listener, Row
 from kvpolicy.evaluation.comparison.study import (
-    QUICK,
-    THOROUGH,
     Settings,
     Study,
     check,
@@ -56,128 +37,28 @@ from kvpolicy.evaluation.comparison.tables import (
     sweep_table,
 )
 from kvpolicy.evaluation.comparison.variant import Variant
-from kvpolicy.evaluation.models import NEEDLE
-from kvpolicy.evaluation.results import default_threads
-from kvpolicy.evaluation.tasks.own_prompts import OWN_PROMPTS
-from kvpolicy.evaluation.tasks.prompts import MIN_NEEDLE_CONTEXT
+from kvpolicy.evaluation.options import Option
 
 
-def compare(
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="A folder, a Hub name, or a bundled model: needle, ruler_words, long_answers.",
-        ),
-    ] = NEEDLE,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='Lines of {"prompt": "...", "answer": "..."}; default: made for needle and '
-            "long_answers.",
-        ),
-    ] = None,
-    policy: PolicyOption = None,
-    rate: RateOption = None,
-    retention_tokens: RetentionTokensOption = None,
-    protect: ProtectOption = None,
-    parameters: SetOption = None,
-    scorer: ScorerOption = None,
-    selector: SelectorOption = None,
-    propagation: PropagationOption = None,
-    decoding_tokens: DecodingTokensOption = None,
-    decoding_every: DecodingEveryOption = None,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            min=MIN_NEEDLE_CONTEXT,
-            metavar="N",
-            help="Tokens of a prompt that is made, at least 64; default: "
-            + ", ".join(f"{name} {own.context}" for name, own in OWN_PROMPTS.items())
-            + ".",
-        ),
-    ] = None,
-    count: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            metavar="N",
-            help="Prompts that are made, half of each kind; default: "
-            f"{QUICK.count}, thorough {THOROUGH.count}.",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the prompts that are made.")] = 0,
-    tsp_layer: TSPLayerOption = None,
-    sweep: Annotated[
-        bool, typer.Option("--sweep", help="Also FastKV's accuracy by TSP layer, other prompts.")
-    ] = False,
-    sweep_rates: Annotated[
-        bool, typer.Option("--sweep-rates", help="Also by TSP rate and retention rate.")
-    ] = False,
-    thorough: Annotated[
-        bool, typer.Option("--thorough", help="More rates and prompts: many minutes, not two.")
-    ] = False,
-    rounds: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Rounds of timing; fewer than 5 tell no speed; default: "
-            f"{QUICK.rounds}, fewer after {QUICK.timing_seconds:g} s, thorough {THOROUGH.rounds}.",
-        ),
-    ] = None,
-    new_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens decoded in a round.")
-    ] = 16,
-    threads: ThreadsOption = None,
-    beyond_positions: BeyondPositionsOption = False,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "cpu",
+@attrs.frozen(kw_only=True)
+class CompareOptions:
+    """The options of `kvpolicy compare`."""
+
+    settings: Settings
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for compare.json and the pictures.")
-    ] = None,
-) -> None:
+        Path | None, Option("Folder for compare.json and the pictures.", metavar="DIR")
+    ] = None
+
+
+def compare(options: CompareOptions) -> None:
     """Hold policies against full context: accuracy, memory and speed.
 
     Without --policy all policies, without --rate at 0.1; --thorough at 0.02, 0.1 and 0.2.
     """
-    extent = THOROUGH if thorough else QUICK
-    options = policy_options(
-        policy,
-        rate,
-        retention_tokens,
-        protect,
-        parameters,
-        scorer=scorer,
-        selector=selector,
-        propagation=propagation,
-        decoding_tokens=decoding_tokens,
-        decoding_every=decoding_every,
-    )
-    settings = Settings(
-        model=model,
-        prompts=prompts,
-        policies=options.names,
-        rates=options.rates or extent.rates,
-        context=context or OWN_PROMPTS.get(model, OWN_PROMPTS[NEEDLE]).context,
-        count=count or extent.count,
-        seed=seed,
-        tsp_layer=tsp_layer,
-        sweep=sweep,
-        sweep_rates=sweep_rates,
-        rounds=rounds or extent.rounds,
-        timing_seconds=extent.timing_seconds if rounds is None else None,
-        new_tokens=new_tokens,
-        threads=threads or default_threads(),
-        dtype=dtype,
-        device=device,
-        beyond_positions=beyond_positions,
-    )
-    asked = chosen_variants(options, extent.rates, tsp_layer=settings.effective_tsp_layer)
-    chosen = check(settings, out, asked)
-    loaded = load_shown(model, dtype, device)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    settings, out = options.settings, options.out
+    chosen = check(settings, out)
+    loaded = load_shown(settings)
+    console = plain_console()
     # Before anything is printed; `run` does it again.
     check_loaded(settings, chosen, loaded)
     for line in headline(settings, loaded):
@@ -186,7 +67,7 @@ def compare(
         if rule is not None:
             console.print(f"answers: {rule}", style="dim")
     unbounded = dict.fromkeys(each.name for each in chosen if each.policy.decoding is None)
-    if decoding_tokens is not None and unbounded:
+    if settings.policies.decoding_tokens is not None and unbounded:
         console.print(
             f"answers held whole, for want of a rule: {', '.join(unbounded)}", style="dim"
         )
@@ -235,8 +116,7 @@ def show_and_write(study: Study, out: Path | None) -> None:
     """Print a study without its rows, and write it if there is a folder."""
     show(study)
     if out is not None:
-        console = Console(highlight=False, markup=False, soft_wrap=True)
-        console.print(f"\nwritten to {out}: {', '.join(write(study, out))}")
+        show_written(out, write(study, out))
 
 
 def show(study: Study) -> None:

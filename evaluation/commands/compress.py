@@ -6,18 +6,13 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import attrs
 import typer
 from rich.console import Console
 
 import kvpolicy
 from kvpolicy.evaluation.commands.analyze_oracle import chosen_scorers
-from kvpolicy.evaluation.commands.options import ScorerOption
-from kvpolicy.evaluation.commands.terminal import (
-    BeyondPositionsOption,
-    DeviceOption,
-    DtypeOption,
-    load_shown,
-)
+from kvpolicy.evaluation.commands.terminal import load_shown, plain_console
 from kvpolicy.evaluation.compression.chat import read_messages
 from kvpolicy.evaluation.compression.chunks import ALIGNMENTS
 from kvpolicy.evaluation.compression.compress import (
@@ -33,167 +28,135 @@ from kvpolicy.evaluation.compression.scoring import (
     PromptScorer,
 )
 from kvpolicy.evaluation.models import Loaded
+from kvpolicy.evaluation.options import CHAT, JSON, PROMPT, SCORER, ModelOptions, Option
 from kvpolicy.evaluation.readable import check_known, check_positions
-from kvpolicy.evaluation.results import check_file, write_all
+from kvpolicy.evaluation.results import as_json, check_file, write_all
 from kvpolicy.evaluation.tasks.prompts import read_prompt, read_text
 
 
-def compress(
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="The prompt, UTF-8 text, or - for standard input; line ends at its end are cut "
-            "off.",
-        ),
-    ] = None,
+@attrs.frozen(kw_only=True)
+class CompressOptions(ModelOptions):
+    """The options of `kvpolicy compress`; the model is the small one that chooses."""
+
+    prompt_file: Annotated[Path | None, Option(PROMPT, metavar="FILE")] = None
     chat_file: Annotated[
         Path | None,
-        typer.Option(
-            "--chat-file",
+        Option(
+            'In its place a chat, JSON: messages, or a request body with "messages". "keep" in a '
+            "message: true, false, or the text that is not cut.",
             metavar="FILE",
-            help='In its place a chat, JSON: messages, or a request body with "messages". "keep" '
-            "in a message: true, false, or the text that is not cut.",
         ),
-    ] = None,
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="The small model that chooses: a folder, a Hub name, or needle or ruler_words "
-            "for a bundled model.",
-        ),
-    ] = "needle",
+    ] = None
     rate: Annotated[
         float | None,
-        typer.Option(
-            "--rate",
-            "-r",
+        Option(
+            f"Fraction of the chunks that is kept, in (0, 1]; default {DEFAULT_RATE}.",
+            ("--rate", "-r"),
             metavar="RATE",
-            help=f"Fraction of the chunks that is kept, in (0, 1]; default {DEFAULT_RATE}.",
         ),
-    ] = None,
+    ] = None
     tokens: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Tokens that are kept at most, in place of a rate."),
-    ] = None,
-    chunk: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a chunk.")] = 32,
+        int | None, Option("Tokens that are kept at most, in place of a rate.", min=1)
+    ] = None
+    chunk: Annotated[int, Option("Tokens of a chunk.", min=1)] = 32
     align: Annotated[
-        str,
-        typer.Option(metavar="NAME", help=f"Where chunks end: at a {', '.join(ALIGNMENTS)}."),
-    ] = "word",
+        str, Option(f"Where chunks end: at a {', '.join(ALIGNMENTS)}.", metavar="NAME")
+    ] = "word"
     keep: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="A part of the prompt that is never cut, repeatable."),
-    ] = None,
-    gap: Annotated[
-        str, typer.Option(metavar="TEXT", help="What stands where something was left out.")
-    ] = "",
+        tuple[str, ...],
+        Option("A part of the prompt that is never cut, repeatable.", metavar="TEXT"),
+    ] = ()
+    gap: Annotated[str, Option("What stands where something was left out.", metavar="TEXT")] = ""
     look_ahead: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Decoded tokens whose attention is the score; default 8."
-        ),
-    ] = None,
-    pool: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Odd: it is pooled over N tokens; default 13."),
-    ] = None,
-    scorer: ScorerOption = None,
+        int | None, Option("Decoded tokens whose attention is the score; default 8.", min=1)
+    ] = None
+    pool: Annotated[int | None, Option("Odd: it is pooled over N tokens; default 13.", min=1)] = (
+        None
+    )
+    scorer: Annotated[str | None, SCORER] = None
     filter_layer: Annotated[
         int | None,
-        typer.Option(
+        Option(
+            "In place of a look-ahead, GemFilter's score, or --scorer's, at this layer from 0; "
+            "default: half depth.",
             min=0,
-            metavar="N",
-            help="In place of a look-ahead, GemFilter's score, or --scorer's, at this layer from "
-            "0; default: half depth.",
         ),
-    ] = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option("--chat/--no-chat", help="Chat template; by default where there is one."),
-    ] = None,
-    ids: Annotated[
-        bool, typer.Option("--ids", help="Write the model's token ids, JSON, in place of text.")
-    ] = False,
+    ] = None
+    chat: Annotated[bool | None, CHAT] = None
+    ids: Annotated[bool, Option("Write the model's token ids, JSON, in place of text.")] = False
     request: Annotated[
         str | None,
-        typer.Option(
-            "--request",
+        Option(
+            "Write the body of a request to an OpenAI-compatible server, JSON, that serves a model "
+            "by this name.",
             metavar="NAME",
-            help="Write the body of a request to an OpenAI-compatible server, JSON, that serves "
-            "a model by this name.",
         ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to; default: standard output.")
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there.")
-    ] = None,
-    beyond_positions: BeyondPositionsOption = False,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "cpu",
-) -> None:
+    ] = None
+    out: Annotated[Path | None, Option("Where to; default: standard output.", metavar="FILE")] = (
+        None
+    )
+    json_file: Annotated[Path | None, JSON] = None
+
+
+def compress(options: CompressOptions) -> None:
     """Leave out of a prompt what a small model does not look at; nothing is sent anywhere.
 
     The shorter prompt goes to stdout, what was left out to stderr.
     """
+    out, json_file = options.out, options.json_file
     for option, file in (("--out", out), ("--json", json_file)):
         if file is not None:
             check_file(option, file)
-    check_extent(rate, tokens, chunk, align)
-    chosen = _scorer(look_ahead, pool, scorer, filter_layer)
-    prompt, body = _prompt(prompt_file, chat_file)
-    loaded = load_shown(model, dtype, device)
-    _check_readable(loaded, prompt, chat, beyond_positions)
+    check_extent(options.rate, options.tokens, options.chunk, options.align)
+    chosen = _scorer(options)
+    prompt, body = _prompt(options.prompt_file, options.chat_file)
+    loaded = load_shown(options)
+    _check_readable(loaded, prompt, options.chat, options.beyond_positions)
     with Console(stderr=True).status("reading the prompt"):
         found = compress_prompt(
             loaded.model,
             loaded.tokenizer,
             prompt,
-            rate=rate,
-            tokens=tokens,
+            rate=options.rate,
+            tokens=options.tokens,
             scorer=chosen,
-            chunk_size=chunk,
-            align=align,
-            keep=keep or (),
-            gap=gap,
-            chat=chat,
+            chunk_size=options.chunk,
+            align=options.align,
+            keep=options.keep,
+            gap=options.gap,
+            chat=options.chat,
         )
-    written = _written(found, body, request, ids=ids)
+    written = _written(found, body, options.request, ids=options.ids)
     if out is None:
         typer.echo(written)
     else:
         write_all(out.parent, {out.name: f"{written}\n".encode()})
     if json_file is not None:
-        settings = {"model": model, "rate": rate, "tokens": tokens, "chunk": chunk, "align": align}
+        names = ("model", "rate", "tokens", "chunk", "align")
+        settings = {name: getattr(options, name) for name in names}
         data = {"kvpolicy": kvpolicy.__version__, "settings": settings, **found.as_data()}
-        text = json.dumps(data, indent=2, allow_nan=False)
-        write_all(json_file.parent, {json_file.name: text.encode()})
-    errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        write_all(json_file.parent, {json_file.name: as_json(data)})
+    errors = plain_console(stderr=True)
     errors.print(found.report())
     for file in (out, json_file):
         if file is not None:
             errors.print(f"written to {file}")
 
 
-def _scorer(
-    look_ahead: int | None, pool: int | None, scorer: str | None, filter_layer: int | None
-) -> PromptScorer:
-    if scorer is None and filter_layer is None:
-        given = {"steps": look_ahead, "kernel_size": pool}
+def _scorer(options: CompressOptions) -> PromptScorer:
+    if options.scorer is None and options.filter_layer is None:
+        given = {"steps": options.look_ahead, "kernel_size": options.pool}
         return LookAheadScorer(**{name: value for name, value in given.items() if value})
-    for option, value in (("--look-ahead", look_ahead), ("--pool", pool)):
+    for option, value in (("--look-ahead", options.look_ahead), ("--pool", options.pool)):
         if value is not None:
             raise ValueError(
                 f"{option} must not be given with --scorer or --filter-layer, which decode "
                 f"nothing, got {value}"
             )
-    if scorer is None:
-        return FilterLayerScorer(filter_layer=filter_layer)
-    (part,) = chosen_scorers([scorer]).values()
-    return FilterLayerScorer(part, filter_layer)
+    if options.scorer is None:
+        return FilterLayerScorer(filter_layer=options.filter_layer)
+    (part,) = chosen_scorers([options.scorer]).values()
+    return FilterLayerScorer(part, options.filter_layer)
 
 
 def _prompt(prompt_file: Path | None, chat_file: Path | None) -> tuple[Any, dict[str, Any]]:

@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import attrs
-import typer
 from rich.console import Console
 from rich.table import Table
 
 import kvpolicy
-from kvpolicy.evaluation.commands.chosen import COMPOSITION, chosen_variants
 from kvpolicy.evaluation.commands.estimate_memory import (
-    DEFAULT_ANSWER,
-    DEFAULT_CHUNK,
-    MemoryAsked,
     MemoryFound,
+    MemoryOptions,
     find_memory,
     memory_headline,
     memory_notes,
     memory_table,
     memory_warnings,
 )
-from kvpolicy.evaluation.commands.options import (
-    DecodingEveryOption,
-    DecodingTokensOption,
-    PolicyOption,
-    PropagationOption,
-    ProtectOption,
-    RateOption,
-    RetentionTokensOption,
-    ScorerOption,
-    SelectorOption,
-    SetOption,
-    policy_options,
-)
-from kvpolicy.evaluation.commands.terminal import progress_bar
+from kvpolicy.evaluation.commands.terminal import plain_console, progress_bar
+from kvpolicy.evaluation.comparison.chosen import COMPOSITION, chosen_variants
 from kvpolicy.evaluation.comparison.tables import byte_unit
 from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.cost.activations import ModelMemory
@@ -49,7 +32,8 @@ from kvpolicy.evaluation.cost.model_shape import LayerShape, ModelShape
 from kvpolicy.evaluation.cost.presets import PRESETS
 from kvpolicy.evaluation.cost.shapes import load_config, load_shape
 from kvpolicy.evaluation.models import DTYPES
-from kvpolicy.evaluation.results import check_file, write_all
+from kvpolicy.evaluation.options import JSON, Option, PolicyOptions
+from kvpolicy.evaluation.results import as_json, check_file, write_all
 
 # The paper's.
 PAPER_RATES = (0.1, 0.2)
@@ -63,99 +47,51 @@ LEGEND = (
 )
 
 
-def estimate(
+@attrs.frozen(kw_only=True)
+class EstimateOptions:
+    """The options of `kvpolicy estimate`."""
+
     config: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help=f"{', '.join(PRESETS)}, such a model's name on the Hub, or a folder with a "
+        Option(
+            f"{', '.join(PRESETS)}, such a model's name on the Hub, or a folder with a "
             "config.json.",
+            metavar="NAME",
         ),
-    ],
-    context: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of the prompt.")],
-    policy: PolicyOption = None,
-    rate: RateOption = None,
-    retention_tokens: RetentionTokensOption = None,
-    protect: ProtectOption = None,
-    parameters: SetOption = None,
-    scorer: ScorerOption = None,
-    selector: SelectorOption = None,
-    propagation: PropagationOption = None,
-    decoding_tokens: DecodingTokensOption = None,
-    decoding_every: DecodingEveryOption = None,
+    ]
+    context: Annotated[int, Option("Tokens of the prompt.", min=1)]
+    policies: PolicyOptions
     dtype: Annotated[
-        str,
-        typer.Option(metavar="NAME", help=f"Of weights, keys and values: {', '.join(DTYPES)}."),
-    ] = "bfloat16",
-    memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Also how many sessions fit: 80GB, 24GiB or 40e9."),
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Of the weights, as of a quantised model; default: as --dtype."
-        ),
-    ] = None,
-    answer: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help=f"Tokens of an answer; default with --memory: {DEFAULT_ANSWER}.",
-        ),
-    ] = None,
-    chunk: Annotated[
-        int | None,
-        typer.Option(
-            "--prefill-chunk",
-            min=1,
-            metavar="N",
-            help=f"Tokens of a forward where the prompt comes in chunks; default: {DEFAULT_CHUNK}.",
-        ),
-    ] = None,
-    attention: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="sdpa, flash or eager; default: sdpa where the family has it."
-        ),
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there.")
-    ] = None,
-) -> None:
+        str, Option(f"Of weights, keys and values: {', '.join(DTYPES)}.", metavar="NAME")
+    ] = "bfloat16"
+    memory: MemoryOptions
+    json_file: Annotated[Path | None, JSON] = None
+
+
+def estimate(options: EstimateOptions) -> None:
     """Count what policies cost on a prompt; no weights are loaded and nothing is run.
 
     Without --policy all policies, at the paper's rates 0.1 and 0.2. With --memory also how many
     sessions fit, layers bounded to what is kept of the prompt if not to --decoding-tokens.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if options.dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}")
+    config, context, dtype = options.config, options.context, DTYPES[options.dtype]
+    policies, json_file = options.policies, options.json_file
     if json_file is not None:
         check_file("--json", json_file)
-    options = policy_options(
-        policy,
-        rate,
-        retention_tokens,
-        protect,
-        parameters,
-        scorer=scorer,
-        selector=selector,
-        propagation=propagation,
-        decoding_tokens=decoding_tokens,
-        decoding_every=decoding_every,
-    )
-    asked = MemoryAsked.of(memory, weights, answer, chunk, attention, options)
-    chosen = chosen_variants(attrs.evolve(options, decoding_tokens=None), PAPER_RATES)
+    asked = options.memory.asked(policies)
+    unbounded = attrs.evolve(policies, decoding_tokens=None, decoding_every=None)
+    chosen = chosen_variants(unbounded, PAPER_RATES)
     shape = load_shape(config)
-    found = [count(each.policy, shape, context, dtype=DTYPES[dtype]) for each in chosen]
+    found = [count(each.policy, shape, context, dtype=dtype) for each in chosen]
     # Before anything is printed: it says whether the model can be run without numbers.
     model = None
     if asked is not None:
-        model = ModelMemory(load_config(config), config, DTYPES[dtype], asked.attention)
+        model = ModelMemory(load_config(config), config, dtype, asked.attention)
     notes = notes_of(shape, context, [_placed(each, shape) for each in chosen])
     console = Console(highlight=False, markup=False)
-    console.print(headline(shape, context, dtype), style="dim", soft_wrap=True)
+    console.print(headline(shape, context, options.dtype), style="dim", soft_wrap=True)
     console.print()
     console.print(estimate_table(chosen, found))
     console.print()
@@ -166,13 +102,13 @@ def estimate(
     fitting = None
     if asked is not None and model is not None:
         with progress_bar() as progress:
-            fitting = find_memory(asked, options, model, shape, chosen, found, progress)
+            fitting = find_memory(asked, policies, model, shape, chosen, found, progress)
         _show_memory(console, fitting)
     if json_file is not None:
-        settings = {"config": config, "context": context, "dtype": dtype}
+        settings = {"config": config, "context": context, "dtype": options.dtype}
         rows = [_row(*each) for each in zip(chosen, found, strict=True)]
         _write(json_file, settings, shape, rows, [*LEGEND, *notes], fitting)
-        Console(highlight=False, markup=False, soft_wrap=True).print(f"\nwritten to {json_file}")
+        plain_console().print(f"\nwritten to {json_file}")
 
 
 def _show_memory(console: Console, fitting: MemoryFound) -> None:
@@ -352,8 +288,7 @@ def _write(
     if fitting is not None:
         data["memory"] = fitting.as_data()
         data["memory"]["notes"] = [*memory_notes(fitting), *memory_warnings(fitting)]
-    text = json.dumps(data, indent=2, allow_nan=False)
-    write_all(file.parent, {file.name: text.encode()})
+    write_all(file.parent, {file.name: as_json(data)})
 
 
 def _flop_unit(flops: float) -> tuple[str, float]:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import attrs
 from rich.table import Table
 
-from kvpolicy.evaluation.commands.chosen import decoding_rule
-from kvpolicy.evaluation.commands.options import PolicyOptions
 from kvpolicy.evaluation.commands.sizes import parse_size
+from kvpolicy.evaluation.comparison.chosen import decoding_rule
 from kvpolicy.evaluation.comparison.tables import byte_unit
 from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.cost.activations import ATTENTIONS, ModelMemory
 from kvpolicy.evaluation.cost.estimate import Estimate
 from kvpolicy.evaluation.cost.model_shape import ModelShape
 from kvpolicy.evaluation.cost.session import Session, session_of
+from kvpolicy.evaluation.options import Option, PolicyOptions
 from kvpolicy.evaluation.progress import Progress
 from kvpolicy.policies import PassAllPropagation
 from kvpolicy.policies.selectors.wrapping import WrappingSelector
@@ -27,7 +27,7 @@ DEFAULT_CHUNK = 4096
 
 @attrs.frozen
 class MemoryAsked:
-    """The memory options of the command line.
+    """What is asked of memory.
 
     Args:
         memory: Bytes there are.
@@ -38,47 +38,68 @@ class MemoryAsked:
     """
 
     memory: int
-    weights: int | None = None
-    answer: int = DEFAULT_ANSWER
-    chunk: int = DEFAULT_CHUNK
-    attention: str | None = None
+    weights: int | None
+    answer: int
+    chunk: int
+    attention: str | None
 
-    @staticmethod
-    def of(
-        memory: str | None,
-        weights: str | None,
-        answer: int | None,
-        chunk: int | None,
-        attention: str | None,
-        options: PolicyOptions,
-    ) -> MemoryAsked | None:
-        """Read the options; None without ``--memory``.
+
+@attrs.frozen(kw_only=True)
+class MemoryOptions:
+    """The memory options of the command line; without ``--memory`` none must be given."""
+
+    memory: Annotated[
+        str | None,
+        Option("Also how many sessions fit: 80GB, 24GiB or 40e9.", metavar="SIZE"),
+    ] = None
+    weights: Annotated[
+        str | None,
+        Option("Of the weights, as of a quantised model; default: as --dtype.", metavar="SIZE"),
+    ] = None
+    answer: Annotated[
+        int | None, Option(f"Tokens of an answer; default with --memory: {DEFAULT_ANSWER}.", min=1)
+    ] = None
+    chunk: Annotated[
+        int | None,
+        Option(
+            f"Tokens of a forward where the prompt comes in chunks; default: {DEFAULT_CHUNK}.",
+            ("--prefill-chunk",),
+            min=1,
+        ),
+    ] = None
+    attention: Annotated[
+        str | None,
+        Option("sdpa, flash or eager; default: sdpa where the family has it.", metavar="NAME"),
+    ] = None
+
+    def asked(self, policies: PolicyOptions) -> MemoryAsked | None:
+        """Return what is asked of memory; None without ``--memory``.
 
         Raises:
             ValueError: A size or a name is none; or an option makes no sense without ``--memory``.
         """
-        if memory is None:
+        if self.memory is None:
             given = {
-                "--weights": weights,
-                "--answer": answer,
-                "--prefill-chunk": chunk,
-                "--attention": attention,
-                "--decoding-tokens": options.decoding_tokens,
+                "--weights": self.weights,
+                "--answer": self.answer,
+                "--prefill-chunk": self.chunk,
+                "--attention": self.attention,
+                "--decoding-tokens": policies.decoding_tokens,
             }
-            alone = [option for option, value in given.items() if value is not None]
-            if alone:
-                raise ValueError(
-                    f"--memory must be given with {alone[0]}, got {given[alone[0]]} alone"
-                )
+            for option, value in given.items():
+                if value is not None:
+                    raise ValueError(f"--memory must be given with {option}, got {value} alone")
             return None
-        if attention is not None and attention not in ATTENTIONS:
-            raise ValueError(f"--attention must be one of {', '.join(ATTENTIONS)}, got {attention}")
+        if self.attention is not None and self.attention not in ATTENTIONS:
+            raise ValueError(
+                f"--attention must be one of {', '.join(ATTENTIONS)}, got {self.attention}"
+            )
         return MemoryAsked(
-            parse_size(memory, "--memory"),
-            None if weights is None else parse_size(weights, "--weights"),
-            answer or DEFAULT_ANSWER,
-            chunk or DEFAULT_CHUNK,
-            attention,
+            parse_size(self.memory, "--memory"),
+            None if self.weights is None else parse_size(self.weights, "--weights"),
+            self.answer or DEFAULT_ANSWER,
+            self.chunk or DEFAULT_CHUNK,
+            self.attention,
         )
 
 

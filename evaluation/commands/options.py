@@ -1,227 +1,111 @@
-"""Declare the options that several commands share, so that they mean the same everywhere."""
+"""Make a command of a function that takes one attrs class: its fields are the options.
+
+A command is one file: the class of its options, and a function of them, whose docstring is the
+help. `kvpolicy.evaluation.commands.check` is a short one::
+
+    @attrs.frozen(kw_only=True)
+    class CheckOptions(LoadingOptions):
+        context: Annotated[int, Option("Tokens of the context to check for.", min=1)] = 32768
+
+    def check(options: CheckOptions) -> None:
+        ...
+
+- A field of type ``Annotated[type, Option(help, ...)]`` is an option. Without a default it must be
+  given; where it is not given, the class has its own default, which may be computed.
+- A tuple can be given several times. A bool is a flag.
+- A field whose type is another such class, or a base class, brings all of its options; those that
+  several commands have are in `kvpolicy.evaluation.options`.
+- Any other field is no option, and needs a default.
+- What must hold between options is checked in the class, by a ValueError.
+
+The function's name in `app.py` makes it a command.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import attrs
 import typer
 
-from kvpolicy.building import PartOption, parse_assignments
-from kvpolicy.checks import check_count
+from kvpolicy.evaluation.options import Option
 
-PolicyOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--policy",
-        "--policies",
-        "-p",
-        metavar="NAMES",
-        help="Names from `kvpolicy policies`, comma-separated or repeated.",
-    ),
-]
-RateOption = Annotated[
-    list[float] | None,
-    typer.Option(
-        "--rate",
-        "--retention-rate",
-        "-r",
-        metavar="RATE",
-        help="Fraction of the context that every layer keeps, in (0, 1], repeatable.",
-    ),
-]
-RetentionTokensOption = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--retention-tokens",
-        metavar="N",
-        help="Tokens that every layer keeps, in place of a rate, repeatable.",
-    ),
-]
-ProtectOption = Annotated[
-    int | None,
-    typer.Option(
-        "--protect", metavar="N", help="First tokens of the context that are always kept."
-    ),
-]
-DecodingTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Tokens that every layer keeps while an answer is decoded, by the policy's own rule; "
-        "default: all.",
-    ),
-]
-DecodingEveryOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", help="Decoded tokens from one choice to the next; default: the policy's own."
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="NAME=VALUE",
-        help="A parameter of what takes it, repeatable; such as window_size=16.",
-    ),
-]
-ScorerOption = Annotated[
-    str | None,
-    typer.Option(
-        "--scorer",
-        metavar="PART",
-        help="A composition's scorer: a name, or name:parameter=value,...",
-    ),
-]
-SelectorOption = Annotated[
-    str | None, typer.Option("--selector", metavar="PART", help="Its selector, likewise.")
-]
-PropagationOption = Annotated[
-    str | None,
-    typer.Option(
-        "--propagation",
-        metavar="PART",
-        help="Its propagation policy, likewise; what is not named is SnapKV's.",
-    ),
-]
-TSPLayerOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Layer after which FastKV drops tokens, from 0; default: the policy's own, or the one "
-        "chosen for the bundled model.",
-    ),
-]
-# Parameters that have an option of their own.
-OWN_OPTIONS = {
-    "retention_rate": "--rate",
-    "retention_tokens": "--retention-tokens",
-    "protect": "--protect",
-    "decoding": "--decoding-tokens",
-}
+Options = TypeVar("Options")
 
 
-@attrs.frozen
-class PolicyOptions:
-    """The policies that a command line asks for.
+def with_options(command: Callable[[Options], None]) -> Callable[..., None]:
+    """Return the command as typer takes it: with a parameter for each of its options.
 
     Args:
-        names: Of registered policies; none for all, or for a composition alone.
-        rates: KV retention rates; none for the command's own.
-        tokens: Retentions in tokens, in place of rates.
-        parameters: Further parameters, for what takes them, ``protect`` among them.
-        parts: Parts of a composition by kind; empty where none is asked for.
-        decoding_tokens: Tokens that layers keep of an answer; None for all.
-        decoding_every: Decoded tokens from one choice to the next; None for each policy's own.
+        command: A function whose one parameter is of an attrs class; one without is unchanged.
     """
+    kinds = [hint for name, hint in get_type_hints(command).items() if name != "return"]
+    if not kinds:
+        return command
+    (kind,) = kinds
 
-    names: tuple[str, ...] = ()
-    rates: tuple[float, ...] = ()
-    tokens: tuple[int, ...] = ()
-    parameters: dict[str, Any] = attrs.field(factory=dict)
-    parts: dict[str, PartOption] = attrs.field(factory=dict)
-    decoding_tokens: int | None = None
-    decoding_every: int | None = None
+    def run_command(**given: Any) -> None:
+        command(_built(kind, given))
 
-    def refuse(self, command: str, **reasons: str) -> None:
-        """Refuse options that make no sense for a command.
-
-        Args:
-            command: The command.
-            reasons: For each field that must be empty, why: names, rates, tokens or parts.
-
-        Raises:
-            ValueError: One is given.
-        """
-        said = {
-            "names": ("--policy", self.names),
-            "rates": ("--rate", self.rates),
-            "tokens": ("--retention-tokens", self.tokens),
-            "parts": ("--scorer, --selector and --propagation", tuple(self.parts)),
-        }
-        for field, reason in reasons.items():
-            option, given = said[field]
-            if given:
-                raise ValueError(
-                    f"{option} must not be given to kvpolicy {command}: {reason}, got "
-                    f"{', '.join(map(str, given))}"
-                )
+    # As in any signature, what must be given comes first.
+    parameters = sorted(_parameters(kind), key=lambda it: it.default is not it.empty)
+    run_command.__name__, run_command.__doc__ = command.__name__, command.__doc__
+    run_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run_command
 
 
-def policy_options(
-    names: Sequence[str] | None = None,
-    rates: Sequence[float] | None = None,
-    tokens: Sequence[int] | None = None,
-    protect: int | None = None,
-    assignments: Sequence[str] | None = None,
-    *,
-    scorer: str | None = None,
-    selector: str | None = None,
-    propagation: str | None = None,
-    decoding_tokens: int | None = None,
-    decoding_every: int | None = None,
-) -> PolicyOptions:
-    """Read the options as they come from the command line.
+def _fields(kind: type[Any]) -> Iterator[tuple[str, Any, Any, Option | None]]:
+    """Yield name, default, type and option of each field; no option where it is a class of them."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in attrs.fields(kind):
+        name, hint = field.name.lstrip("_"), hints[field.name]  # as attrs' constructors do
+        if attrs.has(hint):
+            yield name, field.default, hint, None
+        elif get_origin(hint) is Annotated:
+            yield name, field.default, *get_args(hint)
 
-    Raises:
-        ValueError: Rates and numbers of tokens are both given, an assignment is none, or it is of a
-            parameter that has an option of its own; only the interval of a bound is given, or one
-            that is below 1; or a name is empty.
-    """
-    if decoding_every is not None and decoding_tokens is None:
-        raise ValueError(
-            f"--decoding-tokens must be given with --decoding-every, got {decoding_every} alone"
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _parameters(kind: type[Any]) -> Iterator[inspect.Parameter]:
+    """Yield a parameter for each option; typer shows the defaults that are plain values."""
+    for name, default, hint, option in _fields(kind):
+        if option is None:
+            yield from _parameters(hint)
+            continue
+        given = hint
+        if get_origin(hint) in (tuple, dict):  # repeatable
+            given = list[str if option.read else get_args(hint)[0]]  # type: ignore[misc]
+        elif option.read:
+            given = str
+        metavar = None if hint in (bool, bool | None) else option.metavar
+        about: dict[str, Any] = {"metavar": metavar, "help": option.help, "min": option.min}
+        names = option.names or (_flag(name),)
+        info = typer.Argument(**about) if option.positional else typer.Option(*names, **about)
+        if default is attrs.NOTHING:
+            default = inspect.Parameter.empty
+        elif not isinstance(default, str | int | float):
+            given, default = given | None, None
+        yield inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[given, info],
         )
-    for option, value in (
-        ("--decoding-tokens", decoding_tokens),
-        ("--decoding-every", decoding_every),
-    ):
-        if value is not None:
-            check_count(option, value, minimum=1)
-    if rates and tokens:
-        raise ValueError("at most one of --rate and --retention-tokens must be given, got both")
-    parameters = parse_assignments(assignments or (), "--set")
-    for name, option in OWN_OPTIONS.items():
-        if name in parameters:
-            raise ValueError(f"{name} must be given by {option}, got --set {name}")
-    if protect is not None:
-        parameters["protect"] = protect
-    parts = {"scorer": scorer, "selector": selector, "propagation": propagation}
-    return PolicyOptions(
-        split_names(names or (), "--policy"),
-        tuple(dict.fromkeys(rates or ())),
-        tuple(dict.fromkeys(tokens or ())),
-        parameters,
-        {
-            kind: PartOption.parse(text, f"--{kind}")
-            for kind, text in parts.items()
-            if text is not None
-        },
-        decoding_tokens,
-        decoding_every,
-    )
 
 
-def split_names(names: Iterable[str], option: str) -> tuple[str, ...]:
-    """Split names that may be repeated, comma-separated or both.
-
-    Args:
-        names: As the command line has them.
-        option: Whose they are, for messages.
-
-    Raises:
-        ValueError: One is empty.
-
-    Example:
-        >>> split_names(["snapkv, fastkv", "h2o"], "--policy")
-        ('snapkv', 'fastkv', 'h2o')
-    """
-    found = []
-    for each in names:
-        for name in each.split(","):
-            if not name.strip():
-                raise ValueError(f"{option} must be names with commas between them, got {each!r}")
-            found.append(name.strip())
-    return tuple(found)
+def _built(kind: type[Any], given: dict[str, Any]) -> Any:
+    """Build a class of the options that are given; its own defaults stand for the others."""
+    values: dict[str, Any] = {}
+    for name, _, hint, option in _fields(kind):
+        if option is None:
+            values[name] = _built(hint, given)
+        elif (value := given[name]) is not None and value != []:
+            if option.read is not None:
+                value = option.read(value, (*option.names, _flag(name))[0])
+            values[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)

@@ -7,9 +7,8 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from rich.console import Console
-
 from kvpolicy.building import parameters_of
+from kvpolicy.evaluation.commands.terminal import plain_console
 from kvpolicy.registry import kind_of, registered
 
 KINDS = ("policy", "scorer", "selector", "propagation")
@@ -19,7 +18,7 @@ _WIDTH = 80
 
 def policies() -> None:
     """List every method and part: name, parameters with defaults, paper, summary."""
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = plain_console()
     factories = registered()
     for kind in KINDS:
         console.print(f"{kind}", style="bold")

@@ -5,31 +5,36 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from rich.console import Console
+import attrs
 
+from kvpolicy.evaluation.commands.terminal import plain_console
+from kvpolicy.evaluation.options import Option
 from kvpolicy.evaluation.suite.folder import load
 from kvpolicy.evaluation.suite.report import write_report
 
 PAGE = "report.html"
 
 
-def report(
+@attrs.frozen(kw_only=True)
+class ReportOptions:
+    """The options of `kvpolicy report`."""
+
     results: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A folder that kvpolicy eval has written.")
-    ],
+        Path, Option("A folder that kvpolicy eval has written.", metavar="DIR", positional=True)
+    ]
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help=f"The page; default: {PAGE} in the folder."),
-    ] = None,
-) -> None:
+        Path | None, Option(f"The page; default: {PAGE} in the folder.", metavar="FILE")
+    ] = None
+
+
+def report(options: ReportOptions) -> None:
     """Make one page of a folder of results, which needs no other file, and a Markdown table.
 
     A folder that is not finished is reported on as far as it is, and marked.
     """
-    found = load(results)
-    files = write_report(found, results / PAGE if out is None else out)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    found = load(options.results)
+    files = write_report(found, options.out or options.results / PAGE)
+    console = plain_console()
     expected = sum(found.description.expected.values())
     if len(found.samples) < expected:
         console.print(f"{len(found.samples):,} of {expected:,} samples are finished")

@@ -1,41 +1,33 @@
-"""Share terminal code among the commands: progress on stderr, and options of every model."""
+"""Share terminal code among the commands: consoles, progress, and loading a model."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Annotated
+from pathlib import Path
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from kvpolicy.evaluation.models import DTYPES, Loaded, load
+from kvpolicy.evaluation.models import Loaded, load
+from kvpolicy.evaluation.options import LoadingOptions
 from kvpolicy.evaluation.progress import Progress
 
-DtypeOption = Annotated[
-    str, typer.Option(metavar="NAME", help=f"auto (the checkpoint's own), {', '.join(DTYPES)}.")
-]
-DeviceOption = Annotated[
-    str, typer.Option(metavar="NAME", help="Where to compute, as torch names it: cpu, cuda.")
-]
-ThreadsOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="CPU threads; default: OMP_NUM_THREADS, or idle processors, at most 4.",
-    ),
-]
-BeyondPositionsOption = Annotated[
-    bool,
-    typer.Option(
-        "--beyond-positions",
-        help="Read prompts longer than the model has positions for as well; refused otherwise.",
-    ),
-]
+
+def plain_console(*, stderr: bool = False) -> Console:
+    """Return a console that prints text as it is: no markup, no colours of values, no wrapping.
+
+    Args:
+        stderr: Whether it prints to stderr; else to stdout.
+    """
+    return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
+
+
+def show_written(folder: Path, files: Iterable[str]) -> None:
+    """Say which files were written to a folder."""
+    plain_console().print(f"\nwritten to {folder}: {', '.join(files)}")
 
 
 @contextmanager
@@ -101,14 +93,14 @@ def progress_shown(console: Console, quiet: str) -> AbstractContextManager[Progr
     return progress_bar(console) if console.is_terminal else progress_lines(console, quiet)
 
 
-def load_shown(name: str, dtype: str, device: str) -> Loaded:
+def load_shown(options: LoadingOptions) -> Loaded:
     """Load a model and show on stderr that it is loading.
 
     Raises:
         ValueError: See `kvpolicy.evaluation.models.load`.
     """
-    with Console(stderr=True).status(f"loading model {name}"):
-        return load_quietly(name, dtype=dtype, device=device)
+    with Console(stderr=True).status(f"loading model {options.model}"):
+        return load_quietly(options.model, dtype=options.dtype, device=options.device)
 
 
 def load_quietly(name: str, *, dtype: str, device: str) -> Loaded:

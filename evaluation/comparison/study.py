@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import attrs
 import torch
@@ -13,6 +12,7 @@ import torch
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.evaluation.calibration.choice import select_tsp_layer
 from kvpolicy.evaluation.calibration.distances import Calibration
+from kvpolicy.evaluation.comparison.chosen import chosen_variants
 from kvpolicy.evaluation.comparison.latency import Timing
 from kvpolicy.evaluation.comparison.picture import plot_comparison
 from kvpolicy.evaluation.comparison.plots import plot_sweep
@@ -26,14 +26,27 @@ from kvpolicy.evaluation.comparison.sweep import (
     sweep_rates,
     sweep_tsp_layers,
 )
-from kvpolicy.evaluation.comparison.variant import RATES, Variant, variants
+from kvpolicy.evaluation.comparison.variant import RATES, Variant
 from kvpolicy.evaluation.extras import require
 from kvpolicy.evaluation.models import NEEDLE, Loaded, default_tsp_layer
+from kvpolicy.evaluation.options import THREADS, TSP_LAYER, ModelOptions, Option, PolicyOptions
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.readable import check_positions, positions_notes
-from kvpolicy.evaluation.results import check_folder, check_threads, environment, write_all
+from kvpolicy.evaluation.results import (
+    as_json,
+    check_folder,
+    check_threads,
+    default_threads,
+    environment,
+    write_all,
+)
 from kvpolicy.evaluation.tasks.own_prompts import OWN_PROMPTS
-from kvpolicy.evaluation.tasks.prompts import Prompt, read_prompts, read_text
+from kvpolicy.evaluation.tasks.prompts import (
+    MIN_NEEDLE_CONTEXT,
+    Prompt,
+    read_prompts,
+    read_text,
+)
 from kvpolicy.policies import FastKV, TokenSelectivePropagation
 
 # Prompts that a TSP layer is calibrated on: distances vary less than answers do.
@@ -65,47 +78,78 @@ QUICK = Extent(rates=(0.1,), count=40, rounds=9, timing_seconds=30.0)
 THOROUGH = Extent(rates=RATES, count=200, rounds=9)
 
 
-@attrs.frozen
-class Settings:
-    """The settings of a comparison; see ``kvpolicy compare --help``.
+@attrs.frozen(kw_only=True)
+class Settings(ModelOptions):
+    """The settings of a comparison: model, prompts, policies, and how much is measured."""
 
-    Args:
-        model: ``"needle"``, another bundled model, a folder or a Hub name.
-        prompts: A file of prompts; None for the bundled model's own (`OWN_PROMPTS`).
-        policies: Names; none for all.
-        rates: KV retention rates in (0, 1].
-        context: Tokens of a prompt that is made.
-        count: Such prompts.
-        seed: Of such prompts.
-        tsp_layer: Where FastKV drops; None for the bundled model's own, or the policy's default.
-        sweep: Whether to sweep the TSP layers, and to calibrate one to hold against the best.
-        sweep_rates: Whether to sweep TSP rate and retention rate.
-        rounds: Rounds of timing.
-        timing_seconds: After which no further round is begun; None for no limit.
-        new_tokens: Tokens decoded in a round.
-        threads: CPU threads.
-        dtype: See `kvpolicy.evaluation.models.load`.
-        device: See `kvpolicy.evaluation.models.load`.
-        beyond_positions: Whether prompts may be longer than the model has positions for.
-    """
+    prompts: Annotated[
+        Path | None,
+        Option(
+            'Lines of {"prompt": "...", "answer": "..."}; default: made for needle and '
+            "long_answers.",
+            metavar="FILE",
+        ),
+    ] = None
+    policies: PolicyOptions = attrs.field(factory=PolicyOptions)
+    tsp_layer: Annotated[int | None, TSP_LAYER] = None
+    thorough: Annotated[bool, Option("More rates and prompts: many minutes, not two.")] = False
+    context: Annotated[
+        int,
+        Option(
+            "Tokens of a prompt that is made, at least 64; default: "
+            + ", ".join(f"{name} {own.context}" for name, own in OWN_PROMPTS.items())
+            + ".",
+            min=MIN_NEEDLE_CONTEXT,
+        ),
+    ] = attrs.field()
+    count: Annotated[
+        int,
+        Option(
+            "Prompts that are made, half of each kind; default: "
+            f"{QUICK.count}, thorough {THOROUGH.count}.",
+            min=2,
+        ),
+    ] = attrs.field()
+    seed: Annotated[int, Option("Of the prompts that are made.")] = 0
+    sweep: Annotated[bool, Option("Also FastKV's accuracy by TSP layer, other prompts.")] = False
+    sweep_rates: Annotated[bool, Option("Also by TSP rate and retention rate.")] = False
+    _rounds: Annotated[
+        int | None,
+        Option(
+            "Rounds of timing; fewer than 5 tell no speed; default: "
+            f"{QUICK.rounds}, fewer after {QUICK.timing_seconds:g} s, thorough {THOROUGH.rounds}.",
+            min=1,
+        ),
+    ] = None
+    new_tokens: Annotated[int, Option("Tokens decoded in a round.", min=1)] = 16
+    threads: Annotated[int, THREADS] = attrs.field(factory=default_threads)
 
-    model: str = NEEDLE
-    prompts: Path | None = None
-    policies: tuple[str, ...] = ()
-    rates: tuple[float, ...] = QUICK.rates
-    context: int = 1024
-    count: int = QUICK.count
-    seed: int = 0
-    tsp_layer: int | None = None
-    sweep: bool = False
-    sweep_rates: bool = False
-    rounds: int = QUICK.rounds
-    timing_seconds: float | None = None
-    new_tokens: int = 16
-    threads: int = 1
-    dtype: str = "auto"
-    device: str = "cpu"
-    beyond_positions: bool = False
+    @context.default
+    def _context(self) -> int:
+        return OWN_PROMPTS.get(self.model, OWN_PROMPTS[NEEDLE]).context
+
+    @count.default
+    def _count(self) -> int:
+        return self._extent.count
+
+    @property
+    def _extent(self) -> Extent:
+        return THOROUGH if self.thorough else QUICK
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Return the KV retention rates."""
+        return tuple(dict.fromkeys(self.policies.rates)) or self._extent.rates
+
+    @property
+    def rounds(self) -> int:
+        """Return the rounds of timing."""
+        return self._rounds or self._extent.rounds
+
+    @property
+    def timing_seconds(self) -> float | None:
+        """Return the time after which no further round is begun; None for no limit."""
+        return None if self._rounds else self._extent.timing_seconds
 
     @property
     def effective_tsp_layer(self) -> int | None:
@@ -140,6 +184,10 @@ class Study:
     def as_data(self) -> dict[str, Any]:
         """Return everything as plain data for JSON."""
         settings = attrs.asdict(self.settings)
+        del settings["_rounds"], settings["thorough"]  # what they come to is there
+        settings["policies"] = self.settings.policies.names
+        for name in ("rates", "rounds", "timing_seconds"):
+            settings[name] = getattr(self.settings, name)
         prompts = self.settings.prompts
         settings["prompts"] = self.settings.model if prompts is None else str(prompts)
         settings["tsp_layer"] = self.settings.effective_tsp_layer
@@ -178,26 +226,24 @@ def headline(settings: Settings, loaded: Loaded) -> list[str]:
     ]
 
 
-def check(
-    settings: Settings, out: Path | None = None, chosen: Sequence[Variant] | None = None
-) -> list[Variant]:
+def check(settings: Settings, out: Path | None = None) -> list[Variant]:
     """Check what can be checked before a model is loaded, and build the policies.
 
     Args:
         settings: What to compare.
         out: The folder that results are to go to.
-        chosen: The policies, where they are others than the settings name.
 
     Raises:
         ValueError: A setting is out of its range, or a name or file does not exist.
         MissingExtraError: Pictures are wanted and matplotlib is not installed.
     """
+    chosen = chosen_variants(
+        settings.policies, settings.rates, tsp_layer=settings.effective_tsp_layer
+    )
     if out is not None:
         check_folder(out, FILES if settings.sweep else FILES[:2])
         require("matplotlib", extra="plot")
     check_threads(settings.threads)
-    if chosen is None:
-        chosen = variants(settings.policies, settings.rates, tsp_layer=settings.effective_tsp_layer)
     if settings.prompts is not None:
         read_text(settings.prompts, "prompts file")
     elif settings.model not in OWN_PROMPTS:
@@ -205,7 +251,7 @@ def check(
             f"--prompts must be given with --model {settings.model}: prompts are made for "
             f"{' and '.join(OWN_PROMPTS)} alone, in the bundled models' own tokens"
         )
-    return list(chosen)
+    return chosen
 
 
 def check_loaded(settings: Settings, chosen: Sequence[Variant], loaded: Loaded) -> list[Prompt]:
@@ -333,7 +379,7 @@ class _Keeping(Listener):
 def write(study: Study, folder: Path) -> list[str]:
     """Write the numbers and pictures of a study, and return the names of the files."""
     contents = [
-        json.dumps(study.as_data(), indent=2, allow_nan=False).encode(),
+        as_json(study.as_data()),
         plot_comparison(study.as_data()),
     ]
     if study.sweep is not None:

@@ -51,6 +51,23 @@ def takes(name: str, parameter: str) -> bool:
     return parameter in parameters_of(factory_of(name))
 
 
+def retention(rate: float | None, tokens: int | None, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a retention as a policy's arguments; a larger rate than the TSP rate raises that.
+
+    Args:
+        rate: Fraction of the context to keep; None for the policy's own.
+        tokens: Tokens to keep, in place of a rate.
+        known: The policy's parameters and their defaults.
+    """
+    if tokens is not None:
+        return {"retention_tokens": tokens}
+    if rate is None:
+        return {}
+    passed = known.get("tsp_rate")
+    raised = {"tsp_rate": rate} if isinstance(passed, float) and passed < rate <= 1.0 else {}
+    return {"retention_rate": rate, **raised}
+
+
 def variants(
     names: Sequence[str] | None = None,
     rates: Sequence[float] = RATES,
@@ -78,11 +95,7 @@ def variants(
     for name in dict.fromkeys(_plain(name) for name in (names or registered("policy"))):
         known = parameters_of(factory_of(name))
         for rate in dict.fromkeys(rates) if "retention_rate" in known else [None]:
-            parameters: dict[str, Any] = {}
-            if rate is not None:
-                parameters["retention_rate"] = rate
-                if isinstance(known.get("tsp_rate"), float) and known["tsp_rate"] < rate <= 1.0:
-                    parameters["tsp_rate"] = rate
+            parameters = retention(rate, None, known)
             if tsp_layer is not None and "tsp_layer" in known:
                 parameters["tsp_layer"] = tsp_layer
             chosen.append(Variant(name, build_policy(name, **parameters), rate, parameters))

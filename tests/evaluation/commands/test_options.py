@@ -8,14 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 from transformers.utils import logging
 
 from kvpolicy import CachePolicy, DecodingEviction
 from kvpolicy.building import PartOption
 from kvpolicy.evaluation import load, needle_prompts
 from kvpolicy.evaluation.cli import main
-from kvpolicy.evaluation.commands.chosen import chosen_variant, chosen_variants
-from kvpolicy.evaluation.commands.options import policy_options
+from kvpolicy.evaluation.commands.options import with_options
+from kvpolicy.evaluation.comparison.chosen import chosen_variant, chosen_variants
+from kvpolicy.evaluation.options import PolicyOptions
 from kvpolicy.policies import (
     TOVA,
     FastKV,
@@ -70,20 +72,45 @@ def prompt_file(tmp_path: Path, text: str) -> Path:
     return file
 
 
+def read(*arguments: str) -> PolicyOptions:
+    """The options that a command line of policies alone asks for."""
+    found = []
+    app = typer.Typer()
+
+    @app.command()
+    @with_options
+    def command(options: PolicyOptions) -> None:
+        found.append(options)
+
+    app(args=arguments, standalone_mode=False)
+    (options,) = found
+    return options
+
+
 def test_options_are_read() -> None:
-    options = policy_options(
-        ["snapkv,fastkv", "h2o"], [0.1, 0.2, 0.1], None, 4, ["window_size=16", "tsp_layer=none"]
+    options = read(
+        *("-p", "snapkv,fastkv", "--policies", "h2o", "-r", "0.1", "-r", "0.2", "--protect", "4"),
+        *("--set", "window_size=16", "--set", "tsp_layer=none"),
+        *("--scorer", "window-max-pool:window_size=16,kernel_size=5"),
     )
-    assert options.names == ("snapkv", "fastkv", "h2o")
-    assert options.rates == (0.1, 0.2)
+    assert options == PolicyOptions(
+        names=("snapkv", "fastkv", "h2o"),
+        rates=(0.1, 0.2),
+        protect=4,
+        assignments={"window_size": 16, "tsp_layer": None},
+        scorer=PartOption("window-max-pool", {"window_size": 16, "kernel_size": 5}),
+    )
     assert options.parameters == {"window_size": 16, "tsp_layer": None, "protect": 4}
-    part = policy_options(scorer="window-max-pool:window_size=16,kernel_size=5").parts["scorer"]
-    assert part == PartOption("window-max-pool", {"window_size": 16, "kernel_size": 5})
+    assert options.parts == {"scorer": options.scorer}
+    assert read() == PolicyOptions()
 
 
 def test_every_option_reaches_the_policies_that_take_it() -> None:
-    options = policy_options(
-        ["fastkv", "full-context,gem_filter"], None, [64, 32], 4, ["window_size=16"]
+    options = PolicyOptions(
+        names=("fastkv", "full-context", "gem_filter"),
+        tokens=(64, 32, 64),
+        protect=4,
+        assignments={"window_size": 16},
     )
     found = {each.label: each.policy for each in chosen_variants(options, [0.1], tsp_layer=3)}
     assert found == {
@@ -96,27 +123,28 @@ def test_every_option_reaches_the_policies_that_take_it() -> None:
 
 
 def test_a_rate_above_the_tsp_rate_raises_it_alike_for_one_and_for_several() -> None:
-    options = policy_options(["fastkv"], [0.5])
+    options = PolicyOptions(names=("fastkv",), rates=(0.5, 0.5))
     assert chosen_variant(options, "snapkv").policy == FastKV(tsp_rate=0.5, retention_rate=0.5)
     (one,) = chosen_variants(options, [0.1])
     assert one.policy == FastKV(tsp_rate=0.5, retention_rate=0.5)
-    told = policy_options(["fastkv"], [0.5], assignments=["tsp_tokens=99"])
+    told = PolicyOptions(names=("fastkv",), rates=(0.5,), assignments={"tsp_tokens": 99})
     assert chosen_variant(told, "snapkv").policy == FastKV(tsp_tokens=99, retention_rate=0.5)
 
 
 @pytest.mark.parametrize(
-    ("parts", "more", "policy"),
+    ("arguments", "policy"),
     [
-        ({"scorer": "window_max_pool"}, {}, SnapKV()),
-        ({"propagation": "token_selective:tsp_layer=3"}, {}, FastKV(3)),
+        (("--scorer", "window_max_pool"), SnapKV()),
+        (("--propagation", "token_selective:tsp_layer=3"), FastKV(3)),
         (
-            {"selector": "sink-and-recent:num_sinks=2"},
-            {"protect": 1},
+            ("--selector", "sink-and-recent:num_sinks=2", "--protect", "1"),
             CachePolicy(None, SinkAndRecentSelector(num_sinks=2, protect=1), PassAllPropagation()),
         ),
         (
-            {"scorer": "last_query", "propagation": "token_selective:tsp_rate=0.4"},
-            {"assignments": ["window_size=1"], "rates": [0.3]},
+            (
+                *("--scorer", "last_query", "--propagation", "token_selective:tsp_rate=0.4"),
+                *("--set", "window_size=1", "--rate", "0.3"),
+            ),
             CachePolicy(
                 LastQueryScorer(),
                 GQAGroupSelector(0.3, 1),
@@ -124,27 +152,26 @@ def test_a_rate_above_the_tsp_rate_raises_it_alike_for_one_and_for_several() -> 
             ),
         ),
         (
-            {"scorer": "window_max_pool:window_size=4"},
-            {"tokens": [99]},
+            ("--scorer", "window_max_pool:window_size=4", "--retention-tokens", "99"),
             CachePolicy(
                 WindowMaxPoolScorer(4), GQAGroupSelector(retention_tokens=99), PassAllPropagation()
             ),
         ),
     ],
 )
-def test_compositions(parts: dict[str, str], more: dict[str, object], policy: CachePolicy) -> None:
-    variant = chosen_variant(policy_options(**parts, **more), "fastkv")  # type: ignore[arg-type]
+def test_compositions(arguments: tuple[str, ...], policy: CachePolicy) -> None:
+    variant = chosen_variant(read(*arguments), "fastkv")
     assert variant.name == "composition"
     parts_of = [(each.scorer, each.selector, each.propagation) for each in (variant.policy, policy)]
     assert parts_of[0] == parts_of[1]
 
 
 def test_a_composition_stands_beside_policies_at_every_rate() -> None:
-    options = policy_options(["snapkv"], [0.1, 0.2], scorer="last_query")
+    options = read("-p", "snapkv", "-r", "0.1", "-r", "0.2", "--scorer", "last_query")
     assert [each.label for each in chosen_variants(options, ())] == [
         *("snapkv 0.1", "snapkv 0.2", "composition 0.1", "composition 0.2")
     ]
-    own = policy_options(selector="gqa_group:retention_rate=0.4")
+    own = read("--selector", "gqa_group:retention_rate=0.4")
     assert [each.label for each in chosen_variants(own, (0.1, 0.2))] == ["composition"]
 
 
@@ -282,15 +309,15 @@ def test_calibrate_takes_the_parameters_of_a_drop(run: Run) -> None:
 
 
 def test_a_bound_of_answers_is_each_policys_own_rule() -> None:
-    options = policy_options(
-        ["full_context", "snapkv", "tova"], tokens=[64], decoding_tokens=48, decoding_every=None
+    options = PolicyOptions(
+        names=("full_context", "snapkv", "tova"), tokens=(64,), decoding_tokens=48
     )
     full, snapkv, tova = (each.policy for each in chosen_variants(options, (None,)))
     assert full.decoding is None
     assert snapkv == SnapKV(retention_tokens=64, decoding=48)
     assert tova == TOVA(retention_tokens=64, decoding=48)
-    options = policy_options(
-        selector="sink_and_recent", tokens=[64], decoding_tokens=48, decoding_every=9
+    options = PolicyOptions(
+        selector=PartOption("sink_and_recent"), tokens=(64,), decoding_tokens=48, decoding_every=9
     )
     (composed,) = chosen_variants(options, (None,))
     assert composed.policy.decoding == DecodingEviction(
@@ -300,11 +327,11 @@ def test_a_bound_of_answers_is_each_policys_own_rule() -> None:
 
 def test_a_bound_that_nothing_takes_is_refused() -> None:
     with pytest.raises(ValueError, match="--decoding-tokens must be given with a policy that has"):
-        chosen_variants(policy_options(["full_context"], decoding_tokens=48), (None,))
+        chosen_variants(PolicyOptions(names=("full_context",), decoding_tokens=48), (None,))
     with pytest.raises(ValueError, match="--decoding-tokens must be given with --decoding-every"):
-        policy_options(["snapkv"], decoding_every=4)
+        PolicyOptions(decoding_every=4)
     with pytest.raises(ValueError, match="decoding must be given by --decoding-tokens"):
-        policy_options(["snapkv"], assignments=["decoding=48"])
+        PolicyOptions(assignments={"decoding": 48})
 
 
 def test_compare_bounds_what_it_decodes(run: Run) -> None:
@@ -319,15 +346,17 @@ def test_compare_bounds_what_it_decodes(run: Run) -> None:
 
 
 def test_a_bound_reaches_budgets_within_selectors_and_passes_over_what_has_no_rule() -> None:
-    options = policy_options(["claa", "critical_kv", "kvzip"], [0.5], decoding_tokens=48)
+    options = PolicyOptions(
+        names=("claa", "critical_kv", "kvzip"), rates=(0.5,), decoding_tokens=48
+    )
     claa, critical, kvzip = chosen_variants(options, (0.5,))
     for variant in (claa, critical):
         assert variant.policy.decoding is not None
         assert "retention_tokens=48" in str(variant.policy.decoding)
     assert kvzip.policy.decoding is None
     for alone in (
-        policy_options(["kvzip"], decoding_tokens=48),
-        policy_options(selector="global_threshold", decoding_tokens=48),
+        PolicyOptions(names=("kvzip",), decoding_tokens=48),
+        PolicyOptions(selector=PartOption("global_threshold"), decoding_tokens=48),
     ):
         with pytest.raises(ValueError, match="--decoding-tokens must be given with a policy"):
             chosen_variants(alone, (0.5,))

@@ -27,6 +27,7 @@ from kvpolicy.evaluation.comparison import study
 from kvpolicy.evaluation.comparison.study import CALIBRATION_COUNT, Settings, check, run
 from kvpolicy.evaluation.comparison.sweep import CALIBRATION_SEED_OFFSET, GRID, SEED_OFFSET
 from kvpolicy.evaluation.comparison.tables import held_out_legend, held_out_table, rate_sweep_table
+from kvpolicy.evaluation.options import PolicyOptions
 from kvpolicy.policies import FastKV, FullContext
 from tests.reference import tiny_model
 
@@ -181,8 +182,7 @@ def test_a_model_that_cannot_be_calibrated_is_still_swept(
 
 def small() -> Settings:
     return Settings(
-        policies=("full_context",),
-        rates=(0.2,),
+        policies=PolicyOptions(names=("snapkv",), rates=(0.2,)),
         context=96,
         count=2,
         seed=5,

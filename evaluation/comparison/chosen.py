@@ -10,8 +10,8 @@ import attrs
 
 from kvpolicy.building import PARTS, build_policy, compose, factory_of, parameters_of
 from kvpolicy.decoding import DecodingEviction
-from kvpolicy.evaluation.commands.options import PolicyOptions
-from kvpolicy.evaluation.comparison.variant import Variant, takes
+from kvpolicy.evaluation.comparison.variant import Variant, retention, takes
+from kvpolicy.evaluation.options import PolicyOptions
 from kvpolicy.policies import Method
 from kvpolicy.policies.methods.method import under_tokens
 from kvpolicy.policy import CachePolicy
@@ -103,9 +103,9 @@ def chosen_variant(
     """
     asked = [*options.names, *([COMPOSITION] if options.parts else [])]
     for option, given in (
-        ("--policy", asked),
-        ("--rate", options.rates),
-        ("--retention-tokens", options.tokens),
+        ("--policy", dict.fromkeys(asked)),
+        ("--rate", dict.fromkeys(options.rates)),
+        ("--retention-tokens", dict.fromkeys(options.tokens)),
     ):
         if len(given) > 1:
             raise ValueError(
@@ -128,7 +128,7 @@ def _methods(
         if tsp_layer is not None and "tsp_layer" in known:
             further = {"tsp_layer": tsp_layer, **further}
         for rate, tokens in _retentions(options, rates, known):
-            merged = {**_retention(rate, tokens, known), **further}
+            merged = {**retention(rate, tokens, known), **further}
             if "tsp_tokens" in further and "tsp_rate" not in further:
                 merged.pop("tsp_rate", None)
             policy = _built(functools.partial(build_policy, name, **merged))
@@ -156,7 +156,7 @@ def _compositions(options: PolicyOptions, rates: Sequence[float | None]) -> list
         rates = (None,)
     found = []
     for rate, tokens in _retentions(options, rates, known):
-        shared = {**_retention(rate, tokens, known), **options.parameters}
+        shared = {**retention(rate, tokens, known), **options.parameters}
         policy = _built(functools.partial(compose, options.parts, shared))
         described = {kind: str(getattr(policy, kind)) for kind in PARTS}
         found.append(Variant(COMPOSITION, policy, rate, described, tokens))
@@ -172,21 +172,10 @@ def _retentions(
 ) -> list[tuple[float | None, int | None]]:
     """Return pairs of rate and token count, at most one not None; one pair of None if unset."""
     if options.tokens and "retention_tokens" in known:
-        return [(None, tokens) for tokens in options.tokens]
+        return [(None, tokens) for tokens in dict.fromkeys(options.tokens)]
     if not options.tokens and "retention_rate" in known:
-        return [(rate, None) for rate in options.rates or rates]
+        return [(rate, None) for rate in dict.fromkeys(options.rates or rates)]
     return [(None, None)]
-
-
-def _retention(rate: float | None, tokens: int | None, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a retention's arguments; raise the TSP rate to a larger retention rate."""
-    if tokens is not None:
-        return {"retention_tokens": tokens}
-    if rate is None:
-        return {}
-    passed = known.get("tsp_rate")
-    raised = {"tsp_rate": rate} if isinstance(passed, float) and passed < rate <= 1.0 else {}
-    return {"retention_rate": rate, **raised}
 
 
 def _built(build: Callable[[], CachePolicy]) -> CachePolicy:

@@ -1,0 +1,261 @@
+"""Declare options of the command line as fields of attrs classes, and those that commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
+
+import attrs
+
+from kvpolicy.building import PartOption, parse_assignments
+from kvpolicy.checks import check_count
+from kvpolicy.evaluation.models import DTYPES, NEEDLE
+from kvpolicy.evaluation.tasks.prompts import MIN_NEEDLE_CONTEXT
+
+
+@attrs.frozen
+class Option:
+    """What the command line says of a field, written as ``Annotated[type, Option(...)]``.
+
+    Args:
+        help: What it is.
+        names: Its names; none for the field's own, with ``-`` for ``_``.
+        metavar: What the help calls its value; a flag has none.
+        min: The least value of a number.
+        read: Makes the field's value of the text, or of all texts where the option is repeatable,
+            and of the option's name, for messages; None where the type says how.
+        positional: Whether it is an argument without a name.
+    """
+
+    help: str
+    names: tuple[str, ...] = ()
+    metavar: str = attrs.field(default="N", kw_only=True)
+    min: int | None = attrs.field(default=None, kw_only=True)
+    read: Callable[[Any, str], Any] | None = attrs.field(default=None, kw_only=True)
+    positional: bool = attrs.field(default=False, kw_only=True)
+
+
+def split_names(names: Iterable[str], option: str) -> tuple[str, ...]:
+    """Split names that may be repeated, comma-separated or both; return each once.
+
+    Args:
+        names: As the command line has them.
+        option: Whose they are, for messages.
+
+    Raises:
+        ValueError: One is empty.
+
+    Example:
+        >>> split_names(["snapkv, fastkv", "h2o"], "--policy")
+        ('snapkv', 'fastkv', 'h2o')
+    """
+    found = []
+    for each in names:
+        for name in each.split(","):
+            if not name.strip():
+                raise ValueError(f"{option} must be names with commas between them, got {each!r}")
+            found.append(name.strip())
+    return tuple(dict.fromkeys(found))
+
+
+MODEL = "A folder, a Hub name, or a bundled model: needle, ruler_words, long_answers."
+PROMPT = "The prompt, UTF-8 text, or - for standard input; line ends at its end are cut off."
+# Of options that some commands must be given, or that have another default in each.
+CHAT = Option("Chat template; by default where there is one.", ("--chat/--no-chat",))
+JSON = Option("Write the numbers there.", ("--json",), metavar="FILE")
+SCORER = Option("A composition's scorer: a name, or name:parameter=value,...", metavar="PART")
+THREADS = Option("CPU threads; default: OMP_NUM_THREADS, or idle processors, at most 4.", min=1)
+TSP_LAYER = Option(
+    "Layer after which FastKV drops tokens, from 0; default: the policy's own, or the one chosen "
+    "for the bundled model."
+)
+
+
+@attrs.frozen
+class LoadingOptions:
+    """Which model is loaded, and how; see `kvpolicy.evaluation.models.load`."""
+
+    model: Annotated[str, Option(MODEL, metavar="NAME")] = NEEDLE
+    dtype: Annotated[
+        str, Option(f"auto (the checkpoint's own), {', '.join(DTYPES)}.", metavar="NAME")
+    ] = "auto"
+    device: Annotated[
+        str, Option("Where to compute, as torch names it: cpu, cuda.", metavar="NAME")
+    ] = "cpu"
+
+
+@attrs.frozen
+class ModelOptions(LoadingOptions):
+    """The model that reads prompts."""
+
+    beyond_positions: Annotated[
+        bool,
+        Option("Read prompts longer than the model has positions for as well; refused otherwise."),
+    ] = False
+
+
+@attrs.frozen
+class NeedleOptions(ModelOptions):
+    """The model, and the prompts of the needle task."""
+
+    context: Annotated[
+        int, Option("Tokens of a needle prompt, at least 64.", min=MIN_NEEDLE_CONTEXT)
+    ] = 1024
+    count: Annotated[int, Option("Needle prompts: half one-hop, half two-hop.", min=2)] = 16
+
+
+# Parameters that have an option of their own.
+OWN_OPTIONS = {
+    "retention_rate": "--rate",
+    "retention_tokens": "--retention-tokens",
+    "protect": "--protect",
+    "decoding": "--decoding-tokens",
+}
+
+
+@attrs.frozen(kw_only=True)
+class PrefillOptions:
+    """The policies that a command line asks for, and what they keep of a prompt.
+
+    Without names it asks for all registered policies, or for a composition alone.
+
+    Raises:
+        ValueError: Rates and numbers of tokens are both given, or an assignment is of a parameter
+            that has an option of its own.
+    """
+
+    names: Annotated[
+        tuple[str, ...],
+        Option(
+            "Names from `kvpolicy policies`, comma-separated or repeated.",
+            ("--policy", "--policies", "-p"),
+            metavar="NAMES",
+            read=split_names,
+        ),
+    ] = ()
+    rates: Annotated[
+        tuple[float, ...],
+        Option(
+            "Fraction of the context that every layer keeps, in (0, 1], repeatable.",
+            ("--rate", "--retention-rate", "-r"),
+            metavar="RATE",
+        ),
+    ] = ()
+    tokens: Annotated[
+        tuple[int, ...],
+        Option(
+            "Tokens that every layer keeps, in place of a rate, repeatable.",
+            ("--retention-tokens",),
+        ),
+    ] = ()
+    protect: Annotated[int | None, Option("First tokens of the context that are always kept.")] = (
+        None
+    )
+    assignments: Annotated[
+        dict[str, Any],
+        Option(
+            "A parameter of what takes it, repeatable; such as window_size=16.",
+            ("--set",),
+            metavar="NAME=VALUE",
+            read=parse_assignments,
+        ),
+    ] = attrs.field(factory=dict)
+    scorer: Annotated[PartOption | None, attrs.evolve(SCORER, read=PartOption.parse)] = None
+    selector: Annotated[
+        PartOption | None,
+        Option(
+            "Its selector, likewise.",
+            metavar="PART",
+            read=PartOption.parse,
+        ),
+    ] = None
+    propagation: Annotated[
+        PartOption | None,
+        Option(
+            "Its propagation policy, likewise; what is not named is SnapKV's.",
+            metavar="PART",
+            read=PartOption.parse,
+        ),
+    ] = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.rates and self.tokens:
+            raise ValueError("at most one of --rate and --retention-tokens must be given, got both")
+        for name, option in OWN_OPTIONS.items():
+            if name in self.assignments:
+                raise ValueError(f"{name} must be given by {option}, got --set {name}")
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Return further parameters, for what takes them, ``protect`` among them."""
+        return self.assignments | ({} if self.protect is None else {"protect": self.protect})
+
+    @property
+    def parts(self) -> dict[str, PartOption]:
+        """Return the parts of a composition by kind; empty where none is asked for."""
+        parts = {
+            "scorer": self.scorer,
+            "selector": self.selector,
+            "propagation": self.propagation,
+        }
+        return {kind: part for kind, part in parts.items() if part is not None}
+
+    def refuse(self, command: str, **reasons: str) -> None:
+        """Refuse options that make no sense for a command.
+
+        Args:
+            command: The command.
+            reasons: For each field that must be empty, why: names, rates, tokens or parts.
+
+        Raises:
+            ValueError: One is given.
+        """
+        said = {
+            "names": ("--policy", self.names),
+            "rates": ("--rate", self.rates),
+            "tokens": ("--retention-tokens", self.tokens),
+            "parts": ("--scorer, --selector and --propagation", tuple(self.parts)),
+        }
+        for field, reason in reasons.items():
+            option, given = said[field]
+            if given:
+                raise ValueError(
+                    f"{option} must not be given to kvpolicy {command}: {reason}, got "
+                    f"{', '.join(map(str, given))}"
+                )
+
+
+@attrs.frozen(kw_only=True)
+class PolicyOptions(PrefillOptions):
+    """The policies that a command line asks for, and what they keep of prompts and answers.
+
+    Raises:
+        ValueError: See `PrefillOptions`; or only the interval of a bound is given, or one of its
+            numbers is below 1.
+    """
+
+    decoding_tokens: Annotated[
+        int | None,
+        Option(
+            "Tokens that every layer keeps while an answer is decoded, by the policy's own rule; "
+            "default: all."
+        ),
+    ] = None
+    decoding_every: Annotated[
+        int | None,
+        Option("Decoded tokens from one choice to the next; default: the policy's own."),
+    ] = None
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.decoding_every is not None and self.decoding_tokens is None:
+            raise ValueError(
+                "--decoding-tokens must be given with --decoding-every, got "
+                f"{self.decoding_every} alone"
+            )
+        for option, value in (
+            ("--decoding-tokens", self.decoding_tokens),
+            ("--decoding-every", self.decoding_every),
+        ):
+            if value is not None:
+                check_count(option, value, minimum=1)
