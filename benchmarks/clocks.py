@@ -127,7 +127,7 @@ class TimedPolicy(CachePolicy):
 
     def __init__(self, policy: CachePolicy, device: torch.device) -> None:
         parts = policy.scorer, policy.selector, policy.propagation
-        super().__init__(*parts, reading=policy.reading, gapless=policy.gapless)
+        super().__init__(*parts, rereading=policy.rereading, gapless=policy.gapless)
         object.__setattr__(self, "_on_cuda", device.type == "cuda")
         object.__setattr__(self, "_spans", [])
 

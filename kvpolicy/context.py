@@ -12,9 +12,11 @@ from kvpolicy.checks import check_count, check_kind
 from kvpolicy.errors import ShapeError
 from kvpolicy.heads import Heads
 from kvpolicy.kinds import TokenKind
+from kvpolicy.renamed import Renamed, accepts_old
 from kvpolicy.rotary import RotaryEmbedding
 
 
+@accepts_old(carried="state")
 @attrs.frozen(eq=False)
 class LayerContext:
     """What one attention layer shows a policy once its keys are known.
@@ -52,9 +54,9 @@ class LayerContext:
         query_positions: ``[batch, query_len]`` int64, the position of each query's token, -1 on
             padding, where queries are not those of the last slots: while decoding some of their
             tokens may have been evicted. None where they are.
-        carried: float32 ``[batch, kv_heads, key_len, carries]``, what the scorer carries for each
-            key from the choices before, 0 on new ones; None where nothing is carried, or nothing
-            was. See `Scorer.advance`.
+        state: float32 ``[batch, kv_heads, key_len, state_size]``, the scorer's state for each key
+            after the previous choice, 0 on new keys; None if the scorer keeps no state, or has
+            none yet. See `Scorer.update`.
         history: float32 ``[batch, heads, new_len]`` each, what the policy's scorer gave this
             layer's new tokens at the layers before, the newest last; what stands on padding is
             ignored. As many as a part asks for (`Part.history_layers`), fewer at the first layers:
@@ -88,11 +90,13 @@ class LayerContext:
     kinds: Tensor | None = None
     stored: tuple[Tensor, Tensor] | None = None
     query_positions: Tensor | None = None
-    carried: Tensor | None = None
+    state: Tensor | None = None
     history: tuple[Tensor, ...] = ()
     rotary: RotaryEmbedding | None = None
     output_weight: Tensor | None = None
     held_len: tuple[int, ...] | None = None
+
+    carried = Renamed("state")
 
     def __attrs_post_init__(self) -> None:
         self._check_types()
@@ -154,10 +158,10 @@ class LayerContext:
                 f"query_positions must be [batch, query_len] = {[batch, self.query_len]}, got "
                 f"{list(placed.shape)}"
             )
-        if self.carried is not None and self.carried.shape[:3] != (batch, kv_heads, key_len):
+        if self.state is not None and self.state.shape[:3] != (batch, kv_heads, key_len):
             raise ShapeError(
-                f"carried must be [batch, kv_heads, key_len, carries] with "
-                f"{[batch, kv_heads, key_len]}, got {list(self.carried.shape)}"
+                f"state must be [batch, kv_heads, key_len, state_size] with "
+                f"{[batch, kv_heads, key_len]}, got {list(self.state.shape)}"
             )
         if self.sinks is not None and self.sinks.shape != (self.query_heads,):
             raise ShapeError(
@@ -195,7 +199,7 @@ class LayerContext:
         check_count("layer_idx", self.layer_idx, maximum=self.num_layers - 1)
         for name in ("_queries", "keys", "values", "positions", "new_valid"):
             check_kind(name.lstrip("_"), getattr(self, name), Tensor)
-        for name in ("sinks", "kinds", "query_positions", "carried", "output_weight"):
+        for name in ("sinks", "kinds", "query_positions", "state", "output_weight"):
             if getattr(self, name) is not None:
                 check_kind(name, getattr(self, name), Tensor)
         for name in ("stored", "held_len"):
@@ -222,7 +226,7 @@ class LayerContext:
             values=outline(self.values),
             stored=stored,
             query_positions=None,
-            carried=None,
+            state=None,
             history=(),
             rotary=None,
             output_weight=None,
@@ -248,7 +252,7 @@ class LayerContext:
             heads=Heads(),
             stored=None,
             query_positions=None,
-            carried=None,
+            state=None,
             history=tuple(self.heads.mean(each)[:, None] for each in self.history),
             rotary=None,
             output_weight=None,

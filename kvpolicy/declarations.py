@@ -6,7 +6,7 @@ from kvpolicy.interfaces import Part
 
 # What each declaration is about: who overrides one of these has to declare it anew.
 ABOUT = {
-    "accumulates": ("score", "advance", "carries", "num_queries"),
+    "accumulates": ("score", "update", "state_size", "num_queries"),
     "scores_last_attention": ("score", "num_queries"),
     "keeps_all": ("select",),
     "keeps_highest": ("select", "protected"),

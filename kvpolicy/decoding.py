@@ -9,7 +9,8 @@ from torch import Tensor
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
-from kvpolicy.part_calls import DeferredChecks, advanced, kept_by, saliency_of
+from kvpolicy.part_calls import DeferredChecks, kept_by, saliency_of, updated
+from kvpolicy.renamed import Renamed
 from kvpolicy.short_repr import brief
 
 
@@ -83,13 +84,15 @@ class DecodingEviction:
     @property
     def num_queries(self) -> int | None:
         """A choice looks at so many last queries: 0 none, None all since the last choice."""
-        needed = self.scorer is not None and (self.selector.needs_saliency or self.scorer.carries)
+        needed = self.scorer is not None and (
+            self.selector.needs_saliency or self.scorer.state_size
+        )
         return self.scorer.num_queries if needed and self.scorer is not None else 0
 
     @property
-    def carries(self) -> int:
-        """The scorer carries so many numbers for each key; see `Scorer.carries`."""
-        return 0 if self.scorer is None else self.scorer.carries
+    def state_size(self) -> int:
+        """The number of state values that the scorer keeps per key; see `Scorer.state_size`."""
+        return 0 if self.scorer is None else self.scorer.state_size
 
     @property
     def needs_rotary(self) -> bool:
@@ -120,8 +123,8 @@ class DecodingEviction:
             context: All that the layer holds; its new tokens are those since the last choice.
 
         Returns:
-            ``[batch, kv_heads, kept_len]``, see `KVSelector.select`; and what the scorer carries on
-            for each key, kept or not, None for nothing.
+            ``[batch, kv_heads, kept_len]``, see `KVSelector.select`; and the scorer's new state for
+            each key, kept or not, None if it keeps no state.
 
         Raises:
             TypeError: See `CachePolicy.decide`.
@@ -129,19 +132,19 @@ class DecodingEviction:
             ValueError: See `CachePolicy.decide`.
         """
         checks = DeferredChecks()
-        saliency = carried = None
+        saliency = state = None
         # Autocast would round the scores to half precision, where many tokens tie.
         with torch.autocast(context.keys.device.type, enabled=False):
-            if self.scorer is not None and self.scorer.carries:
-                saliency, carried = advanced(self.scorer, context, checks)
+            if self.scorer is not None and self.scorer.state_size:
+                saliency, state = updated(self.scorer, context, checks)
             elif self.scorer is not None and self.selector.needs_saliency:
                 saliency = saliency_of(self.scorer, context, checks)
             kept, _ = kept_by(self.selector, saliency, context, checks)
         checks.look()
-        return kept, carried
+        return kept, state
 
-    def carry(self, context: LayerContext) -> Tensor:
-        """Ask the scorer what it carries on for each key, if nothing is to be chosen.
+    def update_state(self, context: LayerContext) -> Tensor:
+        """Return the scorer's new state for each key, when no tokens are to be chosen.
 
         Args:
             context: The layer, with the queries since the last choice.
@@ -149,9 +152,12 @@ class DecodingEviction:
         assert self.scorer is not None
         checks = DeferredChecks()
         with torch.autocast(context.keys.device.type, enabled=False):
-            _, carried = advanced(self.scorer, context, checks)
+            _, state = updated(self.scorer, context, checks)
         checks.look()
-        return carried
+        return state
+
+    carries = Renamed("state_size")
+    carry = Renamed("update_state")
 
 
 def check_tail(scorer: Scorer, part: KVSelector | PropagationPolicy) -> None:

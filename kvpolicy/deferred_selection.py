@@ -77,29 +77,29 @@ def kept_of_all(
     ]
 
 
-def check_later(scorer: Scorer | None, selector: KVSelector, reading: Repetition | None) -> None:
+def check_later(scorer: Scorer | None, selector: KVSelector, rereading: Repetition | None) -> None:
     """Check the parts of a policy that may choose later than layers are read.
 
     Args:
         scorer: Its scorer.
         selector: Its selector.
-        reading: Its second reading.
+        rereading: Its second reading.
 
     Raises:
         ValueError: They do not fit: a selector asks for what no layer shows any more; a second
             reading finds nothing to be scored by it, or its scorer asks for what that does not
             show.
     """
-    if selector.decides_together or reading is not None:
+    if selector.decides_together or rereading is not None:
         _check_asks(selector, f"which chooses when all layers were read: {selector}")
-    if reading is None:
+    if rereading is None:
         return
     if scorer is None or not selector.needs_saliency or scorer.num_queries == 0:
         raise ValueError(
-            "reading must be None where no queries are scored, since a second reading is for its "
-            f"queries, got {reading} with the scorer {scorer} and {selector}"
+            "rereading must be None where no queries are scored, since a second reading is for its "
+            f"queries, got {rereading} with the scorer {scorer} and {selector}"
         )
-    _check_asks(scorer, f"which is shown a second reading, {reading}: {scorer}")
+    _check_asks(scorer, f"which is shown a second reading, {rereading}: {scorer}")
 
 
 def _check_asks(part: Part, what: str) -> None:

@@ -55,6 +55,19 @@ def _described(value: Any, names: dict[Any, str]) -> Any:
     return {"type": "repr", "repr": repr(value)}
 
 
+def with_new_names(description: Description) -> Description:
+    """Replace the old name of a field in a policy's description, as earlier versions saved it.
+
+    Args:
+        description: What `describe` returned in this version or an earlier one.
+    """
+    fields = description.get("fields")
+    if not isinstance(fields, dict) or not {"selector", "propagation", "reading"} <= fields.keys():
+        return description
+    renamed = {"rereading" if name == "reading" else name: each for name, each in fields.items()}
+    return {**description, "fields": renamed}
+
+
 def from_description(description: Description) -> CachePolicy:
     """Build the policy that `describe` described.
 
@@ -69,7 +82,7 @@ def from_description(description: Description) -> CachePolicy:
         >>> from_description(describe(FastKV(tsp_layer=3))) == FastKV(tsp_layer=3)
         True
     """
-    built = _built(description, registered())
+    built = _built(with_new_names(description), registered())
     if not isinstance(built, CachePolicy):
         raise ValueError(f"description must be that of a CachePolicy, got {built!r}")
     return built

@@ -13,7 +13,7 @@ def check_gapless(
     selector: KVSelector,
     propagation: PropagationPolicy,
     decoding: DecodingEviction | None,
-    reading: Repetition | None,
+    rereading: Repetition | None,
 ) -> None:
     """Check the parts of a policy that turns what it keeps to positions without gaps.
 
@@ -23,7 +23,7 @@ def check_gapless(
         selector: The policy's.
         propagation: Likewise.
         decoding: Likewise.
-        reading: Likewise.
+        rereading: Likewise.
 
     Raises:
         ValueError: Heads or layers may hold unlike numbers of tokens, or the parts act while
@@ -45,10 +45,10 @@ def check_gapless(
             "decoding must be None where gapless is True, since keys are turned at the end of a "
             f"prompt only, not while an answer is decoded, got {decoding}"
         )
-    if reading is not None:
+    if rereading is not None:
         raise ValueError(
-            "reading must be None where gapless is True, since a prompt is read again at the "
-            f"positions of the first time, got {reading}"
+            "rereading must be None where gapless is True, since a prompt is read again at the "
+            f"positions of the first time, got {rereading}"
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvpolicy.budgets import Budget
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
+from kvpolicy.renamed import Renamed, take_old_names
 from kvpolicy.short_repr import brief
 
 
@@ -50,6 +51,10 @@ class Part:
 class Scorer(Part, abc.ABC):
     """Decides how much each token matters at this layer."""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        take_old_names(cls, {"carries": "state_size", "advance": "update"})
+
     @property
     def num_queries(self) -> int | None:
         """`score` looks at so many trailing queries: 0 none, None all."""
@@ -61,18 +66,18 @@ class Scorer(Part, abc.ABC):
         return 0
 
     @property
-    def carries(self) -> int:
-        """It carries so many numbers for each key from one choice to the next; 0 for none."""
+    def state_size(self) -> int:
+        """The number of state values that it keeps per key between choices; 0 if it keeps none."""
         return 0
 
     @property
     def accumulates(self) -> bool:
-        """True if `advance` over parts of the queries ends with the saliency of all of them.
+        """True if `update`, given the queries block by block, ends with the saliency of them all.
 
-        Asked for one part after the other, it ends with what `score` says of all queries at once,
-        or with the mean of that over each KV group. A prompt that is read in chunks then holds what
-        is carried in place of its queries. A class that overrides `score`, `advance`, `carries` or
-        `num_queries` has to say so anew, or it is not believed.
+        After the last block, `update` must return what `score` returns for all queries at once, or
+        the mean of it over each KV group. A prompt that is read in chunks then holds the scorer's
+        state in place of its queries. A class that overrides `score`, `update`, `state_size` or
+        `num_queries` has to declare this again; otherwise the declaration is ignored.
         """
         return False
 
@@ -85,19 +90,20 @@ class Scorer(Part, abc.ABC):
         """
         return False
 
-    def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """Return the saliency and what is carried on, if a policy evicts while it decodes.
+    def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """Return the saliency and the new state, for a policy that evicts while it decodes.
 
-        Asked once for every choice, from the prompt's on: ``context.carried`` is what was carried
-        before, ``context.queries`` those of all tokens since. Between two choices nothing is
-        evicted, so that these queries have seen what is there now, up to their own positions.
+        Called once for every choice, the prompt's included: ``context.state`` is the state after
+        the previous choice, ``context.queries`` are the queries of all tokens since. Nothing is
+        evicted between two choices, so these queries have attended to all keys in the context, up
+        to their own positions.
 
         Args:
             context: The layer; nothing in it may be modified.
 
         Returns:
-            The saliency, as `score` would return it; and float32 ``[batch, kv_heads, key_len,
-            carries]``, of which what is evicted is forgotten.
+            The saliency, as `score` would return it; and the state, float32 ``[batch, kv_heads,
+            key_len, state_size]``, whose entries for evicted keys are dropped.
         """
         return self.score(context), context.keys.new_empty(
             context.batch, context.kv_heads, context.key_len, 0, dtype=torch.float32
@@ -114,6 +120,9 @@ class Scorer(Part, abc.ABC):
             Finite float32 ``[batch, query_heads or kv_heads, key_len]``; what stands on padding
             is ignored. A new tensor.
         """
+
+    carries = Renamed("state_size")
+    advance = Renamed("update")
 
 
 class KVSelector(Part, abc.ABC):

@@ -13,6 +13,9 @@ from kvpolicy.context import LayerContext
 from kvpolicy.errors import ShapeError, UnsupportedModelError
 from kvpolicy.host_counts import known_counts, on_device
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
+from kvpolicy.renamed import old_names
+
+__getattr__ = old_names(__name__, {"advanced": "updated"})
 
 
 class DeferredChecks:
@@ -66,32 +69,30 @@ def saliency_of(scorer: Scorer, context: LayerContext, checks: DeferredChecks) -
         TypeError: It is no tensor of floats.
         ShapeError: Its axes are not those of a saliency.
     """
-    shown = attrs.evolve(context.showing(scorer.num_queries), carried=None)
+    shown = attrs.evolve(context.showing(scorer.num_queries), state=None)
     saliency = scorer.score(shown_to(scorer, shown))
     _check_saliency(scorer, saliency, context, checks)
     return saliency
 
 
-def advanced(
-    scorer: Scorer, context: LayerContext, checks: DeferredChecks
-) -> tuple[Tensor, Tensor]:
-    """Ask a scorer for a saliency and what it carries on; see `Scorer.advance`.
+def updated(scorer: Scorer, context: LayerContext, checks: DeferredChecks) -> tuple[Tensor, Tensor]:
+    """Ask a scorer for a layer's saliency and its new state; see `Scorer.update`.
 
     Raises:
-        TypeError: The saliency is no tensor of floats, or what is carried no tensor.
-        ShapeError: The axes are not those of them.
+        TypeError: The saliency is no tensor of floats, or the state no tensor.
+        ShapeError: Their axes are wrong.
     """
-    saliency, carried = scorer.advance(shown_to(scorer, context.showing(scorer.num_queries)))
+    saliency, state = scorer.update(shown_to(scorer, context.showing(scorer.num_queries)))
     _check_saliency(scorer, saliency, context, checks)
-    wanted = (context.batch, context.kv_heads, context.key_len, scorer.carries)
-    if not isinstance(carried, Tensor):
-        raise TypeError(f"advance of {scorer} must carry on a tensor, got {carried!r}")
-    if tuple(carried.shape) != wanted:
+    wanted = (context.batch, context.kv_heads, context.key_len, scorer.state_size)
+    if not isinstance(state, Tensor):
+        raise TypeError(f"update of {scorer} must return its state as a tensor, got {state!r}")
+    if tuple(state.shape) != wanted:
         raise ShapeError(
-            f"advance of {scorer} must carry on [batch, kv_heads, key_len, carries] = "
-            f"{list(wanted)}, got {list(carried.shape)}"
+            f"update of {scorer} must return a state [batch, kv_heads, key_len, state_size] = "
+            f"{list(wanted)}, got {list(state.shape)}"
         )
-    return saliency, carried
+    return saliency, state
 
 
 def kept_by(

@@ -17,11 +17,13 @@ from kvpolicy.decoding import DecodingEviction, check_tail
 from kvpolicy.deferred_selection import DeferredLayer, check_later, kept_of_all
 from kvpolicy.gapless import check_acting, check_gapless
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
-from kvpolicy.part_calls import DeferredChecks, advanced, kept_by, passed_on_by, saliency_of
+from kvpolicy.part_calls import DeferredChecks, kept_by, passed_on_by, saliency_of, updated
+from kvpolicy.renamed import Renamed, accepts_old
 from kvpolicy.repetition import Repetition
 from kvpolicy.short_repr import brief
 
 
+@accepts_old(carried="state")
 @attrs.frozen(eq=False)
 class Decision:
     """Holds what a policy decided at one layer.
@@ -30,8 +32,8 @@ class Decision:
         kept: ``[batch, kv_heads, kept_len]``; of one head where all heads share what is stored.
             None where the policy `decides_later`.
         passed_on: ``[batch, passed_len]``; None for all.
-        carried: What the scorer of the policy's decoding carries for each key, kept or not; None
-            where it carries nothing. See `Scorer.advance`.
+        state: The state that the scorer of the policy's `DecodingEviction` keeps for each key, kept
+            or not; None if it keeps no state. See `Scorer.update`.
         undecided: The layer for `CachePolicy.decide_layers`, where there is no ``kept`` yet.
         saliency: What the policy's scorer said of the keys, for later layers that look at it;
             None where it was not asked.
@@ -41,12 +43,15 @@ class Decision:
 
     kept: Tensor | None
     passed_on: Tensor | None
-    carried: Tensor | None = None
+    state: Tensor | None = None
     saliency: Tensor | None = None
     undecided: DeferredLayer | None = None
     counts: tuple[int, ...] | None = None
 
+    carried = Renamed("state")
 
+
+@accepts_old(reading="rereading")
 @attrs.frozen
 class CachePolicy:
     """Decides which tokens a model keeps, layer by layer, while it reads a prompt.
@@ -59,7 +64,7 @@ class CachePolicy:
         selector: Which keys and values a layer keeps for decoding.
         propagation: Which tokens go on to the next layer during prefill.
         decoding: How a layer is kept bounded while an answer is decoded; None lets it grow.
-        reading: A second reading of every prompt, by which the selector's saliency is made; None
+        rereading: A second reading of every prompt, by which the selector's saliency is made; None
             for that of the prompt itself.
         gapless: Whether the keys that a layer keeps are turned to positions 0, 1, ..., in their
             order, and what follows stands behind them: rotary positions then count what is held,
@@ -86,8 +91,10 @@ class CachePolicy:
     selector: KVSelector
     propagation: PropagationPolicy
     decoding: DecodingEviction | None = None
-    reading: Repetition | None = None
+    rereading: Repetition | None = None
     gapless: bool = attrs.field(default=False, kw_only=True)
+
+    reading = Renamed("rereading")
 
     def __attrs_post_init__(self) -> None:
         if self.scorer is not None:
@@ -96,8 +103,8 @@ class CachePolicy:
         check_kind("propagation", self.propagation, PropagationPolicy)
         if self.decoding is not None:
             check_kind("decoding", self.decoding, DecodingEviction)
-        if self.reading is not None:
-            check_kind("reading", self.reading, Repetition)
+        if self.rereading is not None:
+            check_kind("rereading", self.rereading, Repetition)
         consumers = [part for part in (self.selector, self.propagation) if part.needs_saliency]
         for part in consumers:
             if self.scorer is None:
@@ -110,10 +117,10 @@ class CachePolicy:
                     "before, got None"
                 )
         self._check_budgets()
-        check_later(self.scorer, self.selector, self.reading)
+        check_later(self.scorer, self.selector, self.rereading)
         check_kind("gapless", self.gapless, bool)
         if self.gapless:
-            check_gapless(self.selector, self.propagation, self.decoding, self.reading)
+            check_gapless(self.selector, self.propagation, self.decoding, self.rereading)
 
     def __str__(self) -> str:
         kind = type(self)
@@ -122,8 +129,8 @@ class CachePolicy:
         parts = [*map(brief, (self.scorer, self.selector, self.propagation))]
         if self.decoding is not None:
             parts.append(f"decoding={brief(self.decoding)}")
-        if self.reading is not None:
-            parts.append(f"reading={brief(self.reading)}")
+        if self.rereading is not None:
+            parts.append(f"rereading={brief(self.rereading)}")
         if self.gapless:
             parts.append("gapless=True")
         return f"{kind.__name__}({', '.join(parts)})"
@@ -148,7 +155,7 @@ class CachePolicy:
     @property
     def decides_later(self) -> bool:
         """True if layers keep all tokens until every one was scored; see `decide_layers`."""
-        return self.selector.decides_together or self.reading is not None
+        return self.selector.decides_together or self.rereading is not None
 
     @property
     def num_queries(self) -> int | None:
@@ -156,9 +163,13 @@ class CachePolicy:
 
         Not those of a second reading, of which the scorer is shown as many as it asks for.
         """
-        scores = self.scorer is not None and self.reading is None
+        scores = self.scorer is not None and self.rereading is None
         wanted = [self.scorer.num_queries] if scores and self.scorer is not None else []
-        if self.decoding is not None and self.decoding.scorer is not None and self.decoding.carries:
+        if (
+            self.decoding is not None
+            and self.decoding.scorer is not None
+            and self.decoding.state_size
+        ):
             wanted.append(self.decoding.scorer.num_queries)
         counts = [count for count in wanted if count is not None]
         return None if len(counts) < len(wanted) else max(counts, default=0)
@@ -167,10 +178,10 @@ class CachePolicy:
     def parts(self) -> tuple[Part, ...]:
         """The parts that act on a prompt: the scorer if there is one, selector and propagation.
 
-        And the scorer of what is decoded later, where it carries something from the prompt on.
+        The scorer of the policy's `DecodingEviction` too, if it keeps a state from the prompt on.
         """
         later = (
-            self.decoding.scorer if self.decoding is not None and self.decoding.carries else None
+            self.decoding.scorer if self.decoding is not None and self.decoding.state_size else None
         )
         found = (self.scorer, self.selector, self.propagation, later)
         return tuple(part for part in found if part is not None)
@@ -226,10 +237,10 @@ class CachePolicy:
                 f"acting_layers of {self.propagation} must be in [0, {num_layers - 1}] for a model "
                 f"of {num_layers} layers, got {acting}"
             )
-        if self.reading is not None and acting:
+        if self.rereading is not None and acting:
             raise ValueError(
-                f"reading must be None where tokens are dropped, as {self.propagation} does, since "
-                f"a second reading needs the keys of all, got {self.reading}"
+                f"rereading must be None where tokens are dropped, as {self.propagation} does, "
+                f"since a second reading needs the keys of all, got {self.rereading}"
             )
         if self.gapless:
             check_acting(self.propagation, acting)
@@ -290,12 +301,12 @@ class CachePolicy:
 
     def _decide(self, context: LayerContext, checks: DeferredChecks, remembered: bool) -> Decision:
         propagates = not self.propagation.restarts and self._acts_at(context)
-        selects = self.selector.needs_saliency and self.reading is None
+        selects = self.selector.needs_saliency and self.rereading is None
         needed = selects or (propagates and self.propagation.needs_saliency) or remembered
-        saliency = carried = None
+        saliency = state = None
         later = None if self.decoding is None else self.decoding.scorer
-        if later is not None and later.carries:
-            own, carried = advanced(later, context, checks)
+        if later is not None and later.state_size:
+            own, state = updated(later, context, checks)
             saliency = own if later == self.scorer else None
         if needed and saliency is None:
             assert self.scorer is not None
@@ -308,7 +319,7 @@ class CachePolicy:
         passed = None
         if propagates:
             passed = passed_on_by(self.propagation, saliency, context, checks)
-        return Decision(kept, passed, carried, saliency, undecided, counts)
+        return Decision(kept, passed, state, saliency, undecided, counts)
 
     def score(self, context: LayerContext) -> Tensor:
         """Score a layer at which nothing is chosen, for later layers to look at.
@@ -409,4 +420,4 @@ class CachePolicy:
             )
         passes = self.propagation.prefill_passes(num_layers, context_len)
         first = math.fsum(rate for layer_rates in passes for rate in layer_rates) / num_layers
-        return first + (0.0 if self.reading is None else self.reading.compute_rate(context_len))
+        return first + (0.0 if self.rereading is None else self.rereading.compute_rate(context_len))

@@ -76,7 +76,7 @@ def composed(method: str, settings: Settings) -> CachePolicy:
     if method == "kvzip":
         threshold = GlobalThresholdSelector(rate, 0, protect=settings["num_sinks"])
         reading = Repetition(**REPETITION)
-        return CachePolicy(PeakAttentionScorer(), threshold, everything, reading=reading)
+        return CachePolicy(PeakAttentionScorer(), threshold, everything, rereading=reading)
     if method == "critical_ada_kv":
         scorer = WindowMaxPoolScorer(size, settings["kernel_size"])
         selector = CriticalSelector(AdaptiveHeadSelector(rate, size))

@@ -55,7 +55,7 @@ def deciding_bytes(
     def shown(length: int, on: str) -> LayerContext:
         return _context(policy, layer, place, length, dtype, on, query_len)
 
-    scores = policy.reading is None  # else nothing is scored before the prompt is read again
+    scores = policy.rereading is None  # else nothing is scored before the prompt is read again
     if device == "cpu" or key_len <= LONGER:
         return _measured(policy, shown(key_len, "cpu"), scores=scores)
     contexts = [shown(n, "cpu") for n in (SHORT, LONGER)]

@@ -177,7 +177,7 @@ def estimate(
         context_len=context_len,
         compute_rate=rate,
         prefill=_prefill(policy.propagation, shape, context_len)
-        + _again(policy.reading, shape, context_len)
+        + _again(policy.rereading, shape, context_len)
         + head,
         full=_pass(shape, [context_len] * shape.num_layers, context_len) + head,
         kept_tokens=tuple(

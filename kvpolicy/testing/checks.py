@@ -88,22 +88,22 @@ def check_scorer(component: Scorer) -> None:
                 f"a padded row must score as it does alone, row {row} differs by {difference}",
             )
         check_scores_in_shares(component, context, saliency, TOLERANCE)
-        _check_advance(component, context, saliency)
+        _check_update(component, context, saliency)
         check_scored(component, context, saliency)
 
     run()
 
 
-def _check_advance(component: Scorer, context: LayerContext, saliency: Tensor) -> None:
-    """Check the shape of what is carried; a scorer that carries nothing advances as it scores."""
+def _check_update(component: Scorer, context: LayerContext, saliency: Tensor) -> None:
+    """Check the state that `update` returns, and its saliency where a scorer keeps no state."""
     before = snapshot(context)
-    advanced, carried = component.advance(context)
-    require(snapshot(context) == before, "advance must not modify the context")
-    shape = [context.batch, context.kv_heads, context.key_len, component.carries]
-    check_tensor("carried [batch, kv_heads, key_len, carries]", carried, torch.float32, shape)
-    require(bool(carried[context.valid].isfinite().all()), "what is carried must be finite")
-    same = component.carries > 0 or torch.equal(advanced, saliency)
-    require(same, "advance must return the saliency of score where nothing is carried")
+    updated, state = component.update(context)
+    require(snapshot(context) == before, "update must not modify the context")
+    shape = [context.batch, context.kv_heads, context.key_len, component.state_size]
+    check_tensor("state [batch, kv_heads, key_len, state_size]", state, torch.float32, shape)
+    require(bool(state[context.valid].isfinite().all()), "the state must be finite")
+    same = component.state_size > 0 or torch.equal(updated, saliency)
+    require(same, "update must return the saliency of score where state_size is 0")
 
 
 def check_selector(component: KVSelector, larger: KVSelector | None = None) -> None:

@@ -42,7 +42,7 @@ def check_scorer_declares(scorer: Scorer) -> None:
         _require_count("num_queries", scorer.num_queries, "an int of at least 0, or None for all")
     _require_count("unscored_tail", scorer.unscored_tail)
     _check_asked(scorer)
-    _require_count("carries", scorer.carries)
+    _require_count("state_size", scorer.state_size)
     _require_flag("accumulates", scorer.accumulates)
     _require_flag("scores_last_attention", scorer.scores_last_attention)
 

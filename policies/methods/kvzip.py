@@ -56,12 +56,12 @@ class KVzip(Method):
         >>> KVzip(retention_rate=0.2).prefill_compute_rate(num_layers=32, context_len=4096)
         2.001953125
         >>> tokenizer_ids = [5, 6]
-        >>> KVzip(instruction_ids=tokenizer_ids).reading.instruction_ids
+        >>> KVzip(instruction_ids=tokenizer_ids).rereading.instruction_ids
         (5, 6)
 
     Source: KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction (arXiv
-    2505.23416). Its code scores in half precision and instructs in words; those of `Repetition`
-    are its own, for a composition with a reading of one's own. It repeats 2,000 tokens at a time.
+    2505.23416). Its code scores in half precision and instructs in words; its words are
+    a `Repetition`'s, for a composition of one's own. It repeats 2,000 tokens at a time.
     Its context begins behind the system prompt, for which ``whole_tokens`` is here, and ends before
     the chat template's last tokens, which are never evicted; here they are part of the prompt.
     """
@@ -91,7 +91,7 @@ class KVzip(Method):
             selector = FirstTokensWholeSelector(selector, self.whole_tokens)
         return PeakAttentionScorer(), selector, PassAllPropagation()
 
-    def _reading(self) -> Repetition:
+    def _rereading(self) -> Repetition:
         return Repetition(
             self.chunk_size,
             num_sinks=max(self.num_sinks, self.whole_tokens),

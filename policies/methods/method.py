@@ -53,7 +53,7 @@ kernel_size=7, group_first=False)
     selector: KVSelector = attrs.field(init=False, eq=False, repr=False)
     propagation: PropagationPolicy = attrs.field(init=False, eq=False, repr=False)
     decoding: DecodingEviction | None = attrs.field(default=None, kw_only=True, converter=_as_given)
-    reading: Repetition | None = attrs.field(default=None, init=False, eq=False, repr=False)
+    rereading: Repetition | None = attrs.field(default=None, init=False, eq=False, repr=False)
     gapless: bool = attrs.field(default=False, init=False, eq=False, repr=False)
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ kernel_size=7, group_first=False)
     def _parts(self) -> Parts:
         """Make the scorer, the selector and the propagation policy for these arguments."""
 
-    def _reading(self) -> Repetition | None:
+    def _rereading(self) -> Repetition | None:
         """Say how the prompt is read a second time; None if it is not."""
         return None
 
@@ -75,7 +75,7 @@ kernel_size=7, group_first=False)
         names = ("scorer", "selector", "propagation")
         for name, part in zip(names, self._parts(), strict=True):
             object.__setattr__(self, name, part)  # the class is frozen to everyone else
-        object.__setattr__(self, "reading", self._reading())
+        object.__setattr__(self, "rereading", self._rereading())
         object.__setattr__(self, "decoding", self._own_decoding(self.decoding))
         super().__attrs_post_init__()
         self._drop_rates_that_gave_way()
@@ -83,7 +83,7 @@ kernel_size=7, group_first=False)
     @property
     def has_decoding_rule(self) -> bool:
         """Whether an answer can be bounded by a rule of the method's own, its `decoding_rule`."""
-        return self.reading is None and under_tokens(self.selector, 1) is not None
+        return self.rereading is None and under_tokens(self.selector, 1) is not None
 
     def decoding_rule(self, tokens: int, every: int | None = None) -> DecodingEviction:
         """Make the method's own bound for answers: its scorer and selector under a budget.
@@ -104,7 +104,7 @@ kernel_size=7, group_first=False)
         """
         check_count("tokens", tokens, minimum=1)
         selector = under_tokens(self.selector, tokens)
-        if selector is None or self.reading is not None:
+        if selector is None or self.rereading is not None:
             reason = (
                 f"{self.selector} has no budget to be bounded by"
                 if selector is None

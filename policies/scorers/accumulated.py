@@ -19,8 +19,8 @@ class AccumulatedAttentionScorer(Scorer):
     ``saliency[h, j] = sum over queries i >= j of softmax(q_i . k_j * scaling)`` per query head
     ``h``, in float32, every query attending causally. Computed in blocks: the memory is that of few
     queries, not of a matrix of all queries and keys. In a later turn the new tokens observe; where
-    a policy evicts while it decodes, all tokens since the prompt's first, by sums that are carried
-    on, the mean over each KV group.
+    a policy evicts while it decodes, all tokens since the prompt's first, by sums that it keeps as
+    its state, the mean over each KV group.
 
     Example:
         >>> AccumulatedAttentionScorer().num_queries is None
@@ -38,8 +38,8 @@ class AccumulatedAttentionScorer(Scorer):
         return
 
     @property
-    def carries(self) -> int:
-        """It carries one number for each key: the sum of a KV head."""
+    def state_size(self) -> int:
+        """It keeps one state value per key: the attention sum of the KV head."""
         return 1
 
     @property
@@ -47,11 +47,11 @@ class AccumulatedAttentionScorer(Scorer):
         """True: the saliency is a sum over queries."""
         return True
 
-    def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """Return the sums over all queries since the prompt's first; see `Scorer.advance`."""
+    def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """Return the sums over all queries since the prompt's first; see `Scorer.update`."""
         sums = group_mean(causal_attention_sums(context), context.kv_heads)
-        if context.carried is not None:
-            sums = sums + context.carried[..., 0]
+        if context.state is not None:
+            sums = sums + context.state[..., 0]
         return sums, sums[..., None]
 
     def score(self, context: LayerContext) -> Tensor:

@@ -41,9 +41,9 @@ class _CombinedScorer(Scorer):
         return max(scorer.unscored_tail for scorer in self.scorers)
 
     @property
-    def carries(self) -> int:
-        """The combined scorers carry so many numbers together, one after the other."""
-        return sum(scorer.carries for scorer in self.scorers)
+    def state_size(self) -> int:
+        """The number of state values per key of all combined scorers together."""
+        return sum(scorer.state_size for scorer in self.scorers)
 
     @property
     def needs_rotary(self) -> bool:
@@ -59,11 +59,11 @@ class _CombinedScorer(Scorer):
         """Return float32 ``[batch, query_heads or kv_heads, key_len]``; see `Scorer.score`."""
         return self._combined([each.score(shown) for each, shown in self._shown(context)])
 
-    def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """Advance every scorer and join what they say and carry; see `Scorer.advance`."""
-        found = [each.advance(shown) for each, shown in self._shown(context)]
-        carried = torch.cat([of_scorer for _, of_scorer in found], dim=-1)
-        return self._combined([saliency for saliency, _ in found]), carried
+    def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """Update every scorer, and combine their saliencies and states; see `Scorer.update`."""
+        found = [each.update(shown) for each, shown in self._shown(context)]
+        state = torch.cat([of_scorer for _, of_scorer in found], dim=-1)
+        return self._combined([saliency for saliency, _ in found]), state
 
     def _combined(self, found: list[Tensor]) -> Tensor:
         """Join saliencies, of which some may be per KV head."""
@@ -79,10 +79,10 @@ class _CombinedScorer(Scorer):
         """Yield each scorer with the context that it is shown."""
         end = 0
         for scorer in self.scorers:
-            start, end = end, end + scorer.carries
-            before = None if context.carried is None else context.carried[..., start:end]
+            start, end = end, end + scorer.state_size
+            before = None if context.state is None else context.state[..., start:end]
             shown = context.showing(scorer.num_queries)
-            yield scorer, attrs.evolve(shown, carried=before if scorer.carries else None)
+            yield scorer, attrs.evolve(shown, state=before if scorer.state_size else None)
 
 
 def _as_weights(weights: object) -> tuple[float, ...]:

@@ -16,7 +16,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class WrappingScorer(Scorer):
-    """Changes another scorer's saliency; needs and carries what that one does."""
+    """Changes another scorer's saliency; needs the same inputs and keeps the same state."""
 
     scorer: Scorer
 
@@ -34,9 +34,9 @@ class WrappingScorer(Scorer):
         return self.scorer.unscored_tail
 
     @property
-    def carries(self) -> int:
-        """The wrapped scorer carries so many numbers for each key."""
-        return self.scorer.carries
+    def state_size(self) -> int:
+        """The number of state values that the wrapped scorer keeps per key."""
+        return self.scorer.state_size
 
     @property
     def history_layers(self) -> int:
@@ -53,10 +53,10 @@ class WrappingScorer(Scorer):
         """True if the wrapped scorer reads the output weights."""
         return self.scorer.needs_output_weight
 
-    def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """Change the saliency that the wrapped scorer advances to; see `Scorer.advance`."""
-        saliency, carried = self.scorer.advance(context)
-        return self._changed(saliency, context), carried
+    def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """Update the wrapped scorer and change its saliency; see `Scorer.update`."""
+        saliency, state = self.scorer.update(context)
+        return self._changed(saliency, context), state
 
     def score(self, context: LayerContext) -> Tensor:
         """Return float32, of the scorer's shape or per KV head; see `Scorer.score`."""
