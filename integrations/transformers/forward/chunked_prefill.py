@@ -22,7 +22,7 @@ from kvpolicy.integrations.transformers.forward.prefill import ActingForward
 from kvpolicy.integrations.transformers.forward.staged_prompt import StagedPrompt
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.interfaces import Scorer
-from kvpolicy.part_calls import advanced
+from kvpolicy.part_calls import updated
 from kvpolicy.policy import CachePolicy
 from kvpolicy.selection import gather_slots
 
@@ -38,7 +38,7 @@ class Chunks:
         valid: ``[batch, held_len]`` bool, for the columns whose queries are held, False on padding.
         queries: By layer, ``[batch, query_heads, held_len, head_dim]``.
         carried: By layer, ``[batch, kv_heads, key_len, carries]``, the scorer's state for each key
-            after the queries so far, in place of these queries; see `Scorer.advance`.
+            after the queries so far, in place of these queries; see `Scorer.update`.
         staged: What further stages must read, if tokens are dropped; None if no tokens are dropped.
     """
 
@@ -163,8 +163,8 @@ class ContinuedScorer(Scorer):
         # The slots of the prompt have all padding before the tokens; the queries are those of one
         # chunk.
         valid = self.new_valid.to(context.keys.device)
-        context = attrs.evolve(context, carried=self.carried, new_valid=valid)
-        return self.scorer.advance(context)[0]
+        context = attrs.evolve(context, state=self.carried, new_valid=valid)
+        return self.scorer.update(context)[0]
 
 
 def sums_over_all(policy: CachePolicy) -> bool:
@@ -174,7 +174,7 @@ def sums_over_all(policy: CachePolicy) -> bool:
     """
     if policy.scorer is None or policy.history_layers:
         return False  # later layers see the saliency of every query head
-    if policy.decoding is not None and policy.decoding.carries:
+    if policy.decoding is not None and policy.decoding.state_size:
         return False
     return declares(policy.scorer, "accumulates")
 
@@ -256,7 +256,7 @@ class ChunkForward(ActingForward):
             assert self.policy.scorer is not None
             context = self._context(index, inputs)
             before = self._chunks.carried.get(index)
-            context = attrs.evolve(context, carried=_reaching_to(before, context))
+            context = attrs.evolve(context, state=_reaching_to(before, context))
             self._carried[index] = self._carry_on(context)
         elif self.policy.num_queries != 0:
             first = self._first_needed
@@ -267,7 +267,7 @@ class ChunkForward(ActingForward):
         """Update the scorer's state by this chunk's queries."""
         assert self.policy.scorer is not None
         with torch.autocast(context.keys.device.type, enabled=False):
-            _, carried = advanced(self.policy.scorer, context, self._checks)
+            _, carried = updated(self.policy.scorer, context, self._checks)
         return carried
 
 

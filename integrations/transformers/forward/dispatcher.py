@@ -384,7 +384,7 @@ class ForwardDispatcher:
             incoming = attrs.evolve(incoming, kinds=kinds)
         if self.placed.gapless and arguments.get("position_ids") is not None:
             check_positions(self.placed, incoming)
-        if starts and self.placed.reading is not None:
+        if starts and self.placed.rereading is not None:
             check_tokens(self.placed, incoming)
         if features is not None and incoming.order is not None:
             features = features.taken(incoming.order)
@@ -626,7 +626,7 @@ class ForwardDispatcher:
         """Let layers with a deferred selection choose, after a second reading if there is one."""
         assert self.attachment is not None
         waiting, parts = forward.waiting, self.attachment.parts
-        if self.placed.reading is not None:
+        if self.placed.rereading is not None:
             arguments: dict[str, Any] = {
                 "past_key_values": self.attachment.cache,
                 "use_cache": not parts.own_caches_only,

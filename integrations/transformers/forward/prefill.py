@@ -269,7 +269,7 @@ class ActingForward(Forward):
         self._pending = None
         # Of one head if all heads keep the same tokens.
         positions = context.positions if context.stored is None else context.positions[:, :1]
-        if self.policy.reading is not None and self._windows[index] is not None:
+        if self.policy.rereading is not None and self._windows[index] is not None:
             window = self._windows[index]  # a second reading is beyond what it sees
         if window is not None:
             near = WindowSurvivors.of(
@@ -280,10 +280,10 @@ class ActingForward(Forward):
                 seen_len=self._seen_len,
                 held_len=context.held_len,
             )
-            asked = near.leaves_short_rows and self.policy.reading is None
+            asked = near.leaves_short_rows and self.policy.rereading is None
             chosen = self._decision(context) if asked else None
             if chosen is not None and chosen.undecided is not None:
-                undecided, carried = chosen.undecided.among(near.short), chosen.carried
+                undecided, carried = chosen.undecided.among(near.short), chosen.state
                 waiting = DeferredKV(keys, values, positions, undecided, carried, near)
                 self.waiting[index] = waiting
                 return
@@ -293,7 +293,7 @@ class ActingForward(Forward):
                 layer.store(keys, values, positions, kept, counts=counts, whole=whole)
                 return
             self._checks.look()
-            layer.store(keys, values, positions, near.kept(chosen.kept), chosen.carried)
+            layer.store(keys, values, positions, near.kept(chosen.kept), chosen.state)
             return
         remembered = index in self.history.layers
         decision = self._decision(context, remembered=remembered)
@@ -301,7 +301,7 @@ class ActingForward(Forward):
             assert decision.saliency is not None
             self.history = self.history.noted(decision.saliency, context)
         if decision.undecided is not None:
-            undecided, carried = decision.undecided, decision.carried
+            undecided, carried = decision.undecided, decision.state
             self.waiting[index] = DeferredKV(keys, values, positions, undecided, carried)
             self._take_passed(decision.passed_on, context)
             return
@@ -316,7 +316,7 @@ class ActingForward(Forward):
             self._store_closed_up(index, keys, values, positions, kept, counts)
         else:
             whole = None if counts is None else counts == context.held_len
-            layer.store(keys, values, positions, kept, decision.carried, counts=counts, whole=whole)
+            layer.store(keys, values, positions, kept, decision.state, counts=counts, whole=whole)
         self._take_passed(decision.passed_on, context)
 
     def _decision(self, context: LayerContext, *, remembered: bool = False) -> Decision:
@@ -375,17 +375,17 @@ class ActingForward(Forward):
     def _with_carried(self, layer: PolicyLayer, context: LayerContext) -> LayerContext:
         """Add the scorer's state to a context, with the queries of the last answer counted in."""
         decoding, observed = self.policy.decoding, layer.observed
-        if decoding is None or not decoding.carries or layer.held is None:
+        if decoding is None or not decoding.state_size or layer.held is None:
             return context
-        carried = carried_for(observed, context.keys, decoding.carries)
+        carried = carried_for(observed, context.keys, decoding.state_size)
         if self._order is not None:
             carried = gather_slots(carried, self._order)
-        context = attrs.evolve(context, carried=carried)
+        context = attrs.evolve(context, state=carried)
         if not observed.count:
             return context
         queries, places = observed.shown(self.tokens)
         since = attrs.evolve(context, queries=queries, query_positions=places)
-        return attrs.evolve(context, carried=decoding.carry(since))
+        return attrs.evolve(context, state=decoding.update_state(since))
 
     def _here(self, passed: Tensor | None) -> Tensor | None:
         """Move the slots that a layer passes on to the device of the inputs."""

@@ -117,7 +117,7 @@ class RepetitionPass(Forward):
             int64 ``[batch, kv_heads, count]``, padded with -1 on the left; and bool of the same
             shape, True for keys of the chunk.
         """
-        layer, reading = self.layers[index], self.policy.reading
+        layer, reading = self.layers[index], self.policy.rereading
         assert reading is not None
         positions = self._positions(layer, inputs.keys.shape[1], inputs.keys.device)
         held, new = positions.tensor_split([layer.kept_len], dim=2)
@@ -173,8 +173,8 @@ class SecondReading:
     @property
     def reading(self) -> Repetition:
         """The settings of the second reading."""
-        assert self.policy.reading is not None
-        return self.policy.reading
+        assert self.policy.rereading is not None
+        return self.policy.rereading
 
     def passes(self, found: dict[int, Tensor]) -> Iterator[tuple[RepetitionPass, dict[str, Any]]]:
         """Yield one forward for each chunk, with the decoder's arguments; the caller must run it.
@@ -288,7 +288,7 @@ def check_layers(policy: CachePolicy, layers: list[PolicyLayer], *, reference: b
     Raises:
         UnsupportedModelError: A layer cannot.
     """
-    again = policy.reading is not None
+    again = policy.rereading is not None
     plain = (PolicyLayer, RecurrentLayer, EmptyLayer)
     unlike = [
         index
@@ -300,7 +300,7 @@ def check_layers(policy: CachePolicy, layers: list[PolicyLayer], *, reference: b
         return
     if again:
         raise UnsupportedModelError(
-            f"reading of {policy} must be None with a model whose layers share keys, have an "
+            f"rereading of {policy} must be None with a model whose layers share keys, have an "
             "indexer, attend to images, hold a state beside their keys, see a prompt and a window "
             f"of what follows, or show no queries, as layers {unlike} do: a prompt is not read "
             "twice there yet"
