@@ -80,8 +80,9 @@ def accepts_old(**names: str) -> Callable[[Class], Class]:
 
         @functools.wraps(init)
         def renamed(self: object, *args: Any, **given: Any) -> None:
-            for old in names.keys() & given.keys():
-                new = names[old]
+            for old, new in names.items():
+                if old not in given:
+                    continue
                 _warn(f"{old}= of {cls.__name__}", f"{new}=", stacklevel=2)
                 # `attrs.evolve` fills in all fields under their new names: changes go first.
                 given[new] = given.pop(old)
