@@ -1,4 +1,4 @@
-"""Builds policies from names and values, as command lines and model arguments give them."""
+"""Builds policies from the names and values given on command lines and as model arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARTS = {"scorer": "window_max_pool", "selector": "gqa_group", "propagation": "p
 
 @attrs.frozen
 class PartOption:
-    """A part as it is written on a command line: a registered name, and parameters.
+    """A part as written on a command line: a registered name, and parameters.
 
     Args:
         name: Under which it is registered.
@@ -33,7 +33,7 @@ class PartOption:
 
     @staticmethod
     def parse(text: str, option: str) -> PartOption:
-        """Read ``"name"`` or ``"name:parameter=value,..."``.
+        """Parse the text ``"name"`` or ``"name:parameter=value,..."``.
 
         Args:
             text: The text.
@@ -48,7 +48,7 @@ class PartOption:
 
 
 def parse_assignments(assignments: Iterable[str], option: str) -> dict[str, Any]:
-    """Read texts such as ``"window_size=16"`` to values by name.
+    """Parse texts such as ``"window_size=16"`` into a dict of values by name.
 
     Args:
         assignments: The texts.
@@ -75,7 +75,7 @@ def parse_assignments(assignments: Iterable[str], option: str) -> dict[str, Any]
 
 
 def _value(text: str) -> Any:
-    """Read the value that a text means; NaN if it means none."""
+    """Convert a text to the number, bool or None it denotes; NaN if it denotes none of these."""
     named = {"none": None, "true": True, "false": False}
     if text.lower() in named:
         return named[text.lower()]
@@ -87,7 +87,7 @@ def _value(text: str) -> Any:
 
 
 def parameters_of(factory: Callable[..., Any]) -> dict[str, Any]:
-    """List the parameters that a factory takes by name, with their defaults.
+    """List the parameters that a factory takes as keywords, with their defaults.
 
     Returns:
         `inspect.Parameter.empty` where there is no default. Empty for a factory whose signature
@@ -116,7 +116,7 @@ def factory_of(name: str, kind: str = "policy") -> Callable[..., Part]:
 
 
 def build_policy(name: str, **parameters: Any) -> CachePolicy:
-    """Build a registered policy from the parameters that are not None.
+    """Build a registered policy; parameters that are None count as not given.
 
     Raises:
         ValueError: No policy has the name, it takes no parameter of that name, or a value is out
@@ -139,7 +139,7 @@ def build_policy(name: str, **parameters: Any) -> CachePolicy:
 
 
 def compose(parts: Mapping[str, PartOption], shared: Mapping[str, Any]) -> CachePolicy:
-    """Build a composition of registered parts.
+    """Build a policy from a registered scorer, selector and propagation policy.
 
     Args:
         parts: By kind, ``"scorer"``, ``"selector"`` and ``"propagation"``; what is not named is

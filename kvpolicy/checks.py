@@ -1,4 +1,4 @@
-"""Checks arguments for the parts; messages name the argument, the rule and the value."""
+"""Checks arguments; error messages name the argument, the rule, and the value given."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_count(
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
-    """Check that ``value`` is of a class.
+    """Check that ``value`` is an instance of a class.
 
     Raises:
         TypeError: It is not.
@@ -38,7 +38,7 @@ def check_kind(name: str, value: object, kind: type) -> None:
 
 
 def as_tuple(name: str, items: str, value: Any) -> tuple[Any, ...]:
-    """Return the items of a sequence, or of anything else that can be gone through.
+    """Return the items of any iterable as a tuple.
 
     Args:
         name: The argument, for messages.

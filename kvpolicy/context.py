@@ -210,7 +210,7 @@ class LayerContext:
         check_kind("heads", self.heads, Heads)
 
     def outlined(self) -> LayerContext:
-        """Drop keys, values and queries from the context: they have no width then.
+        """Return the context without keys, values and queries, to save memory; token data stays.
 
         What holds all layers until they were scored holds no more of each than its tokens.
         """
@@ -233,7 +233,7 @@ class LayerContext:
         )
 
     def for_selector(self) -> LayerContext:
-        """Return the context in which a selector chooses: itself, or one of a single KV head.
+        """Return the context for a selector: this one, or one KV head where heads share storage.
 
         The second where all heads share what is stored. The head's keys and values are then what
         is stored, side by side if that has several heads, and no queries are shown; what it says of
@@ -259,7 +259,7 @@ class LayerContext:
         )
 
     def showing(self, num_queries: int | None) -> LayerContext:
-        """Show no more than the last ``num_queries`` queries; all if None.
+        """Return the context with only the last ``num_queries`` queries; with all if None.
 
         Args:
             num_queries: As `Scorer.num_queries`.
@@ -276,7 +276,7 @@ class LayerContext:
     def with_no_more(
         self, *, history_layers: int, rotary: bool, output_weight: bool
     ) -> LayerContext:
-        """Hide those of history, rotary embedding and output weights that are not asked for.
+        """Return the context without the history, rotary embedding or output weights not asked for.
 
         Args:
             history_layers: As `Part.history_layers`.
@@ -292,7 +292,7 @@ class LayerContext:
 
     @property
     def queries(self) -> Tensor:
-        """``[batch, query_heads, query_len, head_dim]``; see the class.
+        """The queries shown, ``[batch, query_heads, query_len, head_dim]``; see the class.
 
         Raises:
             ShapeError: There are none, so that whatever is made of them says nothing.
@@ -308,19 +308,19 @@ class LayerContext:
 
     @property
     def valid(self) -> Tensor:
-        """``[batch, kv_heads, key_len]`` bool: False on padding."""
+        """Which key slots hold a token: ``[batch, kv_heads, key_len]`` bool, False on padding."""
         return self.positions >= 0
 
     @property
     def query_valid(self) -> Tensor:
-        """``[batch, query_len]`` bool: False where a row has fewer new tokens than queries."""
+        """Which queries belong to a token: ``[batch, query_len]`` bool, False on padding."""
         if self.query_positions is not None:
             return self.query_positions >= 0
         return self.new_valid[:, self.new_len - self.query_len :]
 
     @property
     def query_places(self) -> Tensor:
-        """``[batch, query_len]`` int64, the position of each query's token, -1 on padding."""
+        """The position of each query's token: ``[batch, query_len]`` int64, -1 on padding."""
         if self.query_positions is not None:
             return self.query_positions
         last = self.positions[:, 0, self.key_len - self.query_len :]  # new tokens: as in all heads
@@ -333,7 +333,7 @@ class LayerContext:
 
     @property
     def kv_heads(self) -> int:
-        """The number of key/value heads that are shown; see `heads`."""
+        """The number of key/value heads in this context; see `heads`."""
         return self.keys.shape[1]
 
     @property
@@ -348,7 +348,7 @@ class LayerContext:
 
     @property
     def query_len(self) -> int:
-        """The number of trailing queries that are shown."""
+        """The number of trailing queries in this context."""
         return self._queries.shape[2]
 
     @property
@@ -357,28 +357,28 @@ class LayerContext:
         return self.new_valid.shape[1]
 
     def is_tail(self, size: int) -> Tensor:
-        """Mark the last ``size`` tokens or all there are, ``[batch, kv_heads, key_len]`` bool."""
+        """Mark each head's last ``size`` tokens, ``[batch, kv_heads, key_len]`` bool."""
         tail = torch.arange(self.key_len, device=self.keys.device) >= self.key_len - size
         return tail & self.valid
 
     def is_new_tail(self, size: int) -> Tensor:
-        """Mark the last ``size`` new tokens or all there are, ``[batch, new_len]`` bool."""
+        """Mark each row's last ``size`` new tokens, ``[batch, new_len]`` bool."""
         tail = torch.arange(self.new_len, device=self.keys.device) >= self.new_len - size
         return tail & self.new_valid
 
     def is_first(self, size: int) -> Tensor:
-        """Mark the row's first ``size`` tokens if held, ``[batch, kv_heads, key_len]`` bool.
+        """Mark the row's first ``size`` positions, ``[batch, kv_heads, key_len]`` bool.
 
         By original position: a token that the layer does not hold is not made up for by another.
         """
         return self.valid & (self.positions < size)
 
     def is_new_first(self, size: int) -> Tensor:
-        """Mark the new tokens among the row's first ``size``, ``[batch, new_len]`` bool."""
+        """Mark new tokens at the row's first ``size`` positions, ``[batch, new_len]`` bool."""
         return self.new_valid & (self.positions[:, 0, self.key_len - self.new_len :] < size)
 
     def is_kind(self, *kinds: TokenKind) -> Tensor:
-        """Mark the tokens of one of these kinds, ``[batch, kv_heads, key_len]`` bool.
+        """Mark the tokens of the given kinds, ``[batch, kv_heads, key_len]`` bool.
 
         All tokens are text where the model reads text only.
         """
@@ -389,5 +389,5 @@ class LayerContext:
         return self.valid & functools.reduce(torch.logical_or, named, torch.zeros_like(self.valid))
 
     def is_new_kind(self, *kinds: TokenKind) -> Tensor:
-        """Mark the new tokens of one of these kinds, ``[batch, new_len]`` bool."""
+        """Mark the new tokens of the given kinds, ``[batch, new_len]`` bool."""
         return self.new_valid & self.is_kind(*kinds)[:, 0, self.key_len - self.new_len :]

@@ -1,4 +1,4 @@
-"""Says whether what a part declares of its methods still holds in a subclass."""
+"""Decides whether a property that a part's class declares still holds in its subclasses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ABOUT = {
 
 
 def still_holds(part: Part, declaration: str, *methods: str) -> bool:
-    """True if no class overrides a method without saying anew what is declared of it.
+    """True if no subclass overrides a method after the declaration about it was made.
 
     A declaration that a class inherits need not be true of a method that it overrides.
 
@@ -32,7 +32,7 @@ def still_holds(part: Part, declaration: str, *methods: str) -> bool:
 
 
 def declares(part: Part, declaration: str) -> bool:
-    """True if a part declares something of its methods, and it still holds.
+    """True if a part declares a property, and no subclass has overridden the methods it is about.
 
     Args:
         part: A scorer or a selector.

@@ -1,4 +1,4 @@
-"""A bound for long answers: which entries a layer keeps while an answer is decoded."""
+"""Bounds what a layer keeps while a long answer is decoded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpolicy.short_repr import brief
 
 @attrs.frozen
 class DecodingEviction:
-    """Lets every layer choose anew, each time that some tokens have been decoded.
+    """Lets every layer evict tokens each time that some tokens have been decoded.
 
     After the forward that appends the ``every``-th token since the last choice, a layer keeps what
     the selector chooses among all that it holds: decoding, it never holds more than the budget and
@@ -83,7 +83,7 @@ class DecodingEviction:
 
     @property
     def num_queries(self) -> int | None:
-        """A choice looks at so many last queries: 0 none, None all since the last choice."""
+        """The number of last queries that a choice reads: 0 none, None all since the last choice."""
         needed = self.scorer is not None and (
             self.selector.needs_saliency or self.scorer.state_size
         )
@@ -96,7 +96,7 @@ class DecodingEviction:
 
     @property
     def needs_rotary(self) -> bool:
-        """True if the scorer or the selector turns keys or queries."""
+        """True if the scorer or the selector applies the rotary embedding."""
         return any(part.needs_rotary for part in self._parts)
 
     @property
@@ -110,14 +110,14 @@ class DecodingEviction:
 
     @property
     def most_tokens(self) -> int | None:
-        """A head holds at most so many entries after a choice; None if models differ."""
+        """The most tokens that a head holds after a choice; None if it depends on the model."""
         budget, selector = self.selector.budget, self.selector
         if budget is None or budget.tokens is None:
             return None
         return max(budget.tokens, selector.protected_tail + selector.protected_first)
 
     def decide(self, context: LayerContext) -> tuple[Tensor, Tensor | None]:
-        """Choose what one layer keeps.
+        """Choose the tokens that one layer keeps.
 
         Args:
             context: All that the layer holds; its new tokens are those since the last choice.
@@ -161,7 +161,7 @@ class DecodingEviction:
 
 
 def check_tail(scorer: Scorer, part: KVSelector | PropagationPolicy) -> None:
-    """Check that a part keeps the tail that a scorer gives no saliency.
+    """Check that a part keeps the trailing tokens that the scorer gives no saliency.
 
     Raises:
         ValueError: It does not.

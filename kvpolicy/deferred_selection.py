@@ -1,4 +1,4 @@
-"""Defers selection: layers are scored one by one, and choose once all of them were scored."""
+"""Deferred selection: every layer is scored first, and then all layers choose their tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpolicy.repetition import Repetition
 
 @attrs.frozen(eq=False)
 class DeferredLayer:
-    """A layer whose tokens are chosen once all layers were scored.
+    """A scored layer that has not yet chosen the tokens it keeps.
 
     Args:
         context: The layer, outlined; where it has a saliency, as a selector is shown it.
@@ -27,18 +27,18 @@ class DeferredLayer:
 
     @staticmethod
     def of(context: LayerContext, saliency: Tensor | None) -> DeferredLayer:
-        """Record a layer as it was scored; see `LayerContext.outlined`."""
+        """Record a layer after it was scored; see `LayerContext.outlined`."""
         if saliency is None:
             return DeferredLayer(context.outlined())
         saliency, context = as_stored(saliency, context.outlined())
         return DeferredLayer(context, saliency)
 
     def with_saliency(self, saliency: Tensor) -> DeferredLayer:
-        """Add a saliency that was found later, ``[batch, heads, key_len]``."""
+        """Return the layer with a saliency computed later, ``[batch, heads, key_len]``."""
         return DeferredLayer.of(self.context, saliency)
 
     def among(self, rows: Tensor) -> DeferredLayer:
-        """Leave the layer something to choose in these rows alone, ``[batch, 1, 1]`` bool."""
+        """Return the layer with tokens in the given rows only, ``rows`` ``[batch, 1, 1]`` bool."""
         positions = self.context.positions.masked_fill(~rows, -1)
         context = attrs.evolve(self.context, positions=positions, held_len=None)
         return attrs.evolve(self, context=context)
@@ -47,7 +47,7 @@ class DeferredLayer:
 def kept_of_all(
     selector: KVSelector, layers: Sequence[DeferredLayer], checks: DeferredChecks
 ) -> list[Tensor]:
-    """Ask a selector what it keeps of every layer.
+    """Ask a selector which tokens every layer keeps.
 
     Args:
         selector: One that decides together or, layer by layer, later than it was scored.
@@ -78,7 +78,7 @@ def kept_of_all(
 
 
 def check_later(scorer: Scorer | None, selector: KVSelector, rereading: Repetition | None) -> None:
-    """Check the parts of a policy that may choose later than layers are read.
+    """Check that the parts of a policy can work with a deferred selection.
 
     Args:
         scorer: Its scorer.

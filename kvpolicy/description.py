@@ -1,4 +1,4 @@
-"""Turns a policy into plain data and back: a saved cache says so which policy filled it."""
+"""Turns a policy into JSON data and back, so that a saved cache can name its policy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Description = dict[str, Any]
 
 
 def describe(part: Part) -> Description:
-    """Turn a policy or part into data for JSON: its class and its fields, parts within parts.
+    """Turn a policy or part into JSON data: its class and fields, with the parts inside it.
 
     Two parts are equal where their descriptions are; a description of registered classes can be
     built again with `from_description`.
@@ -69,7 +69,7 @@ def with_new_names(description: Description) -> Description:
 
 
 def from_description(description: Description) -> CachePolicy:
-    """Build the policy that `describe` described.
+    """Build a policy from the data that `describe` returned.
 
     Only what is registered, and this package's own parts, is built: a file names no code to run.
 
@@ -89,7 +89,7 @@ def from_description(description: Description) -> CachePolicy:
 
 
 def _own_class(kind: str) -> object:
-    """Find this package's class ``module:name``; None if it has no such part."""
+    """Find a part class of this package by ``module:name``; None if there is none."""
     module, _, name = kind.partition(":")
     if not module.startswith("kvpolicy."):
         return None
@@ -102,7 +102,7 @@ def _own_class(kind: str) -> object:
 
 
 def _attrs_class(kind: type[CachePolicy]) -> Any:
-    """Find the first class of a class and its bases whose ``__init__`` takes the fields."""
+    """Find the most derived attrs class among a class and its bases."""
     return next(each for each in kind.__mro__ if "__attrs_attrs__" in vars(each))
 
 

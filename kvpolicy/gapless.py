@@ -1,4 +1,4 @@
-"""Checks which parts fit a policy whose tokens stand without gaps."""
+"""Checks which parts fit a policy with ``gapless=True``, which renumbers kept tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_gapless(
     decoding: DecodingEviction | None,
     rereading: Repetition | None,
 ) -> None:
-    """Check the parts of a policy that turns what it keeps to positions without gaps.
+    """Check that a policy's parts work with ``gapless=True``, which renumbers kept tokens.
 
     What follows has one rotary position in all layers: the number of tokens held.
 
@@ -53,7 +53,7 @@ def check_gapless(
 
 
 def check_acting(propagation: PropagationPolicy, acting: Sequence[int]) -> None:
-    """Check that no tokens are dropped.
+    """Check that the propagation policy drops no tokens, as ``gapless=True`` requires.
 
     Args:
         propagation: The policy's.

@@ -1,4 +1,4 @@
-"""Says where the heads of a layer are: in this process, or shared out among several."""
+"""Says whether a layer's heads are all in this process or split over several."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @attrs.frozen
 class Heads:
-    """The heads of a layer that are all here: a context shows every one of them.
+    """The heads of a layer when all of them are in this process.
 
     Under tensor parallelism a process computes a share of the heads only (`HeadShare`), and all of
     them have to pass on the same tokens. So a part takes what is for all heads together from here;
@@ -20,16 +20,16 @@ class Heads:
 
     @property
     def share(self) -> int:
-        """The index of the share of heads that is here, from 0; shares are equal and in order."""
+        """The index of this process's share of the heads, from 0; shares are equal and in order."""
         return 0
 
     @property
     def shares(self) -> int:
-        """The number of shares."""
+        """The number of processes that the heads are split over."""
         return 1
 
     def mean(self, per_head: Tensor) -> Tensor:
-        """Average over all heads of the layer.
+        """Average a tensor over all heads of the layer, in every process.
 
         Args:
             per_head: float ``[batch, heads, length]``, of the heads here; of one length everywhere.
@@ -44,7 +44,7 @@ class Heads:
         return sum_of_heads(per_head) / per_head.shape[1]
 
     def gather(self, per_head: Tensor) -> Tensor:
-        """Gather a tensor of the heads here with those of all other heads.
+        """Concatenate this process's heads with those of all other processes.
 
         Args:
             per_head: ``[batch, heads, length]``; processes may differ in ``length``.
@@ -57,7 +57,7 @@ class Heads:
 
 @attrs.frozen(eq=False)
 class HeadShare(Heads, abc.ABC):
-    """One of several equal shares of a layer's heads, each in a process of its own.
+    """The heads of a layer when they are split equally over several processes.
 
     All processes have to call the same methods in the same order, as they do where they all run
     one policy on one batch.
@@ -72,17 +72,17 @@ class HeadShare(Heads, abc.ABC):
 
     @abc.abstractmethod
     def exchange(self, tensor: Tensor) -> list[Tensor]:
-        """Exchange tensors with all shares, in their order; of one shape and dtype, not bool."""
+        """Return the tensors of all processes in order; all have one shape and dtype, not bool."""
 
     def mean(self, per_head: Tensor) -> Tensor:
-        """Average over all heads of the layer; see `Heads.mean`."""
+        """Average a tensor over all heads of the layer; see `Heads.mean`."""
         # Sums are exchanged, not reduced on the way: every process then adds the same numbers in
         # the same order, whatever the collective does.
         sums = torch.stack(self.exchange(sum_of_heads(per_head)))
         return sums.sum(dim=0) / (self.shares * per_head.shape[1])
 
     def gather(self, per_head: Tensor) -> Tensor:
-        """Gather a tensor of all heads; see `Heads.gather`."""
+        """Concatenate the heads of all processes; see `Heads.gather`."""
         batch, heads, length = per_head.shape
         lengths = self.exchange(torch.tensor([length], device=per_head.device))
         missing = max(int(each) for each in lengths) - length
@@ -93,7 +93,7 @@ class HeadShare(Heads, abc.ABC):
 
 
 def sum_of_heads(per_head: Tensor) -> Tensor:
-    """Add up over heads, in the same order for every token.
+    """Sum a tensor over heads in a fixed order, so that all tokens round alike.
 
     Tokens that are equal in all heads, as pooling makes neighbours, stay equal: a sum along any
     other axis than the innermost adds up some columns in another order than the rest.

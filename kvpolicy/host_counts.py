@@ -19,7 +19,7 @@ from kvpolicy.interfaces import KVSelector
 
 
 def known_counts(selector: KVSelector, context: LayerContext) -> tuple[int, ...] | None:
-    """Ask a selector how many tokens it keeps of each row; see `KVSelector.kept_counts`.
+    """Return how many tokens a selector keeps of each row, or None; see `KVSelector.kept_counts`.
 
     None where that is not known, and where a class that overrides `select` or `protected` says
     nothing of its own: what it inherits need not be true of it.
@@ -78,7 +78,7 @@ def counts_under(
 
 
 def on_device(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Put numbers into an int64 tensor on a device, without waiting for it."""
+    """Copy numbers to an int64 tensor on a device without waiting for the device."""
     # What is not pinned is copied aside at once, so that nothing has to stay for the device; but
     # not so with MPS, which reads the numbers later.
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=device.type != "mps")

@@ -1,4 +1,4 @@
-"""The three strategies that make a policy.
+"""The interfaces of a policy's three parts: `Scorer`, `KVSelector` and `PropagationPolicy`.
 
 Implementations are frozen attrs classes that hold configuration only, are built without arguments
 by their defaults, and declare what they need beside their one abstract method; `CachePolicy` checks
@@ -22,7 +22,7 @@ from kvpolicy.short_repr import brief
 
 
 class Part:
-    """Base of scorers, selectors and propagation policies: what they may ask for of a layer."""
+    """Base of scorers, selectors and propagation policies: declares the inputs a part needs."""
 
     paper: ClassVar[str] = ""
 
@@ -31,7 +31,7 @@ class Part:
 
     @property
     def history_layers(self) -> int:
-        """It looks at the saliencies of so many layers before (`LayerContext.history`); 0 for none.
+        """The number of earlier layers whose saliency it reads, `LayerContext.history`; 0 for none.
 
         Of those at which the policy chooses, the last so many.
         """
@@ -39,12 +39,12 @@ class Part:
 
     @property
     def needs_rotary(self) -> bool:
-        """True if it turns keys or queries by `LayerContext.rotary`."""
+        """True if the part reads `LayerContext.rotary`."""
         return False
 
     @property
     def needs_output_weight(self) -> bool:
-        """True if it reads `LayerContext.output_weight`."""
+        """True if the part reads `LayerContext.output_weight`."""
         return False
 
 
@@ -57,22 +57,22 @@ class Scorer(Part, abc.ABC):
 
     @property
     def num_queries(self) -> int | None:
-        """`score` looks at so many trailing queries: 0 none, None all."""
+        """The number of trailing queries that `score` reads: 0 for none, None for all."""
         return 0
 
     @property
     def unscored_tail(self) -> int:
-        """`score` gives so many trailing tokens no saliency, because they are always to be kept."""
+        """The number of trailing tokens that `score` leaves out because they are always kept."""
         return 0
 
     @property
     def state_size(self) -> int:
-        """The number of state values that it keeps per key between choices; 0 if it keeps none."""
+        """The number of state values that the scorer keeps per key between choices; 0 for none."""
         return 0
 
     @property
     def accumulates(self) -> bool:
-        """True if `update`, given the queries block by block, ends with the saliency of them all.
+        """True if `update`, called for block after block of queries, ends with the full saliency.
 
         After the last block, `update` must return what `score` returns for all queries at once, or
         the mean of it over each KV group. A prompt that is read in chunks then holds the scorer's
@@ -83,7 +83,7 @@ class Scorer(Part, abc.ABC):
 
     @property
     def scores_last_attention(self) -> bool:
-        """True if `score` returns how much the last query attends to each key, and nothing else.
+        """True if the saliency is exactly the last query's attention to each key.
 
         A compiled step of a bounded answer may then take the attention that it has computed anyway.
         A class that overrides `score` or `num_queries` has to say so anew, or it is not believed.
@@ -130,27 +130,27 @@ class KVSelector(Part, abc.ABC):
 
     @property
     def needs_saliency(self) -> bool:
-        """True if `select` reads the saliency; if not, it may be given None."""
+        """True if `select` reads the saliency; otherwise it may be given None."""
         return True
 
     @property
     def protected_tail(self) -> int:
-        """So many trailing tokens are always kept."""
+        """The number of trailing tokens that are always kept."""
         return 0
 
     @property
     def protected_first(self) -> int:
-        """So many first tokens of the row's context are kept wherever they are held."""
+        """The number of first tokens of the row's context that are kept if a head holds them."""
         return 0
 
     @property
     def budget(self) -> Budget | None:
-        """The number of tokens that each row keeps; None if layers or heads differ."""
+        """The number of tokens kept per row; None if it differs between layers or heads."""
         return None
 
     @property
     def decides_together(self) -> bool:
-        """True if it chooses once all layers were scored, in `select_together`.
+        """True if the selector chooses for all layers at once, in `select_together`.
 
         Every layer then holds all tokens until the last one has been scored.
         """
@@ -158,7 +158,7 @@ class KVSelector(Part, abc.ABC):
 
     @property
     def equal_counts(self) -> bool:
-        """True if it keeps as many tokens of a row in all heads of all layers.
+        """True if all heads of all layers keep the same number of tokens of a row.
 
         If all tokens reach them. A policy without gaps needs it, see `CachePolicy`.
         """
@@ -166,7 +166,7 @@ class KVSelector(Part, abc.ABC):
 
     @property
     def keeps_all(self) -> bool:
-        """True if it keeps every token, so that there is nothing to act on.
+        """True if the selector keeps every token.
 
         A class that overrides `select` has to say so anew, or it is not believed.
         """
@@ -174,7 +174,7 @@ class KVSelector(Part, abc.ABC):
 
     @property
     def keeps_highest(self) -> bool:
-        """True if each KV head keeps the protected, and the highest means over its group.
+        """True if each KV head keeps its protected tokens and those of highest mean saliency.
 
         As many as the budget says, of two equals the earlier; what is protected is said by
         `protected_tail` and `protected_first`. A class that overrides `select` or
@@ -184,15 +184,15 @@ class KVSelector(Part, abc.ABC):
 
     @property
     def is_bounded(self) -> bool:
-        """True if what is kept does not grow with the context: its budget is a number of tokens."""
+        """True if the number of tokens kept does not grow with the context."""
         return self.budget is not None and self.budget.tokens is not None
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Mark the tokens that are always kept, bool ``[batch, kv_heads, key_len]``."""
+        """Mark the tokens that the selector always keeps, bool ``[batch, kv_heads, key_len]``."""
         return context.is_tail(self.protected_tail) | context.is_first(self.protected_first)
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the fraction of a prompt's tokens that each layer keeps, if all reach it.
+        """Return the fraction of a prompt's tokens that each layer keeps when all tokens reach it.
 
         The mean over the KV heads; 1 where the selector has no budget and does not say otherwise.
 
@@ -212,7 +212,7 @@ class KVSelector(Part, abc.ABC):
         return [self.budget.fraction(context_len, protected=fixed)] * num_layers
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Count what every head keeps of each row, if computable from lengths, without a tensor.
+        """Count the tokens that each head keeps per row, from lengths alone; None if impossible.
 
         By ``context.held_len``, budgets and other numbers: what is read off a tensor waits for the
         device, at every layer of a prompt. What is said here is held against what `select` returns
@@ -229,7 +229,7 @@ class KVSelector(Part, abc.ABC):
 
     @abc.abstractmethod
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Choose the keys to keep.
+        """Choose the keys that a layer keeps.
 
         Args:
             saliency: float32 ``[batch, query_heads or kv_heads, key_len]``, larger means keep.
@@ -243,7 +243,7 @@ class KVSelector(Part, abc.ABC):
     def select_together(
         self, saliencies: Sequence[Tensor], contexts: Sequence[LayerContext]
     ) -> list[Tensor]:
-        """Choose the keys that all layers keep, where it `decides_together`.
+        """Choose the keys that every layer keeps, for a selector that `decides_together`.
 
         Of one layer it is what `select` chooses.
 
@@ -276,27 +276,27 @@ class PropagationPolicy(Part, abc.ABC):
 
     @property
     def restarts(self) -> bool:
-        """True if the prefill runs again on the tokens that go on; then one layer acts."""
+        """True if the prefill runs again on the chosen tokens; then exactly one layer acts."""
         return False
 
     @property
     def needs_saliency(self) -> bool:
-        """True if `propagate` reads the saliency; if not, it may be given None."""
+        """True if `propagate` reads the saliency; otherwise it may be given None."""
         return True
 
     @property
     def protected_tail(self) -> int:
-        """So many trailing tokens always go on, at least 1: the last predicts the next."""
+        """The number of trailing tokens that always go on, at least 1: the last predicts the next."""
         return 1
 
     @property
     def protected_first(self) -> int:
-        """So many first tokens of the row's context go on wherever they are new."""
+        """The number of first tokens of the row's context that always go on."""
         return 0
 
     @property
     def budget(self) -> Budget | None:
-        """The number of tokens of each row that go on; None if no one number holds for all.
+        """The number of tokens of each row that go on; None if it has no fixed number.
 
         Where several layers act with budgets of their own, the smallest.
         """
@@ -316,7 +316,7 @@ class PropagationPolicy(Part, abc.ABC):
         return context.is_new_tail(self.protected_tail) | context.is_new_first(self.protected_first)
 
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """Rank a layer's new tokens: by the mean of the saliency over all heads.
+        """Return a score of each new token for ranking: the mean of the saliency over all heads.
 
         Args:
             saliency: As given to `propagate`.
@@ -337,7 +337,7 @@ class PropagationPolicy(Part, abc.ABC):
         return frozenset()
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Choose, for a model, the layers that the policy leaves open.
+        """Return the policy with its open layer indices chosen for a given model.
 
         Args:
             num_layers: Layers of the model.
@@ -363,7 +363,7 @@ class PropagationPolicy(Part, abc.ABC):
     def prefill_passes(
         self, num_layers: int, context_len: int | None = None
     ) -> tuple[list[float], ...]:
-        """Return, for every pass of the prefill, the fraction of tokens that each layer computes.
+        """Return the fraction of tokens that each layer computes in each pass of the prefill.
 
         The last pass is that of `layer_rates`; a policy that restarts has one before it, in which
         layers it does not reach compute 0.
@@ -379,7 +379,7 @@ class PropagationPolicy(Part, abc.ABC):
 
     @abc.abstractmethod
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Choose the tokens that go on.
+        """Choose the new tokens that go on to the next layer.
 
         Args:
             saliency: float32 ``[batch, query_heads or kv_heads, key_len]``, larger means pass on;
@@ -394,7 +394,7 @@ class PropagationPolicy(Part, abc.ABC):
 
 
 def nearest_layer(wanted: int, eligible: Sequence[int]) -> int:
-    """Find the eligible layer nearest to a layer, the later of two that are as near.
+    """Find the eligible layer nearest to a layer index; of two equally near, the later.
 
     Example:
         >>> nearest_layer(3, [1, 2, 4, 5])

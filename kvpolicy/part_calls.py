@@ -19,7 +19,7 @@ __getattr__ = old_names(__name__, {"advanced": "updated"})
 
 
 class DeferredChecks:
-    """Collects conditions on tensors, and looks at them together: a look waits for the device.
+    """Collects error conditions on device tensors, to read them all at once later.
 
     A message must hold on to nothing large, since the end may be that of all layers.
     """
@@ -29,12 +29,12 @@ class DeferredChecks:
         self._messages: list[Callable[[], str]] = []
 
     def refuse(self, condition: Tensor, message: Callable[[], str]) -> None:
-        """Refuse a bool tensor that is True anywhere."""
+        """Add a condition: a bool tensor that is an error where it is True."""
         self._conditions.append(condition.any())
         self._messages.append(message)
 
     def join(self, more: DeferredChecks) -> None:
-        """Append another collection's conditions."""
+        """Append the conditions of another collection."""
         self._conditions += more._conditions
         self._messages += more._messages
 
@@ -52,7 +52,7 @@ class DeferredChecks:
 
 
 def shown_to(part: Part, context: LayerContext) -> LayerContext:
-    """Hide history, rotary embedding and output weights from a part that declares no need."""
+    """Remove history, rotary embedding and output weights that a part does not declare to need."""
     if not context.history and context.rotary is None and context.output_weight is None:
         return context
     return context.with_no_more(
@@ -63,7 +63,7 @@ def shown_to(part: Part, context: LayerContext) -> LayerContext:
 
 
 def saliency_of(scorer: Scorer, context: LayerContext, checks: DeferredChecks) -> Tensor:
-    """Ask a scorer for the saliency of a layer, showing it no more queries than it wants.
+    """Call a scorer on a layer with the queries it declares, and check the saliency.
 
     Raises:
         TypeError: It is no tensor of floats.
@@ -76,7 +76,7 @@ def saliency_of(scorer: Scorer, context: LayerContext, checks: DeferredChecks) -
 
 
 def updated(scorer: Scorer, context: LayerContext, checks: DeferredChecks) -> tuple[Tensor, Tensor]:
-    """Ask a scorer for a layer's saliency and its new state; see `Scorer.update`.
+    """Call `Scorer.update` on a layer, and check the saliency and the state.
 
     Raises:
         TypeError: The saliency is no tensor of floats, or the state no tensor.
@@ -98,7 +98,7 @@ def updated(scorer: Scorer, context: LayerContext, checks: DeferredChecks) -> tu
 def kept_by(
     selector: KVSelector, saliency: Tensor | None, context: LayerContext, checks: DeferredChecks
 ) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Ask a selector what it keeps of a layer; one choice for heads that share storage.
+    """Call a selector on a layer, and check the indices it keeps.
 
     Returns:
         The indices; and for each row how many every head keeps, where that is known without
@@ -127,7 +127,7 @@ def kept_by(
 def _check_counts(
     selector: KVSelector, kept: Tensor, counts: tuple[int, ...], checks: DeferredChecks
 ) -> None:
-    """Check that a selector has kept as many as it said."""
+    """Check that a selector has kept as many tokens as it declared."""
 
     def message() -> str:
         found = (kept >= 0).sum(dim=-1).tolist()
@@ -143,7 +143,7 @@ def _check_counts(
 
 
 def as_stored(saliency: Tensor | None, context: LayerContext) -> tuple[Tensor | None, LayerContext]:
-    """Reduce a layer to one head for a selector, if its heads share what is stored."""
+    """Reduce a layer to one head for a selector, if its heads share storage."""
     if context.stored is not None and saliency is not None:
         saliency = context.heads.mean(saliency)[:, None]  # [batch, 1, key_len]
     return saliency, context.for_selector()
@@ -155,7 +155,7 @@ def passed_on_by(
     context: LayerContext,
     checks: DeferredChecks,
 ) -> Tensor | None:
-    """Ask a propagation policy which new tokens of a layer go on; None for all.
+    """Call a propagation policy on a layer, and check the new tokens that go on; None for all.
 
     Raises:
         TypeError: It returns something else than a tensor or None.
@@ -204,7 +204,7 @@ def _check_saliency(
 def check_indices(
     part: object, indices: object, rows: tuple[int, ...], length: int, checks: DeferredChecks
 ) -> Tensor:
-    """Check the indices that a part has chosen.
+    """Check token indices that a part returned.
 
     Args:
         part: For messages.

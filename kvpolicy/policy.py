@@ -26,7 +26,7 @@ from kvpolicy.short_repr import brief
 @accepts_old(carried="state")
 @attrs.frozen(eq=False)
 class Decision:
-    """Holds what a policy decided at one layer.
+    """What a policy decided at one layer: the tokens it keeps and those it passes on.
 
     Args:
         kept: ``[batch, kv_heads, kept_len]``; of one head where all heads share what is stored.
@@ -154,12 +154,12 @@ class CachePolicy:
 
     @property
     def decides_later(self) -> bool:
-        """True if layers keep all tokens until every one was scored; see `decide_layers`."""
+        """True if layers choose their tokens only after all were scored; see `decide_layers`."""
         return self.selector.decides_together or self.rereading is not None
 
     @property
     def num_queries(self) -> int | None:
-        """The policy looks at so many trailing queries of a prompt: 0 none, None all.
+        """The number of trailing queries of a prompt that the policy reads: 0 none, None all.
 
         Not those of a second reading, of which the scorer is shown as many as it asks for.
         """
@@ -176,7 +176,7 @@ class CachePolicy:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts that act on a prompt: the scorer if there is one, selector and propagation.
+        """The policy's parts that act on a prompt: scorer (if any), selector, propagation policy.
 
         The scorer of the policy's `DecodingEviction` too, if it keeps a state from the prompt on.
         """
@@ -188,12 +188,12 @@ class CachePolicy:
 
     @property
     def history_layers(self) -> int:
-        """A part looks at the saliencies of at most so many layers before."""
+        """The largest number of earlier layers whose saliency a part reads."""
         return max(part.history_layers for part in self.parts)
 
     @property
     def needs_rotary(self) -> bool:
-        """True if any part turns keys or queries of a prompt."""
+        """True if any part applies the rotary embedding in a prompt."""
         return any(part.needs_rotary for part in self.parts)
 
     @property
@@ -202,7 +202,7 @@ class CachePolicy:
         return any(part.needs_output_weight for part in self.parts)
 
     def remembered_layers(self, num_layers: int, choosing: Sequence[int]) -> frozenset[int]:
-        """Return the layers whose saliency a later layer looks at.
+        """Return the layers whose saliency a later layer reads.
 
         Args:
             num_layers: Layers of the model.
@@ -216,7 +216,7 @@ class CachePolicy:
         return frozenset(found)
 
     def check_model(self, num_layers: int) -> None:
-        """Check the policy's layer indices against a model.
+        """Check that the policy's layer indices lie in a model of ``num_layers`` layers.
 
         Raises:
             TypeError: ``num_layers`` is not an int, or ``acting_layers`` no frozenset.
@@ -251,7 +251,7 @@ class CachePolicy:
             )
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> CachePolicy:
-        """Choose, for a model, the layers that the propagation policy leaves open.
+        """Return the policy with its open layer indices chosen for a given model.
 
         Args:
             num_layers: Layers of the model.
@@ -271,7 +271,7 @@ class CachePolicy:
         remembered: bool = False,
         checks: DeferredChecks | None = None,
     ) -> Decision:
-        """Choose what one layer keeps and passes on; the saliency is computed once, if at all.
+        """Choose the tokens that one layer keeps and passes on.
 
         Where the policy `decides_later`, what the layer keeps is left to `decide_layers`.
 
@@ -322,7 +322,7 @@ class CachePolicy:
         return Decision(kept, passed, state, saliency, undecided, counts)
 
     def score(self, context: LayerContext) -> Tensor:
-        """Score a layer at which nothing is chosen, for later layers to look at.
+        """Compute the saliency of a layer where nothing is chosen, for later layers to read.
 
         Raises:
             TypeError: As `decide`.
@@ -337,7 +337,7 @@ class CachePolicy:
         return saliency
 
     def decide_layers(self, layers: Sequence[DeferredLayer]) -> list[Tensor]:
-        """Choose what all layers keep, where the policy `decides_later`.
+        """Choose the tokens that every layer keeps, for a policy that `decides_later`.
 
         Args:
             layers: Those that have something to choose, in order; each with its saliency.
@@ -359,7 +359,7 @@ class CachePolicy:
         return kept
 
     def decide_restart(self, context: LayerContext) -> Tensor | None:
-        """Choose the tokens to restart the prefill on; see `PropagationPolicy.propagate`.
+        """Choose the tokens on which the prefill restarts; see `PropagationPolicy.propagate`.
 
         Raises:
             TypeError: As `decide`.
@@ -380,7 +380,7 @@ class CachePolicy:
 
     @classmethod
     def get_seq_length(cls, layer_idx: int = 0) -> NoReturn:
-        """Refuse to be a cache: what a model first asks its ``past_key_values``.
+        """Raise an error that says how to put the policy into a cache.
 
         Raises:
             TypeError: Always; says how a policy gets into a cache.
@@ -394,7 +394,7 @@ class CachePolicy:
         return context.layer_idx in self.propagation.acting_layers(context.num_layers)
 
     def prefill_compute_rate(self, num_layers: int, context_len: int | None = None) -> float:
-        """Divide the layer-tokens computed in prefill by those of a full prefill.
+        """Return the layer-tokens computed in prefill, divided by those of a full prefill.
 
         Args:
             num_layers: Layers of the model.

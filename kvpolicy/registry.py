@@ -1,4 +1,4 @@
-"""The registry: every policy and part that is installed, by name.
+"""The registry: finds every installed policy and part by name.
 
 Anything under the entry-point group ``kvpolicy.policies`` is registered, the package's own methods
 and third parties' alike::
@@ -38,7 +38,7 @@ _KINDS: dict[str, type] = {
 
 
 def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
-    """List the registered factories by name, in alphabetical order.
+    """Return the registered factories by name, in alphabetical order.
 
     Args:
         kind: ``"policy"``, ``"scorer"``, ``"selector"`` or ``"propagation"``; None for all.
@@ -73,7 +73,7 @@ def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
 
 @functools.cache
 def _warn_of(entry: EntryPoint, reason: str) -> None:
-    """Warn of a broken entry, the first time that it is met."""
+    """Warn of an entry point that cannot be loaded, once per process."""
     dist = getattr(entry, "dist", None)
     package = f" of {dist.name}" if dist else ""
     warnings.warn(
@@ -84,7 +84,7 @@ def _warn_of(entry: EntryPoint, reason: str) -> None:
 
 
 def kind_of(factory: Callable[..., Part]) -> str:
-    """Find the kind of part that a factory builds.
+    """Return the kind of policy part that a factory builds.
 
     Raises:
         TypeError: It cannot be called without arguments, or builds no part of a policy.

@@ -20,7 +20,7 @@ def _warn(old: str, new: str, stacklevel: int) -> None:
 
 
 class Renamed:
-    """A second name of an attribute, which finds what the class it stands in has under the first.
+    """A second name of an attribute: reads the attribute of the other name in the same class.
 
     It looks no further down than that class, so that ``super().old_name()`` ends.
 
@@ -46,7 +46,7 @@ class Renamed:
 
 
 def take_old_names(cls: type, names: Mapping[str, str]) -> None:
-    """Give a new subclass both names of what it defines under one; warn if that is the old one.
+    """Give a subclass both the old and the new name of each member it defines under one.
 
     To be called by the ``__init_subclass__`` of the base.
 
@@ -69,7 +69,7 @@ def take_old_names(cls: type, names: Mapping[str, str]) -> None:
 
 
 def accepts_old(**names: str) -> Callable[[Class], Class]:
-    """Let the constructor of an attrs class take arguments under their old names as well.
+    """Let the constructor of an attrs class accept arguments by their old names.
 
     Args:
         names: The new name of each old one.
@@ -95,7 +95,7 @@ def accepts_old(**names: str) -> Callable[[Class], Class]:
 
 
 def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Make the ``__getattr__`` of a module whose functions have new names.
+    """Make a module ``__getattr__`` that returns renamed functions by their old names.
 
     Args:
         module: The module's ``__name__``.

@@ -1,4 +1,4 @@
-"""Declares a second reading of a prompt: it is fed again, and scored by what that attends to."""
+"""Configures a second reading: the prompt is fed again, and its attention scores the keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _answer(given: Iterable[int]) -> tuple[int, ...]:
 
 @attrs.frozen
 class Repetition:
-    """Lets every prompt be read a second time, in chunks, and scored by what that attends to.
+    """Configures a second reading of every prompt, in chunks, whose attention scores the keys.
 
     When the prompt has been read whole, every layer still holding all of it, it is fed again chunk
     by chunk: an instruction to repeat it, the last tokens of the chunk before, the chunk. The
@@ -94,7 +94,7 @@ class Repetition:
         later: str = LATER_INSTRUCTION,
         **parameters: Any,
     ) -> Repetition:
-        """Make a repetition that asks in words.
+        """Make a repetition with instructions in words, encoded by a tokenizer.
 
         Args:
             tokenizer: Whose ``encode(text, add_special_tokens=False)`` gives ids.
@@ -106,12 +106,12 @@ class Repetition:
         return cls(**parameters, **dict(zip(("instruction_ids", "later_ids"), asked, strict=True)))
 
     def spans(self, length: int) -> list[tuple[int, int]]:
-        """Return first and last position, the second excluded, of every chunk of a context."""
+        """Return the start and end position of every chunk of a context; ends are exclusive."""
         starts = range(self.unrepeated, length, self.chunk_size)
         return [(start, min(start + self.chunk_size, length)) for start in starts]
 
     def before(self, start: int) -> tuple[tuple[int, ...], int]:
-        """Return the tokens behind which the chunk at a position is repeated.
+        """Return the tokens that are fed before the chunk at a position.
 
         Args:
             start: Its first position.
@@ -124,7 +124,7 @@ class Repetition:
         return (later if repeated else self.instruction_ids), min(repeated, self.overlap)
 
     def compute_rate(self, context_len: int | None = None) -> float:
-        """Divide the tokens that the second reading computes by those of the context.
+        """Return the tokens computed in the second reading, divided by the context's tokens.
 
         Args:
             context_len: Tokens of the context; None for one so long that its last chunk is full.
@@ -135,6 +135,6 @@ class Repetition:
         return sum(stop - start + self._ahead(start) for start, stop in chunks) / context_len
 
     def _ahead(self, start: int) -> int:
-        """Tokens that are fed before the chunk at a position."""
+        """Count the tokens that are fed before the chunk at a position."""
         ids, overlap = self.before(start)
         return len(ids) + overlap + len(self.answer_ids)

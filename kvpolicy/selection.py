@@ -1,4 +1,4 @@
-"""Chooses tokens under a budget: the one place where saliency becomes indices."""
+"""Turns saliency into the indices of kept tokens, under a budget."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpolicy.host_counts import on_device
 def head_budgets(
     budget: Budget, seen_len: tuple[int, ...], *, valid: Tensor, protected: Tensor
 ) -> list[list[int]]:
-    """Count each head's tokens under a budget, read off what a layer shows.
+    """Compute how many tokens each head keeps under a budget, from the layer's tensors.
 
     That waits for the device; see `counts_under` for what is known without.
 
@@ -41,7 +41,7 @@ def head_budgets(
 def row_budgets(
     budget: Budget, seen_len: tuple[int, ...], *, valid: Tensor, protected: Tensor
 ) -> list[int]:
-    """Count each row's tokens under a budget: what the head with the fewest has.
+    """Compute how many tokens each row keeps under a budget: the smallest number of any head.
 
     Args:
         budget: See `head_budgets`.
@@ -54,7 +54,7 @@ def row_budgets(
 
 
 def ranks(saliency: Tensor, candidates: Tensor) -> Tensor:
-    """Rank every candidate among those of its row: 0 for the most salient.
+    """Rank the candidates of each row by saliency, from 0 for the highest.
 
     Among equals the earlier comes first. NaN counts as lowest.
 
@@ -119,7 +119,7 @@ def select_top(
 
 
 def highest(saliency: Tensor, candidates: Tensor, counts: Sequence[int]) -> Tensor:
-    """Choose the most salient candidates of every row, the earlier of equals; NaN is lowest.
+    """Choose the most salient candidates of every row; of equals the earlier, NaN last.
 
     As `ranks` below ``counts``, without a place for each: for rows of all layers at once.
 
@@ -150,7 +150,7 @@ def highest(saliency: Tensor, candidates: Tensor, counts: Sequence[int]) -> Tens
 
 
 def compress(chosen: Tensor, length: int) -> Tensor:
-    """List the indices where ``chosen`` is True, ascending, in the last of ``length`` slots.
+    """Return the indices where ``chosen`` is True, ascending, padded on the left to ``length``.
 
     Args:
         chosen: bool ``[..., size]`` with at most ``length`` True in every row.
@@ -170,7 +170,7 @@ def compress(chosen: Tensor, length: int) -> Tensor:
 
 
 def gather_slots(tensor: Tensor, indices: Tensor) -> Tensor:
-    """Take slots of keys or values; index -1 gives a slot of zeros.
+    """Gather slots of keys or values by index; index -1 gives zeros.
 
     Args:
         tensor: ``[batch, heads, length, head_dim]``.
@@ -184,7 +184,7 @@ def gather_slots(tensor: Tensor, indices: Tensor) -> Tensor:
 
 
 def gather_positions(positions: Tensor, indices: Tensor) -> Tensor:
-    """Take entries of the last axis; index -1 gives -1.
+    """Gather entries of the last axis by index; index -1 gives -1.
 
     Args:
         positions: int64 ``[..., length]``.

@@ -1,4 +1,4 @@
-"""Writes parts and policies short, for messages: a class and what is not at its default.
+"""Writes parts and policies in short form for messages, without arguments at their defaults.
 
 A policy's parts repeat most of its arguments, and most of these are defaults; a message that shows
 all of them hides what it says.
@@ -13,7 +13,7 @@ import attrs
 
 
 def brief(value: object, *, instead: Mapping[str, Any] | None = None) -> str:
-    """Write a part as its class with the fields that differ from their defaults.
+    """Return a part as code, without the arguments that are at their defaults.
 
     Args:
         value: A part, or anything else.
@@ -45,7 +45,7 @@ def brief(value: object, *, instead: Mapping[str, Any] | None = None) -> str:
 
 
 def call(name: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
-    """Write a call with the arguments that differ from their defaults.
+    """Return a call as code, without the arguments that are at their defaults.
 
     A rate of None is left out: the number of tokens that took its place is there.
 

@@ -1,4 +1,4 @@
-"""The contract of the three strategies as property tests, for authors of new ones.
+"""Property tests that any scorer, selector or propagation policy must pass.
 
 One line in a test runs the contract on a component; a failure shows the smallest layer that
 breaks it::

@@ -1,4 +1,4 @@
-"""Checks what must hold of any choice of tokens, in plain Python.
+"""Checks properties that any choice of tokens must have, in plain Python.
 
 Part of `kvpolicy.testing`.
 """
@@ -22,7 +22,7 @@ from kvpolicy.testing.declared import (
 
 
 def snapshot(context: LayerContext, *more: Tensor) -> list[object]:
-    """Copy all that a part is given, to compare with what it leaves."""
+    """Copy all tensors of a layer context, to find out later whether a part modified them."""
 
     def copied(value: object) -> object:
         if isinstance(value, tuple):
@@ -90,13 +90,13 @@ def check_choice(
 
 
 def decides_alone(part: KVSelector | PropagationPolicy) -> bool:
-    """True if the saliency alone decides what the part keeps."""
+    """True if a part chooses by saliency alone, not by other inputs."""
     more = part.history_layers > 0 or part.needs_rotary or part.needs_output_weight
     return part.needs_saliency and not more
 
 
 def says_how_it_ranks(part: PropagationPolicy) -> bool:
-    """True if tokens go on in the order of `PropagationPolicy.ranking`.
+    """True if a propagation policy passes tokens on in the order of its `ranking`.
 
     One that asks for more and leaves the ranking as it is may rank by whatever it likes.
     """
@@ -107,7 +107,7 @@ def says_how_it_ranks(part: PropagationPolicy) -> bool:
 def check_protected(
     part: KVSelector | PropagationPolicy, protected: Tensor, positions: Tensor
 ) -> None:
-    """Check that what a part says it protects is what it declares, or more.
+    """Check that a part's ``protected`` marks at least the tokens that it declares protected.
 
     Args:
         part: With its ``protected_tail`` and ``protected_first``.
@@ -130,7 +130,7 @@ def check_protected(
 
 
 def check_layers(component: PropagationPolicy, num_layers: int) -> None:
-    """Check what a propagation policy declares of a model's layers."""
+    """Check the layers and rates that a propagation policy declares for a model."""
     acting = component.acting_layers(num_layers)
     check_acting_layers(acting, num_layers)
     rates = component.layer_rates(num_layers, context_len=1000)

@@ -1,4 +1,4 @@
-"""Checks what a selector says of how much it keeps before any tensor is read.
+"""Checks the numbers of tokens that a selector predicts from lengths alone.
 
 Part of `kvpolicy.testing`.
 """
@@ -18,7 +18,7 @@ from kvpolicy.testing.declared import require
 def check_kept_counts(
     component: KVSelector, context: LayerContext, saliency: Tensor, kept: Tensor
 ) -> None:
-    """Check that a selector keeps the same where rows' lengths are known, and as many as it says.
+    """Check that a selector keeps as many tokens as its ``kept_counts`` says.
 
     Args:
         component: The selector.

@@ -1,4 +1,4 @@
-"""Checks results against what parts declare of them."""
+"""Checks a part's results against the properties it declares."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 
 
 def check_scored(component: Scorer, context: LayerContext, saliency: Tensor) -> None:
-    """Check what a scorer declares of a saliency.
+    """Check a scorer's saliency against the properties that the scorer declares.
 
     Raises:
         AssertionError: It is not so.
@@ -50,7 +50,7 @@ def check_scored(component: Scorer, context: LayerContext, saliency: Tensor) -> 
 def check_kept(
     component: KVSelector, context: LayerContext, saliency: Tensor, kept: Tensor
 ) -> None:
-    """Check what a selector declares of what it keeps.
+    """Check a selector's choice against the properties that the selector declares.
 
     Raises:
         AssertionError: It is not so.
@@ -82,7 +82,7 @@ def _near(found: Tensor, expected: Tensor, context: LayerContext) -> bool:
 
 
 def _second_part(component: Scorer, context: LayerContext) -> LayerContext:
-    """Cut a layer to the later half of its new tokens, with the state after the earlier half."""
+    """Return a layer with its later queries only, and the state after the earlier ones."""
     count = context.new_len // 2
     first = slice(0, context.key_len - count)
     kinds = None if context.kinds is None else context.kinds[:, :, first]

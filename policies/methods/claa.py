@@ -18,7 +18,7 @@ from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 @documented
 @attrs.frozen
 class CLAA(Method):
-    """Drops most tokens half-way through prefill, by what several layers attend to.
+    """Drops most tokens half-way through prefill, by the attention of several layers.
 
     After layer ``tsp_layer`` the observation window goes on and the tokens to which the window
     gives the most attention at any KV head of the last ``voting_layers`` layers (see

@@ -15,7 +15,7 @@ from kvpolicy.policies.selectors.critical import CriticalSelector
 @documented
 @attrs.frozen
 class CriticalKV(WindowEvictionMethod):
-    """As SnapKV for half of the budget; the other half by what values add to the output as well.
+    """Keeps half of the budget as SnapKV does, the other half by values' effect on the output too.
 
     Attention of the last tokens, in the second half times the norm of what the layer's output
     projection makes of each value (see `CriticalSelector`). Prefill is complete.

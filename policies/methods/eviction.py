@@ -1,4 +1,4 @@
-"""Methods that read the whole prompt and keep, at every layer, what one scorer ranks highest."""
+"""Bases of methods that read the whole prompt and keep the tokens that one scorer ranks highest."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class EvictionMethod(Method):
 
 @attrs.frozen
 class WindowEvictionMethod(EvictionMethod):
-    """Tokens rank by the max-pooled attention of the observation window, as SnapKV has it."""
+    """Base of methods that rank tokens as SnapKV does: by the last tokens' max-pooled attention."""
 
     kernel_size: int = 7
     group_first: bool = attrs.field(default=False, kw_only=True)

@@ -17,7 +17,7 @@ from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 @documented
 @attrs.frozen
 class ExpectedAttention(EvictionMethod):
-    """Keeps what queries to come are expected to attend to, by those of the prompt.
+    """Keeps the tokens that future queries are expected to attend to, judged by past queries.
 
     No question has to stand at the prompt's end: mean and covariance of all its queries, turned to
     the positions to come, say what is kept (see `ExpectedAttentionScorer`). Prefill is complete.

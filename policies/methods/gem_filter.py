@@ -17,7 +17,7 @@ from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 @documented
 @attrs.frozen
 class GemFilter(Method):
-    """Chooses tokens at one layer by the last query, and starts again on those alone.
+    """Chooses tokens at one layer by the last query, and restarts the prefill on these alone.
 
     Every layer keeps all tokens of the second pass. What the chosen tokens would have learnt from
     the others is lost to them, the price of a prefill that is as short as the cache.

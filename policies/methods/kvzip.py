@@ -27,7 +27,7 @@ def _ids(given: Iterable[int]) -> tuple[int, ...]:
 @documented
 @attrs.frozen
 class KVzip(Method):
-    """Keeps what the model attends to when it repeats the prompt; no question is needed for it.
+    """Keeps the tokens that the model attends to when it repeats the prompt; needs no question.
 
     After the prefill, which is complete, the prompt is read again in chunks, see `Repetition`.
     A token matters to a KV head as much as it is attended to at most: see `PeakAttentionScorer`.

@@ -15,7 +15,7 @@ from kvpolicy.policies.scorers.lag import LagKVScorer
 @documented
 @attrs.frozen
 class LagKV(EvictionMethod):
-    """Keeps the tokens that stand out against those that follow; needs no query.
+    """Keeps the tokens that differ most from the tokens after them; needs no query.
 
     Of every run of ``lag_size`` tokens the same share is kept; the first tokens and the last run
     come before all others (see `LagKVScorer`). Prefill is complete.

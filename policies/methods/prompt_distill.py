@@ -19,7 +19,7 @@ DEPTH = 14 / 32  # layer 13 of 32
 @documented
 @attrs.frozen
 class PromptDistill(Method):
-    """Drops most tokens in the middle of prefill, by the last query.
+    """Drops most tokens in the middle of prefill, by the last query's attention.
 
     After layer ``tsp_layer`` the tokens go on whose keys have the largest products with the query
     of the last token, averaged over all query heads and pooled over neighbours, and the last token.

@@ -16,7 +16,7 @@ from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 @documented
 @attrs.frozen
 class PyramidInfer(Method):
-    """Drops a little of the context after every layer; layers keep all that reaches them.
+    """Drops a little of the context after every layer; layers keep all tokens that reach them.
 
     Args:
         recent_rate: Fraction of the context that makes the tail, in (0, 1]; the tail observes, and

@@ -15,7 +15,7 @@ from kvpolicy.policies.scorers.redundancy import RedundancyScorer
 @documented
 @attrs.frozen
 class RKV(EvictionMethod):
-    """Keeps what the last tokens attend to, and of tokens that say the same the newest.
+    """Keeps what the last tokens attend to; of tokens with similar keys, the newest.
 
     Made for the long answers of models that reason, which repeat themselves: ``decoding`` bounds
     them, by the same rule as the prompt (see `RedundancyScorer`). Prefill is complete.

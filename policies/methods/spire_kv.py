@@ -1,4 +1,4 @@
-"""SpireKV: FastKV with the parts that answered most in this project's own study."""
+"""SpireKV: FastKV with parts changed as this project's study found best."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAST_PASSED = 0.1
 @documented
 @attrs.frozen
 class SpireKV(Method):
-    """FastKV with half the window, half of what goes on, and budgets that fall with depth.
+    """FastKV with half the window, half the tokens passed on, and budgets that fall with depth.
 
     After layer ``tsp_layer`` only the observation window goes on and the tokens with the highest
     window saliency, averaged over all query heads, as under `FastKV`; every layer keeps keys and

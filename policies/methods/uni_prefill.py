@@ -17,7 +17,7 @@ from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 @documented
 @attrs.frozen
 class UniPrefill(Method):
-    """Drops blocks of tokens that hardly get attention, after several layers of one prefill.
+    """Drops blocks of tokens with little attention, after several layers of one prefill.
 
     After each of ``drop_layers`` the blocks go on to which the last ``window_size`` tokens give
     ``mass`` of their attention, with the first and the last tokens (see `BlockMassPropagation`).

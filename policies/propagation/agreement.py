@@ -1,4 +1,4 @@
-"""Drops tokens once, after the first layer that agrees with the one before it."""
+"""Drops tokens once, after the first layer whose ranking agrees with the previous layer's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEPTHS = (0.25, 0.5)
 
 @attrs.frozen
 class AgreementPropagation(PropagationPolicy):
-    """Drops tokens after the first layer that agrees with the one before it.
+    """Drops tokens after the first layer whose ranking agrees with the previous layer's.
 
     A row's tokens are ranked by the mean of the saliency over all query heads, at the layer and at
     the one before. Where at least ``agreement`` of the best that are not protected are the same at
@@ -67,7 +67,7 @@ class AgreementPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The whole observation window is protected."""
+        """The size of the observation window, whose tokens always go on."""
         return self.window_size
 
     @property
@@ -77,7 +77,7 @@ class AgreementPropagation(PropagationPolicy):
 
     @property
     def history_layers(self) -> int:
-        """It looks at one layer before."""
+        """Always 1: the policy reads the saliency of one earlier layer."""
         return 1
 
     @property
@@ -92,7 +92,7 @@ class AgreementPropagation(PropagationPolicy):
         return within(self.drop_layers, num_layers, first=1)
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Choose the eligible default layers, or the nearest, if ``drop_layers`` is None."""
+        """Return the policy with its open ``drop_layers`` chosen: eligible ones near the default."""
         wanted = self.acting_layers(num_layers)
         if self.drop_layers is not None or wanted <= set(eligible):
             return self
@@ -103,7 +103,7 @@ class AgreementPropagation(PropagationPolicy):
         return attrs.evolve(self, drop_layers=tuple(sorted(found)))
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the most: 1 up to the last layer that may act, the rate after it."""
+        """Return upper bounds: 1 up to the last layer that may act, the rate after it."""
         rate = self._going_on.fraction(context_len, protected=self.window_size)
         last = max(self.acting_layers(num_layers), default=num_layers)
         return [1.0 if index <= last else rate for index in range(num_layers)]
@@ -122,7 +122,7 @@ class AgreementPropagation(PropagationPolicy):
         return None if counts[0] == counts[1] else compress(goes, max(counts[0]))
 
     def _acts(self, best: Tensor, budgets: Sequence[int], context: LayerContext) -> Tensor:
-        """Mark the rows, ``[batch]`` bool, whose best go on after this layer."""
+        """Mark the rows, ``[batch]`` bool, that drop tokens after this layer."""
         last = context.layer_idx == max(self.acting_layers(context.num_layers))
         if last or not context.history:
             return torch.full((context.batch,), last, device=best.device)
@@ -134,7 +134,7 @@ class AgreementPropagation(PropagationPolicy):
 
     @staticmethod
     def _best(ranking: Tensor, budgets: Sequence[int], valid: Tensor, protected: Tensor) -> Tensor:
-        """Mark each row's best, ``[batch, new_len]`` bool, the protected among them."""
+        """Mark the tokens that each row would pass on, ``[batch, new_len]`` bool."""
         chosen = select_top(ranking[:, None], budgets, valid=valid, protected=protected)[:, 0]
         slots = torch.zeros(ranking.shape[0], ranking.shape[1] + 1, device=ranking.device)
         slots.scatter_(1, torch.where(chosen < 0, ranking.shape[1], chosen), 1.0)

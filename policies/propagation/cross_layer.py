@@ -1,4 +1,4 @@
-"""Drops tokens once, by the saliency of several layers."""
+"""Drops tokens after one layer, by the saliency of several layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REDUCTIONS = ("max", "mean")
 
 @attrs.frozen
 class CrossLayerPropagation(TokenSelectivePropagation):
-    """Lets only tokens go on after one layer that are salient to any of the last layers.
+    """Drops tokens after one layer, except those salient in any of the last few layers.
 
     ``ranking[j] = max over layers l and KV heads g of a[l, g, j]`` with ``a[l, g]`` the mean of the
     saliency over the query heads of ``g``, over the ``voting_layers`` layers that end with the
@@ -71,11 +71,11 @@ class CrossLayerPropagation(TokenSelectivePropagation):
 
     @property
     def history_layers(self) -> int:
-        """It looks at the layers before the acting one that have a say."""
+        """The number of earlier layers whose saliency counts."""
         return self.voting_layers - 1
 
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """Rank by the largest over layers and KV heads; see `PropagationPolicy.ranking`."""
+        """Rank tokens by their largest saliency in any layer; see `PropagationPolicy.ranking`."""
         own = saliency[..., context.key_len - context.new_len :]
         before = context.history[max(len(context.history) - self.history_layers, 0) :]
         per_head = [group_mean(each, context.kv_heads) for each in (*before, own)]

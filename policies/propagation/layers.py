@@ -1,4 +1,4 @@
-"""Reads arguments that name layers: several, or None for a default."""
+"""Checks arguments that name layers: one or several indices, or None for a default."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvpolicy.checks import as_tuple, check_count
 
 
 def as_layers(layers: object) -> tuple[int, ...] | None:
-    """Convert layers to a tuple in ascending order; None leaves them open.
+    """Convert layer indices to an ascending tuple; None stays None and means a default.
 
     Args:
         layers: An iterable of layer indices, from 0, or None.
@@ -29,7 +29,7 @@ def as_layers(layers: object) -> tuple[int, ...] | None:
 
 
 def within(layers: tuple[int, ...], num_layers: int, *, first: int = 0) -> frozenset[int]:
-    """Check that named layers lie in a model, and return them.
+    """Check that layer indices lie in a model, and return them as a set.
 
     Args:
         layers: Their indices.

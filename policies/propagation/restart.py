@@ -1,4 +1,4 @@
-"""The prefill starts again on the tokens that one layer chooses."""
+"""Runs the prefill again on the tokens that one layer chooses."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ class RestartPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The whole observation window is protected."""
+        """The size of the observation window, whose tokens are always chosen."""
         return self.window_size
 
     @property
     def budget(self) -> Budget:
-        """The number of tokens of each row that are chosen."""
+        """The number of tokens of each row on which the prefill restarts."""
         return Budget(self.retention_rate, self.retention_tokens)
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
@@ -87,7 +87,7 @@ class RestartPropagation(PropagationPolicy):
         return frozenset({self.filter_layer})
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Choose the eligible layer nearest to the default if ``filter_layer`` is None."""
+        """Return the policy with the eligible layer nearest to the default, if none was given."""
         (wanted,) = self.acting_layers(num_layers)
         if self.filter_layer is not None or wanted in eligible:
             return self
@@ -95,7 +95,7 @@ class RestartPropagation(PropagationPolicy):
 
     @property
     def protected_first(self) -> int:
-        """The first ``protect`` tokens go on."""
+        """The number of first tokens that are always chosen."""
         return self.protect
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:

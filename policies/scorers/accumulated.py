@@ -1,4 +1,4 @@
-"""Scores tokens by what all queries together attend to."""
+"""Scores tokens by the attention they receive from all queries together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class AccumulatedAttentionScorer(Scorer):
-    """Sums the attention that all tokens of the prompt give each token.
+    """Scores tokens by the sum of the attention that all tokens of the prompt give them.
 
     ``saliency[h, j] = sum over queries i >= j of softmax(q_i . k_j * scaling)`` per query head
     ``h``, in float32, every query attending causally. Computed in blocks: the memory is that of few
@@ -34,12 +34,12 @@ class AccumulatedAttentionScorer(Scorer):
 
     @property
     def num_queries(self) -> None:
-        """It looks at all queries (None)."""
+        """Always None: the scorer reads all queries."""
         return
 
     @property
     def state_size(self) -> int:
-        """It keeps one state value per key: the attention sum of the KV head."""
+        """Always 1: the attention sum of the KV head, for each key."""
         return 1
 
     @property

@@ -1,4 +1,4 @@
-"""Scores tokens by what tokens near them attend to, looking both ways."""
+"""Scores tokens by the attention of nearby tokens, both earlier and later ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class ChunkAttentionScorer(Scorer):
-    """Scores tokens by the attention of their chunk, later ones' and earlier ones', times values.
+    """Scores tokens by the attention of earlier and later tokens of their chunk, times value norms.
 
     Behind the sinks, positions are parted into chunks of ``chunk_size``. ``a[h, j] = sum over the
     new queries i of j's chunk of softmax(q_i . k_j)`` over the keys of the chunk, unscaled and not
@@ -59,12 +59,12 @@ class ChunkAttentionScorer(Scorer):
 
     @property
     def num_queries(self) -> None:
-        """It looks at all queries (None)."""
+        """Always None: the scorer reads all queries."""
         return
 
     @property
     def unscored_tail(self) -> int:
-        """The observation window gets no saliency: it is always kept."""
+        """The size of the observation window, which gets no saliency and is always kept."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
@@ -80,7 +80,7 @@ class ChunkAttentionScorer(Scorer):
         return standardized(pooled, asked).masked_fill_(~asked, 0.0)
 
     def _attention(self, context: LayerContext, scored: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute ``[batch, query_heads, key_len]``, and the scored keys of chunks with queries."""
+        """Compute the chunks' attention ``[batch, query_heads, key_len]``, and the keys it covers."""
         group = context.query_heads // context.kv_heads
         sums = torch.zeros(
             context.batch, context.query_heads, context.key_len, device=context.keys.device
@@ -103,7 +103,7 @@ class ChunkAttentionScorer(Scorer):
         return sums, asked
 
     def _chunks(self, context: LayerContext, row: int) -> list[tuple[slice, slice, int]]:
-        """Yield each chunk's slots of queries and of keys, if it has queries."""
+        """Yield the query slots and the key slots of each chunk that has queries."""
         places = context.query_places[row]
         places = places[: max(context.query_len - self.window_size, 0)]
         if len(places) == 0 or int(places[-1]) < self.num_sinks:

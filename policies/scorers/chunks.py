@@ -1,4 +1,4 @@
-"""Gives neighbours one saliency, so that they are kept or evicted together."""
+"""Gives neighbouring tokens one saliency, so that they are kept or evicted together."""
 
 from __future__ import annotations
 
@@ -67,6 +67,6 @@ class ChunkMeanScorer(WrappingScorer):
 
 
 def _sums(numbers: Tensor, chunks: Tensor, count: int) -> Tensor:
-    """Add up ``[batch, heads, key_len]`` by chunk to ``[batch, heads, count]``."""
+    """Sum a saliency ``[batch, heads, key_len]`` over chunks, to ``[batch, heads, count]``."""
     sums = torch.zeros(*numbers.shape[:2], count, dtype=numbers.dtype, device=numbers.device)
     return sums.scatter_add_(-1, chunks, numbers)

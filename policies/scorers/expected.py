@@ -1,4 +1,4 @@
-"""Scores tokens by what queries to come are expected to attend to."""
+"""Scores tokens by the attention that future queries are expected to give them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = 64
 
 @attrs.frozen
 class ExpectedAttentionScorer(Scorer):
-    """Scores tokens by the attention expected of queries to come, times their values.
+    """Scores tokens by the attention expected from future queries, times the norm of their values.
 
     ``m`` and ``C`` are mean and covariance of a query head's new queries behind the sinks, before
     rotary embedding, ``R`` the mean rotation over the ``future_len`` positions behind the row's
@@ -67,12 +67,12 @@ class ExpectedAttentionScorer(Scorer):
 
     @property
     def num_queries(self) -> None:
-        """It looks at all queries (None)."""
+        """Always None: the scorer reads all queries."""
         return
 
     @property
     def needs_rotary(self) -> bool:
-        """True: queries are compared before they were turned."""
+        """True: the scorer undoes the rotary embedding of queries."""
         return True
 
     def score(self, context: LayerContext) -> Tensor:
@@ -105,7 +105,7 @@ class ExpectedAttentionScorer(Scorer):
 
 
 def mean_rotation(rotary: RotaryEmbedding, start: Tensor, count: int, head_dim: int) -> Tensor:
-    """Average the rotations to ``count`` positions from a row's ``start`` on.
+    """Average the rotation matrices of ``count`` positions from each row's ``start`` on.
 
     Args:
         rotary: The layer's.
@@ -126,7 +126,7 @@ def mean_rotation(rotary: RotaryEmbedding, start: Tensor, count: int, head_dim: 
 
 
 def _statistics(queries: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute mean ``[batch, heads, head_dim]`` and covariance ``[.., head_dim, head_dim]``.
+    """Compute queries' mean ``[batch, heads, head_dim]`` and covariance over tokens.
 
     Of ``[batch, heads, query_len, head_dim]``, over the queries that are counted; 0 of none.
     """

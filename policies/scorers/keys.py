@@ -1,4 +1,4 @@
-"""Scores tokens by their keys alone; no query is looked at."""
+"""Scores tokens by their keys alone, without queries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class KeyNormScorer(Scorer):
-    """Scores tokens by minus the norm of their keys: small ones tend to draw attention.
+    """Scores tokens by minus the norm of their keys: small keys tend to draw attention.
 
     ``saliency[h, j] = -||k_j||_2`` per KV head ``h``, after rotary embedding, which keeps norms.
 

@@ -1,4 +1,4 @@
-"""Scores tokens by keys and values against those that follow; no query is looked at."""
+"""Scores tokens by comparing their keys and values with later tokens', without queries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class LagKVScorer(Scorer):
-    """Scores tokens by how unevenly their channels lie in the range of those that follow.
+    """Scores tokens by the spread of their channels, scaled to the range of the tokens after them.
 
     Behind the sinks, the tokens that a KV head holds are parted into runs of ``lag_size``, counted
     from the row's first. With ``low`` and ``high`` the least and largest of the next run, per
@@ -72,7 +72,7 @@ class LagKVScorer(Scorer):
         return saliency
 
     def _ranks(self, context: LayerContext, first: Tensor, runs: int) -> Tensor:
-        """Rank by place, ``[batch, kv_heads, (runs - 1) * lag_size]``; missing get anything."""
+        """Rank tokens within their run, ``[batch, kv_heads, (runs - 1) * lag_size]``."""
         slots = first + torch.arange(runs * self.lag_size, device=first.device)
         slots = slots.clamp(max=context.key_len - 1)[..., None]
         scores = sum(
@@ -84,7 +84,7 @@ class LagKVScorer(Scorer):
         return (self.lag_size - 1 - order.argsort(dim=-1)).flatten(2)
 
     def _unevenness(self, states: Tensor) -> Tensor:
-        """Compute ``[batch, kv_heads, runs - 1, lag_size]`` of states by place."""
+        """Compute the spread of states' channels, ``[batch, kv_heads, runs - 1, lag_size]``."""
         runs = states.float().reshape(*states.shape[:2], -1, self.lag_size, states.shape[3])
         low, high = runs[:, :, 1:].aminmax(dim=3, keepdim=True)
         reach = high - low

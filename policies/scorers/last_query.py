@@ -1,4 +1,4 @@
-"""Scores tokens by what the last query attends to."""
+"""Scores tokens by the last query's attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LastQueryScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """It looks at the last query alone."""
+        """Always 1: the scorer reads the last query only."""
         return 1
 
     @property
@@ -80,7 +80,7 @@ class LastQueryProductScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """It looks at the last query alone."""
+        """Always 1: the scorer reads the last query only."""
         return 1
 
     def score(self, context: LayerContext) -> Tensor:

@@ -1,4 +1,4 @@
-"""Scores tokens by their share of the keys and values around them; no query is looked at."""
+"""Scores tokens by the size of their keys and values among their neighbours, without queries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class CURScorer(Scorer):
-    """Scores tokens by their share of the squared norms around them, keys' times values'.
+    """Scores tokens by their share of the squared norms of nearby keys, times that of values.
 
     The tokens that a KV head holds are parted into stretches of ``local_size``, counted from the
     row's first; the last may be shorter. ``saliency[h, j] = K_j * V_j / sum over i of K_i * V_i``

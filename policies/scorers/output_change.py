@@ -1,4 +1,4 @@
-"""Scores tokens by how far the output moves if one is evicted."""
+"""Scores tokens by how much the attention output changes if one is evicted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpolicy.policies.scorers.wrapping import WrappingScorer
 
 @attrs.frozen
 class CAOTEScorer(WrappingScorer):
-    """Scores tokens by how far a head's output moves without them.
+    """Scores tokens by how much a head's output changes without them.
 
     ``saliency'[h, j] = a_j / (1 - a_j) * ||o - v_j||_2`` with ``a = saliency[h] / sum saliency[h]``
     over the tokens that are scored, and ``o = sum over i of a_i v_i``, in float32: exactly the
@@ -63,7 +63,7 @@ class CAOTEScorer(WrappingScorer):
 
     @staticmethod
     def _exact_changes(weights: Tensor, context: LayerContext) -> Tensor:
-        """Compute how far each output moves, ``[batch, kv_heads, group, key_len]``.
+        """Compute how much each head's output changes, ``[batch, kv_heads, group, key_len]``.
 
         The heaviest token's would be a small difference over a small difference; so it is
         computed as ``a_j ||m - v_j||``, with ``m`` the mean of the others by their weights.
@@ -80,7 +80,7 @@ class CAOTEScorer(WrappingScorer):
 
     @staticmethod
     def _mean_changes(weights: Tensor, context: LayerContext) -> Tensor:
-        """Compute how far the mean output moves, ``[batch, kv_heads, group, key_len]``."""
+        """Compute how much a group's mean output changes, ``[batch, kv_heads, group, key_len]``."""
         values, real = context.values.float(), context.valid[..., None]
         count = real.sum(dim=2, keepdim=True).clamp(min=1)
         mean = values.masked_fill(~real, 0.0).sum(dim=2, keepdim=True) / count
@@ -93,7 +93,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def _heaviest(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find each head's largest weight, and return all weights with 0 in its place.
+    """Return each head's largest weight, and all weights with 0 in its place.
 
     What is left of 1 without it is the sum of the others, which a difference would round away.
     """
@@ -102,5 +102,5 @@ def _heaviest(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _distances(outputs: Tensor, values: Tensor) -> Tensor:
-    """Measure distances ``[batch, kv_heads, outputs, key_len]``; products would cancel."""
+    """Compute the distances of values to outputs, ``[batch, kv_heads, outputs, key_len]``."""
     return torch.cdist(outputs, values, compute_mode="donot_use_mm_for_euclid_dist")

@@ -1,4 +1,4 @@
-"""Scores tokens by the most that any query attends to them."""
+"""Scores tokens by the largest attention that any query gives them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class PeakAttentionScorer(Scorer):
-    """Takes the most attention that any token of the prompt gives each token.
+    """Scores tokens by the largest attention that any token of the prompt gives them.
 
     ``saliency[g, j] = max over queries i >= j and the query heads h of KV head g of
     softmax(q_i . k_j * scaling)``, in float32, every query attending causally. Computed in blocks,
@@ -35,7 +35,7 @@ class PeakAttentionScorer(Scorer):
 
     @property
     def num_queries(self) -> None:
-        """It looks at all queries (None)."""
+        """Always None: the scorer reads all queries."""
         return
 
     def score(self, context: LayerContext) -> Tensor:

@@ -1,4 +1,4 @@
-"""Scores tokens at random: the control."""
+"""Scores tokens at random: the control in comparisons."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class RandomScorer(Scorer):
 
 
 def _signed(value: int) -> int:
-    """Return the int64 of a number's lowest 64 bits."""
+    """Return a number's lowest 64 bits as a signed int64."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _shifted(state: Tensor, by: int) -> Tensor:
-    """Shift to the right logically; the shift of int64 brings the sign along."""
+    """Shift an int64 tensor to the right and fill with zeros, not with the sign bit."""
     return (state >> by) & ((1 << (64 - by)) - 1)

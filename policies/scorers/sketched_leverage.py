@@ -1,4 +1,4 @@
-"""Scores tokens by how much of the space that keys span their key makes up."""
+"""Scores tokens by the leverage of their keys: how far each lies outside the others' span."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class LeverageScorer(Scorer):
 
     @property
     def unscored_tail(self) -> int:
-        """The observation window gets no saliency: it is always kept."""
+        """The size of the observation window, which gets no saliency and is always kept."""
         return self.window_size
 
     @property
     def needs_rotary(self) -> bool:
-        """True: keys are compared before they were turned."""
+        """True: the scorer undoes the rotary embedding of keys."""
         return True
 
     def score(self, context: LayerContext) -> Tensor:
@@ -86,7 +86,7 @@ class LeverageScorer(Scorer):
         return standardized(leverage, scored).masked_fill_(~scored, 0.0)
 
     def _sketch(self, context: LayerContext) -> Tensor:
-        """Draw ``[head_dim, sketch_size]`` on the CPU: the same on every device."""
+        """Draw a random projection ``[head_dim, sketch_size]``, the same on every device."""
         seed = (self.seed * 1_000_003 + context.layer_idx) % (1 << 63)
         drawn = torch.randn(
             context.keys.shape[3], self.sketch_size, generator=torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Scores tokens by what a share of the context attends to, later queries more."""
+"""Scores tokens by the attention of the prompt's last part, later queries weighing more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpolicy.interfaces import Scorer
 
 
 def tail_lens(context: LayerContext, recent_rate: float) -> list[int]:
-    """Count each row's tail: ``1 + int(seen_len * recent_rate)`` tokens, if there are."""
+    """Return each row's tail length: ``1 + int(seen_len * recent_rate)``, at most its tokens."""
     new_lens = context.new_valid.sum(dim=1).tolist()
     return [
         min(1 + int(seen * recent_rate), new)
@@ -65,7 +65,7 @@ class WeightedTailScorer(Scorer):
 
     @property
     def num_queries(self) -> None:
-        """It looks at all queries: how many make the tail depends on the prompt."""
+        """Always None: the scorer reads all queries, since the tail depends on the prompt."""
         return
 
     def score(self, context: LayerContext) -> Tensor:

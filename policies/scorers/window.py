@@ -1,4 +1,4 @@
-"""Scores tokens by what the observation window attends to."""
+"""Scores tokens by the attention of the observation window, the last tokens of the prompt."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class _PooledWindowScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """It looks at the queries of the observation window."""
+        """The size of the observation window, whose queries are read."""
         return self.window_size
 
     @property
     def unscored_tail(self) -> int:
-        """The observation window gets no saliency: it is always kept."""
+        """The size of the observation window, which gets no saliency and is always kept."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
@@ -47,12 +47,12 @@ class _PooledWindowScorer(Scorer):
         return saliency
 
     def _observed(self, context: LayerContext) -> Tensor:
-        """What is pooled, float32 ``[batch, heads, key_len]``."""
+        """Compute the attention that is then pooled, float32 ``[batch, heads, key_len]``."""
         return causal_attention_sums(context)
 
     @abc.abstractmethod
     def _pooled(self, attention: Tensor) -> Tensor:
-        """Pool ``[batch, heads, before]``, 0 on padding, to the same shape."""
+        """Pool attention ``[batch, heads, before]`` over neighbours; padding counts as 0."""
 
 
 @attrs.frozen
@@ -148,7 +148,7 @@ class WindowMeanPoolScorer(_PooledWindowScorer):
 
 @attrs.frozen
 class WindowAttentionScorer(Scorer):
-    """Scores tokens by the attention of the last tokens, these themselves included.
+    """Scores all tokens, the last ones included, by the attention of the last tokens.
 
     ``saliency[h, j] = mean over window queries i of softmax(q_i . k_j * scaling)`` per query head
     ``h``, in float32, causal inside the window, and the maximum of a token's neighbourhood of
@@ -181,7 +181,7 @@ class WindowAttentionScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """It looks at the queries of the observation window."""
+        """The size of the observation window, whose queries are read."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:

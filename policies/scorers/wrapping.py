@@ -1,4 +1,4 @@
-"""Wraps scorers: changes what another scorer says."""
+"""Base of scorers that change another scorer's saliency."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class WrappingScorer(Scorer):
-    """Changes another scorer's saliency; needs the same inputs and keeps the same state."""
+    """Base of scorers that change another scorer's saliency."""
 
     scorer: Scorer
 
@@ -25,12 +25,12 @@ class WrappingScorer(Scorer):
 
     @property
     def num_queries(self) -> int | None:
-        """It looks at as many queries as the wrapped scorer."""
+        """The number of queries that the wrapped scorer reads."""
         return self.scorer.num_queries
 
     @property
     def unscored_tail(self) -> int:
-        """The wrapped scorer leaves so many trailing tokens without a saliency."""
+        """The number of trailing tokens that the wrapped scorer leaves without a saliency."""
         return self.scorer.unscored_tail
 
     @property
@@ -40,7 +40,7 @@ class WrappingScorer(Scorer):
 
     @property
     def history_layers(self) -> int:
-        """The wrapped scorer looks at so many layers before."""
+        """The number of earlier layers whose saliency the wrapped scorer reads."""
         return self.scorer.history_layers
 
     @property
@@ -59,17 +59,17 @@ class WrappingScorer(Scorer):
         return self._changed(saliency, context), state
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32, of the scorer's shape or per KV head; see `Scorer.score`."""
+        """Return the changed saliency in float32; see `Scorer.score`."""
         return self._changed(self.scorer.score(context), context)
 
     @abc.abstractmethod
     def _changed(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """Return the changed saliency, a new tensor."""
+        """Change the wrapped scorer's saliency; return a new tensor."""
 
 
 @attrs.frozen
 class ValueAwareScorer(WrappingScorer):
-    """Multiplies a scorer's saliency by the norm of each token's value.
+    """Multiplies another scorer's saliency by the norm of each token's value.
 
     ``saliency'[h, j] = saliency[h, j] * ||v_j||_2``: attention to a token whose value is small
     moves the output little. Meant for saliencies that are not negative, as attention is.

@@ -1,4 +1,4 @@
-"""Shares one budget among all KV heads of a layer."""
+"""Splits a layer's budget unequally over its KV heads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvpolicy.selection import compress, ranks
 @documented
 @attrs.frozen
 class AdaptiveHeadSelector(SharedBudgetSelector):
-    """Lets the KV heads of a layer share its budget: heads that spread attention keep more.
+    """Splits a layer's budget over its KV heads: heads with spread-out attention keep more.
 
     With ``c`` tokens in the mean budget of a row, ``p`` of them protected and ``f = c - p``, each
     KV head first takes its own ``g = int(f * floor)`` most salient tokens beside the protected
@@ -54,7 +54,7 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
         check_rate("floor", self.floor, zero=True)
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the mean budget's rate for every layer; see `KVSelector.kept_rates`."""
+        """Return the mean budget as a rate for every layer; see `KVSelector.kept_rates`."""
         check_count("num_layers", num_layers, minimum=1)
         fixed = self.window_size + self.protect
         return [self.mean_budget.fraction(context_len, protected=fixed)] * num_layers
@@ -79,7 +79,7 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
         return compress(here, int(here.sum(dim=-1).max()))
 
     def _places(self, seen_len: tuple[int, ...], protected: Tensor) -> tuple[Tensor, Tensor]:
-        """Split each row's budget ``[batch]`` into each head's own places and shared ones."""
+        """Split each row's budget ``[batch]`` into places of each head and places shared by all."""
         fixed = protected.sum(dim=-1).amax(dim=-1)
         mean = on_device([self._free(seen, 0) for seen in seen_len], protected.device)
         free = mean.maximum(fixed) - fixed

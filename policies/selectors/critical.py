@@ -1,4 +1,4 @@
-"""Keeps half of a budget by attention, half by what a token's value adds to the output."""
+"""Keeps half of a budget by attention, half by values' effect on the output too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvpolicy.selection import ranks, select_top
 
 @attrs.frozen
 class CriticalSelector(WrappingSelector):
-    """Keeps as many as another selector, in two stages of which the second looks at values too.
+    """Keeps as many tokens as another selector, half of them by values' effect on the output.
 
     Of the ``b`` tokens that the selector keeps of a KV head, ``int(b * first_share)`` are the
     protected ones and the most salient others. The rest are those of the highest
@@ -58,21 +58,21 @@ class CriticalSelector(WrappingSelector):
 
     @property
     def equal_counts(self) -> bool:
-        """True if the wrapped selector keeps as many in every head."""
+        """True if the wrapped selector keeps as many tokens in every head."""
         return self.selector.equal_counts
 
     @property
     def needs_saliency(self) -> bool:
-        """True: the first stage goes by the saliency."""
+        """True: the first stage chooses by saliency."""
         return True
 
     @property
     def needs_output_weight(self) -> bool:
-        """True: the second stage goes by what values add to the output."""
+        """True: the second stage reads the output weights."""
         return True
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Return the wrapped selector's numbers; see `KVSelector.kept_counts`."""
+        """Return the counts of the wrapped selector; see `KVSelector.kept_counts`."""
         return known_counts(self.selector, context)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
@@ -91,7 +91,7 @@ class CriticalSelector(WrappingSelector):
 
 
 def output_norms(context: LayerContext) -> Tensor:
-    """Compute the L1 norm of each value's output, the mean over its KV group.
+    """Compute the L1 norm of each value times the output weights, averaged over the KV group.
 
     Args:
         context: The layer, with its output weights.
