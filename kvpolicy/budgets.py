@@ -73,7 +73,7 @@ class Budget:
         return min(available, max(wanted, protected, 1))
 
     def fraction(self, context_len: int | None = None, *, protected: int = 0) -> float:
-        """Return the budget as a fraction of a prompt: the rate, or tokens over the prompt's length.
+        """Return the budget as a fraction of a prompt: the rate, or tokens over prompt length.
 
         Args:
             context_len: Tokens of the prompt, needed where the budget is a number of tokens; None

@@ -83,7 +83,7 @@ class DecodingEviction:
 
     @property
     def num_queries(self) -> int | None:
-        """The number of last queries that a choice reads: 0 none, None all since the last choice."""
+        """The number of last queries that a choice reads: 0 none, None all since the last one."""
         needed = self.scorer is not None and (
             self.selector.needs_saliency or self.scorer.state_size
         )

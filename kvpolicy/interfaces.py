@@ -286,7 +286,7 @@ class PropagationPolicy(Part, abc.ABC):
 
     @property
     def protected_tail(self) -> int:
-        """The number of trailing tokens that always go on, at least 1: the last predicts the next."""
+        """The number of trailing tokens that always go on, at least 1 to predict the next token."""
         return 1
 
     @property

@@ -44,7 +44,7 @@ FILES = ("compare.json", "compare.png", "tsp_layers.png")
 
 @attrs.frozen
 class Extent:
-    """The amount that a comparison measures if its options leave it open.
+    """The default rates, number of prompts and rounds of a comparison.
 
     Args:
         rates: KV retention rates.
@@ -181,7 +181,7 @@ def headline(settings: Settings, loaded: Loaded) -> list[str]:
 def check(
     settings: Settings, out: Path | None = None, chosen: Sequence[Variant] | None = None
 ) -> list[Variant]:
-    """Check what can be checked before a model is loaded, and build the policies.
+    """Check the settings before a model is loaded, and build the policies.
 
     Args:
         settings: What to compare.
@@ -209,7 +209,7 @@ def check(
 
 
 def check_loaded(settings: Settings, chosen: Sequence[Variant], loaded: Loaded) -> list[Prompt]:
-    """Check what can be checked before anything is measured, which takes minutes.
+    """Check the loaded model and the prompts before the measurement, which takes minutes.
 
     Args:
         settings: What to compare.
@@ -248,7 +248,7 @@ def run(
     listener: Listener | None = None,
     unfinished: Callable[[Study], None] | None = None,
 ) -> Study:
-    """Compare, and calibrate and sweep if asked to; this sets the number of torch's threads.
+    """Run the comparison, and calibration and sweeps if asked for; sets torch's thread count.
 
     Args:
         settings: What to compare.
@@ -293,7 +293,7 @@ def run(
 
 @attrs.define
 class _Keeping(Listener):
-    """A listener that keeps what it is told and passes it on to another one.
+    """A listener that stores every event and passes it on to another listener.
 
     Args:
         listener: Whom to.
@@ -317,14 +317,14 @@ class _Keeping(Listener):
 
     @property
     def comparison(self) -> Comparison:
-        """Return the comparison of the rows that are done."""
+        """Return the comparison with the rows finished so far."""
         held = self.rows[0].timing.held
         assert held is not None
         return Comparison(tuple(self.rows), held.seen)
 
     @property
     def said(self) -> str:
-        """Return a note on the rows that are missing."""
+        """Return a note that names the missing rows."""
         missing = self.labels[len(self.rows) :]
         left = f"without {', '.join(missing)}" if missing else "without the sweep"
         return f"Unfinished: stopped after {len(self.rows)} of {len(self.labels)} rows, {left}."
@@ -352,7 +352,7 @@ def _prompts(settings: Settings, loaded: Loaded, seed: int) -> list[Prompt]:
 def _calibration(
     settings: Settings, loaded: Loaded, notes: list[str], progress: Progress
 ) -> Calibration | None:
-    """Choose a TSP layer on prompts not reported on; return None and add a note if impossible."""
+    """Choose a TSP layer on prompts that are not reported on; return None if impossible."""
     if settings.prompts is None:
         seed = settings.seed + CALIBRATION_SEED_OFFSET
         prompts = OWN_PROMPTS[settings.model].make(settings.context, CALIBRATION_COUNT, seed)
@@ -376,7 +376,7 @@ def _calibration(
 def _sweeps(
     settings: Settings, loaded: Loaded, calibration: Calibration | None, progress: Progress
 ) -> tuple[Sweep | None, RateSweep | None]:
-    """Run the sweeps that are asked for, on other prompts than the comparison's."""
+    """Run the sweeps asked for, on other prompts than the comparison's."""
     if not (settings.sweep or settings.sweep_rates):
         return None, None
     model, layer = loaded.model, settings.effective_tsp_layer

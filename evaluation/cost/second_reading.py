@@ -1,4 +1,4 @@
-"""Compute the bytes held while layers make deferred choices or read the prompt again."""
+"""Compute the bytes in use while layers make deferred choices or read the prompt again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SALIENCY_BYTES = 4
 
 
 def choosing_bytes(reading: Reading) -> int:
-    """Return the most bytes, beside what has been read, until all layers have chosen."""
+    """Return the most extra bytes in use between the end of reading and the layers' choice."""
     stored = sum(map(reading.stored, reading.waiting))
     if reading.policy.rereading is None:
         return stored

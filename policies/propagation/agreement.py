@@ -92,7 +92,7 @@ class AgreementPropagation(PropagationPolicy):
         return within(self.drop_layers, num_layers, first=1)
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Return the policy with its open ``drop_layers`` chosen: eligible ones near the default."""
+        """Return the policy with open ``drop_layers`` set to eligible layers near the default."""
         wanted = self.acting_layers(num_layers)
         if self.drop_layers is not None or wanted <= set(eligible):
             return self
@@ -109,7 +109,7 @@ class AgreementPropagation(PropagationPolicy):
         return [1.0 if index <= last else rate for index in range(num_layers)]
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Return int64 ``[batch, passed_len]`` or None; see `PropagationPolicy.propagate`."""
+        """Choose the new tokens that go on; None for all. See `PropagationPolicy.propagate`."""
         assert saliency is not None
         valid = context.new_valid[:, None]  # [batch, 1, new_len]
         protected = self.protected(context)[:, None]

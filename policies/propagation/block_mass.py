@@ -86,13 +86,13 @@ class BlockMassPropagation(PropagationPolicy):
         return True
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
-        """Return the layers after which tokens are dropped; ValueError if one is not in the model."""
+        """Return the layers after which tokens are dropped; ValueError if outside the model."""
         if self.drop_layers is None:
             return frozenset(max(int(num_layers * depth) - 1, 0) for depth in DEPTHS)
         return within(self.drop_layers, num_layers)
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Return the policy with its open ``drop_layers`` chosen: eligible ones near the default."""
+        """Return the policy with open ``drop_layers`` set to eligible layers near the default."""
         wanted = self.acting_layers(num_layers)
         if self.drop_layers is not None or wanted <= set(eligible):
             return self
@@ -110,7 +110,7 @@ class BlockMassPropagation(PropagationPolicy):
         return units.gather(1, blocks).float() / UNITS
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Return int64 ``[batch, passed_len]`` or None; see `PropagationPolicy.propagate`."""
+        """Choose the new tokens that go on; None for all. See `PropagationPolicy.propagate`."""
         assert saliency is not None
         units, blocks = self._masses(saliency, context)
         largest, order = units.sort(dim=1, descending=True, stable=True)

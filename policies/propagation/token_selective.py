@@ -99,7 +99,7 @@ class TokenSelectivePropagation(PropagationPolicy):
         return frozenset({self.tsp_layer})
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Return the policy with its open ``tsp_layer`` chosen: the eligible one nearest the default."""
+        """Return the policy with an open ``tsp_layer`` set to the nearest eligible layer."""
         (wanted,) = self.acting_layers(num_layers)
         if self.tsp_layer is not None or wanted in eligible:
             return self
@@ -112,7 +112,7 @@ class TokenSelectivePropagation(PropagationPolicy):
         return [1.0 if index <= layer else rate for index in range(num_layers)]
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Return int64 ``[batch, passed_len]`` or None; see `PropagationPolicy.propagate`."""
+        """Choose the new tokens that go on; None for all. See `PropagationPolicy.propagate`."""
         assert saliency is not None
         valid = context.new_valid[:, None]  # [batch, 1, new_len]
         protected = self.protected(context)[:, None]

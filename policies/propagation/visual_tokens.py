@@ -76,7 +76,7 @@ class VisualTokenPropagation(PropagationPolicy):
         return [1.0] * num_layers
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Return int64 ``[batch, passed_len]`` or None; see `PropagationPolicy.propagate`."""
+        """Choose the new tokens that go on; None for all. See `PropagationPolicy.propagate`."""
         assert saliency is not None
         visual = context.is_new_kind(*VISUAL)
         protected = self.protected(context)

@@ -55,5 +55,5 @@ class AccumulatedAttentionScorer(Scorer):
         return sums, sums[..., None]
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, query_heads, key_len]``; see `Scorer.score`."""
         return causal_attention_sums(context)

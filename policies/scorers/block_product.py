@@ -57,7 +57,7 @@ class BlockProductScorer(Scorer):
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
         seen = context.query_valid[:, None, :, None]
         queries = context.queries.float().masked_fill(~seen, 0.0).sum(dim=2, keepdim=True)
         queries = queries / seen.sum(dim=2, keepdim=True).clamp(min=1)

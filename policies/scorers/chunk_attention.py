@@ -68,7 +68,7 @@ class ChunkAttentionScorer(Scorer):
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
         tail, first = context.is_tail(self.window_size), context.is_first(self.num_sinks)
         scored = context.valid & ~tail & ~first
         attention, asked = self._attention(context, scored)
@@ -80,7 +80,7 @@ class ChunkAttentionScorer(Scorer):
         return standardized(pooled, asked).masked_fill_(~asked, 0.0)
 
     def _attention(self, context: LayerContext, scored: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the chunks' attention ``[batch, query_heads, key_len]``, and the keys it covers."""
+        """Compute the chunks' attention ``[batch, query_heads, key_len]``, and its valid keys."""
         group = context.query_heads // context.kv_heads
         sums = torch.zeros(
             context.batch, context.query_heads, context.key_len, device=context.keys.device

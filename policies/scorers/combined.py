@@ -56,7 +56,7 @@ class _CombinedScorer(Scorer):
         return any(scorer.needs_output_weight for scorer in self.scorers)
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads or kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, query_heads or kv_heads, key_len]``; see `Scorer.score`."""
         return self._combined([each.score(shown) for each, shown in self._shown(context)])
 
     def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:

@@ -76,7 +76,7 @@ class ExpectedAttentionScorer(Scorer):
         return True
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
         assert context.rotary is not None
         positions = context.query_places
         start = context.positions[:, 0, -1] + 1  # the last slot is every row's last token

@@ -54,7 +54,7 @@ class LagKVScorer(Scorer):
         check_count("lag_size", self.lag_size, minimum=1)
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
         sinks = context.is_first(self.num_sinks)
         held = context.valid.sum(dim=-1, keepdim=True)
         behind = held - sinks.sum(dim=-1, keepdim=True)  # tokens behind the sinks

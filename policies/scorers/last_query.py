@@ -40,7 +40,7 @@ class LastQueryScorer(Scorer):
         return True
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, query_heads, key_len]``; see `Scorer.score`."""
         return causal_attention_sums(context)
 
 
@@ -84,7 +84,7 @@ class LastQueryProductScorer(Scorer):
         return 1
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, query_heads, key_len]``; see `Scorer.score`."""
         group = context.query_heads // context.kv_heads
         products = query_key_products(context.queries, context.keys)[:, :, -1]
         # Padding stands on the left as 0, like what lies beyond the edge of a row alone.

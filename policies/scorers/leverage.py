@@ -50,7 +50,7 @@ class CURScorer(Scorer):
         check_count("local_size", self.local_size, minimum=1)
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
         slots = torch.arange(context.key_len, device=context.keys.device)
         padding = context.key_len - context.valid.sum(dim=-1, keepdim=True)
         stretches = (slots - padding).clamp(min=0) // self.local_size

@@ -39,7 +39,7 @@ class PeakAttentionScorer(Scorer):
         return
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
         peaks = causal_attention_peaks(context)
         grouped = peaks.view(context.batch, context.kv_heads, -1, context.key_len)
         return grouped.amax(dim=2)

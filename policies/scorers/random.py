@@ -36,7 +36,7 @@ class RandomScorer(Scorer):
         check_count("seed", self.seed, maximum=None)
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]`` in [0, 1); see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]`` in [0, 1); see `Scorer.score`."""
         # Splitmix64 of the token's coordinates: the same on every device, in any batch.
         heads = torch.arange(context.kv_heads, device=context.positions.device)[:, None]
         heads = heads + context.heads.share * context.kv_heads

@@ -72,7 +72,7 @@ class RedundancyScorer(Scorer):
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
         before = max(context.key_len - self.window_size, 0)
         saliency = torch.zeros(context.positions.shape, device=context.keys.device)
         if before:

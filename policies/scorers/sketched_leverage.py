@@ -72,7 +72,7 @@ class LeverageScorer(Scorer):
         return True
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
         assert context.rotary is not None
         tail, first = context.is_tail(self.window_size), context.is_first(self.num_sinks)
         scored = context.valid & ~tail & ~first

@@ -69,7 +69,7 @@ class WeightedTailScorer(Scorer):
         return
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, query_heads, key_len]``; see `Scorer.score`."""
         lens = tail_lens(context, self.recent_rate)
         longest = min(max(lens), context.query_len)
         tail = context.showing(longest)

@@ -38,7 +38,7 @@ class _PooledWindowScorer(Scorer):
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads or kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, query_heads or kv_heads, key_len]``; see `Scorer.score`."""
         before = max(context.key_len - self.window_size, 0)
         attention = self._observed(context)
         saliency = torch.zeros_like(attention)
@@ -185,7 +185,7 @@ class WindowAttentionScorer(Scorer):
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, query_heads, key_len]``; see `Scorer.score`."""
         observing = context.query_valid.sum(dim=1)[:, None, None].clamp(min=1)
         attention = causal_attention_sums(context) / observing
         if self.kernel_size == 1:

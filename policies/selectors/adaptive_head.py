@@ -60,7 +60,7 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
         return [self.mean_budget.fraction(context_len, protected=fixed)] * num_layers
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`.
+        """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`.
 
         Heads that keep fewer than others are filled with -1 on the left.
         """

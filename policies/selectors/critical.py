@@ -76,7 +76,7 @@ class CriticalSelector(WrappingSelector):
         return known_counts(self.selector, context)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         assert saliency is not None
         scores = group_mean(saliency, context.kv_heads)
         known = known_counts(self, context)

@@ -79,7 +79,7 @@ class FirstLayersWholeSelector(WrappingSelector):
         return context.held_len if whole else known_counts(self.selector, context)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         if not self._is_whole(context):
             return self.selector.select(saliency, context)
         return KeepAllSelector().select(saliency, context)

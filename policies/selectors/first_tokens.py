@@ -104,7 +104,7 @@ class FirstTokensWholeSelector(WrappingSelector):
         )
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         return self._with_first(self.selector.select(saliency, self._behind(context)), context)
 
     def select_together(

@@ -77,7 +77,7 @@ class GQAGroupSelector(KVSelector):
         return counts_under(self.budget, context, fixed)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         assert saliency is not None
         valid, protected = context.valid, self.protected(context)
         budgets = known_counts(self, context) or head_budgets(

@@ -91,7 +91,7 @@ class PyramidSelector(SharedBudgetSelector):
         return protected + (most if layer_idx == first else 2 * free - most)
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Return the number of tokens that the layer's budget allows; see `KVSelector.kept_counts`."""
+        """Return the number of tokens in the layer's budget; see `KVSelector.kept_counts`."""
         fixed = protected_counts(context, tail=self.protected_tail, first=self.protected_first)
         if context.held_len is None or fixed is None or any(len(set(each)) > 1 for each in fixed):
             return None
@@ -103,7 +103,7 @@ class PyramidSelector(SharedBudgetSelector):
         return min(held, self.count(seen, protected, context.layer_idx, context.num_layers))
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         assert saliency is not None
         valid, protected = context.valid, self.protected(context)
         budgets = known_counts(self, context) or self._budgets(context, valid, protected)

@@ -81,7 +81,7 @@ class SinkAndRecentSelector(KVSelector):
         return counts_under(self.budget, context, fixed)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         valid, protected = context.valid, self.protected(context)
         budgets = known_counts(self, context) or head_budgets(
             self.budget, context.seen_len, valid=valid, protected=protected
