@@ -44,9 +44,9 @@ def query_key_products(queries: Tensor, keys: Tensor) -> Tensor:
 def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = None) -> Tensor:
     """Sum the attention that each key receives from all queries shown.
 
-    Softmax over all keys that a query sees: its own, those before it, no padding; and over the
-    head's sink, where there is one, whose share no key gets. Computed in blocks of KV heads and of
-    queries, so that no matrix of queries times keys is ever whole.
+    The softmax of a query runs over its own key and all earlier keys, without padding, and over
+    the head's attention sink if the model has one; no key receives the sink's share. The sums are
+    computed in blocks of KV heads and queries, so that the whole matrix is never in memory.
 
     Args:
         context: The layer, with ``query_len`` trailing queries.
@@ -76,7 +76,7 @@ def causal_attention_peaks(context: LayerContext) -> Tensor:
         float32 ``[batch, query_heads, key_len]``; 0 on padding.
 
     Raises:
-        ShapeError: As there.
+        ShapeError: The layer shows no queries; see `LayerContext.queries`.
     """
     peaks = _nothing(context)
     for block, _, weights in _blocks(context):
@@ -190,10 +190,10 @@ def standardized(saliency: Tensor, scored: Tensor) -> Tensor:
 
     Args:
         saliency: float ``[batch, heads, length]``.
-        scored: bool ``[batch, heads or 1, length]``, the tokens of which mean and deviation are.
+        scored: bool ``[batch, heads or 1, length]``, the tokens whose mean and deviation are used.
 
     Returns:
-        float32 of the same shape; what is not scored is brought to the same scale.
+        float32 of the same shape; tokens that are not scored are shifted and scaled too.
     """
     # In float64, since rows with padding have to give what they give alone.
     exact = saliency.double()

@@ -10,8 +10,8 @@ from kvpolicy.checks import check_count, check_kind, check_rate
 class DefaultRate(float):
     """A default retention rate that is ignored when the caller gives a number of tokens.
 
-    ``SnapKV(retention_tokens=512)`` leaves ``retention_rate`` at its default; a plain float there
-    could not be told from one that the caller wrote, and writing both is an error.
+    ``SnapKV(retention_tokens=512)`` leaves ``retention_rate`` at its default. This class tells the
+    default from a rate that the caller wrote: giving both a rate and a number is an error.
     """
 
 
@@ -59,8 +59,8 @@ class Budget:
         """Count the tokens to keep: ``min(available, max(int(seen_len * rate), protected, 1))``.
 
         Args:
-            seen_len: Tokens of the row's whole context so far; a rate is a rate of these, also in
-                layers that fewer tokens reach and in later turns.
+            seen_len: Tokens of the row's whole context so far. A rate refers to these, also in
+                layers that fewer tokens reach, and in later conversation turns.
             available: Tokens there are to choose from.
             protected: Tokens that are kept whatever the budget.
 
@@ -77,7 +77,7 @@ class Budget:
 
         Args:
             context_len: Tokens of the prompt, needed where the budget is a number of tokens; None
-                for a prompt so long that what is protected does not matter.
+                for a prompt so long that the protected tokens do not matter.
             protected: Tokens that are kept whatever the budget.
 
         Raises:

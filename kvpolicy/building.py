@@ -24,7 +24,7 @@ class PartOption:
     """A part as written on a command line: a registered name, and parameters.
 
     Args:
-        name: Under which it is registered.
+        name: The name under which the part is registered.
         parameters: Values by name.
     """
 
@@ -37,7 +37,7 @@ class PartOption:
 
         Args:
             text: The text.
-            option: Whose it is, for messages.
+            option: Name of the option that the text belongs to, for messages.
 
         Raises:
             ValueError: See `parse_assignments`.
@@ -52,10 +52,10 @@ def parse_assignments(assignments: Iterable[str], option: str) -> dict[str, Any]
 
     Args:
         assignments: The texts.
-        option: Whose they are, for messages.
+        option: Name of the option that the texts belong to, for messages.
 
     Raises:
-        ValueError: One is no name and value.
+        ValueError: A text is not a name and a value.
 
     Example:
         >>> parse_assignments(["tsp_layer=none", "tsp_rate=0.5", "kernel_size=5"], "--set")
@@ -90,8 +90,8 @@ def parameters_of(factory: Callable[..., Any]) -> dict[str, Any]:
     """List the parameters that a factory takes as keywords, with their defaults.
 
     Returns:
-        `inspect.Parameter.empty` where there is no default. Empty for a factory whose signature
-        cannot be read; ``*args`` and ``**kwargs`` promise nothing and do not count.
+        The default of each parameter by name, `inspect.Parameter.empty` if it has none. Empty for a
+        factory whose signature cannot be read; ``*args`` and ``**kwargs`` are left out.
     """
     try:
         parameters = inspect.signature(factory).parameters.values()
@@ -106,7 +106,7 @@ def factory_of(name: str, kind: str = "policy") -> Callable[..., Part]:
 
     Raises:
         TypeError: ``name`` is not a str.
-        UnknownPolicyError: Nothing of that kind has the name; lists what has.
+        UnknownPolicyError: Nothing of that kind has the name; lists the known names.
     """
     check_kind("name", name, str)
     known = registered(kind)
@@ -119,8 +119,8 @@ def build_policy(name: str, **parameters: Any) -> CachePolicy:
     """Build a registered policy; parameters that are None count as not given.
 
     Raises:
-        ValueError: No policy has the name, it takes no parameter of that name, or a value is out
-            of its range.
+        ValueError: No policy has the name, the policy takes no such parameter, or a value is out of
+            its range.
 
     Example:
         >>> build_policy("snapkv", retention_rate=0.2, tsp_rate=None).selector.budget
@@ -142,12 +142,12 @@ def compose(parts: Mapping[str, PartOption], shared: Mapping[str, Any]) -> Cache
     """Build a policy from a registered scorer, selector and propagation policy.
 
     Args:
-        parts: By kind, ``"scorer"``, ``"selector"`` and ``"propagation"``; what is not named is
-            SnapKV's.
+        parts: The parts by kind: ``"scorer"``, ``"selector"`` and ``"propagation"``. Missing ones
+            are SnapKV's.
         shared: Further values by name, for every part that takes them.
 
     Raises:
-        ValueError: A part is unknown, takes no parameter that it is told, or a value is out of its
+        ValueError: A part is unknown, a part takes no such parameter, or a value is out of its
             range.
 
     Example:

@@ -21,56 +21,58 @@ from kvpolicy.rotary import RotaryEmbedding
 class LayerContext:
     """What one attention layer shows a policy once its keys are known.
 
-    The keys are all that the layer can attend to: what it kept of earlier turns, then its own new
-    tokens, in ascending position. Rows and heads that hold fewer are padded on the left, so that
-    the last slot is the last token of every row.
+    The keys are those of all tokens that the layer can attend to, in ascending position: first the
+    tokens kept from earlier conversation turns, then the new tokens. Rows and heads that hold
+    fewer tokens are padded on the left, so that the last slot is the last token of every row.
 
     Args:
         layer_idx: Index of the layer, from 0.
         num_layers: Layers of the model.
         queries: ``[batch, query_heads, query_len, head_dim]``, after rotary embedding: the last
-            ``query_len`` of the layer's new tokens, as many as the policy asks for. There may be
-            none: to read them is then an error.
+            ``query_len`` of the layer's new tokens, as many as the policy asks for. If there are
+            none, reading this attribute is an error.
         keys: ``[batch, kv_heads, key_len, head_dim]``, after rotary embedding.
         values: ``[batch, kv_heads, key_len, head_dim]``.
         positions: ``[batch, kv_heads, key_len]`` int64, the token's position in its row; -1 on
             padding.
         new_valid: ``[batch, new_len]`` bool, the layer's new tokens (its last ``new_len`` slots):
             False where a row has fewer.
-        seen_len: For each row, the tokens of its context so far: what rates are rates of.
+        seen_len: For each row, the number of tokens of its context so far; rates refer to it.
         scaling: Factor on the product of query and key before the softmax.
-        heads: Where the layer's heads are: all in ``keys``, unless the model is tensor-parallel.
-            What a part decides for all heads together goes through it.
-        softcap: Bound of what is scaled, ``softcap * tanh(x / softcap)``; None without.
-        sinks: ``[query_heads]``, a logit that each head's softmax has beside those of its keys, as
-            in GPT-OSS; None without.
-        kinds: ``[batch, kv_heads, key_len]`` int8, the `TokenKind` of each key's token; what stands
-            on padding is ignored. By slot like ``positions``, since in a later turn the heads of a
-            row hold unlike tokens. None where the model reads text only.
-        stored: What the layer holds, two tensors ``[batch, stored_heads, key_len, width]``, where
-            attention makes keys and values of more heads of it, as latent attention does: tokens
-            are then kept for all heads together; see `for_selector`. None where keys and values
-            are held as they are.
+        heads: Says whether all of the layer's heads are in ``keys``, as they are unless the model
+            is tensor-parallel. Parts use its methods for what they compute over all heads.
+        softcap: The scaled product ``x`` becomes ``softcap * tanh(x / softcap)``; None if the model
+            has no such bound.
+        sinks: ``[query_heads]``, an extra logit in each head's softmax, as in GPT-OSS; None if the
+            model has none.
+        kinds: ``[batch, kv_heads, key_len]`` int8, the `TokenKind` of each key's token; values on
+            padding are ignored. In a later turn the heads of a row may hold different tokens. None
+            if the model reads text only.
+        stored: The two tensors ``[batch, stored_heads, key_len, width]`` that the layer stores, if
+            attention computes the keys and values of more heads from them, as latent attention
+            does. Tokens are then kept for all heads together; see `for_selector`. None if the layer
+            stores keys and values themselves.
         query_positions: ``[batch, query_len]`` int64, the position of each query's token, -1 on
-            padding, where queries are not those of the last slots: while decoding some of their
-            tokens may have been evicted. None where they are.
+            padding; given while decoding, where some of these tokens may have been evicted. None if
+            the queries belong to the last slots.
         state: float32 ``[batch, kv_heads, key_len, state_size]``, the scorer's state for each key
             after the previous choice, 0 on new keys; None if the scorer keeps no state, or has
             none yet. See `Scorer.update`.
         history: float32 ``[batch, heads, new_len]`` each, what the policy's scorer gave this
-            layer's new tokens at the layers before, the newest last; what stands on padding is
-            ignored. As many as a part asks for (`Part.history_layers`), fewer at the first layers:
-            those at which nothing is chosen, such as sliding windows and recurrences, give none.
-        rotary: The layer's rotary embedding, where a part asks for it (`Part.needs_rotary`).
-        output_weight: ``[query_heads, value_dim, hidden]``, what the layer's output projection
-            makes of each head's output, where a part asks for it (`Part.needs_output_weight`).
-        held_len: For each row, the tokens that each of its heads shows, where all show as many and
-            that is known without looking at ``positions``, for which the processor would have to
-            wait; see `KVSelector.kept_counts`. None where it is not, and for whoever evolves a
-            context with other ``positions``.
+            layer's new tokens at earlier layers, the nearest layer last; values on padding are
+            ignored. The number is the largest `Part.history_layers` of the parts, or fewer at the
+            first layers. Layers at which nothing is chosen (sliding windows, recurrences) have no
+            entry.
+        rotary: The layer's rotary embedding, if a part declares `Part.needs_rotary`.
+        output_weight: ``[query_heads, value_dim, hidden]``, the weights of the layer's output
+            projection by head, if a part declares `Part.needs_output_weight`.
+        held_len: For each row, the number of tokens that each head holds, if it is the same for all
+            heads and known without reading ``positions``, which would wait for the device; see
+            `KVSelector.kept_counts`. Otherwise None. Set it to None when you evolve a context to
+            other ``positions``.
 
     Raises:
-        TypeError: A tensor is none, or one of another dtype.
+        TypeError: An argument is no tensor, or a tensor has the wrong dtype.
         ShapeError: The axes do not fit together.
         ValueError: ``layer_idx`` lies outside the model.
     """
@@ -212,7 +214,7 @@ class LayerContext:
     def outlined(self) -> LayerContext:
         """Return the context without keys, values and queries, to save memory; token data stays.
 
-        What holds all layers until they were scored holds no more of each than its tokens.
+        A policy that chooses for all layers together holds such a context of every layer.
         """
 
         def outline(tensor: Tensor) -> Tensor:
@@ -235,9 +237,8 @@ class LayerContext:
     def for_selector(self) -> LayerContext:
         """Return the context for a selector: this one, or one KV head where heads share storage.
 
-        The second where all heads share what is stored. The head's keys and values are then what
-        is stored, side by side if that has several heads, and no queries are shown; what it says of
-        the layers before is the mean over their heads.
+        If heads share storage, the one head's keys and values are the stored tensors (several
+        stored heads side by side), there are no queries, and the history is averaged over heads.
         """
         if self.stored is None:
             return self
@@ -262,7 +263,7 @@ class LayerContext:
         """Return the context with only the last ``num_queries`` queries; with all if None.
 
         Args:
-            num_queries: As `Scorer.num_queries`.
+            num_queries: See `Scorer.num_queries`.
         """
         if num_queries is None or num_queries >= self.query_len:
             return self
@@ -279,9 +280,9 @@ class LayerContext:
         """Return the context without the history, rotary embedding or output weights not asked for.
 
         Args:
-            history_layers: As `Part.history_layers`.
-            rotary: As `Part.needs_rotary`.
-            output_weight: As `Part.needs_output_weight`.
+            history_layers: See `Part.history_layers`.
+            rotary: See `Part.needs_rotary`.
+            output_weight: See `Part.needs_output_weight`.
         """
         return attrs.evolve(
             self,
@@ -295,7 +296,7 @@ class LayerContext:
         """The queries shown, ``[batch, query_heads, query_len, head_dim]``; see the class.
 
         Raises:
-            ShapeError: There are none, so that whatever is made of them says nothing.
+            ShapeError: There are no queries.
         """
         if not self.query_len:
             raise ShapeError(
@@ -369,7 +370,7 @@ class LayerContext:
     def is_first(self, size: int) -> Tensor:
         """Mark the row's first ``size`` positions, ``[batch, kv_heads, key_len]`` bool.
 
-        By original position: a token that the layer does not hold is not made up for by another.
+        Tokens that the layer does not hold are not replaced by later ones.
         """
         return self.valid & (self.positions < size)
 

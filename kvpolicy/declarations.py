@@ -16,12 +16,12 @@ ABOUT = {
 def still_holds(part: Part, declaration: str, *methods: str) -> bool:
     """True if no subclass overrides a method after the declaration about it was made.
 
-    A declaration that a class inherits need not be true of a method that it overrides.
+    A declaration that a class inherits may be false for a method that the class overrides.
 
     Args:
         part: A scorer, a selector or a propagation policy.
         declaration: Name of the property or method that declares something.
-        methods: Names of what it is declared of.
+        methods: Names of the methods that the declaration is about.
     """
     classes = type(part).__mro__
 

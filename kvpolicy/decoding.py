@@ -18,22 +18,22 @@ from kvpolicy.short_repr import brief
 class DecodingEviction:
     """Lets every layer evict tokens each time that some tokens have been decoded.
 
-    After the forward that appends the ``every``-th token since the last choice, a layer keeps what
-    the selector chooses among all that it holds: decoding, it never holds more than the budget and
-    ``every`` entries. The scorer is shown the last decoded queries, as many as it asks for, each at
-    its own position; one that asks for all, those since the last choice. Tokens keep their
-    positions.
+    When ``every`` tokens have been appended since the last choice, the selector chooses among all
+    entries of the layer, and the others are dropped. So a layer never holds more than the budget
+    plus ``every`` entries. The scorer gets the last decoded queries at their own positions, as many
+    as it declares in `Scorer.num_queries`, or all since the last choice if that is None. Tokens
+    keep their positions.
 
     Args:
-        scorer: How much each token matters; None where the selector does not ask.
-        selector: Which entries a layer keeps, under a budget in tokens: a rate of a context that
-            grows is no bound.
+        scorer: Decides how much each token matters; None if the selector does not need that.
+        selector: Decides which entries a layer keeps. Its budget must be a number of tokens: a
+            rate of a growing context is no bound.
         every: Tokens from one choice to the next, at least 1.
 
     Raises:
         TypeError: A part is not of its kind, or ``every`` not an int.
-        ValueError: The selector's budget is no number of tokens, or the parts do not fit, as in a
-            `CachePolicy`, or look at other layers' saliency; ``every`` is below 1.
+        ValueError: ``every`` is below 1; the selector's budget is no number of tokens; the parts do
+            not fit together (see `CachePolicy`); or a part reads the saliency of other layers.
 
     Example:
         >>> from kvpolicy.policies import GQAGroupSelector, WindowMaxPoolScorer
@@ -120,7 +120,7 @@ class DecodingEviction:
         """Choose the tokens that one layer keeps.
 
         Args:
-            context: All that the layer holds; its new tokens are those since the last choice.
+            context: All entries of the layer; its new tokens are those since the last choice.
 
         Returns:
             ``[batch, kv_heads, kept_len]``, see `KVSelector.select`; and the scorer's new state for
@@ -164,7 +164,7 @@ def check_tail(scorer: Scorer, part: KVSelector | PropagationPolicy) -> None:
     """Check that a part keeps the trailing tokens that the scorer gives no saliency.
 
     Raises:
-        ValueError: It does not.
+        ValueError: The part protects fewer trailing tokens.
     """
     if part.protected_tail < scorer.unscored_tail:
         raise ValueError(

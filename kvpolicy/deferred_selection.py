@@ -18,8 +18,8 @@ class DeferredLayer:
     """A scored layer that has not yet chosen the tokens it keeps.
 
     Args:
-        context: The layer, outlined; where it has a saliency, as a selector is shown it.
-        saliency: float32 ``[batch, heads, key_len]``; None where there is none, or none yet.
+        context: The layer, see `LayerContext.outlined`; with a saliency, as a selector sees it.
+        saliency: float32 ``[batch, heads, key_len]``; None if there is none, or not yet.
     """
 
     context: LayerContext
@@ -50,12 +50,12 @@ def kept_of_all(
     """Ask a selector which tokens every layer keeps.
 
     Args:
-        selector: One that decides together or, layer by layer, later than it was scored.
-        layers: The layers.
-        checks: What is looked at later.
+        selector: The policy's selector.
+        layers: The scored layers.
+        checks: Receives the conditions that are checked later.
 
     Returns:
-        For each layer ``[batch, kv_heads, kept_len]``, of one head where one choice is for all.
+        For each layer ``[batch, kv_heads, kept_len]``; one head if all heads share a choice.
 
     Raises:
         TypeError: The selector returns no list of a tensor for each layer.
@@ -81,14 +81,13 @@ def check_later(scorer: Scorer | None, selector: KVSelector, rereading: Repetiti
     """Check that the parts of a policy can work with a deferred selection.
 
     Args:
-        scorer: Its scorer.
-        selector: Its selector.
-        rereading: Its second reading.
+        scorer: The policy's scorer.
+        selector: The policy's selector.
+        rereading: The policy's second reading.
 
     Raises:
-        ValueError: They do not fit: a selector asks for what no layer shows any more; a second
-            reading finds nothing to be scored by it, or its scorer asks for what that does not
-            show.
+        ValueError: The selector needs inputs that are gone when it chooses, or the scorer needs
+            inputs that a second reading does not have, or a second reading would score nothing.
     """
     if selector.decides_together or rereading is not None:
         _check_asks(selector, f"which chooses when all layers were read: {selector}")

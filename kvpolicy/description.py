@@ -19,8 +19,7 @@ Description = dict[str, Any]
 def describe(part: Part) -> Description:
     """Turn a policy or part into JSON data: its class and fields, with the parts inside it.
 
-    Two parts are equal where their descriptions are; a description of registered classes can be
-    built again with `from_description`.
+    Two parts are equal if their descriptions are equal. `from_description` builds the policy again.
 
     Args:
         part: A policy, scorer, selector or propagation policy, as an attrs class.
@@ -71,11 +70,12 @@ def with_new_names(description: Description) -> Description:
 def from_description(description: Description) -> CachePolicy:
     """Build a policy from the data that `describe` returned.
 
-    Only what is registered, and this package's own parts, is built: a file names no code to run.
+    Only registered parts and this package's own parts are built, so that a file cannot name code to
+    run.
 
     Raises:
-        ValueError: It is no policy's description, or one of its parts is not registered or holds
-            what plain data cannot say.
+        ValueError: The description is not a policy's; or a part is not registered, or has a field
+            that plain data cannot express.
 
     Example:
         >>> from kvpolicy.policies import FastKV

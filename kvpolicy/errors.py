@@ -1,6 +1,6 @@
 """The error classes of kvpolicy.
 
-Every message names the argument, what it must be, what came and, where there is one, the remedy.
+Every message names the argument, what it must be, the value given and, if there is one, a remedy.
 """
 
 from __future__ import annotations

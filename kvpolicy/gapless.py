@@ -17,17 +17,18 @@ def check_gapless(
 ) -> None:
     """Check that a policy's parts work with ``gapless=True``, which renumbers kept tokens.
 
-    What follows has one rotary position in all layers: the number of tokens held.
+    The next token's rotary position is then the number of tokens held, which must be the same in
+    all layers.
 
     Args:
-        selector: The policy's.
-        propagation: Likewise.
-        decoding: Likewise.
-        rereading: Likewise.
+        selector: The policy's selector.
+        propagation: The policy's propagation policy.
+        decoding: The policy's bound for answers.
+        rereading: The policy's second reading.
 
     Raises:
-        ValueError: Heads or layers may hold unlike numbers of tokens, or the parts act while
-            tokens stand elsewhere.
+        ValueError: Heads or layers may hold different numbers of tokens; or tokens are chosen at
+            another time than at the end of a prompt.
     """
     if not selector.equal_counts:
         raise ValueError(
@@ -56,11 +57,11 @@ def check_acting(propagation: PropagationPolicy, acting: Sequence[int]) -> None:
     """Check that the propagation policy drops no tokens, as ``gapless=True`` requires.
 
     Args:
-        propagation: The policy's.
-        acting: Layers of the model at which it acts.
+        propagation: The policy's propagation policy.
+        acting: Layers of the model after which it drops tokens.
 
     Raises:
-        ValueError: Some are: layers after a drop hold fewer tokens than those before.
+        ValueError: Tokens are dropped, so that later layers would hold fewer than earlier ones.
     """
     if acting:
         raise ValueError(

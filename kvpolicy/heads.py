@@ -13,9 +13,10 @@ from torch import Tensor
 class Heads:
     """The heads of a layer when all of them are in this process.
 
-    Under tensor parallelism a process computes a share of the heads only (`HeadShare`), and all of
-    them have to pass on the same tokens. So a part takes what is for all heads together from here;
-    what it chooses for a KV head by that head's own saliency needs nothing of it.
+    Under tensor parallelism each process computes only a share of the heads (`HeadShare`), but all
+    processes have to pass on the same tokens. So a part computes everything that concerns all
+    heads together by these methods. A choice for one KV head by its own saliency does not need
+    them.
     """
 
     @property
@@ -32,10 +33,11 @@ class Heads:
         """Average a tensor over all heads of the layer, in every process.
 
         Args:
-            per_head: float ``[batch, heads, length]``, of the heads here; of one length everywhere.
+            per_head: float ``[batch, heads, length]``, the heads of this process; ``length`` is
+                the same in all processes.
 
         Returns:
-            ``[batch, length]``, to the bit the same in all processes.
+            ``[batch, length]``, bitwise the same in all processes.
 
         Example:
             >>> Heads().mean(torch.tensor([[[1.0, 2.0], [3.0, 6.0]]]))
@@ -59,12 +61,12 @@ class Heads:
 class HeadShare(Heads, abc.ABC):
     """The heads of a layer when they are split equally over several processes.
 
-    All processes have to call the same methods in the same order, as they do where they all run
-    one policy on one batch.
+    All processes have to call the same methods in the same order, as they do when all of them run
+    the same policy on the same batch.
 
     Args:
-        share: Which one, from 0.
-        shares: How many there are.
+        share: The index of this process's share, from 0.
+        shares: The number of shares.
     """
 
     share: int
@@ -95,8 +97,8 @@ class HeadShare(Heads, abc.ABC):
 def sum_of_heads(per_head: Tensor) -> Tensor:
     """Sum a tensor over heads in a fixed order, so that all tokens round alike.
 
-    Tokens that are equal in all heads, as pooling makes neighbours, stay equal: a sum along any
-    other axis than the innermost adds up some columns in another order than the rest.
+    Tokens with equal values in all heads, such as neighbours after pooling, get equal sums. A sum
+    along another axis than the innermost would add up some columns in a different order.
 
     Args:
         per_head: float ``[..., heads, length]``.

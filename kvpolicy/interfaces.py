@@ -1,8 +1,9 @@
 """The interfaces of a policy's three parts: `Scorer`, `KVSelector` and `PropagationPolicy`.
 
-Implementations are frozen attrs classes that hold configuration only, are built without arguments
-by their defaults, and declare what they need beside their one abstract method; `CachePolicy` checks
-the declarations when it is built. Hold a new one against `kvpolicy.testing`.
+Implementations are frozen attrs classes. They hold configuration only, and every argument has a
+default. Each interface has one abstract method; properties declare which inputs the method needs,
+and `CachePolicy` checks these declarations when it is built. Test a new part with
+`kvpolicy.testing`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Part:
     def history_layers(self) -> int:
         """The number of earlier layers whose saliency it reads, `LayerContext.history`; 0 for none.
 
-        Of those at which the policy chooses, the last so many.
+        Only layers at which the policy chooses count.
         """
         return 0
 
@@ -85,8 +86,9 @@ class Scorer(Part, abc.ABC):
     def scores_last_attention(self) -> bool:
         """True if the saliency is exactly the last query's attention to each key.
 
-        A compiled step of a bounded answer may then take the attention that it has computed anyway.
-        A class that overrides `score` or `num_queries` has to say so anew, or it is not believed.
+        Compiled decoding may then use the attention that the model computes anyway. A class that
+        overrides `score` or `num_queries` has to declare this again; otherwise the declaration is
+        ignored.
         """
         return False
 
@@ -117,8 +119,8 @@ class Scorer(Part, abc.ABC):
             context: The layer; nothing in it may be modified.
 
         Returns:
-            Finite float32 ``[batch, query_heads or kv_heads, key_len]``; what stands on padding
-            is ignored. A new tensor.
+            Finite float32 ``[batch, query_heads or kv_heads, key_len]``, a new tensor; values on
+            padding are ignored.
         """
 
     carries = Renamed("state_size")
@@ -160,7 +162,7 @@ class KVSelector(Part, abc.ABC):
     def equal_counts(self) -> bool:
         """True if all heads of all layers keep the same number of tokens of a row.
 
-        If all tokens reach them. A policy without gaps needs it, see `CachePolicy`.
+        Only layers that all tokens reach count. ``CachePolicy(gapless=True)`` needs this.
         """
         return False
 
@@ -168,7 +170,7 @@ class KVSelector(Part, abc.ABC):
     def keeps_all(self) -> bool:
         """True if the selector keeps every token.
 
-        A class that overrides `select` has to say so anew, or it is not believed.
+        A class that overrides `select` has to declare this again; otherwise it is ignored.
         """
         return False
 
@@ -176,9 +178,9 @@ class KVSelector(Part, abc.ABC):
     def keeps_highest(self) -> bool:
         """True if each KV head keeps its protected tokens and those of highest mean saliency.
 
-        As many as the budget says, of two equals the earlier; what is protected is said by
-        `protected_tail` and `protected_first`. A class that overrides `select` or
-        `protected` has to say so anew, or it is not believed.
+        The number is the budget's; of two equal tokens the earlier is kept; `protected_tail` and
+        `protected_first` are the protected tokens. A class that overrides `select` or `protected`
+        has to declare this again; otherwise the declaration is ignored.
         """
         return False
 
@@ -194,7 +196,7 @@ class KVSelector(Part, abc.ABC):
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """Return the fraction of a prompt's tokens that each layer keeps when all tokens reach it.
 
-        The mean over the KV heads; 1 where the selector has no budget and does not say otherwise.
+        Averaged over the KV heads; 1 if the selector has no budget, unless it overrides this.
 
         Args:
             num_layers: Layers of the model.
@@ -214,10 +216,10 @@ class KVSelector(Part, abc.ABC):
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
         """Count the tokens that each head keeps per row, from lengths alone; None if impossible.
 
-        By ``context.held_len``, budgets and other numbers: what is read off a tensor waits for the
-        device, at every layer of a prompt. What is said here is held against what `select` returns
-        when the forward ends. A class that overrides `select` or `protected` has to override this
-        one as well, or it is not asked.
+        Use ``context.held_len``, budgets and other numbers: reading a tensor would wait for the
+        device at every layer of a prompt. When the forward ends, the counts are compared with what
+        `select` returned. A class that overrides `select` or `protected` has to override this
+        method as well; otherwise it is not called.
 
         Args:
             context: The layer, whose ``held_len`` is known; nothing in it may be modified.
@@ -245,13 +247,13 @@ class KVSelector(Part, abc.ABC):
     ) -> list[Tensor]:
         """Choose the keys that every layer keeps, for a selector that `decides_together`.
 
-        Of one layer it is what `select` chooses.
+        For a single layer the result is that of `select`.
 
         Args:
-            saliencies: Of each layer that has something to choose, as in `select`.
-            contexts: Those layers, outlined: see `LayerContext.outlined`. Layers may show
-                unlike numbers of heads and tokens; of a row that has nothing to choose at a layer,
-                none is valid.
+            saliencies: The saliency of each layer that has something to choose, as in `select`.
+            contexts: The same layers, see `LayerContext.outlined`. Layers may have different
+                numbers of heads and tokens; a row with nothing to choose at a layer has no valid
+                tokens there.
 
         Returns:
             For each layer, what `select` would return.
@@ -268,10 +270,10 @@ class KVSelector(Part, abc.ABC):
 class PropagationPolicy(Part, abc.ABC):
     """Decides which tokens go on to the next layer during prefill.
 
-    Two ways to act: the layers after an acting one continue with the tokens that go on (*drop*), or
-    what was computed serves for the choice only, and the prefill runs again from the embeddings on
-    the chosen tokens, at positions without gaps (*restart*; the layers after the acting one are not
-    run before). Which of the two is `restarts`.
+    A policy acts after the layers in `acting_layers`, in one of two ways. If it *drops* tokens, the
+    next layers compute only the tokens that go on. If it *restarts*, the layers so far serve for
+    the choice only, and the prefill runs again from the embeddings on the chosen tokens, at
+    positions without gaps. `restarts` says which.
     """
 
     @property
@@ -298,7 +300,7 @@ class PropagationPolicy(Part, abc.ABC):
     def budget(self) -> Budget | None:
         """The number of tokens of each row that go on; None if it has no fixed number.
 
-        Where several layers act with budgets of their own, the smallest.
+        If several layers act with different budgets, the smallest.
         """
         return None
 
@@ -306,8 +308,8 @@ class PropagationPolicy(Part, abc.ABC):
     def decides_by_content(self) -> bool:
         """True if the number of tokens that go on depends on the prompt's content.
 
-        Then it is known only once the prompt is read: there is no `budget`, and `layer_rates` are
-        the most that can reach each layer.
+        The number is then known only once the prompt is read: there is no `budget`, and
+        `layer_rates` are upper bounds.
         """
         return False
 
@@ -323,8 +325,8 @@ class PropagationPolicy(Part, abc.ABC):
             context: The layer; nothing in it may be modified.
 
         Returns:
-            float ``[batch, new_len]``, the same in every process that has a share of the heads; of
-            two tokens neither of which is protected the higher goes on first.
+            float ``[batch, new_len]``, the same in every process under tensor parallelism. Of two
+            tokens that are not protected, the one with the higher score goes on first.
         """
         return context.heads.mean(saliency[..., context.key_len - context.new_len :])
 
@@ -341,15 +343,15 @@ class PropagationPolicy(Part, abc.ABC):
 
         Args:
             num_layers: Layers of the model.
-            eligible: Those that see the whole context, so that tokens may be dropped after them,
-                ascending; at least one.
+            eligible: Layers that see the whole context, so that tokens may be dropped after them;
+                ascending, at least one.
         """
         return self
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """Return the fraction of the prompt's tokens that reach each layer.
 
-        Where it `decides_by_content`, the most.
+        If the policy `decides_by_content`, these are upper bounds.
 
         Args:
             num_layers: Layers of the model.
@@ -365,8 +367,8 @@ class PropagationPolicy(Part, abc.ABC):
     ) -> tuple[list[float], ...]:
         """Return the fraction of tokens that each layer computes in each pass of the prefill.
 
-        The last pass is that of `layer_rates`; a policy that restarts has one before it, in which
-        layers it does not reach compute 0.
+        The last pass has the rates of `layer_rates`. A policy that restarts has one pass before
+        it, with rate 0 for the layers that this pass does not run.
 
         Args:
             num_layers: Layers of the model.

@@ -21,7 +21,8 @@ __getattr__ = old_names(__name__, {"advanced": "updated"})
 class DeferredChecks:
     """Collects error conditions on device tensors, to read them all at once later.
 
-    A message must hold on to nothing large, since the end may be that of all layers.
+    Each read waits for the device. Messages must not hold large tensors, since they may be kept
+    until all layers are done.
     """
 
     def __init__(self) -> None:
@@ -66,8 +67,8 @@ def saliency_of(scorer: Scorer, context: LayerContext, checks: DeferredChecks) -
     """Call a scorer on a layer with the queries it declares, and check the saliency.
 
     Raises:
-        TypeError: It is no tensor of floats.
-        ShapeError: Its axes are not those of a saliency.
+        TypeError: The saliency is no tensor of floats.
+        ShapeError: The axes are not those of a saliency.
     """
     shown = attrs.evolve(context.showing(scorer.num_queries), state=None)
     saliency = scorer.score(shown_to(scorer, shown))
@@ -101,13 +102,13 @@ def kept_by(
     """Call a selector on a layer, and check the indices it keeps.
 
     Returns:
-        The indices; and for each row how many every head keeps, where that is known without
-        looking.
+        The indices; and, for each row, the number of tokens that every head keeps, or None if it is
+        not known without reading a tensor.
 
     Raises:
-        TypeError: It returns no tensor.
+        TypeError: The selector returns no tensor.
         ShapeError: The axes are not those of indices into the keys.
-        ValueError: It returns more or fewer than it said.
+        ValueError: The number of indices differs from `KVSelector.kept_counts`.
     """
     if context.stored is not None and (selector.needs_rotary or selector.needs_output_weight):
         raise UnsupportedModelError(
@@ -158,7 +159,7 @@ def passed_on_by(
     """Call a propagation policy on a layer, and check the new tokens that go on; None for all.
 
     Raises:
-        TypeError: It returns something else than a tensor or None.
+        TypeError: The propagation policy returns neither a tensor nor None.
         ShapeError: The axes are not those of indices into the new tokens.
     """
     passed = propagation.propagate(saliency, shown_to(propagation, context))
@@ -207,18 +208,18 @@ def check_indices(
     """Check token indices that a part returned.
 
     Args:
-        part: For messages.
-        indices: What it returned: int64 ``[*rows, count]``, ascending, -1 on the left only.
-        rows: Their leading axes.
-        length: What they are below.
-        checks: What is looked at later.
+        part: The part, for messages.
+        indices: What the part returned: int64 ``[*rows, count]``, ascending, -1 on the left only.
+        rows: The lengths of the leading axes.
+        length: The number of tokens; indices must be below it.
+        checks: Receives the conditions that are checked later.
 
     Returns:
-        The same, no view of a larger tensor.
+        The same indices, not as a view of a larger tensor.
 
     Raises:
-        TypeError: They are no tensor.
-        ShapeError: They are of other axes, or no int64.
+        TypeError: ``indices`` is no tensor.
+        ShapeError: The axes are different, or the dtype is not int64.
     """
     if not isinstance(indices, Tensor):
         raise TypeError(f"{part} must return a tensor of indices, got {indices!r}")

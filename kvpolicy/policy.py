@@ -34,11 +34,11 @@ class Decision:
         passed_on: ``[batch, passed_len]``; None for all.
         state: The state that the scorer of the policy's `DecodingEviction` keeps for each key, kept
             or not; None if it keeps no state. See `Scorer.update`.
-        undecided: The layer for `CachePolicy.decide_layers`, where there is no ``kept`` yet.
-        saliency: What the policy's scorer said of the keys, for later layers that look at it;
-            None where it was not asked.
-        counts: For each row, how many tokens each head keeps, where that is known without looking
-            at ``kept``; see `KVSelector.kept_counts`.
+        undecided: The layer to pass to `CachePolicy.decide_layers`, if there is no ``kept`` yet.
+        saliency: The saliency of the keys, for later layers that read it; None if the scorer was
+            not called.
+        counts: For each row, how many tokens each head keeps, if this is known without reading
+            ``kept``; see `KVSelector.kept_counts`.
     """
 
     kept: Tensor | None
@@ -56,27 +56,31 @@ class Decision:
 class CachePolicy:
     """Decides which tokens a model keeps, layer by layer, while it reads a prompt.
 
-    The methods of the literature are subclasses that only choose the parts. ``str()`` of a
-    method is as it is written, of any other policy its parts; what is at its default is left out.
+    The methods of the literature are subclasses that only choose the parts. ``str()`` returns a
+    method as a call of its class, and any other policy as a `CachePolicy` of its parts, without
+    arguments at their defaults.
 
     Args:
-        scorer: How much each token matters; None where neither of the others asks.
-        selector: Which keys and values a layer keeps for decoding.
-        propagation: Which tokens go on to the next layer during prefill.
-        decoding: How a layer is kept bounded while an answer is decoded; None lets it grow.
-        rereading: A second reading of every prompt, by which the selector's saliency is made; None
-            for that of the prompt itself.
-        gapless: Whether the keys that a layer keeps are turned to positions 0, 1, ..., in their
-            order, and what follows stands behind them: rotary positions then count what is held,
-            not what was read. Every head of every layer must keep as many.
+        scorer: Decides how much each token matters; None if neither of the other two needs that.
+        selector: Decides which keys and values a layer keeps for decoding.
+        propagation: Decides which tokens go on to the next layer during prefill.
+        decoding: Bounds what a layer holds while an answer is decoded; None lets it grow.
+        rereading: A second reading of every prompt, from which the selector's saliency is computed;
+            None to compute it in the first reading.
+        gapless: Whether the keys that a layer keeps are rotated to the positions 0, 1, ..., and
+            later tokens follow them: rotary positions then count the tokens held, not those read.
+            Every head of every layer must keep the same number of tokens.
 
     Raises:
         TypeError: A part is not of its kind, or ``gapless`` not a bool.
-        ValueError: The parts do not fit: a saliency, of the layer or of those before, is needed
-            and there is no scorer; the scorer leaves a tail unscored that is not protected; the
-            layers after a drop receive fewer tokens than they are to keep; a second reading finds
-            nothing to be scored by it; gaps are to be closed, and heads or layers may hold unlike
-            numbers of tokens, or the answer is bounded, or the prompt read again.
+        ValueError: The parts do not fit together:
+
+            - ``scorer`` is None, but a part needs the saliency of this layer or of earlier ones;
+            - the scorer leaves trailing tokens unscored that a part does not protect;
+            - layers after a drop are to keep more tokens than reach them;
+            - there is a second reading, but no queries to score;
+            - ``gapless`` is True, but heads or layers may hold different numbers of tokens, or
+              there is a ``decoding``, a ``rereading`` or a restart.
 
     Example:
         >>> from kvpolicy.policies import GQAGroupSelector, PassAllPropagation, WindowMaxPoolScorer
@@ -161,7 +165,7 @@ class CachePolicy:
     def num_queries(self) -> int | None:
         """The number of trailing queries of a prompt that the policy reads: 0 none, None all.
 
-        Not those of a second reading, of which the scorer is shown as many as it asks for.
+        Queries of a second reading do not count.
         """
         scores = self.scorer is not None and self.rereading is None
         wanted = [self.scorer.num_queries] if scores and self.scorer is not None else []
@@ -206,7 +210,7 @@ class CachePolicy:
 
         Args:
             num_layers: Layers of the model.
-            choosing: Those at which the policy chooses, ascending; others give no saliency.
+            choosing: The layers at which the policy chooses, ascending; only these have a saliency.
         """
         if any(part.history_layers for part in self.parts if part is not self.propagation):
             return frozenset(choosing)
@@ -220,9 +224,9 @@ class CachePolicy:
 
         Raises:
             TypeError: ``num_layers`` is not an int, or ``acting_layers`` no frozenset.
-            ValueError: It is below 1, a layer lies outside the model, or the prefill restarts at
-                none of its layers or at several; or tokens are dropped of a prompt that is to be
-                read again, or where gaps are to be closed.
+            ValueError: ``num_layers`` is below 1; a layer lies outside the model; a prefill that
+                restarts does so at no layer or at several; or tokens are dropped though there is a
+                second reading, or ``gapless`` is True.
         """
         check_count("num_layers", num_layers, minimum=1)
         named = self.propagation.acting_layers(num_layers)
@@ -255,7 +259,7 @@ class CachePolicy:
 
         Args:
             num_layers: Layers of the model.
-            eligible: Those that see the whole context, ascending; at least one.
+            eligible: Layers that see the whole context, ascending; at least one.
         """
         propagation = self.propagation.placed(num_layers, eligible)
         if propagation is self.propagation:
@@ -273,22 +277,23 @@ class CachePolicy:
     ) -> Decision:
         """Choose the tokens that one layer keeps and passes on.
 
-        Where the policy `decides_later`, what the layer keeps is left to `decide_layers`.
+        The saliency is computed once, if at all. If the policy `decides_later`, the tokens to keep
+        are chosen in `decide_layers`.
 
         Args:
             context: The layer.
-            remembered: Whether later layers look at its saliency; see `remembered_layers`.
-            checks: Where to leave what of the parts' answers is to be looked at, for the caller to
-                look; till then, what is decided may be wrong, and indices out of range. None to
-                look at once.
+            remembered: Whether later layers read its saliency; see `remembered_layers`.
+            checks: Collects the conditions on tensors that the parts returned, for the caller to
+                check later with `DeferredChecks.look`; until then the decision may be wrong, and
+                indices out of range. None to check at once.
 
         Raises:
             TypeError: ``context`` is no `LayerContext`; or a part returned no tensor, or a saliency
                 that is not of floats.
-            ShapeError: What a part returned has not the axes it is to have.
+            ShapeError: A part returned a tensor of the wrong shape.
             ValueError: A saliency is not a number (NaN).
-            ValueError: Indices are not ascending, unique and in range, or not as many as the
-                selector said, or the last token is not passed on.
+            ValueError: Indices are not ascending, unique and in range; or their number differs from
+                the selector's `KVSelector.kept_counts`; or the last token is not passed on.
         """
         check_kind("context", context, LayerContext)
         own = DeferredChecks() if checks is None else checks
@@ -325,9 +330,9 @@ class CachePolicy:
         """Compute the saliency of a layer where nothing is chosen, for later layers to read.
 
         Raises:
-            TypeError: As `decide`.
-            ShapeError: As `decide`.
-            ValueError: As `decide`.
+            TypeError: See `decide`.
+            ShapeError: See `decide`.
+            ValueError: See `decide`.
         """
         assert self.scorer is not None
         checks = DeferredChecks()
@@ -340,15 +345,15 @@ class CachePolicy:
         """Choose the tokens that every layer keeps, for a policy that `decides_later`.
 
         Args:
-            layers: Those that have something to choose, in order; each with its saliency.
+            layers: The layers that have something to choose, in order, with their saliencies.
 
         Returns:
             For each layer ``[batch, kv_heads, kept_len]``; see `Decision`.
 
         Raises:
-            TypeError: As `decide`.
-            ShapeError: As `decide`.
-            ValueError: As `decide`.
+            TypeError: See `decide`.
+            ShapeError: See `decide`.
+            ValueError: See `decide`.
         """
         if not layers:
             return []
@@ -362,9 +367,9 @@ class CachePolicy:
         """Choose the tokens on which the prefill restarts; see `PropagationPolicy.propagate`.
 
         Raises:
-            TypeError: As `decide`.
-            ShapeError: As `decide`.
-            ValueError: As `decide`.
+            TypeError: See `decide`.
+            ShapeError: See `decide`.
+            ValueError: See `decide`.
         """
         assert self.propagation.restarts
         assert self._acts_at(context)
@@ -401,13 +406,13 @@ class CachePolicy:
             context_len: Length of the prompt, needed where a budget is a number of tokens.
 
         Returns:
-            A fraction, FastKV's 0.60 at 32 layers, TSP layer 15 and TSP rate 0.2; in (0, 1] but for
-            a policy that restarts, which computes some layers twice, or reads a prompt again.
+            A fraction, such as 0.60 for FastKV with 32 layers, TSP layer 15 and TSP rate 0.2. It is
+            in (0, 1], but may exceed 1 if the prefill restarts or the prompt is read twice.
 
         Raises:
             TypeError: ``num_layers`` or ``context_len`` is not an int.
-            ValueError: See `check_model`; or ``context_len`` is below 1, or needed; or it is known
-                only once a prompt is read, see `PropagationPolicy.decides_by_content`.
+            ValueError: See `check_model`; or ``context_len`` is below 1, or missing; or the
+                fraction depends on the prompt, see `PropagationPolicy.decides_by_content`.
         """
         self.check_model(num_layers)
         if context_len is not None:

@@ -6,10 +6,10 @@ and third parties' alike::
     [project.entry-points."kvpolicy.policies"]
     my_scorer = "my_package:MyScorer"
 
-An entry is a class (or any callable) that builds a part or a whole policy without arguments; what
-it builds decides its kind. The command line and the contract tests find all of them here. An entry
-that cannot be loaded, or builds something else, is left out with one warning: a broken package
-that is installed beside this one takes nothing else away.
+An entry is a class (or any callable) that builds a part or a whole policy without arguments; the
+object that it builds decides its kind. The command line and the contract tests find all entries
+here. An entry that cannot be loaded, or that builds something else, is left out with one warning,
+so that a broken package does not take away the other entries.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def kind_of(factory: Callable[..., Part]) -> str:
     """Return the kind of policy part that a factory builds.
 
     Raises:
-        TypeError: It cannot be called without arguments, or builds no part of a policy.
+        TypeError: The factory cannot be called without arguments, or builds no part of a policy.
     """
     if callable(factory):
         built = factory()
@@ -103,7 +103,7 @@ def build(name: str, kind: str = "policy", **parameters: Any) -> Part:
 
     Args:
         name: A name from `registered`; ``-`` counts as ``_``.
-        kind: The kind it has to be.
+        kind: The kind that the part must have.
         parameters: Passed on to the factory.
 
     Raises:

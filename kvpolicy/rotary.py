@@ -12,8 +12,9 @@ from torch import Tensor
 class RotaryEmbedding(abc.ABC):
     """Applies a layer's rotary embedding to keys and queries, and undoes it.
 
-    Shown as `LayerContext.rotary` where a part asks for it. Positions are original ones, as
-    `LayerContext.positions`; what lies behind a restart is turned by its own, without gaps.
+    Parts that declare `Part.needs_rotary` find it in `LayerContext.rotary`. Positions are original
+    ones, as in `LayerContext.positions`; after a restarted prefill they are those of the second
+    pass, without gaps.
     """
 
     @abc.abstractmethod
@@ -21,8 +22,8 @@ class RotaryEmbedding(abc.ABC):
         """Apply the rotary embedding to states at given positions.
 
         Args:
-            states: ``[batch, heads, length, head_dim]``, not turned.
-            positions: int64 ``[batch, heads or 1, length]``; what stands at -1 is anything.
+            states: ``[batch, heads, length, head_dim]``, before rotary embedding.
+            positions: int64 ``[batch, heads or 1, length]``; at -1 the result is arbitrary.
 
         Returns:
             The same shape and dtype, a new tensor.

@@ -16,17 +16,17 @@ def head_budgets(
 ) -> list[list[int]]:
     """Compute how many tokens each head keeps under a budget, from the layer's tensors.
 
-    That waits for the device; see `counts_under` for what is known without.
+    Reading the tensors waits for the device; `counts_under` counts without reading them.
 
     Args:
         budget: The budget.
         seen_len: Tokens of each row's context so far.
-        valid: bool ``[batch, heads, length]``, the tokens there are to choose from.
-        protected: bool ``[batch, heads, length]``, those that are kept whatever the budget.
+        valid: bool ``[batch, heads, length]``, the tokens to choose from.
+        protected: bool ``[batch, heads, length]``, the tokens kept whatever the budget.
 
     Returns:
-        For each row and head, the number of tokens to choose: the same for all heads of a row,
-        where they hold as many tokens and as many protected ones.
+        For each row and head, the number of tokens to choose. It is the same for all heads of a row
+        that hold equally many tokens and equally many protected ones.
     """
     available, fixed = torch.stack([valid.sum(dim=-1), protected.sum(dim=-1)]).tolist()
     return [
@@ -60,7 +60,7 @@ def ranks(saliency: Tensor, candidates: Tensor) -> Tensor:
 
     Args:
         saliency: float ``[..., length]``.
-        candidates: bool ``[..., length]``; what is none comes after all that are.
+        candidates: bool ``[..., length]``; other entries rank after all candidates.
 
     Returns:
         int64 ``[..., length]``.
@@ -91,8 +91,8 @@ def select_top(
 
     Args:
         saliency: float ``[batch, heads, length]``, larger means keep.
-        budgets: For each row, or for each row and head, how many tokens to choose; from the
-            protected tokens' number to the valid tokens'.
+        budgets: For each row, or for each row and head, how many tokens to choose; at least the
+            protected tokens and at most the valid ones.
         valid: bool ``[batch, heads, length]``, False on padding.
         protected: bool ``[batch, heads, length]``, among the valid.
 
@@ -121,7 +121,7 @@ def select_top(
 def highest(saliency: Tensor, candidates: Tensor, counts: Sequence[int]) -> Tensor:
     """Choose the most salient candidates of every row; of equals the earlier, NaN last.
 
-    As `ranks` below ``counts``, without a place for each: for rows of all layers at once.
+    Marks the same entries as ``ranks(...) < counts``, but faster for the rows of all layers.
 
     Args:
         saliency: float ``[batch, length]``.
@@ -174,10 +174,10 @@ def gather_slots(tensor: Tensor, indices: Tensor) -> Tensor:
 
     Args:
         tensor: ``[batch, heads, length, head_dim]``.
-        indices: int64 ``[batch, heads or 1, count]``; of 1 where they are those of all heads.
+        indices: int64 ``[batch, heads or 1, count]``; 1 if all heads use the same indices.
 
     Returns:
-        ``[batch, heads, count, head_dim]``, a copy of its own.
+        ``[batch, heads, count, head_dim]``, a copy.
     """
     index = indices.clamp(min=0)[..., None].expand(-1, tensor.shape[1], -1, tensor.shape[-1])
     return tensor.gather(2, index).masked_fill_((indices < 0)[..., None], 0)

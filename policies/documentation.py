@@ -31,12 +31,12 @@ _ENTRY = re.compile(r"^ {4}(\w+): (.*?)(?=^ {4}\w|\Z)", re.MULTILINE | re.DOTALL
 def documented(cls: type[T]) -> type[T]:
     """Add the shared arguments and errors to a class's docstring; decorates an attrs class.
 
-    The docstring describes, under ``Args:``, the arguments that are the class's own or that mean
-    something of their own there. Every other one gets its line of `SHARED`, all in the order of the
-    signature. ``Raises:`` is what all parts raise, unless the class says it itself.
+    The docstring describes under ``Args:`` only the arguments that are special to the class. Every
+    other argument gets its line from `SHARED`; all are put in the order of the signature.
+    ``Raises:`` lists the errors common to all parts, unless the class has this section itself.
 
     Raises:
-        TypeError: An argument is documented nowhere, or what is documented is no argument.
+        TypeError: An argument is not documented, or a documented name is no argument.
 
     Example:
         >>> from kvpolicy.policies import KeyDiff

@@ -50,8 +50,8 @@ def check_scorer(component: Scorer) -> None:
         component: The scorer.
 
     Raises:
-        TypeError: It is no `Scorer`.
-        AssertionError: It breaks the contract; says how.
+        TypeError: ``component`` is no `Scorer`.
+        AssertionError: It breaks the contract; the message says how.
     """
     check_component(component, Scorer)
     check_scorer_declares(component)
@@ -111,12 +111,12 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
 
     Args:
         component: The selector.
-        larger: The same under a larger budget, to be checked for only adding tokens. None where
-            `KVSelector.budget` says enough: then a longer context serves.
+        larger: The same selector with a larger budget, to check that it only adds tokens. None for
+            a selector with a `KVSelector.budget`, for which a longer context is used.
 
     Raises:
         TypeError: One of them is no `KVSelector`.
-        AssertionError: It breaks the contract; says how.
+        AssertionError: It breaks the contract; the message says how.
     """
     check_component(component, KVSelector)
     if larger is not None:
@@ -212,8 +212,8 @@ def check_propagation(component: PropagationPolicy) -> None:
         component: The propagation policy.
 
     Raises:
-        TypeError: It is no `PropagationPolicy`.
-        AssertionError: It breaks the contract; says how.
+        TypeError: ``component`` is no `PropagationPolicy`.
+        AssertionError: It breaks the contract; the message says how.
     """
     check_component(component, PropagationPolicy)
     check_propagation_declares(component)

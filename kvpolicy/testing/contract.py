@@ -47,15 +47,15 @@ def check_choice(
 
     Args:
         indices: int64, -1 on slots without a token.
-        valid: bool ``[length]``, the tokens there are to choose from.
-        protected: bool ``[length]``, those that are to be chosen whatever their saliency.
-        saliency: float ``[length]``; None where it does not decide.
-        budget: How many to choose; None where it is not known.
+        valid: bool ``[length]``, the tokens to choose from.
+        protected: bool ``[length]``, the tokens that must be chosen whatever their saliency.
+        saliency: float ``[length]``; None if saliency does not decide.
+        budget: How many tokens to choose; None if it is not known.
         seen_len: Tokens of the row's context so far.
-        exact: Whether the budget is what is chosen, not the least of it.
+        exact: Whether exactly the budget must be chosen, or at least the budget.
 
     Raises:
-        AssertionError: The choice is not right; says how.
+        AssertionError: The choice is not right; the message says how.
     """
     require(indices.dtype == torch.int64, f"indices must be int64, got {indices.dtype}")
     all_indices: list[int] = indices.tolist()
@@ -98,7 +98,7 @@ def decides_alone(part: KVSelector | PropagationPolicy) -> bool:
 def says_how_it_ranks(part: PropagationPolicy) -> bool:
     """True if a propagation policy passes tokens on in the order of its `ranking`.
 
-    One that asks for more and leaves the ranking as it is may rank by whatever it likes.
+    A policy that needs more inputs and does not override `ranking` may use any other order.
     """
     own = type(part).ranking is not PropagationPolicy.ranking
     return decides_alone(part) or (part.needs_saliency and own)
@@ -110,7 +110,7 @@ def check_protected(
     """Check that a part's ``protected`` marks at least the tokens that it declares protected.
 
     Args:
-        part: With its ``protected_tail`` and ``protected_first``.
+        part: A selector or propagation policy.
         protected: bool ``[length]``, of one row and head.
         positions: int64 ``[length]``, -1 on padding.
 

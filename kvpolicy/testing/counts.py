@@ -22,12 +22,12 @@ def check_kept_counts(
 
     Args:
         component: The selector.
-        context: A layer that says nothing of lengths.
-        saliency: Of its keys.
-        kept: What the selector keeps of it.
+        context: A layer without ``held_len``.
+        saliency: The saliency of its keys.
+        kept: The indices that the selector keeps of it.
 
     Raises:
-        AssertionError: It does not.
+        AssertionError: It keeps another number of tokens.
     """
     held = context.valid.sum(dim=-1)
     if not bool((held == held[:, :1]).all()):  # nothing is known of heads that hold unlike numbers

@@ -37,8 +37,8 @@ def check_alone(component: KVSelector, context: LayerContext, saliency: Tensor) 
 def _layers(draw: st.DrawFn, context: LayerContext) -> list[tuple[Tensor, LayerContext]]:
     """Draw one to three layers of the same rows, with different heads, tokens and saliencies.
 
-    After a drop fewer tokens reach a layer; where a window is bound enough for a row, nothing of it
-    is to be chosen.
+    Fewer tokens reach layers after a drop; and a row has nothing to choose in a layer whose sliding
+    window keeps few enough tokens.
     """
     found = []
     for index in range(draw(st.integers(1, 3))):
@@ -70,12 +70,12 @@ def check_together(
 
     Args:
         component: The selector.
-        larger: The same under a larger budget; None where there is none to be checked against.
-        context: A layer; others are made of it.
-        data: Draws them.
+        larger: The same selector with a larger budget; None to leave that check out.
+        context: A layer, from which more layers are made.
+        data: Hypothesis draws the other layers with it.
 
     Raises:
-        AssertionError: It breaks the contract; says how.
+        AssertionError: It breaks the contract; the message says how.
     """
     drawn = data.draw(_layers(context))
     scores, contexts = [each for each, _ in drawn], [each for _, each in drawn]

@@ -20,8 +20,8 @@ from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 class EvictionMethod(Method):
     """Base of methods where one scorer ranks the tokens of every layer; prefill is complete.
 
-    A method names its scorer, and adds arguments as fields. They stand behind ``window_size`` in
-    its signature; ``retention_tokens`` and ``protect`` are given by name.
+    A subclass returns its scorer, and adds arguments as fields. They come after ``window_size`` in
+    its signature; ``retention_tokens`` and ``protect`` are keyword-only.
 
     Example:
         >>> from kvpolicy.policies import LastQueryScorer

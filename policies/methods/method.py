@@ -28,13 +28,13 @@ def _as_given(decoding: DecodingEviction | int | None) -> DecodingEviction | Non
 class Method(CachePolicy):
     """Base of named methods: a policy that builds its parts from its own arguments.
 
-    Two are equal where their arguments are. A method that only ranks tokens for eviction is shorter
-    as an `EvictionMethod`.
+    Two methods are equal if their arguments are equal. A method that only ranks tokens for eviction
+    is shorter as an `EvictionMethod`.
 
     Args:
-        decoding: What bounds the layers while an answer is decoded: a `DecodingEviction` of any
-            parts; a number of tokens, for the method's own rule under it (`decoding_rule`); True,
-            for its own rule under ``retention_tokens``. None lets them grow.
+        decoding: Bounds the layers while an answer is decoded: a `DecodingEviction` of any parts; a
+            number of tokens, for the method's own rule with this budget (`decoding_rule`); or True,
+            for its own rule with ``retention_tokens``. None lets the layers grow.
 
     Example:
         >>> from kvpolicy.policies import SnapKV
@@ -94,8 +94,8 @@ kernel_size=7, group_first=False)
 
         Raises:
             TypeError: An argument is not an int.
-            ValueError: It is below 1; or the method keeps everything or reads a prompt twice, and
-                has no such rule (`has_decoding_rule`).
+            ValueError: An argument is below 1; or the method keeps everything or reads a prompt
+                twice, and so has no rule of its own (`has_decoding_rule`).
 
         Example:
             >>> from kvpolicy.policies import H2O

@@ -23,18 +23,19 @@ DEPTHS = (0.25, 0.5)
 class AgreementPropagation(PropagationPolicy):
     """Drops tokens after the first layer whose ranking agrees with the previous layer's.
 
-    A row's tokens are ranked by the mean of the saliency over all query heads, at the layer and at
-    the one before. Where at least ``agreement`` of the best that are not protected are the same at
-    both, or at the last layer that may act, the best of the layer go on; before, all do. So rows
-    drop after layers of their own, each once.
+    At each layer that may act, and at the layer before it, a row's tokens are ranked by the mean of
+    the saliency over all query heads. If at least a share ``agreement`` of the best tokens (without
+    the protected ones) is the same at both layers, only the best go on; otherwise all tokens do. At
+    the last layer that may act the best go on in any case. So each row drops tokens once, after a
+    layer of its own.
 
     Args:
         tsp_rate: Fraction of the row's context that goes on, in (0, 1]. 0.2 by default.
         window_size: Trailing tokens that always go on, at least 1.
         tsp_tokens: Number of tokens that go on, in place of the rate.
-        agreement: Share of the best that must be the same, in [0, 1].
-        drop_layers: Indices of the layers that may act, from 1, since a layer has to be before
-            them; None for those from a quarter to half of the model that see the whole context.
+        agreement: Share of the best tokens that must be the same at both layers, in [0, 1].
+        drop_layers: Indices of the layers that may act, from 1, since each needs a layer before it;
+            None for the layers from a quarter to half of the model that see the whole context.
 
     Raises:
         TypeError: An argument is not of its type.

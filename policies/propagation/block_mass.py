@@ -26,12 +26,12 @@ UNITS = 1 << 40
 class BlockMassPropagation(PropagationPolicy):
     """Passes on the fewest blocks of tokens that together hold a given share of the saliency.
 
-    A layer's new tokens are parted into blocks of ``block_size``, counted from the row's first. The
-    mass of a block is the sum of its tokens' saliency, averaged over all heads; below 0 counts as
-    0. Blocks go on in the order of their mass, until what went on before reaches ``mass`` of the
-    whole: the block in which it does goes on too. How many that are depends on the prompt, so that
-    rows of a batch may pass on unlike numbers. The first and the last tokens always go on, and
-    every token keeps its position.
+    A layer's new tokens are divided into blocks of ``block_size``, counted from the row's first.
+    The mass of a block is the sum of its tokens' saliency, averaged over all heads; negative values
+    count as 0. Blocks of largest mass go on, as few as together reach the share ``mass`` of the
+    whole. Their number depends on the prompt, so that rows of a batch may pass on different
+    numbers of tokens. The first and the last tokens always go on, and every token keeps its
+    position.
 
     Args:
         drop_layers: Indices of the layers after which tokens are dropped, from 0; None for six
@@ -50,9 +50,9 @@ class BlockMassPropagation(PropagationPolicy):
         >>> sorted(BlockMassPropagation().acting_layers(num_layers=32))
         [7, 11, 15, 19, 23, 27]
 
-    Source: UniPrefill (arXiv 2605.06221), by the operator of its code that counts first and last
-    tokens singly and keeps the block that reaches the mass; another form of it there loses that
-    block, and marks whole blocks.
+    Source: UniPrefill (arXiv 2605.06221). Its code has two versions; this follows the one that
+    keeps the block in which the mass is reached, and exactly the first and last tokens. The other
+    drops that block, and keeps the first and last tokens in whole blocks.
     """
 
     paper: ClassVar[str] = "arXiv 2605.06221"

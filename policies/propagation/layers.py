@@ -12,8 +12,8 @@ def as_layers(layers: object) -> tuple[int, ...] | None:
         layers: An iterable of layer indices, from 0, or None.
 
     Raises:
-        TypeError: It is no iterable of ints.
-        ValueError: It is empty, an index is below 0, or one comes twice.
+        TypeError: ``layers`` is no iterable of ints.
+        ValueError: ``layers`` is empty, an index is below 0, or an index is repeated.
 
     Example:
         >>> as_layers([7, 3])
@@ -32,12 +32,12 @@ def within(layers: tuple[int, ...], num_layers: int, *, first: int = 0) -> froze
     """Check that layer indices lie in a model, and return them as a set.
 
     Args:
-        layers: Their indices.
+        layers: The layer indices.
         num_layers: Layers of the model.
-        first: The first that may be named.
+        first: The smallest index allowed, for the message.
 
     Raises:
-        ValueError: One lies outside the model.
+        ValueError: An index lies outside the model.
     """
     if max(layers) >= num_layers:
         raise ValueError(

@@ -21,14 +21,14 @@ class PyramidPropagation(PropagationPolicy):
     """Passes a fraction of the older tokens on after every layer; the newest all go on.
 
     The tail, the last ``1 + int(N * recent_rate)`` tokens, and the first ``num_sinks`` tokens
-    always go on. Of the ``c`` tokens before the tail, ``int(c * r)`` do, with
+    always go on. Of the ``c`` tokens before the tail, ``int(c * r)`` go on, with
     ``r = (1 - decay_ratio) * (cos(pi * l / num_layers) + 1) / 2 + decay_ratio`` after layer ``l``,
     those with the highest saliency averaged over all heads. Nothing is dropped where that would
     leave no more than ``min_context`` of them, or than the prompt has before its tail.
 
     Args:
         recent_rate: Fraction of the row's context that makes the tail, in (0, 1].
-        decay_ratio: What ``r`` falls to at the last layer, in (0, 1].
+        decay_ratio: The value that ``r`` falls to at the last layer, in (0, 1].
         num_sinks: First tokens that always go on, at least 0.
         min_context: Tokens before the tail below which nothing is dropped, at least 0.
         window_size: Last tokens that always go on even where the tail is shorter, at least 1; for

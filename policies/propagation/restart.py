@@ -19,10 +19,10 @@ from kvpolicy.selection import row_budgets, select_top
 class RestartPropagation(PropagationPolicy):
     """Runs the prefill again on the most salient tokens of one layer.
 
-    The first pass ends at the filter layer, of which it computes no more than queries, keys and
-    values. The second reads the chosen tokens at positions without gaps, and generation continues
-    behind them. The saliency is the mean over all query heads. In a later turn the new tokens
-    compete for a budget of the whole context so far, so that a short question goes on whole.
+    The first pass ends at the filter layer, of which it computes only queries, keys and values.
+    The second pass reads the chosen tokens at positions without gaps, and generation continues
+    after them. The saliency is averaged over all query heads. In a later turn the budget refers to
+    the whole context so far but only new tokens are chosen, so that a short question is kept whole.
 
     Args:
         filter_layer: Index of the layer that chooses, from 0; None for ``num_layers // 2 - 1``.

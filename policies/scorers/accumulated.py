@@ -18,9 +18,9 @@ class AccumulatedAttentionScorer(Scorer):
 
     ``saliency[h, j] = sum over queries i >= j of softmax(q_i . k_j * scaling)`` per query head
     ``h``, in float32, every query attending causally. Computed in blocks: the memory is that of few
-    queries, not of a matrix of all queries and keys. In a later turn the new tokens observe; where
-    a policy evicts while it decodes, all tokens since the prompt's first, by sums that it keeps as
-    its state, the mean over each KV group.
+    queries, not of a matrix of all queries and keys. In a later turn the sum is over the new
+    tokens' queries. If a policy evicts while it decodes, the sum is over all queries since the
+    prompt's first; the scorer's state holds it, averaged over each KV group.
 
     Example:
         >>> AccumulatedAttentionScorer().num_queries is None

@@ -18,7 +18,7 @@ from kvpolicy.interfaces import Scorer
 class BlockProductScorer(Scorer):
     """Scores tokens by the products of the last queries with the mean keys of their block.
 
-    Keys are parted, by position, into units of ``unit_size`` tokens, and ``block_units`` of these
+    Keys are divided, by position, into units of ``unit_size`` tokens, and ``block_units`` units
     make a block. ``saliency[j] = max over units m of the block of j of mean over query heads h of
     |q_h . k_hm|``, with ``q_h`` the mean of the last queries and ``k_hm`` the mean of the unit's
     keys that the head holds; in float32, unscaled and without softmax. The same for all heads and

@@ -19,12 +19,13 @@ from kvpolicy.interfaces import Scorer
 class ChunkAttentionScorer(Scorer):
     """Scores tokens by the attention of earlier and later tokens of their chunk, times value norms.
 
-    Behind the sinks, positions are parted into chunks of ``chunk_size``. ``a[h, j] = sum over the
-    new queries i of j's chunk of softmax(q_i . k_j)`` over the keys of the chunk, unscaled and not
-    causal, its mean over a KV group times ``||v_j||_2``, average-pooled over ``kernel_size``
-    neighbours; ``saliency[g, j]`` is that, at mean 0 and deviation 1 over the row and head. In
-    float32. The first and the last tokens have no part in any of it and get 0: protect them. In a
-    later turn so do tokens of chunks without a new query, which is the mean of the others.
+    After the sinks, positions are divided into chunks of ``chunk_size``. ``a[h, j] = sum over the
+    new queries i of j's chunk of softmax(q_i . k_j)``, with the softmax over the keys of the chunk,
+    unscaled and not causal. Its mean over a KV group is multiplied by ``||v_j||_2`` and
+    average-pooled over ``kernel_size`` neighbours. ``saliency[g, j]`` is the result, standardized
+    to mean 0 and deviation 1 over the row and head, in float32. The first and the last tokens take
+    no part in this and get 0: protect them. In a later turn tokens in chunks without a new query
+    get 0 as well, which is the mean of the others.
 
     Args:
         num_sinks: First tokens of the row that are left out, at least 0.

@@ -17,13 +17,13 @@ from kvpolicy.interfaces import Scorer
 class LagKVScorer(Scorer):
     """Scores tokens by the spread of their channels, scaled to the range of the tokens after them.
 
-    Behind the sinks, the tokens that a KV head holds are parted into runs of ``lag_size``, counted
-    from the row's first. With ``low`` and ``high`` the least and largest of the next run, per
-    channel, ``s_j = softmax over the run of the standard deviation over channels of
-    (x_j - low) / (high - low)``, once of keys and once of values. ``saliency[h, j] = r / lag_size``
-    per KV head ``h``, with ``r`` the rank, from 0, of ``s_j`` of keys plus that of values in its
-    run: every run keeps the same share. The last full run and what follows it have nothing to be
-    held against and come before all others, the newer the higher, in [1, 2); sinks have 2.
+    After the sinks, the tokens that a KV head holds are divided into runs of ``lag_size``, counted
+    from the row's first. With ``low`` and ``high`` the smallest and largest value in the next run,
+    per channel, ``s_j = softmax over the run of the standard deviation over channels of
+    (x_j - low) / (high - low)``, computed for keys and for values and added up. ``saliency[h, j] =
+    r / lag_size`` per KV head ``h``, with ``r`` the rank of ``s_j`` in its run, from 0: every run
+    keeps the same share. The last full run and the tokens after it have no next run; they rank
+    above all earlier runs, newer tokens higher, in [1, 2). Sinks have 2.
 
     Args:
         num_sinks: First tokens of the row, which come first of all, at least 0.
@@ -38,10 +38,10 @@ class LagKVScorer(Scorer):
         0
 
     Source: LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important (arXiv
-    2504.04704), as kvpress has it: deviations divided by one less than the channels, keys after
-    rotary embedding. There sinks, the last run and what follows all score 1, so that ties decide
-    where the budget is below their number; here newer tokens win, as they do there in contexts
-    shorter than two runs. A channel in which the next run is constant, 0 / 0 there, counts as 0.
+    2504.04704), as kvpress implements it: unbiased deviations, keys after rotary embedding. In
+    kvpress sinks, the last run and the tokens after it all score 1, so that ties decide if the
+    budget is smaller; here newer tokens win, as in kvpress in contexts shorter than two runs. A
+    channel that is constant in the next run, 0 / 0 in kvpress, counts as 0.
     """
 
     paper: ClassVar[str] = "arXiv 2504.04704"

@@ -18,11 +18,11 @@ class PeakAttentionScorer(Scorer):
 
     ``saliency[g, j] = max over queries i >= j and the query heads h of KV head g of
     softmax(q_i . k_j * scaling)``, in float32, every query attending causally. Computed in blocks,
-    as by `AccumulatedAttentionScorer`. Unlike a sum over queries it does not favour early tokens,
-    which more queries see, and one query is enough to keep what it needs.
+    as by `AccumulatedAttentionScorer`. A sum over queries favours early tokens, which more queries
+    see; the maximum does not, and a single query is enough to keep a token.
 
-    By itself a token is kept for what the prompt's own tokens took from it; with a second reading
-    (`Repetition`) for what it takes to say the prompt again.
+    Without a second reading the queries are the prompt's own. With one (`Repetition`) they are
+    those of the model repeating the prompt.
 
     Example:
         >>> PeakAttentionScorer().num_queries is None

@@ -16,10 +16,10 @@ class RandomScorer(Scorer):
     """Draws random numbers: the control that every method should beat.
 
     A token's number depends on the seed, the layer, the KV head and its position, so that a row
-    gets the same in any batch, and the same again.
+    gets the same numbers in every batch and every run.
 
     Args:
-        seed: At least 0.
+        seed: Seed of the random numbers, at least 0.
 
     Raises:
         TypeError: ``seed`` is not an int.

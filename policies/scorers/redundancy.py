@@ -25,15 +25,15 @@ class RedundancyScorer(Scorer):
     ``saliency[h, j] = importance * I[h, j] - (1 - importance) * R[h, j]`` per KV head ``h``, in
     float32, for the tokens before the window. ``I`` is the softmax, over these tokens, of the
     largest product in the group, averaged over the window's queries, then max-pooled. ``R`` is the
-    softmax over all tokens ``j`` of the mean over ``i`` of ``cos(k_i, k_j)``, which counts as 0 for
-    ``i = j``, and for the last ``j`` that resembles ``i`` by more than ``threshold``: the newest of
-    many copies is not held against itself. Keys are taken after rotary embedding.
+    softmax over all tokens ``j`` of the mean over ``i`` of ``cos(k_i, k_j)``. The cosine counts as
+    0 for ``i = j``, and for the last ``j`` whose cosine with ``i`` exceeds ``threshold``, so that
+    the newest of many copies is not penalised. Keys are taken after rotary embedding.
 
     Args:
         window_size: Tokens of the observation window, at least 1.
         kernel_size: Width of the pooling, odd, at least 1 (1 does not pool).
         importance: Weight of the attention, in [0, 1].
-        threshold: Cosine from which on a key counts as a copy, in [0, 1].
+        threshold: Cosine above which a key counts as a copy of another, in [0, 1].
 
     Raises:
         TypeError: An argument is not of its type.
@@ -43,9 +43,9 @@ class RedundancyScorer(Scorer):
         >>> RedundancyScorer(window_size=16).unscored_tail
         16
 
-    Source: R-KV (arXiv 2505.24133). In its code the similarity of the first row of a batch serves
-    for all of them, and a key that resembles none takes the first one's part; here rows are on
-    their own, and such a key changes nothing.
+    Source: R-KV (arXiv 2505.24133). In its code the first row's similarity serves for all rows of
+    a batch, and the similarity of a key without copies to the first key is left out; here every row
+    has its own similarity, and all similarities of a key without copies count.
     """
 
     paper: ClassVar[str] = "arXiv 2505.24133"
@@ -107,8 +107,8 @@ class RedundancyScorer(Scorer):
     def _leave_out_copies(self, sums: Tensor, directions: Tensor) -> None:
         """Subtract from each key's sum of cosines that of the last key that resembles it.
 
-        In blocks of heads and keys: the matrix of all is never whole, nor is new memory taken for
-        each block, to be given whose pages costs more than the products.
+        Computed in blocks of heads and keys, so that the whole matrix is never in memory. All
+        blocks use the same memory, since allocating it costs more than the products.
 
         Args:
             sums: ``[heads, key_len]``, written to.
@@ -135,7 +135,7 @@ class RedundancyScorer(Scorer):
     def _last_copies(self, cosines: Tensor) -> tuple[Tensor, Tensor]:
         """Find, for each key, the last key that resembles it and their cosine; 0 and 0 if none.
 
-        Runs of keys are looked through by their highest cosine, and one of them key by key.
+        Searches runs of keys by their highest cosine, then one run key by key.
 
         Args:
             cosines: ``[heads, count, key_len]``, a multiple of `RUN` of keys.

@@ -29,8 +29,8 @@ class WeightedTailScorer(Scorer):
     """Scores tokens by the attention of the prompt's tail, later queries weighing more.
 
     ``saliency[h, j] = mean over tail queries i of w_i * softmax(q_i . k_j * scaling)`` per query
-    head ``h``, in float32, causal, ``w = linspace(1, distance_weight)`` over the tail, the last
-    ``1 + int(N * recent_rate)`` of the row's tokens.
+    head ``h``, in float32, causal, with ``w = linspace(1, distance_weight)`` over the tail. The
+    tail is the last ``1 + int(N * recent_rate)`` of the row's ``N`` tokens.
 
     Args:
         recent_rate: Fraction of the row's context that makes the tail, in (0, 1].

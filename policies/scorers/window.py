@@ -65,13 +65,12 @@ class WindowMaxPoolScorer(_PooledWindowScorer):
     neighbours with it.
 
     With ``group_first`` the sums are averaged over the query heads of each KV group, then pooled:
-    one saliency per KV head. A maximum of a mean is at most the mean of the maxima, so that the two
-    orders rank tokens differently. Heads that share what is stored, as under latent attention, are
-    one group.
+    one saliency per KV head. The maximum of a mean is not the mean of the maxima, so the two orders
+    rank tokens differently. Heads that share storage, as under latent attention, are one group.
 
     Args:
         window_size: Tokens of the observation window, at least 1. In a later turn with fewer new
-            tokens, those observe; the window that goes unscored stays this long.
+            tokens only their queries are used; the unscored window stays this long.
         kernel_size: Width of the pooling, odd, at least 1 (1 does not pool).
         group_first: Whether attention is averaged over each KV group before it is pooled.
 
@@ -151,9 +150,9 @@ class WindowAttentionScorer(Scorer):
     """Scores all tokens, the last ones included, by the attention of the last tokens.
 
     ``saliency[h, j] = mean over window queries i of softmax(q_i . k_j * scaling)`` per query head
-    ``h``, in float32, causal inside the window, and the maximum of a token's neighbourhood of
-    ``kernel_size``. Every token is scored, those of the window too, so that they need not be kept;
-    without pooling the saliency of a head sums to 1 over all tokens, unless its softmax has a sink.
+    ``h``, in float32, causal inside the window, max-pooled over ``kernel_size`` neighbours. The
+    window's own tokens are scored too, so that they need not be kept. Without pooling the saliency
+    of a head sums to 1 over all tokens, unless its softmax has a sink.
 
     Args:
         window_size: Tokens of the observation window, at least 1.

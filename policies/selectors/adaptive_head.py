@@ -23,11 +23,11 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
 
     With ``c`` tokens in the mean budget of a row, ``p`` of them protected and ``f = c - p``, each
     KV head first takes its own ``g = int(f * floor)`` most salient tokens beside the protected
-    ones. The other ``kv_heads * (f - g)`` places of the layer go to the most salient of what is
-    left, all heads together; of equals, to the lower head and then to the earlier token. The
-    saliency of a KV head is the mean over the query heads of its group. All heads together keep
-    ``kv_heads * c`` exactly where all tokens reach the layer. A head that has fewer than ``g`` to
-    take from leaves the rest of its ``g`` unused.
+    ones. The other ``kv_heads * (f - g)`` places of the layer go to the most salient tokens left in
+    any head; of equals, to the lower head and then to the earlier token. The saliency of a KV head
+    is the mean over the query heads of its group. All heads together keep exactly ``kv_heads * c``
+    tokens if all tokens reach the layer. A head with fewer than ``g`` such tokens leaves the rest
+    of its places unused.
 
     Args:
         retention_rate: Fraction of the context that heads keep on average, in (0, 1].

@@ -22,14 +22,14 @@ from kvpolicy.selection import ranks, select_top
 class CriticalSelector(WrappingSelector):
     """Keeps as many tokens as another selector, half of them by values' effect on the output.
 
-    Of the ``b`` tokens that the selector keeps of a KV head, ``int(b * first_share)`` are the
-    protected ones and the most salient others. The rest are those of the highest
-    ``(saliency[g, j] + epsilon) * n[g, j]``, with ``saliency[g]`` the mean over the query heads of
-    the group and ``n[g, j]`` the mean over them of ``||v_j W_h||_1``, ``W_h`` the layer's output
-    weights of head ``h``. The saliency should not have values in it already.
+    If the wrapped selector keeps ``b`` tokens of a KV head, the first ``int(b * first_share)`` are
+    the protected tokens and the most salient others. The rest are the tokens of highest
+    ``(saliency[g, j] + epsilon) * n[g, j]``. ``saliency[g]`` is the mean over the query heads of
+    the group, and ``n[g, j]`` the mean over them of ``||v_j W_h||_1``, with ``W_h`` the layer's
+    output weights of head ``h``. Use a saliency that does not depend on values already.
 
     Args:
-        selector: Says how many tokens each head keeps, and which are protected.
+        selector: Decides how many tokens each head keeps, and which are protected.
         first_share: Share of the tokens that is chosen by the saliency alone, in [0, 1].
         epsilon: Added to the saliency in the second stage, at least 0.
 

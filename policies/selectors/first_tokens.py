@@ -23,12 +23,12 @@ from kvpolicy.selection import compress
 class FirstTokensWholeSelector(WrappingSelector):
     """Keeps the first tokens of the context, and what another selector keeps of the later ones.
 
-    The selector is shown the tokens behind alone, at their own positions, as if no others had been
-    seen: a rate is a rate of these, and a number of tokens comes on top of the first ones.
-    ``protect`` of other selectors keeps first tokens too, but counts them in the budget.
+    The wrapped selector sees only the later tokens, at their own positions, as if there were no
+    others: its rate refers to these tokens, and its number of tokens is added to the first ones.
+    (``protect`` of other selectors keeps first tokens too, but counts them in the budget.)
 
     Args:
-        selector: Chooses among the tokens behind.
+        selector: Chooses among the later tokens.
         whole_tokens: First tokens of the context that are kept, such as those of a system prompt,
             at least 0.
 
@@ -40,7 +40,7 @@ class FirstTokensWholeSelector(WrappingSelector):
         >>> FirstTokensWholeSelector(GQAGroupSelector(0.1), 100).kept_rates(2, context_len=1000)
         [0.19, 0.19]
 
-    Source: KVzip (arXiv 2505.23416), whose code keeps the system prompt so.
+    Source: KVzip (arXiv 2505.23416), whose code keeps the system prompt in this way.
     """
 
     paper: ClassVar[str] = "arXiv 2505.23416"
@@ -71,7 +71,7 @@ class FirstTokensWholeSelector(WrappingSelector):
     def equal_counts(self) -> bool:
         """True if the wrapped selector keeps equal counts and protects no first tokens of its own.
 
-        Heads that hold as many protected tokens may then hold unlike numbers of the first ones.
+        Otherwise heads with equally many protected tokens may hold different numbers of first ones.
         """
         own = self.selector.protected_first <= self.whole_tokens or not self.whole_tokens
         return own and self.selector.equal_counts

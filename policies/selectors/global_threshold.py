@@ -22,24 +22,24 @@ from kvpolicy.selection import compress, head_budgets, highest
 class GlobalThresholdSelector(SharedBudgetSelector):
     """Splits one budget over all layers and KV heads: one saliency threshold for the whole model.
 
-    Chosen once every layer was scored. The budget of a row is the sum of what every KV head of
-    every layer would keep by itself under the rate or number of tokens, of the tokens that it has;
-    beside the protected tokens the most salient of all layers and heads together fill it. Of
-    equals, that of the lower layer comes first, then of the lower head, then the earlier token.
-    Saliencies of unlike layers are compared as they are: they have to be of one scale, as
-    attention is. The saliency of a KV head is the mean over the query heads of its group.
+    Layers choose after all of them were scored. The budget of a row is the sum of the tokens that
+    each KV head of each layer would keep on its own under the rate or number of tokens. It is
+    filled with the protected tokens and then the most salient tokens of any layer and head. Of
+    equals the lower layer comes first, then the lower head, then the earlier token. Saliencies of
+    different layers are compared directly, so they must have the same scale, as attention has. The
+    saliency of a KV head is the mean over the query heads of its group.
 
     Args:
         retention_rate: Fraction of the context that layers and heads keep on average, in (0, 1].
-        retention_tokens: Number of tokens that they keep on average, at least 1, in place of the
-            rate.
+        retention_tokens: Number of tokens that layers and heads keep on average, at least 1, in
+            place of the rate.
 
     Example:
         >>> GlobalThresholdSelector(0.3).decides_together
         True
 
-    Source: KVzip (arXiv 2505.23416), section 3, whose code keeps what is above the threshold, so
-    that of equals at it none stays; here the number is exact.
+    Source: KVzip (arXiv 2505.23416), section 3. Its code keeps tokens above the threshold and none
+    equal to it; here the number is exact.
     """
 
     paper: ClassVar[str] = "arXiv 2505.23416"

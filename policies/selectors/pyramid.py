@@ -24,16 +24,16 @@ class PyramidSelector(SharedBudgetSelector):
 
     With ``c`` tokens in the mean budget of a row of ``N``, ``p`` of them protected, ``f = c - p``
     and ``m`` layers, layer ``l`` of the first half keeps ``p + min(f + fall(l), N - p)`` tokens,
-    ``fall(l) = f * (beta - 1) * (m - 1 - 2 * l) // (beta * (m - 1))``, and its mirror
-    ``m - 1 - l`` as many fewer than ``c`` as that is more. All layers together keep ``m * c``
-    exactly where all tokens reach all layers.
+    ``fall(l) = f * (beta - 1) * (m - 1 - 2 * l) // (beta * (m - 1))``. The mirrored layer
+    ``m - 1 - l`` keeps as many fewer than ``c`` as layer ``l`` keeps more. All layers together keep
+    exactly ``m * c`` tokens if all tokens reach all layers.
 
     Args:
         retention_rate: Fraction of the context that layers keep on average, in (0, 1].
         retention_tokens: Number of tokens that layers keep on average, at least 1, in place of the
             rate.
         beta: How steep the pyramid is, at least 1: the last layer keeps about ``f / beta`` tokens
-            beside the protected ones; 1 is no fall.
+            beside the protected ones; with 1 all layers keep equally many.
 
     Example:
         >>> rates = PyramidSelector(retention_rate=0.2, beta=4).kept_rates(num_layers=4)
