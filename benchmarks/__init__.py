@@ -1,4 +1,4 @@
-"""Measure the library with scripts, which write their results to a folder beside them.
+"""Scripts that measure the library, and write their results to the folder ``results``.
 
 Importing this package also makes kvpolicy importable from a checkout in which it is not installed,
 as on a borrowed machine: the checkout's folders are then added to the package's path.

@@ -1,4 +1,4 @@
-"""Generate greedy answers to questions that are read before or after the policy has chosen."""
+"""Generate greedy answers, with the question read before or after the policy has chosen."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ def continuations(
 
 
 def word_score(tokenizer: Any, generated: Tensor | list[int], outputs: Sequence[str]) -> float:
-    """Return the share of expected words in the generated text, up to the end of the answer."""
+    """Return the fraction of expected words in the generated text, up to the answer's end."""
     text, _, _ = tokenizer.decode(generated).partition(tokenizer.eos_token)
     return score(text, outputs)

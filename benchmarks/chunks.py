@@ -1,4 +1,4 @@
-"""Measure peak memory and time of a prompt that is read in chunks, and of one read at once.
+"""Measure peak memory and time of a prompt that is read in chunks, compared with all at once.
 
 A tiny Llama of random weights runs on the processor. Every prompt is read in its own process, both
 ways in turns. Then prompts of growing length are read in chunks only. Writes ``chunks.json`` after
@@ -49,7 +49,7 @@ OPTIONS = (
 
 
 def _of_peaks(key: str, unit: float, choose: Any) -> Any:
-    """Return a column function that reduces a figure over the measured rounds; None without one."""
+    """Return a column function that reduces a row's values over the measured rounds."""
 
     def value(row: Row) -> float | None:
         found = [each[key] for each in row["peaks"] if each is not None]
@@ -71,7 +71,7 @@ TABLE = Table(
 
 
 def rows_of(options: argparse.Namespace) -> Iterator[list[Row]]:
-    """Yield, for each context and method, a row per way of reading, with every round's peaks."""
+    """Yield a row with all rounds' peaks for each context, method and way of reading."""
     prompts = [(context, options.rounds, False) for context in options.contexts]
     prompts += [(context, 1, True) for context in options.growing]
     for context, rounds, grows in prompts:
@@ -94,14 +94,14 @@ def rows_of(options: argparse.Namespace) -> Iterator[list[Row]]:
 
 
 def _of_whole(taken: dict[str, list[Any]], chunk: int) -> dict[str, float] | None:
-    """Return the spread of CPU time in chunks over CPU time at once, over rounds that have both."""
+    """Return the spread of CPU time in chunks divided by CPU time at once."""
     pairs = zip(taken[str(chunk)], taken["None"], strict=True)
     both = [ours["cpu_ms"] / theirs["cpu_ms"] for ours, theirs in pairs if ours and theirs]
     return spread(both) if both else None
 
 
 def measure(run: Run) -> None:
-    """Measure every prompt with every method."""
+    """Measure every prompt length with every method."""
     settings = {
         "model": attrs.asdict(TINY),
         "dtype": "torch.float32",

@@ -1,4 +1,4 @@
-"""Measure time: how long a call takes, how long a policy's decisions take, and deadlines."""
+"""Measure times of calls and of a policy's decisions, and check deadlines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class OutOfTimeError(Exception):
-    """The time that was given is over."""
+    """A measurement has run out of time."""
 
 
 class Deadline:
@@ -46,7 +46,7 @@ class Deadline:
 
 @attrs.frozen
 class Interval:
-    """The wall, CPU and device time that something took.
+    """The wall, CPU and device time of a piece of work.
 
     Args:
         wall_ms: Milliseconds on the clock; a GPU is waited for before the clock is read.
@@ -60,7 +60,7 @@ class Interval:
 
 
 def timed(device: torch.device, run: Callable[[], T]) -> tuple[T, Interval]:
-    """Run a function; return its result and time. A GPU is synchronised before and after."""
+    """Run a function; return its result and times. A GPU is synchronised before and after."""
     on_cuda = device.type == "cuda"
     if on_cuda:
         start, end = _event(), _event()
@@ -81,7 +81,7 @@ def _event() -> Any:
 
 
 class TokenTimes:
-    """A streamer of `generate` that records when the prompt and every token came.
+    """A streamer of `generate` that records when the prompt and every token were done.
 
     Args:
         clock: Tells the seconds; the machine's clock if None.
@@ -95,14 +95,14 @@ class TokenTimes:
         self._clock = clock or time.perf_counter
 
     def put(self, value: Tensor) -> None:
-        """Record the time of the prompt, or of one token of each row."""
+        """Record the time when the prompt, or one token of each row, was done."""
         self.seconds.append(self._clock())
 
     def end(self) -> None:
         """Do nothing; `generate` calls this after the last token."""
 
     def steps_ms(self, first: int = 0) -> list[float]:
-        """Return the milliseconds between readings, from reading ``first`` on.
+        """Return the milliseconds between recorded times, from time ``first`` on.
 
         From reading 0 on, these are the time of the prefill, then that of each further token.
         """
@@ -111,7 +111,7 @@ class TokenTimes:
 
 
 class TimedPolicy(CachePolicy):
-    """A policy that also measures how long its decisions take.
+    """A policy that measures how long its decisions take.
 
     On a GPU the time is taken between CUDA events, without waiting. It covers scoring and choosing,
     and the waits that choosing causes. It does not cover the check of the parts' answers, which is
@@ -127,7 +127,7 @@ class TimedPolicy(CachePolicy):
 
     def __init__(self, policy: CachePolicy, device: torch.device) -> None:
         parts = policy.scorer, policy.selector, policy.propagation
-        super().__init__(*parts, reading=policy.reading, gapless=policy.gapless)
+        super().__init__(*parts, rereading=policy.rereading, gapless=policy.gapless)
         object.__setattr__(self, "_on_cuda", device.type == "cuda")
         object.__setattr__(self, "_spans", [])
 
@@ -138,16 +138,16 @@ class TimedPolicy(CachePolicy):
         remembered: bool = False,
         checks: DeferredChecks | None = None,
     ) -> Decision:
-        """Return the policy's decision, and time it; see `CachePolicy.decide`."""
+        """Decide as the wrapped policy does, and add the time; see `CachePolicy.decide`."""
         how: dict[str, Any] = {"remembered": remembered, "checks": checks}
         return self._timed(lambda: super(TimedPolicy, self).decide(context, **how))
 
     def decide_layers(self, layers: Sequence[DeferredLayer]) -> list[Tensor]:
-        """Return the policy's choice for all layers, timed; see `CachePolicy.decide_layers`."""
+        """Choose as the wrapped policy does, and add the time; see `CachePolicy.decide_layers`."""
         return self._timed(lambda: super(TimedPolicy, self).decide_layers(layers))
 
     def decide_restart(self, context: LayerContext) -> Tensor | None:
-        """Return the policy's choice, and time it; see `CachePolicy.decide_restart`."""
+        """Choose as the wrapped policy does, and add the time; see `CachePolicy.decide_restart`."""
         return self._timed(lambda: super(TimedPolicy, self).decide_restart(context))
 
     def total_ms(self) -> float:

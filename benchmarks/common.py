@@ -1,4 +1,4 @@
-"""Build what the benchmarks measure with: models of random weights, prompts, limits, and files."""
+"""Code that the benchmarks share: random models, prompts, speed-up limits, and result files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BASELINE = "dynamic_cache"
 
 @attrs.frozen
 class ModelSpec:
-    """The sizes of a Llama of random weights.
+    """The sizes of a Llama with random weights.
 
     Args:
         hidden_size: Width of the residual stream.
@@ -62,7 +62,7 @@ class ModelSpec:
         )
 
     def build(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """Build the model on its device with the weights of seed 0; nothing is read or fetched.
+        """Build the model on its device with random weights of seed 0.
 
         Args:
             device: Device of the weights.
@@ -96,7 +96,7 @@ def policies_said(names: Sequence[str]) -> dict[str, str]:
 
 
 def policy_of(name: str) -> CachePolicy | None:
-    """Return a registered policy with its own defaults; None for ``dynamic_cache``.
+    """Return a registered policy with its default arguments; None for ``dynamic_cache``.
 
     Args:
         name: A registered policy's, or ``dynamic_cache``.
@@ -123,7 +123,7 @@ def random_prompt(vocab_size: int, context: int, batch: int = 1) -> Tensor:
 
 
 def allowed(policy: CachePolicy | None, context: int, model: PreTrainedModel) -> dict[str, float]:
-    """Return the limits of a policy's speed-ups, under a row's keys; 1 without a policy."""
+    """Return the largest possible speed-ups of a policy, under a row's keys."""
     if policy is None:
         return {"prefill_allowed": 1.0, "decode_allowed": 1.0}
     shape = shape_of(model.config)
@@ -136,7 +136,7 @@ def allowed(policy: CachePolicy | None, context: int, model: PreTrainedModel) ->
 def allowed_decode(
     policy: CachePolicy, shape: ModelShape, context: int, model: PreTrainedModel
 ) -> float:
-    """Return the largest speed-up of a decoded token, by the bytes that it reads.
+    """Return the largest speed-up of a decoded token, limited by the bytes that it reads.
 
     These are the weights without the embeddings, of which a token reads one row, and the keys and
     values kept of the prompt.
@@ -154,7 +154,7 @@ def allowed_decode(
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median, lowest and highest of some values.
+    """Return the median, minimum and maximum of some values.
 
     Example:
         >>> spread([3.0, 1.0, 2.0])
@@ -174,7 +174,7 @@ def ratio_text(ratio: float) -> str:
 
 
 def as_json(record: dict[str, Any]) -> str:
-    """Return JSON with each list of numbers on one line; not-a-number is refused.
+    """Return JSON with each list of numbers on one line; raise an error for NaN.
 
     Example:
         >>> print(as_json({"ms": [1.5, 2.0], "at": {"context": 8}}))
@@ -192,7 +192,7 @@ def as_json(record: dict[str, Any]) -> str:
 
 
 def write_json(folder: Path, name: str, record: dict[str, Any]) -> None:
-    """Write a record to a folder; a file of this name is replaced in one step."""
+    """Write a record as JSON to a folder; an older file is replaced atomically."""
     write_all(folder, {name: as_json(record).encode()})
 
 

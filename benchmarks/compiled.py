@@ -1,4 +1,4 @@
-"""Time one answer of stock `model.generate`, whose decoding is compiled, token by token."""
+"""Time an answer of `model.generate` with compiled decoding, token by token."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Answer:
 
 @attrs.frozen
 class Compilations:
-    """A reading of torch's counters of compilations.
+    """A snapshot of torch's counters of compilations.
 
     Args:
         graphs: Number of compiled graphs.
@@ -56,14 +56,14 @@ class Compilations:
         return Compilations(counters["stats"]["unique_graphs"], skips)
 
     def since(self, before: Compilations) -> Compilations:
-        """Return the difference to an earlier reading."""
+        """Return the compilations since an earlier snapshot."""
         return Compilations(
             self.graphs - before.graphs, self.without_cuda_graphs - before.without_cuda_graphs
         )
 
 
 class TokenClock(TokenTimes):
-    """A `TokenTimes` that waits for the device before each reading and ends at a deadline.
+    """A `TokenTimes` that waits for the device before each time, and stops at a deadline.
 
     Args:
         device: Waited for before the clock is read.
@@ -84,7 +84,7 @@ class TokenClock(TokenTimes):
         self._prefill_over = prefill_over
 
     def put(self, value: Tensor) -> None:
-        """Record the time of the prompt, or of one token of each row."""
+        """Record the time when the prompt, or one token of each row, was done."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         super().put(value)
@@ -114,7 +114,7 @@ def compile_config(device: torch.device) -> CompileConfig | None:
 
 @contextmanager
 def fresh_compiler() -> Iterator[None]:
-    """Run the block with nothing compiled before, and discard what it compiled.
+    """Run the block with an empty compiler cache, and empty it again afterwards.
 
     If code compiled for one length were kept, torch would compile the next length for all lengths,
     which decodes slower. After a few more lengths, torch would stop compiling.
@@ -135,7 +135,7 @@ def generate_compiled(
     room: int,
     deadline: Deadline | None = None,
 ) -> Answer:
-    """Read a prompt and decode greedily by `generate`, into buffers of their final size.
+    """Read a prompt and decode greedily by `generate`, with a cache of fixed size.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode, that never ends a text.

@@ -1,4 +1,4 @@
-"""Measure answers to prompts that another model has made shorter.
+"""Measure a model's answers to prompts that another model has shortened.
 
 Run as ``python -m benchmarks.compress --chooser DIR``. The bundled model of word tasks answers; the
 model that chooses is one of the same language with other weights, such as ``python -m
@@ -50,7 +50,7 @@ KINDS_ASKED = ("multi-key", "two-hop")
 
 @attrs.frozen
 class RandomScorer(PromptScorer):
-    """The control: a scorer that chooses chunks at random."""
+    """A scorer that gives random saliency: the control."""
 
     seed: int = 0
 
@@ -62,7 +62,7 @@ class RandomScorer(PromptScorer):
 
 @attrs.frozen
 class Way:
-    """A way to choose chunks: a scorer, where chunks end, and which model scores."""
+    """A way to choose chunks: a scorer, the kind of chunk, and the model that scores."""
 
     scorer: PromptScorer
     align: str = "line"
@@ -80,17 +80,17 @@ WAYS = {
 
 
 def in_lines(text: str) -> str:
-    """Put each sentence on its own line, which changes nothing for models of words."""
+    """Put each sentence on its own line, which does not change the words."""
     return text.replace(" . ", " .\n")
 
 
 def whole(prompt: WordPrompt) -> str:
-    """Return the whole prompt."""
+    """Return the whole prompt, unshortened."""
     return prompt.input
 
 
 def middle_cut(prompt: WordPrompt, rate: float) -> str:
-    """Return a prompt's first and last words, half of the rate each, and at least the question."""
+    """Cut the middle out: return a prompt's first and last words, and at least its question."""
     words, asked = prompt.input.split(), len(prompt.question.split())
     count = max(round(rate * len(words)), asked)
     tail = max(count // 2, asked)
@@ -98,7 +98,7 @@ def middle_cut(prompt: WordPrompt, rate: float) -> str:
 
 
 def answered(answerer: Any, policy: CachePolicy, text: str, prompt: WordPrompt) -> float:
-    """Return the share of expected words in a model's answer; the text ends in the question."""
+    """Return the fraction of expected words in a model's answer to a text."""
     tokenizer = answerer.tokenizer
     document, question = (
         torch.tensor([tokenizer(part).input_ids])
@@ -116,7 +116,7 @@ def measure(
     shorten: Callable[[WordPrompt], str],
     policy: CachePolicy | None = None,
 ) -> dict[str, float]:
-    """Return the mean score and the mean share of words of shortened prompts, under a policy."""
+    """Return the mean score and the mean length of shortened prompts, under a policy."""
     texts = [shorten(prompt) for prompt in asked]
     scores = [
         answered(answerer, policy or FullContext(), text, prompt)
@@ -130,7 +130,7 @@ def measure(
 
 
 def shortened(choosing: Any, way: Way, rate: float) -> Callable[[WordPrompt], str]:
-    """Return a function that shortens a prompt to a rate and leaves the question whole."""
+    """Return a function that shortens a prompt to a rate but keeps its question."""
 
     def shorten(prompt: WordPrompt) -> str:
         return compress_prompt(
@@ -151,7 +151,7 @@ PLACES = ("kind", "way", "rate", "chooser")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure every way to shorten, rate and kind of question that the file does not have yet."""
+    """Measure every way to shorten, rate and kind of question that the file lacks."""
     chooser, answerer = load(str(options.chooser)), load("ruler_words")
     head = {
         "environment": environment(answerer.model.device),
@@ -176,7 +176,7 @@ def run(options: argparse.Namespace) -> None:
 def cases(
     chooser: Any, answerer: Any, asked: Sequence[WordPrompt], rates: Sequence[float]
 ) -> Iterator[tuple[str, float | None, bool, Callable[[], dict[str, float]]]]:
-    """Yield the ways, each with its rate, whether the chooser is used, and a measuring function."""
+    """Yield every way to shorten and rate with a function that measures it."""
     yield "whole", None, False, partial(measure, answerer, asked, whole)
     yield "whole, asked of the chooser", None, True, partial(measure, chooser, asked, whole)
     for rate in rates:
@@ -213,7 +213,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, if not only the table is asked for, and print the table."""
+    """Measure (unless only the table is asked for), and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chooser", type=Path, help="folder of the model that chooses")
     parser.add_argument("--chooser-is", default="chooser", help="what to call it in the results")

@@ -1,4 +1,4 @@
-"""Measure turn after turn on one long document: the time of a turn, and the bytes held.
+"""Measure a conversation about one long document: each turn's time, and the bytes held.
 
 Full context and every policy read a document, then take 50 turns of 200 new tokens, one after the
 other in every turn, so that a machine that slows down slows down all. A turn is the forward over

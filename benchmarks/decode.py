@@ -1,4 +1,4 @@
-"""Time a decoded token with fixed and growing buffers, and with Transformers' own caches.
+"""Time a decoded token with fixed and growing buffers and with Transformers' own caches.
 
 `generate` reads a prompt and decodes; a streamer records the time of every token. ``static_cache``
 and ``dynamic_cache`` are Transformers' caches. The others are a `PolicyCache` that keeps everything
@@ -112,7 +112,7 @@ def contenders(*, compiled: bool) -> dict[str, Contender]:
 def take_turn(
     model: PreTrainedModel, prompt: Tensor, contender: Contender, count: int
 ) -> tuple[float, int]:
-    """Read a prompt and decode; return a token's milliseconds and the most entries of a layer."""
+    """Read a prompt and decode; return milliseconds per token and the largest layer's size."""
     cache, clock = contender.make(model, prompt.shape[1], count), TokenTimes()
     how: dict[str, Any] = {}
     if contender.compiled:
@@ -133,7 +133,7 @@ def take_turn(
 
 
 def rows_of(context: int, taken: dict[str, list[tuple[float, int]]]) -> list[Row]:
-    """Return the rows of one length."""
+    """Return the rows of one prompt length."""
     times = {name: [ms for ms, _ in found] for name, found in taken.items()}
     return [
         {
@@ -149,7 +149,7 @@ def rows_of(context: int, taken: dict[str, list[tuple[float, int]]]) -> list[Row
 
 
 def measure(run: Run) -> None:
-    """Time every contender at every length."""
+    """Time every contender at every prompt length."""
     options, spec = run.options, TINY if run.options.quick else SMALL
     model = spec.build()
     settings = {

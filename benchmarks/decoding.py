@@ -1,4 +1,4 @@
-"""Measure eviction while decoding: the mean cost of a step, and each rule's answer accuracy.
+"""Measure eviction while decoding: the mean cost of a step, and each rule's accuracy.
 
 Costs: `generate` decodes into fixed buffers of the same number of slots, with a bound and without
 one, in turns. Costs are CPU times; ratios are of the same round. Accuracy: needle prompts of the
@@ -86,14 +86,14 @@ ACCURACY = Table(
 
 
 def bounded(method: type[Method], tokens: int, every: int) -> Method:
-    """Return a policy whose method's rule bounds only the answer; TOVA chooses at every step."""
+    """Return a policy that bounds only the answer, by a method's rule; TOVA chooses every step."""
     return FullContext(decoding=method().decoding_rule(tokens, min(every, method.every)))
 
 
 def token_ms(
     model: PreTrainedModel, prompt: Tensor, count: int, cache: Callable[[], PolicyCache]
 ) -> float:
-    """Return a decoded token's CPU milliseconds, the mean of ``count`` after the first step."""
+    """Return the mean CPU milliseconds of ``count`` decoded tokens after the first."""
     clock = TokenTimes(time.process_time)
     model.generate(
         prompt,
@@ -110,7 +110,7 @@ def token_ms(
 def costs(
     model: PreTrainedModel, rules: Sequence[type[Method]], budget: int, every: int, rounds: int
 ) -> list[Row]:
-    """Time every rule and no rule, on buffers of ``budget + every`` slots.
+    """Time every rule, and decoding without a rule, on buffers of ``budget + every`` slots.
 
     Without a bound, an answer of ``every`` tokens follows a prompt of ``budget`` tokens. With a
     bound, the answer is so long that tokens are evicted twice.
@@ -153,7 +153,7 @@ def answered(model: Any, policy: Method, prompts: Tensor, answers: int) -> tuple
 
 
 def accuracies(run: Run, context: int, budgets: Sequence[int], every: int) -> None:
-    """Add a row for each rule and budget with the share of questions answered exactly."""
+    """Measure the fraction of questions answered exactly, for each rule and budget."""
     model: Any = load_model()
     count = run.options.count
     drawn = [each for hops in (1, 2) for each in NeedleTask(context, hops).prompts(count, seed=11)]
@@ -173,7 +173,7 @@ def accuracies(run: Run, context: int, budgets: Sequence[int], every: int) -> No
 
 
 def measure(run: Run) -> None:
-    """Measure costs, then accuracy."""
+    """Measure the costs, then the accuracy."""
     options, quick = run.options, run.options.quick
     spec = TINY if quick else SMALL
     budget, every = (32, 16) if quick else (options.budget, 128)

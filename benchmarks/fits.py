@@ -1,4 +1,4 @@
-"""Fit exponents of growth: slopes of straight lines through points on logarithmic axes."""
+"""Fit exponents of growth: the slopes of straight lines through points on log-log axes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUANTITIES: dict[str, Callable[[Row], float | None]] = {
 
 
 def exponent(at: Sequence[float], values: Sequence[float]) -> float | None:
-    """Return the least-squares slope through the logarithms; None with fewer than two places.
+    """Return the least-squares slope of logarithms; None with fewer than two points.
 
     A slope of 1 is proportional growth, 2 quadratic, 0 constant.
 
@@ -41,7 +41,7 @@ def exponent(at: Sequence[float], values: Sequence[float]) -> float | None:
 
 
 def fits_of(rows: Sequence[Row]) -> list[Row]:
-    """Return a row with the exponent for every axis, method and quantity known at two places."""
+    """Return a row with an exponent for every axis, method and quantity that has two points."""
     found = []
     for axis, policy in dict.fromkeys((row["axis"], row["policy"]) for row in rows):
         along = [row for row in rows if (row["axis"], row["policy"]) == (axis, policy)]

@@ -1,4 +1,4 @@
-"""Run FastKV's latency experiment: prefill and decoding of long prompts on one GPU, by method.
+"""Measure prefill and decoding of long prompts on one GPU by method, as the FastKV paper does.
 
 The model has Llama-3.1-8B's shape and random weights, and is made on the device. The batch is 1; by
 default a prompt has 8K, 32K or 128K tokens and 256 tokens are generated. Some methods also read in
@@ -96,7 +96,7 @@ OPTIONS = (
 
 
 def plans_for(spec: ModelSpec) -> dict[str, Plan]:
-    """Return the methods with the paper's settings, and its filter layer for a model of 32 layers.
+    """Return the methods with the paper's settings, for a model of 32 layers.
 
     ``snapkv_bounded`` chooses again after every 64 decoded tokens. ``snapkv_fixed`` holds the same
     number of entries after the prompt, and lets the answer grow.
@@ -124,7 +124,7 @@ def plans_for(spec: ModelSpec) -> dict[str, Plan]:
 
 
 def sdpa_backend(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str:
-    """Return the kernel that torch chooses for a causal prefill without a mask at these heads."""
+    """Return the attention kernel that torch chooses for a causal prefill at these head sizes."""
     shape = (1, spec.query_heads, 256, spec.hidden_size // spec.query_heads)
     queries = torch.zeros(shape, dtype=dtype, device=device)
     keys = queries[:, : spec.kv_heads]
@@ -136,7 +136,7 @@ def sdpa_backend(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> s
 
 
 def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Find the named policies and the compiled ones among them, and check the other options."""
+    """Find the policies named on the command line, and check the other options."""
     looped = [name for stage in STAGES for name in stage]
     known = [*looped, *(name for name in COMPILED if name not in looped)]
     chosen = looped if options.policies is None else options.policies.split(",")
@@ -154,7 +154,7 @@ def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
 
 
 def measure(run: Run) -> None:
-    """Measure all cells within the deadline, and write the result after each."""
+    """Measure all cells before the deadline, and write the result after each."""
     options = run.options
     deadline = Deadline(60 * options.minutes, time.monotonic)
     spec, dtype = PRESETS[options.preset]

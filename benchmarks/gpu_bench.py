@@ -1,4 +1,4 @@
-"""Measure the cells of the GPU benchmark within a time limit, even if some of them fail."""
+"""Measure the cells of the GPU benchmark within a time limit, even if some cells fail."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Bench:
         self._warm: set[str] = set()
 
     def run(self, cells: Iterable[tuple[str, int]], report: Callable[[Cell], None]) -> None:
-        """Measure cells in their order.
+        """Measure cells one after another.
 
         Args:
             cells: Names of policies, and contexts.
@@ -78,7 +78,7 @@ class Bench:
             report(self.cells[-1])
 
     def predicted_seconds(self, name: str, context: int) -> float:
-        """Return the most seconds a cell may take, from a shorter context; 0 without one.
+        """Predict the most seconds that a cell takes, from a shorter context; 0 without one.
 
         This is the time of two prefills, assumed to grow as the square of the context, which is the
         most they can, and the time of the tokens.
@@ -103,7 +103,7 @@ class Bench:
         )
 
     def attempt(self, empty: Callable[[str, str], C], needed: float, measure: Callable[[], C]) -> C:
-        """Measure a cell; if it fails or is skipped, return a cell that says why.
+        """Measure a cell; return a cell that says why if it fails or is skipped.
 
         Args:
             empty: Makes a cell without measurements from a status and a note.
@@ -185,7 +185,7 @@ class Bench:
         )
 
     def _scoring(self, plan: Plan, context: int, turn: Turn) -> dict[str, Any] | None:
-        """Return the times of one more prefill, in which the policy's decisions are timed."""
+        """Return the times of one more prefill, with the policy's decisions timed."""
         if self.deadline.left() < 1.2 * turn.prefill.wall_ms / 1e3:
             return None
         assert plan.policy is not None

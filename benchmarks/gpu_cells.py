@@ -1,4 +1,4 @@
-"""Define the cells of the GPU benchmark (one policy at one context), their settings and order."""
+"""The cells of the GPU benchmark (one policy at one context), with their settings and order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OUT_OF_MEMORY, OUT_OF_TIME = "out of memory", "out of time"
 
 @attrs.frozen
 class Cell:
-    """The measurements of one policy at one context; None or empty if not measured.
+    """The measurements of one policy at one context length; None or empty if not measured.
 
     Args:
         policy: Name of the policy.
@@ -106,13 +106,13 @@ class Settings:
     cell_seconds: float = 30.0
 
     def repeats_of(self, rehearsal_ms: float) -> int:
-        """Return how many prefills are counted if one takes ``rehearsal_ms``."""
+        """Return the number of measured prefills, if the rehearsal took ``rehearsal_ms``."""
         return max(1, min(self.repeats, int(self.cell_seconds * 1e3 / rehearsal_ms)))
 
 
 @attrs.frozen
 class Plan:
-    """A way to read the prompt of a cell, and the policy.
+    """A policy, and the way in which a cell's prompt is read.
 
     Args:
         policy: None for Transformers' own caches.
@@ -124,7 +124,7 @@ class Plan:
 
 
 def in_order(stages: Iterable[Sequence[str]], contexts: Sequence[int]) -> list[tuple[str, int]]:
-    """Return the cells by importance: stage by stage, each stage context by context.
+    """Sort cells by importance: by stage, then by context length.
 
     Example:
         >>> in_order([("full", "fast"), ("slow",)], [8, 32])

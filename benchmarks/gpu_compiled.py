@@ -1,4 +1,4 @@
-"""Measure the GPU benchmark's last stage: decoding compiled by `generate`, cell by cell."""
+"""Measure the GPU benchmark's last stage, decoding compiled by `generate`, cell by cell."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIRST_COMPILE_SECONDS = 60.0
 
 @attrs.frozen
 class CompiledCell:
-    """The measurements of one policy at one context with compiled decoding.
+    """The measurements of compiled decoding for one policy at one context length.
 
     What was not measured is None or empty. Full context is held in a `StaticCache`, a policy's
     choice in a `PolicyCache` with ``max_new_tokens``.
@@ -75,7 +75,7 @@ class CompiledCell:
 
 
 class CompiledBench:
-    """A runner that measures cells of compiled decoding, even if some of them fail.
+    """A runner that measures cells of compiled decoding, even if some fail.
 
     Args:
         bench: The runner of the uncompiled cells, which are done. Cells are compared with these,
@@ -87,7 +87,7 @@ class CompiledBench:
         self.cells: list[CompiledCell] = []
 
     def run(self, cells: Iterable[tuple[str, int]], report: Callable[[CompiledCell], None]) -> None:
-        """Measure cells in their order.
+        """Measure cells one after another.
 
         Args:
             cells: Names of policies, and contexts.
@@ -108,7 +108,7 @@ class CompiledBench:
             report(self.cells[-1])
 
     def predicted_seconds(self, name: str, context: int) -> float:
-        """Return the most seconds that a cell may take.
+        """Predict the most seconds that a cell takes.
 
         This is the time of two prefills and the tokens, plus the longest compile time so far.
         Prefill and tokens are taken from the uncompiled cell or from the policy's compiled cell at
@@ -167,7 +167,7 @@ class CompiledBench:
         )
 
     def _generate(self, name: str, context: int, count: int) -> Answer:
-        """Return one answer, in a cache with memory for a whole one; at least one step is timed."""
+        """Generate one answer into a cache of fixed size, with at least one timed step."""
         bench = self.bench
         vocab_size, room = bench.model.config.vocab_size, bench.settings.new_tokens
         prompt = random_prompt(vocab_size, context).to(bench.model.device)

@@ -1,4 +1,4 @@
-"""Print the tables of the GPU benchmark: its cells by context, with their notes."""
+"""Print the tables of the GPU benchmark: cells by context length, with notes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CellTable(Table):
     """A table sorted by context, followed by the notes of measured cells."""
 
     def text(self, record: dict[str, Any]) -> str:
-        """Return the table; empty for compiled cells if there are none. See `Table.text`."""
+        """Return the table as text; empty if there are no compiled cells. See `Table.text`."""
         rows = sorted(record.get(self.part, []), key=lambda row: int(row["context"]))
         if self.gap and not rows:
             return ""

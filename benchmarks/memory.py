@@ -1,4 +1,4 @@
-"""Measure the peak memory of one prefill on the processor, in a separate process.
+"""Measure the peak memory of one prefill on the processor, in a process of its own.
 
 On Linux the peak is the kernel's own high-water mark of the resident set (VmHWM). It misses
 nothing, which sampling would; and it does not start at the parent's peak, as a child's ru_maxrss
@@ -84,7 +84,7 @@ def try_peak(
     threads: int = 1,
     chunk: int | None = None,
 ) -> dict[str, Any] | None:
-    """Return the result of `measure_peak`; None, after printing why, if the process failed."""
+    """Return the result of `measure_peak`; None if the process failed."""
     try:
         return measure_peak(spec, policy, context, batch=batch, threads=threads, chunk=chunk)
     except RuntimeError as error:
@@ -93,7 +93,7 @@ def try_peak(
 
 
 def measure(wanted: dict[str, Any]) -> dict[str, Any]:
-    """Measure one prompt in the fresh process; see `measure_peak`."""
+    """Measure one prompt inside the new process; see `measure_peak`."""
     torch.set_num_threads(wanted["threads"])
     spec = ModelSpec(**wanted["model"])
     model = spec.build()
@@ -119,7 +119,7 @@ def measure(wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def reset_peak() -> bool:
-    """Reset the high-water mark to what is resident now; return False if that is not possible."""
+    """Reset the process's peak memory to the current value; return False if not possible."""
     try:
         CLEAR.write_text("5")
     except OSError:
@@ -128,7 +128,7 @@ def reset_peak() -> bool:
 
 
 def resident_bytes() -> int:
-    """Return the resident bytes now, or the peak where only the peak is known."""
+    """Return the bytes resident now, or the peak where only the peak is known."""
     return _status("VmRSS") if STATUS.exists() else peak_bytes()
 
 

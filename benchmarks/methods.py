@@ -98,7 +98,7 @@ def rounds_for(context: int) -> int:
 
 
 def all_policies() -> dict[str, CachePolicy]:
-    """Return every registered policy, with its own defaults."""
+    """Return every registered policy with its default arguments."""
     found = {name: build(name) for name in registered("policy")}
     return {name: each for name, each in found.items() if isinstance(each, CachePolicy)}
 
@@ -110,7 +110,7 @@ def row_of(
     context: int,
     limits: dict[str, float],
 ) -> Row:
-    """Return the figures of one method at one length; ratios are of the same round."""
+    """Return the results of one method at one length; ratios compare within a round."""
     return {
         "policy": name,
         "context": context,
@@ -128,7 +128,7 @@ def row_of(
 def rows_of(
     measured: Latencies, policies: dict[str, CachePolicy], model: PreTrainedModel, context: int
 ) -> list[Row]:
-    """Return the rows of one length, the model without kvpolicy first."""
+    """Return the rows of one length, first that of the model without kvpolicy."""
     full = measured.baseline
     rows = [row_of(BASELINE, full, full, context, allowed(None, context, model))]
     for name, policy in policies.items():
@@ -138,7 +138,7 @@ def rows_of(
 
 
 def measure_memory(run: Run, spec: ModelSpec) -> None:
-    """Measure peak memory of the prefill, in a fresh process for each method, baseline first."""
+    """Measure the prefill's peak memory in a new process for each method."""
     context, full = run.options.memory_context, 0
     for name in (BASELINE, *run.options.policies):
         peak = try_peak(spec, name, context, threads=run.options.threads)
@@ -150,7 +150,7 @@ def measure_memory(run: Run, spec: ModelSpec) -> None:
 
 
 def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Find the named methods, and refuse unknown names."""
+    """Find methods by name, and refuse unknown names."""
     known = all_policies()
     chosen = list(known) if options.methods is None else options.methods.split(",")
     if unknown := sorted(set(chosen) - set(known)):
@@ -159,7 +159,7 @@ def choose(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
 
 
 def measure(run: Run) -> None:
-    """Measure times and the methods' own work at every length, then memory."""
+    """Measure times and policies' own work at every length, then memory."""
     options, spec = run.options, TINY if run.options.quick else SMALL
     model = spec.build()
     rounds = {each: options.rounds or rounds_for(each) for each in options.contexts}

@@ -1,4 +1,4 @@
-"""Draw the picture of a comparison on the needle task again, from its numbers alone.
+"""Draw a comparison on the needle task again, from its JSON file.
 
 `make compare-thorough` makes the numbers; ``benchmarks/results/needle`` holds the reported ones.
 """

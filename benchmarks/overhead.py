@@ -1,4 +1,4 @@
-"""Measure a policy's share of a prefill: scoring, choosing, and storing what is kept."""
+"""Measure the time a policy adds to a prefill: scoring, choosing, and storing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADER = "share of prefill in scoring, choosing and taking over"
 
 @contextmanager
 def timed_storing() -> Iterator[list[float]]:
-    """Time the storing of chosen keys and values; the list gets each layer's milliseconds."""
+    """Time how long layers store their kept keys and values; times go to the list."""
     original, spans = PolicyLayer.store, []
 
     def store(self: PolicyLayer, *args: Any, **how: Any) -> None:
@@ -40,7 +40,7 @@ def timed_storing() -> Iterator[list[float]]:
 def overhead_of(
     model: PreTrainedModel, prompt: Tensor, policy: CachePolicy, rounds: int
 ) -> dict[str, Any]:
-    """Time a policy's own work within prefills, on the processor.
+    """Measure the time that a policy adds to prefills on the processor.
 
     Args:
         model: The model.
@@ -66,7 +66,7 @@ def overhead_of(
 
 
 def overhead_table(rows: list[dict[str, Any]]) -> str:
-    """Return a table: a line per method, a column per length; 80 columns fit eight lengths."""
+    """Return a table of added times: a line per method, a column per length."""
     heads = {"policy": ("method", 15)}
     table = pivot(rows, heads, "context", lambda row: row["share"]["median"], 8, ".2%")
     return f"{HEADER}\n{table}"

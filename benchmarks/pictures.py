@@ -1,4 +1,4 @@
-"""Draw the pictures of the benchmarks' results, from their files alone."""
+"""Draw pictures of the benchmarks' results from their JSON files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAME, _COLUMN = 1.5, 1.05
 
 
 def draw(folder: Path, name: str, picture: Callable[[], bytes]) -> None:
-    """Write a picture to a folder; without matplotlib, print that there is none."""
+    """Draw a picture and write it to a folder; without matplotlib, print a note instead."""
     try:
         write_all(folder, {name: picture()})
     except MissingExtraError as error:
@@ -38,7 +38,7 @@ def draw(folder: Path, name: str, picture: Callable[[], bytes]) -> None:
 
 
 def gpu_picture(record: dict[str, Any]) -> bytes:
-    """Draw speed-ups of prefill and decoding by context, each with the limit from the counts."""
+    """Draw speed-ups of prefill and decoding by context length, with their theoretical limits."""
     rows = [
         {
             "policy": cell["policy"],
@@ -57,7 +57,7 @@ def gpu_picture(record: dict[str, Any]) -> bytes:
 
 
 def methods_picture(record: dict[str, Any]) -> bytes:
-    """Draw the methods' speed-ups on the processor as `gpu_picture`; unsteady ones are marked."""
+    """Draw the methods' speed-ups on the processor; unsteady values are marked."""
     before = {
         row["context"]: row
         for row in record["rows"]
@@ -84,7 +84,7 @@ def methods_picture(record: dict[str, Any]) -> bytes:
 
 
 def scaling_picture(record: dict[str, Any]) -> bytes:
-    """Draw prefill time, and memory if measured, against each axis, on logarithmic axes."""
+    """Draw prefill time and memory against each axis, on logarithmic axes."""
     names = list(dict.fromkeys(point["axis"] for point in record["points"]))
     rows: dict[str, Callable[[dict[str, Any]], float | None]] = {"prefill (ms)": _prefill_ms}
     if any(point["peak"] for point in record["points"]):
@@ -102,7 +102,7 @@ def scaling_picture(record: dict[str, Any]) -> bytes:
 
 
 def chunks_picture(record: dict[str, Any]) -> bytes:
-    """Draw the peak memory of prompts read in chunks, by length, on logarithmic axes."""
+    """Draw the peak memory of prompts read in chunks by length, on logarithmic axes."""
     points = [
         {"at": row["context"], "policy": row["policy"], "peak": row["peaks"][0]}
         for row in record["prompts"]
@@ -122,7 +122,7 @@ def _prefill_ms(point: dict[str, Any]) -> float:
 
 
 def peak_mib(point: dict[str, Any]) -> float | None:
-    """Return the peak memory of a point in MiB; None if not measured."""
+    """Return a point's peak memory in MiB; None if it was not measured."""
     peak = point["peak"]
     return None if peak is None else peak["growth_bytes"] / 2**20
 
@@ -150,7 +150,7 @@ def _growth(
 
 
 def _speedups(rows: list[dict[str, Any]], title: str, legend: str) -> bytes:
-    """Draw a grid per phase: a row per policy, the fastest first, and a column per length."""
+    """Draw a grid of speed-ups per phase: a row per policy, a column per length."""
     contexts = sorted({row["context"] for row in rows})
 
     def rank(name: str) -> float:

@@ -1,4 +1,4 @@
-"""Compare prefill times with full context and with the speed-up that operation counts allow.
+"""Compare prefill times with full context, and with the largest possible speed-up.
 
 Models of random weights (16 layers, hidden size 512) on the CPU read prompts of 4,096 and 8,192
 tokens: a Llama, one shaped like Qwen3-Next (three recurrent layers to one that attends) and one
@@ -108,7 +108,7 @@ TABLE = Table(
 
 
 def random_model(name: str = "llama", **sizes: Any) -> PreTrainedModel:
-    """Build the model that all runs share; its weights are the same every time.
+    """Build the model of all runs, always with the same random weights.
 
     Args:
         name: One of `MODELS`.
@@ -119,13 +119,13 @@ def random_model(name: str = "llama", **sizes: Any) -> PreTrainedModel:
 
 
 def allowed_speedup(config: PreTrainedConfig, policy: CachePolicy, context_len: int) -> float:
-    """Return the layers' operations in a full prefill over those in the policy's."""
+    """Return the largest possible speed-up: a full prefill's operations over the policy's."""
     found = estimate(policy, shape_of(config), context_len)
     return found.full.layers / found.prefill.layers
 
 
 def row_of(name: str, length: int, measured: Latencies, model: PreTrainedModel) -> Row:
-    """Return the figures of one policy at one length."""
+    """Return the results of one policy at one length."""
     timing, baseline = measured.timings[name], measured.baseline
     ratios = timing.prefill.speedups(baseline.prefill)
     return {
@@ -144,12 +144,12 @@ def row_of(name: str, length: int, measured: Latencies, model: PreTrainedModel) 
 
 
 def file_of(options: argparse.Namespace) -> str:
-    """Return the name of the results file; the Llama's has no model in it."""
+    """Return the name of the results file, which names the model unless it is the Llama."""
     return "prefill.json" if options.model == "llama" else f"prefill_{options.model}.json"
 
 
 def measure(run: Run) -> None:
-    """Measure every length."""
+    """Measure every policy at every length."""
     options, model = run.options, random_model(run.options.model)
     settings = {"rounds": options.rounds, "batch": 1, "model": model.config.to_dict()}
     run.begin(settings, "rows")

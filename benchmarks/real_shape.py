@@ -1,4 +1,4 @@
-"""Measure a model of Llama-3.2-1B's shape on the CPU: prefill, decoding and memory.
+"""Measure a model with Llama-3.2-1B's shape on the CPU: prefill, decoding and memory.
 
 The weights are random. Prompts are read whole and in chunks, and every way of reading takes its
 turn in every round. The type of the weights is the one whose matrix product is faster on this
@@ -94,7 +94,7 @@ def plans(chunk: int) -> dict[str, Plan]:
 
 
 def faster_type(size: int = 2048) -> torch.dtype:
-    """Return float32 or bfloat16, in whichever this machine multiplies matrices faster."""
+    """Return the faster of float32 and bfloat16 for matrix products on this machine."""
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
@@ -108,7 +108,7 @@ def faster_type(size: int = 2048) -> torch.dtype:
 
 
 def free_memory() -> None:
-    """Return unused memory to the system, if the C library can."""
+    """Return unused memory to the operating system, if the C library can."""
     gc.collect()
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -117,7 +117,7 @@ def free_memory() -> None:
 
 
 def one_turn(model: PreTrainedModel, plan: Plan, context: int, new_tokens: int) -> Row:
-    """Run one turn; return milliseconds of prompt, token and CPU, and memory."""
+    """Run one prompt and answer; return times of prompt, token and CPU, and memory."""
     prompt = random_prompt(model.config.vocab_size, context)
     free_memory()
     reset_peak()
@@ -133,7 +133,7 @@ def one_turn(model: PreTrainedModel, plan: Plan, context: int, new_tokens: int) 
 
 
 def rows_at(run: Run, model: PreTrainedModel, context: int) -> list[Row]:
-    """Return a row of each plan, from rounds in which every plan takes its turn."""
+    """Return a row for each plan, from rounds in which every plan takes its turn."""
     options, chosen = run.options, plans(run.options.chunk)
     for plan in chosen.values():  # a first call, so that one-time work is not counted
         take_turn(model, random_prompt(model.config.vocab_size, 64), plan.policy, 2)
@@ -161,7 +161,7 @@ def rows_at(run: Run, model: PreTrainedModel, context: int) -> list[Row]:
 
 
 def measure(run: Run) -> None:
-    """Measure every length."""
+    """Measure every plan at every length."""
     options, spec = run.options, TINY if run.options.quick else LLAMA_1B
     dtype = getattr(torch, options.dtype) if options.dtype else faster_type()
     model = spec.build(dtype=dtype)

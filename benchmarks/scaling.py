@@ -75,7 +75,7 @@ TABLES = (
 
 @attrs.frozen
 class Point:
-    """One measured point on an axis.
+    """A point on one of the axes (context, batch or layers) with its measurements.
 
     Args:
         axis: ``context``, ``batch`` or ``layers``.
@@ -98,7 +98,7 @@ class Point:
 def points_of(
     contexts: Sequence[int], batches: Sequence[int], layers: Sequence[int], fixed: Point
 ) -> list[Point]:
-    """Return the points of the three axes; along each, the other two are as in ``fixed``."""
+    """Return the points on the three axes; two of the values are always as in ``fixed``."""
     return [
         *(attrs.evolve(fixed, axis="context", context=at) for at in contexts),
         *(attrs.evolve(fixed, axis="batch", batch=at) for at in batches),
@@ -157,7 +157,7 @@ def measure_point(
 
 
 def measure(run: Run) -> None:
-    """Measure every point; the exponents are fitted again after each."""
+    """Measure every point, and fit the exponents again after each."""
     options, small = run.options, TINY if run.options.quick else SMALL
     points = points_for(options)
     rounds = [options.rounds or rounds_for(point) for point in points]

@@ -1,4 +1,4 @@
-"""Compare the estimated memory of sessions with the measured memory.
+"""Compare the estimated memory of sessions with measured memory.
 
     python benchmarks/sessions.py [--device cuda] [--quick] [--out FOLDER]
     python benchmarks/sessions.py --show FILE
@@ -93,7 +93,7 @@ TABLE = Table(
 
 
 def policies(bounded: bool) -> dict[str, CachePolicy]:
-    """Return policies by name; if ``bounded``, those that bound the answer while decoding."""
+    """Return policies by name; if ``bounded``, those that also bound the answer."""
     rules = {
         "snapkv": lambda rule: SnapKV(0.1, decoding=rule),
         "ada_kv": lambda rule: AdaKV(0.1, decoding=rule),
@@ -108,7 +108,7 @@ def policies(bounded: bool) -> dict[str, CachePolicy]:
 
 
 def build(family: str, device: str, context: int) -> PreTrainedModel:
-    """Build a model of random weights."""
+    """Build a model with random weights."""
     model_type, own = FAMILIES[family]
     config = AutoConfig.for_model(
         model_type,
@@ -124,7 +124,7 @@ def build(family: str, device: str, context: int) -> PreTrainedModel:
 def answered(
     model: PreTrainedModel, policy: CachePolicy, prompt: Tensor, chunk: int | None
 ) -> PolicyCache:
-    """Run one session: read a prompt and decode an answer; return the cache."""
+    """Read a prompt and decode an answer; return the cache."""
     cache = PolicyCache(policy, max_new_tokens=ANSWER)
     chunks = {} if chunk is None else {"prefill_chunk_size": chunk}
     model.generate(prompt, past_key_values=cache, max_new_tokens=ANSWER, do_sample=False, **chunks)
@@ -134,7 +134,7 @@ def answered(
 def measured(
     model: PreTrainedModel, policy: CachePolicy, prompt: Tensor, chunk: int | None
 ) -> tuple[int, int]:
-    """Return a session's most bytes beside the weights, and the bytes left at its end."""
+    """Return a session's peak bytes besides the weights, and its bytes at the end."""
     if prompt.device.type == "cuda":
         gc.collect()
         before = torch.cuda.memory_allocated()
@@ -154,14 +154,14 @@ def measured(
 
 
 def random_prompt(model: PreTrainedModel, context: int) -> Tensor:
-    """Return random token ids without the padding's id."""
+    """Return random token ids that are never padding."""
     drawn = torch.Generator().manual_seed(0)
     ids = torch.randint(1, model.config.vocab_size, (1, context), generator=drawn)
     return ids.to(model.device)
 
 
 def measure_family(run: Run, family: str, context: int, chunk: int) -> None:
-    """Measure every policy, way of reading and way of answering, on one model."""
+    """Measure every policy, way of reading and way of answering on one model."""
     device = run.options.device
     model = build(family, device, context)
     memory = ModelMemory(model.config, family, model.dtype, "sdpa")
@@ -193,7 +193,7 @@ def _numbers(told: Session) -> Row:
 
 
 def process_row(context: int, policy: str, chunk: int | None) -> Row:
-    """Measure one session on the processor in a separate process, by its high-water mark."""
+    """Measure one session in a new process on the processor, by its peak memory."""
     wanted = json.dumps({"context": context, "policy": policy, "chunk": chunk})
     command = [sys.executable, __file__, "--process", wanted]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -203,7 +203,7 @@ def process_row(context: int, policy: str, chunk: int | None) -> Row:
 
 
 def in_process(wanted: Row) -> Row:
-    """Measure one session inside the separate process."""
+    """Measure one session inside the new process."""
     context, chunk = wanted["context"], wanted["chunk"]
     torch.set_num_threads(1)
     # Each large tensor gets its own block: memory that is freed between others would stay resident.
@@ -224,12 +224,12 @@ def in_process(wanted: Row) -> Row:
 
 
 def file_of(options: argparse.Namespace) -> str:
-    """Return the name of the results file; a GPU's results have their own."""
+    """Return the name of the results file; results of a GPU have their own."""
     return "sessions.json" if options.device == "cpu" else "sessions_gpu.json"
 
 
 def measure(run: Run) -> None:
-    """Measure all families, then a few sessions in separate processes."""
+    """Measure all model families, then a few sessions in new processes."""
     options = run.options
     context, chunk = (4096, 512) if options.device == "cpu" else (32768, 2048)
     if options.quick:

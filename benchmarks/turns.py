@@ -1,4 +1,4 @@
-"""Measure one turn: a prompt is read, then tokens are decoded, on a processor or on a GPU."""
+"""Measure one prompt and its answer, on a processor or on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvpolicy.integrations.transformers import PolicyCache
 
 @attrs.frozen
 class GPUMemory:
-    """Bytes that torch has allocated on the GPU before and during a turn.
+    """The bytes that torch has allocated on the GPU before and during a measurement.
 
     Args:
         before: Bytes before the prompt, which are the weights.
@@ -35,7 +35,7 @@ class GPUMemory:
 
 @attrs.frozen
 class Turn:
-    """The times and memory of one turn.
+    """The times and memory of one prompt and its answer.
 
     Args:
         prefill: Time from the prompt to the first token.
@@ -51,7 +51,7 @@ class Turn:
 
 
 class MaskWatch:
-    """A counter of layers that get an attention mask, with which sdpa cannot use flash attention.
+    """Counts the layers that receive an attention mask, which rules out flash attention.
 
     Attributes:
         prefill: Layers that got a mask while the prompt was read; both passes of a restart count.
@@ -74,7 +74,7 @@ def take_turn(
     masks: MaskWatch | None = None,
     chunk: int | None = None,
 ) -> Turn:
-    """Read a prompt and decode greedily in a hand-written loop; return times and memory.
+    """Read a prompt and decode greedily in a loop; return times and memory.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -158,7 +158,7 @@ Hook = Callable[[dict[str, Any]], None]
 
 
 def prefill_hook(deadline: Deadline | None, masks: MaskWatch | None) -> Hook | None:
-    """Return the hook for `before_layers` while a prompt is read; None if nothing is to do."""
+    """Return the hook to call before each layer of a prompt; None if none is needed."""
     if deadline is None and masks is None:
         return None
 
@@ -183,7 +183,7 @@ def _decode_hook(masks: MaskWatch | None) -> Hook | None:
 
 @contextmanager
 def before_layers(model: PreTrainedModel, hook: Hook | None) -> Iterator[None]:
-    """Call a hook before every decoder layer, after the hooks of a cache attached before."""
+    """Call a function before every decoder layer, after the hooks of an attached cache."""
     if hook is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Measure heads that keep different numbers of tokens: bytes held, and time of a decoded token.
+"""Measure heads that keep different numbers of tokens: bytes held, and time per token.
 
 After a prompt, a copy of the cache is padded: every head gets as many slots as the head that keeps
 most. Both caches decode the same tokens in turns, in CPU time; ratios are of the same round. The
@@ -68,7 +68,7 @@ TABLE = Table(
 
 
 def read(model: PreTrainedModel, prompt: Tensor, rate: float) -> PolicyCache:
-    """Return a cache that has read a prompt."""
+    """Read a prompt and return its cache."""
     cache = PolicyCache(AdaKV(rate))
     with torch.no_grad(), cache.attached(model):
         model(prompt, past_key_values=cache, logits_to_keep=1)
@@ -76,7 +76,7 @@ def read(model: PreTrainedModel, prompt: Tensor, rate: float) -> PolicyCache:
 
 
 def padded(cache: PolicyCache) -> PolicyCache:
-    """Return a copy with the same entries, padded until its policy acts again."""
+    """Return a copy of a cache with all heads padded to the same length."""
     other = copy.deepcopy(cache)
     for layer in other.layers:
         if isinstance(layer.held, Packed):
@@ -85,7 +85,7 @@ def padded(cache: PolicyCache) -> PolicyCache:
 
 
 def shares(cache: PolicyCache) -> dict[str, float]:
-    """Return shares of a full cache's bytes: of the tokens kept, as held, and if padded."""
+    """Return a cache's bytes divided by a full cache's: tokens kept, as held, and if padded."""
     total, other = cache.report().total, padded(cache)
     return {
         "kept": (total.held_bytes - total.padding_bytes) / total.full_bytes,
@@ -95,7 +95,7 @@ def shares(cache: PolicyCache) -> dict[str, float]:
 
 
 def block_ms(model: PreTrainedModel, cache: PolicyCache) -> float:
-    """Return a decoded token's CPU milliseconds, the mean over a block."""
+    """Return the CPU milliseconds of a decoded token, averaged over a block of tokens."""
     token = torch.ones(1, 1, dtype=torch.int64)
     with torch.no_grad(), cache.attached(model):
         start = time.process_time()
@@ -105,7 +105,7 @@ def block_ms(model: PreTrainedModel, cache: PolicyCache) -> float:
 
 
 def row_of(model: PreTrainedModel, context: int, rate: float, rounds: int) -> Row:
-    """Return the row of one rate, on a model with random weights."""
+    """Return the results at one rate, on a model with random weights."""
     packed = read(model, random_prompt(model.config.vocab_size, context), rate)
     row = {"model": "random", "context": context, "rate": rate, **shares(packed)}
     caches = {"padded": padded(packed), "packed": packed}
@@ -120,7 +120,7 @@ def row_of(model: PreTrainedModel, context: int, rate: float, rounds: int) -> Ro
 
 
 def needle_row(rate: float) -> Row:
-    """Return the row of one rate on the bundled model, whose prompt has 1,024 tokens."""
+    """Return the results at one rate, on the bundled model with a prompt of 1,024 tokens."""
     (prompt,) = NeedleTask(1024, 1).prompts(1, seed=1)
     cache = read(load_model(), torch.tensor([prompt.input_ids]), rate)
     return {"model": "needle", "context": 1024, "rate": rate, **shares(cache)}

@@ -1,4 +1,4 @@
-"""Run the `kvpolicy` command; what is missing or wrong becomes one line on stderr."""
+"""Run the `kvpolicy` command; print an error as one line on stderr."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import importlib.util
 
 
 class MissingExtraError(ImportError):
-    """A package of an optional extra is not installed; the message says how to get it."""
+    """A package of an optional extra is not installed; the message says how to install it."""
 
 
 def require(package: str, *, extra: str) -> None:

@@ -1,4 +1,4 @@
-"""Compute confidence intervals of shares, of medians and of paired differences."""
+"""Compute confidence intervals of fractions, of medians and of paired differences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NORMAL_95 = 1.959964
 
 
 def share_interval(share: float, count: int) -> tuple[float, float]:
-    """Return the 95% interval of a share, by Wilson's method, which also holds near 0 and 1.
+    """Return the 95% interval of a fraction by Wilson's method, which also holds near 0 and 1.
 
     Args:
         share: Of the samples, in [0, 1].
@@ -29,7 +29,7 @@ def share_interval(share: float, count: int) -> tuple[float, float]:
 
 
 def median_interval(values: Sequence[float], coverage: float) -> tuple[float, float] | None:
-    """Return an interval of the median: two of the values, the same rank from both ends.
+    """Return an interval of the median: two of the values, with equal ranks from both ends.
 
     It asks for no distribution.
 

@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer, with errors that name a remedy."""
+"""Load a model and its tokenizer, with clear error messages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Loaded:
 
 
 def default_tsp_layer(name: str) -> int | None:
-    """Return the TSP layer chosen for a model; None if none was, for the policy's default.
+    """Return the TSP layer chosen for a known model; else None, for the policy's default.
 
     Args:
         name: As for `load`.
@@ -91,7 +91,7 @@ def load(name: str = NEEDLE, *, dtype: str = "auto", device: str = "cpu") -> Loa
 
 
 def load_tokenizer(name: str = NEEDLE) -> Any:
-    """Load only a model's tokenizer, which is fast.
+    """Load only a model's tokenizer.
 
     Args:
         name: As for `load`.

@@ -1,4 +1,4 @@
-"""Export the bundled needle model and its task; see `kvpolicy.evaluation.tasks.needle`."""
+"""The bundled needle model and its task, from `kvpolicy.evaluation.tasks.needle`."""
 
 from kvpolicy.evaluation.tasks.needle import (
     MODEL_DIR,

@@ -1,4 +1,4 @@
-"""Draw tables as pictures: numbers on coloured cells, with a row for each policy."""
+"""Draw tables as pictures: coloured cells with numbers, a row for each policy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TEXT = 9
 
 @attrs.frozen
 class Cell:
-    """A number drawn on its colour.
+    """A number to draw on a coloured cell.
 
     Args:
         column: Where it begins, from 0.
@@ -39,7 +39,7 @@ class Cell:
 
 
 def new_figure(width: float, rows: int) -> Figure:
-    """Make a figure with room for some rows, without pyplot: no window, no global state.
+    """Make a matplotlib figure with room for a number of rows, without pyplot.
 
     Args:
         width: Inches.
@@ -55,7 +55,7 @@ def new_figure(width: float, rows: int) -> Figure:
 
 
 def row_axis(axes: Axes, names: Sequence[str]) -> None:
-    """Give an axes a row for each name, the first at the top, and no frame."""
+    """Set up axes with a labelled line for each row, the first at the top."""
     axes.set_ylim(len(names), 0)
     axes.set_yticks([index + 0.5 for index in range(len(names))], names, fontsize=_TEXT)
     axes.tick_params(left=False, bottom=False, top=False)
@@ -70,7 +70,7 @@ def draw_grid(
     rows: Sequence[Sequence[Cell]],
     colour: Callable[[float], Colour],
 ) -> None:
-    """Draw cells row by row; a place without a cell stays empty.
+    """Draw a grid of cells; places without a cell stay empty.
 
     Args:
         axes: Prepared by `row_axis`, or sharing the rows of one that is.
@@ -100,7 +100,7 @@ def draw_grid(
 
 
 def accuracy_colour() -> Callable[[float], Colour]:
-    """Return the colours of percentages, darker for more."""
+    """Return colours for percentages, darker for larger ones."""
     from matplotlib import colormaps
 
     found = colormaps["YlGnBu"]
@@ -109,7 +109,7 @@ def accuracy_colour() -> Callable[[float], Colour]:
 
 
 def speed_colour() -> Callable[[float], Colour]:
-    """Return the colours of speeds: white for the baseline's, green faster, purple slower.
+    """Return colours for speeds: white for the baseline's, green for faster, purple for slower.
 
     Twice as fast is as far from white as half as fast; what is beyond four times looks the same.
     """

@@ -1,4 +1,4 @@
-"""Define how long work reports progress: a callable, so that no terminal is needed."""
+"""The type of progress callbacks: functions that receive a progress message."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ Progress = Callable[[str, int, int], None]
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """Ignore the progress."""
+    """Do nothing with a progress message."""

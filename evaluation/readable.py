@@ -1,4 +1,4 @@
-"""Check that a model can read a prompt: known words, and positions for all tokens."""
+"""Check that a model can read a prompt: words it knows, and enough positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROWS_BEFORE = 2
 
 
 def check_known(tokenizer: Any, ids: Sequence[int], what: str) -> None:
-    """Refuse a text that a tokenizer reads as no token, or only as unknown words.
+    """Refuse a text that a tokenizer turns into no token, or into unknown words only.
 
     A model's folder without a tokenizer is read like that: some classes then make an empty one.
 
@@ -40,7 +40,7 @@ def check_known(tokenizer: Any, ids: Sequence[int], what: str) -> None:
 
 
 def check_whole(tokenizer: Any, ids: Sequence[int], what: str) -> None:
-    """Refuse a text of which a tokenizer knows only a part.
+    """Refuse a text that contains words unknown to a tokenizer.
 
     Unknown words have no text: an answer with one would count as right where it is left out.
 
@@ -118,7 +118,7 @@ def positions_notes(model: PreTrainedModel, longest: int) -> list[str]:
 
 
 def _has_table(model: PreTrainedModel, limit: int) -> bool:
-    """True if a model looks its positions up in an embedding."""
+    """True if a model looks up its positions in an embedding table."""
     words = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
     return any(
         isinstance(module, nn.Embedding)

@@ -40,7 +40,7 @@ def default_threads() -> int:
 
 
 def check_threads(threads: int) -> int:
-    """Check a number of threads against the machine; more than it runs at once only wait.
+    """Check a number of threads against the processors of the machine.
 
     Returns:
         The number.
@@ -82,7 +82,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def check_folder(folder: Path, files: Sequence[str] = ()) -> None:
-    """Check, before the work, that results can be written to a folder; it need not exist yet.
+    """Check, before work begins, that results can be written to a folder, existing or not.
 
     Args:
         folder: Where to.
@@ -102,7 +102,7 @@ def check_folder(folder: Path, files: Sequence[str] = ()) -> None:
 
 
 def check_file(option: str, file: Path) -> None:
-    """Check, before the work, that a file can be written; its folder need not exist yet.
+    """Check, before work begins, that a file can be written; its folder need not exist.
 
     Args:
         option: Whose it is, for messages.
@@ -120,7 +120,7 @@ def check_file(option: str, file: Path) -> None:
 
 
 def _try_to_write(option: str, existing: Path, wanted: Path) -> None:
-    """Write and remove a test file in a folder, since permissions alone do not decide.
+    """Write and remove a test file in a folder, to see whether it is writable.
 
     Raises:
         ValueError: It cannot be done, as on a read-only disk or in /proc.
@@ -142,7 +142,7 @@ def as_json(data: Mapping[str, Any]) -> bytes:
 
 
 def write_all(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files into a folder, made if needed; under temporary names until all are complete.
+    """Write files into a folder, all or none; make the folder if needed.
 
     Args:
         folder: Where to.

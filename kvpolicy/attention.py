@@ -42,11 +42,11 @@ def query_key_products(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = None) -> Tensor:
-    """Sum the attention that the shown queries give each key.
+    """Sum the attention that each key receives from all queries shown.
 
-    Softmax over all keys that a query sees: its own, those before it, no padding; and over the
-    head's sink, where there is one, whose share no key gets. Computed in blocks of KV heads and of
-    queries, so that no matrix of queries times keys is ever whole.
+    The softmax of a query runs over its own key and all earlier keys, without padding, and over
+    the head's attention sink if the model has one; no key receives the sink's share. The sums are
+    computed in blocks of KV heads and queries, so that the whole matrix is never in memory.
 
     Args:
         context: The layer, with ``query_len`` trailing queries.
@@ -70,13 +70,13 @@ def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = 
 
 
 def causal_attention_peaks(context: LayerContext) -> Tensor:
-    """Take the most attention that any shown query gives each key.
+    """Find the largest attention that each key receives from any query shown.
 
     Returns:
         float32 ``[batch, query_heads, key_len]``; 0 on padding.
 
     Raises:
-        ShapeError: As there.
+        ShapeError: The layer shows no queries; see `LayerContext.queries`.
     """
     peaks = _nothing(context)
     for block, _, weights in _blocks(context):
@@ -86,7 +86,7 @@ def causal_attention_peaks(context: LayerContext) -> Tensor:
 
 
 def _nothing(context: LayerContext) -> Tensor:
-    """Make zeros, float32 ``[batch, query_heads, key_len]``."""
+    """Return a float32 tensor of zeros ``[batch, query_heads, key_len]``."""
     queries = context.queries  # refused where there are none: zeros would pass for an answer
     shape = (*queries.shape[:2], context.key_len)
     return torch.zeros(shape, dtype=torch.float32, device=queries.device)
@@ -123,7 +123,7 @@ def _is_padded(context: LayerContext) -> bool:
 
 
 def _block_sizes(context: LayerContext) -> tuple[int, int]:
-    """Count the KV heads and queries whose logits and float32 keys fit a block."""
+    """Compute how many KV heads and queries to take at a time, so that a block fits in memory."""
     limit = BLOCK_BYTES.get(context.keys.device.type, OTHER_BLOCK_BYTES)
     row_bytes = 4 * context.batch * context.key_len
     group = context.query_heads // context.kv_heads
@@ -136,7 +136,7 @@ def _block_sizes(context: LayerContext) -> tuple[int, int]:
 def _block_weights(
     context: LayerContext, heads: slice, keys: Tensor, valid: Tensor | None, shown: slice
 ) -> Tensor:
-    """Compute the attention of a block of queries over the keys up to the last of them."""
+    """Compute the attention of a block of queries over the keys up to the block's last query."""
     queries = context.queries[:, heads, shown].float() * context.scaling
     count = queries.shape[2]
     places = context.query_positions
@@ -169,7 +169,7 @@ def _block_weights(
 
 
 def group_mean(saliency: Tensor, kv_heads: int) -> Tensor:
-    """Average over the query heads of each KV group; return a saliency per KV head as it is.
+    """Average a saliency over the query heads of each KV group; return one per KV head unchanged.
 
     Args:
         saliency: ``[batch, query_heads or kv_heads, key_len]``.
@@ -186,14 +186,14 @@ def group_mean(saliency: Tensor, kv_heads: int) -> Tensor:
 
 
 def standardized(saliency: Tensor, scored: Tensor) -> Tensor:
-    """Shift and scale saliencies to mean 0 and deviation 1 over scored tokens; 0 if all are equal.
+    """Standardize saliencies to mean 0 and deviation 1 over the scored tokens; 0 if all are equal.
 
     Args:
         saliency: float ``[batch, heads, length]``.
-        scored: bool ``[batch, heads or 1, length]``, the tokens of which mean and deviation are.
+        scored: bool ``[batch, heads or 1, length]``, the tokens whose mean and deviation are used.
 
     Returns:
-        float32 of the same shape; what is not scored is brought to the same scale.
+        float32 of the same shape; tokens that are not scored are shifted and scaled too.
     """
     # In float64, since rows with padding have to give what they give alone.
     exact = saliency.double()

@@ -1,4 +1,4 @@
-"""Budgets: how a rate or a number of tokens becomes the number of tokens to keep."""
+"""Budgets: a rate or a number of tokens, and how it becomes the number of tokens to keep."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from kvpolicy.checks import check_count, check_kind, check_rate
 
 
 class DefaultRate(float):
-    """A default rate of a signature, which gives way to a number of tokens.
+    """A default retention rate that is ignored when the caller gives a number of tokens.
 
-    ``SnapKV(retention_tokens=512)`` leaves ``retention_rate`` at its default; a plain float there
-    could not be told from one that the caller wrote, and writing both is an error.
+    ``SnapKV(retention_tokens=512)`` leaves ``retention_rate`` at its default. This class tells the
+    default from a rate that the caller wrote: giving both a rate and a number is an error.
     """
 
 
 @attrs.frozen
 class Budget:
-    """How many tokens to keep, as a fraction of the context or as a count: exactly one of the two.
+    """How many tokens to keep: either a fraction of the context or a number of tokens.
 
     Args:
         rate: Fraction in (0, 1] of all tokens of the row's context so far. A `DefaultRate` yields
@@ -59,8 +59,8 @@ class Budget:
         """Count the tokens to keep: ``min(available, max(int(seen_len * rate), protected, 1))``.
 
         Args:
-            seen_len: Tokens of the row's whole context so far; a rate is a rate of these, also in
-                layers that fewer tokens reach and in later turns.
+            seen_len: Tokens of the row's whole context so far. A rate refers to these, also in
+                layers that fewer tokens reach, and in later conversation turns.
             available: Tokens there are to choose from.
             protected: Tokens that are kept whatever the budget.
 
@@ -73,11 +73,11 @@ class Budget:
         return min(available, max(wanted, protected, 1))
 
     def fraction(self, context_len: int | None = None, *, protected: int = 0) -> float:
-        """Express the budget as a fraction of a prompt: the rate, or tokens over its length.
+        """Return the budget as a fraction of a prompt: the rate, or tokens over prompt length.
 
         Args:
             context_len: Tokens of the prompt, needed where the budget is a number of tokens; None
-                for a prompt so long that what is protected does not matter.
+                for a prompt so long that the protected tokens do not matter.
             protected: Tokens that are kept whatever the budget.
 
         Raises:
@@ -96,13 +96,13 @@ class Budget:
         return kept / context_len
 
     def _rate_of(self, context_len: int, protected: int) -> float:
-        """Return the rate, not rounded to tokens, of no fewer tokens than the protected."""
+        """Return the exact fraction kept, at least that of the protected tokens."""
         assert self.rate is not None
         return max(self.rate, min(max(protected, 1), context_len) / context_len)
 
     @property
     def amount(self) -> float:
-        """The rate, or else the number of tokens."""
+        """The budget's rate, or its number of tokens if it has no rate."""
         amount = self.tokens if self.rate is None else self.rate
         assert amount is not None
         return amount

@@ -1,4 +1,4 @@
-"""Builds policies from names and values, as command lines and model arguments give them."""
+"""Builds policies from the names and values given on command lines and as model arguments."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PARTS = {"scorer": "window_max_pool", "selector": "gqa_group", "propagation": "p
 
 @attrs.frozen
 class PartOption:
-    """A part as it is written on a command line: a registered name, and parameters.
+    """A part as written on a command line: a registered name, and parameters.
 
     Args:
-        name: Under which it is registered.
+        name: The name under which the part is registered.
         parameters: Values by name.
     """
 
@@ -33,11 +33,11 @@ class PartOption:
 
     @staticmethod
     def parse(text: str, option: str) -> PartOption:
-        """Read ``"name"`` or ``"name:parameter=value,..."``.
+        """Parse the text ``"name"`` or ``"name:parameter=value,..."``.
 
         Args:
             text: The text.
-            option: Whose it is, for messages.
+            option: Name of the option that the text belongs to, for messages.
 
         Raises:
             ValueError: See `parse_assignments`.
@@ -48,14 +48,14 @@ class PartOption:
 
 
 def parse_assignments(assignments: Iterable[str], option: str) -> dict[str, Any]:
-    """Read texts such as ``"window_size=16"`` to values by name.
+    """Parse texts such as ``"window_size=16"`` into a dict of values by name.
 
     Args:
         assignments: The texts.
-        option: Whose they are, for messages.
+        option: Name of the option that the texts belong to, for messages.
 
     Raises:
-        ValueError: One is no name and value.
+        ValueError: A text is not a name and a value.
 
     Example:
         >>> parse_assignments(["tsp_layer=none", "tsp_rate=0.5", "kernel_size=5"], "--set")
@@ -75,7 +75,7 @@ def parse_assignments(assignments: Iterable[str], option: str) -> dict[str, Any]
 
 
 def _value(text: str) -> Any:
-    """Read the value that a text means; NaN if it means none."""
+    """Convert a text to the number, bool or None it denotes; NaN if it denotes none of these."""
     named = {"none": None, "true": True, "false": False}
     if text.lower() in named:
         return named[text.lower()]
@@ -87,11 +87,11 @@ def _value(text: str) -> Any:
 
 
 def parameters_of(factory: Callable[..., Any]) -> dict[str, Any]:
-    """List the parameters that a factory takes by name, with their defaults.
+    """List the parameters that a factory takes as keywords, with their defaults.
 
     Returns:
-        `inspect.Parameter.empty` where there is no default. Empty for a factory whose signature
-        cannot be read; ``*args`` and ``**kwargs`` promise nothing and do not count.
+        The default of each parameter by name, `inspect.Parameter.empty` if it has none. Empty for a
+        factory whose signature cannot be read; ``*args`` and ``**kwargs`` are left out.
     """
     try:
         parameters = inspect.signature(factory).parameters.values()
@@ -106,7 +106,7 @@ def factory_of(name: str, kind: str = "policy") -> Callable[..., Part]:
 
     Raises:
         TypeError: ``name`` is not a str.
-        UnknownPolicyError: Nothing of that kind has the name; lists what has.
+        UnknownPolicyError: Nothing of that kind has the name; lists the known names.
     """
     check_kind("name", name, str)
     known = registered(kind)
@@ -116,11 +116,11 @@ def factory_of(name: str, kind: str = "policy") -> Callable[..., Part]:
 
 
 def build_policy(name: str, **parameters: Any) -> CachePolicy:
-    """Build a registered policy from the parameters that are not None.
+    """Build a registered policy; parameters that are None count as not given.
 
     Raises:
-        ValueError: No policy has the name, it takes no parameter of that name, or a value is out
-            of its range.
+        ValueError: No policy has the name, the policy takes no such parameter, or a value is out of
+            its range.
 
     Example:
         >>> build_policy("snapkv", retention_rate=0.2, tsp_rate=None).selector.budget
@@ -139,15 +139,15 @@ def build_policy(name: str, **parameters: Any) -> CachePolicy:
 
 
 def compose(parts: Mapping[str, PartOption], shared: Mapping[str, Any]) -> CachePolicy:
-    """Build a composition of registered parts.
+    """Build a policy from a registered scorer, selector and propagation policy.
 
     Args:
-        parts: By kind, ``"scorer"``, ``"selector"`` and ``"propagation"``; what is not named is
-            SnapKV's.
+        parts: The parts by kind: ``"scorer"``, ``"selector"`` and ``"propagation"``. Missing ones
+            are SnapKV's.
         shared: Further values by name, for every part that takes them.
 
     Raises:
-        ValueError: A part is unknown, takes no parameter that it is told, or a value is out of its
+        ValueError: A part is unknown, a part takes no such parameter, or a value is out of its
             range.
 
     Example:

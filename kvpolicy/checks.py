@@ -1,4 +1,4 @@
-"""Checks arguments for the parts; messages name the argument, the rule and the value."""
+"""Checks arguments; error messages name the argument, the rule, and the value given."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ def check_count(
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
-    """Check that ``value`` is of a class.
+    """Check that ``value`` is an instance of a class.
 
     Raises:
-        TypeError: It is not.
+        TypeError: ``value`` is not an instance of the class.
     """
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
 
 
 def as_tuple(name: str, items: str, value: Any) -> tuple[Any, ...]:
-    """Return the items of a sequence, or of anything else that can be gone through.
+    """Return the items of any iterable as a tuple.
 
     Args:
-        name: The argument, for messages.
-        items: What its items are, in a word.
-        value: What came.
+        name: The argument's name, for messages.
+        items: What the items are, for messages, such as ``"numbers"``.
+        value: The argument's value.
 
     Raises:
-        TypeError: It cannot be gone through, as a number or a tensor without axes.
+        TypeError: ``value`` is not iterable, as a number or a tensor without axes.
     """
     try:
         return tuple(value)

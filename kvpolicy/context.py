@@ -12,63 +12,67 @@ from kvpolicy.checks import check_count, check_kind
 from kvpolicy.errors import ShapeError
 from kvpolicy.heads import Heads
 from kvpolicy.kinds import TokenKind
+from kvpolicy.renamed import Renamed, accepts_old
 from kvpolicy.rotary import RotaryEmbedding
 
 
+@accepts_old(carried="state")
 @attrs.frozen(eq=False)
 class LayerContext:
     """What one attention layer shows a policy once its keys are known.
 
-    The keys are all that the layer can attend to: what it kept of earlier turns, then its own new
-    tokens, in ascending position. Rows and heads that hold fewer are padded on the left, so that
-    the last slot is the last token of every row.
+    The keys are those of all tokens that the layer can attend to, in ascending position: first the
+    tokens kept from earlier conversation turns, then the new tokens. Rows and heads that hold
+    fewer tokens are padded on the left, so that the last slot is the last token of every row.
 
     Args:
         layer_idx: Index of the layer, from 0.
         num_layers: Layers of the model.
         queries: ``[batch, query_heads, query_len, head_dim]``, after rotary embedding: the last
-            ``query_len`` of the layer's new tokens, as many as the policy asks for. There may be
-            none: to read them is then an error.
+            ``query_len`` of the layer's new tokens, as many as the policy asks for. If there are
+            none, reading this attribute is an error.
         keys: ``[batch, kv_heads, key_len, head_dim]``, after rotary embedding.
         values: ``[batch, kv_heads, key_len, head_dim]``.
         positions: ``[batch, kv_heads, key_len]`` int64, the token's position in its row; -1 on
             padding.
         new_valid: ``[batch, new_len]`` bool, the layer's new tokens (its last ``new_len`` slots):
             False where a row has fewer.
-        seen_len: For each row, the tokens of its context so far: what rates are rates of.
+        seen_len: For each row, the number of tokens of its context so far; rates refer to it.
         scaling: Factor on the product of query and key before the softmax.
-        heads: Where the layer's heads are: all in ``keys``, unless the model is tensor-parallel.
-            What a part decides for all heads together goes through it.
-        softcap: Bound of what is scaled, ``softcap * tanh(x / softcap)``; None without.
-        sinks: ``[query_heads]``, a logit that each head's softmax has beside those of its keys, as
-            in GPT-OSS; None without.
-        kinds: ``[batch, kv_heads, key_len]`` int8, the `TokenKind` of each key's token; what stands
-            on padding is ignored. By slot like ``positions``, since in a later turn the heads of a
-            row hold unlike tokens. None where the model reads text only.
-        stored: What the layer holds, two tensors ``[batch, stored_heads, key_len, width]``, where
-            attention makes keys and values of more heads of it, as latent attention does: tokens
-            are then kept for all heads together; see `for_selector`. None where keys and values
-            are held as they are.
+        heads: Says whether all of the layer's heads are in ``keys``, as they are unless the model
+            is tensor-parallel. Parts use its methods for what they compute over all heads.
+        softcap: The scaled product ``x`` becomes ``softcap * tanh(x / softcap)``; None if the model
+            has no such bound.
+        sinks: ``[query_heads]``, an extra logit in each head's softmax, as in GPT-OSS; None if the
+            model has none.
+        kinds: ``[batch, kv_heads, key_len]`` int8, the `TokenKind` of each key's token; values on
+            padding are ignored. In a later turn the heads of a row may hold different tokens. None
+            if the model reads text only.
+        stored: The two tensors ``[batch, stored_heads, key_len, width]`` that the layer stores, if
+            attention computes the keys and values of more heads from them, as latent attention
+            does. Tokens are then kept for all heads together; see `for_selector`. None if the layer
+            stores keys and values themselves.
         query_positions: ``[batch, query_len]`` int64, the position of each query's token, -1 on
-            padding, where queries are not those of the last slots: while decoding some of their
-            tokens may have been evicted. None where they are.
-        carried: float32 ``[batch, kv_heads, key_len, carries]``, what the scorer carries for each
-            key from the choices before, 0 on new ones; None where nothing is carried, or nothing
-            was. See `Scorer.advance`.
+            padding; given while decoding, where some of these tokens may have been evicted. None if
+            the queries belong to the last slots.
+        state: float32 ``[batch, kv_heads, key_len, state_size]``, the scorer's state for each key
+            after the previous choice, 0 on new keys; None if the scorer keeps no state, or has
+            none yet. See `Scorer.update`.
         history: float32 ``[batch, heads, new_len]`` each, what the policy's scorer gave this
-            layer's new tokens at the layers before, the newest last; what stands on padding is
-            ignored. As many as a part asks for (`Part.history_layers`), fewer at the first layers:
-            those at which nothing is chosen, such as sliding windows and recurrences, give none.
-        rotary: The layer's rotary embedding, where a part asks for it (`Part.needs_rotary`).
-        output_weight: ``[query_heads, value_dim, hidden]``, what the layer's output projection
-            makes of each head's output, where a part asks for it (`Part.needs_output_weight`).
-        held_len: For each row, the tokens that each of its heads shows, where all show as many and
-            that is known without looking at ``positions``, for which the processor would have to
-            wait; see `KVSelector.kept_counts`. None where it is not, and for whoever evolves a
-            context with other ``positions``.
+            layer's new tokens at earlier layers, the nearest layer last; values on padding are
+            ignored. The number is the largest `Part.history_layers` of the parts, or fewer at the
+            first layers. Layers at which nothing is chosen (sliding windows, recurrences) have no
+            entry.
+        rotary: The layer's rotary embedding, if a part declares `Part.needs_rotary`.
+        output_weight: ``[query_heads, value_dim, hidden]``, the weights of the layer's output
+            projection by head, if a part declares `Part.needs_output_weight`.
+        held_len: For each row, the number of tokens that each head holds, if it is the same for all
+            heads and known without reading ``positions``, which would wait for the device; see
+            `KVSelector.kept_counts`. Otherwise None. Set it to None when you evolve a context to
+            other ``positions``.
 
     Raises:
-        TypeError: A tensor is none, or one of another dtype.
+        TypeError: An argument is no tensor, or a tensor has the wrong dtype.
         ShapeError: The axes do not fit together.
         ValueError: ``layer_idx`` lies outside the model.
     """
@@ -88,11 +92,13 @@ class LayerContext:
     kinds: Tensor | None = None
     stored: tuple[Tensor, Tensor] | None = None
     query_positions: Tensor | None = None
-    carried: Tensor | None = None
+    state: Tensor | None = None
     history: tuple[Tensor, ...] = ()
     rotary: RotaryEmbedding | None = None
     output_weight: Tensor | None = None
     held_len: tuple[int, ...] | None = None
+
+    carried = Renamed("state")
 
     def __attrs_post_init__(self) -> None:
         self._check_types()
@@ -154,10 +160,10 @@ class LayerContext:
                 f"query_positions must be [batch, query_len] = {[batch, self.query_len]}, got "
                 f"{list(placed.shape)}"
             )
-        if self.carried is not None and self.carried.shape[:3] != (batch, kv_heads, key_len):
+        if self.state is not None and self.state.shape[:3] != (batch, kv_heads, key_len):
             raise ShapeError(
-                f"carried must be [batch, kv_heads, key_len, carries] with "
-                f"{[batch, kv_heads, key_len]}, got {list(self.carried.shape)}"
+                f"state must be [batch, kv_heads, key_len, state_size] with "
+                f"{[batch, kv_heads, key_len]}, got {list(self.state.shape)}"
             )
         if self.sinks is not None and self.sinks.shape != (self.query_heads,):
             raise ShapeError(
@@ -195,7 +201,7 @@ class LayerContext:
         check_count("layer_idx", self.layer_idx, maximum=self.num_layers - 1)
         for name in ("_queries", "keys", "values", "positions", "new_valid"):
             check_kind(name.lstrip("_"), getattr(self, name), Tensor)
-        for name in ("sinks", "kinds", "query_positions", "carried", "output_weight"):
+        for name in ("sinks", "kinds", "query_positions", "state", "output_weight"):
             if getattr(self, name) is not None:
                 check_kind(name, getattr(self, name), Tensor)
         for name in ("stored", "held_len"):
@@ -206,9 +212,9 @@ class LayerContext:
         check_kind("heads", self.heads, Heads)
 
     def outlined(self) -> LayerContext:
-        """Drop keys, values and queries from the context: they have no width then.
+        """Return the context without keys, values and queries, to save memory; token data stays.
 
-        What holds all layers until they were scored holds no more of each than its tokens.
+        A policy that chooses for all layers together holds such a context of every layer.
         """
 
         def outline(tensor: Tensor) -> Tensor:
@@ -222,18 +228,17 @@ class LayerContext:
             values=outline(self.values),
             stored=stored,
             query_positions=None,
-            carried=None,
+            state=None,
             history=(),
             rotary=None,
             output_weight=None,
         )
 
     def for_selector(self) -> LayerContext:
-        """Return the context in which a selector chooses: itself, or one of a single KV head.
+        """Return the context for a selector: this one, or one KV head where heads share storage.
 
-        The second where all heads share what is stored. The head's keys and values are then what
-        is stored, side by side if that has several heads, and no queries are shown; what it says of
-        the layers before is the mean over their heads.
+        If heads share storage, the one head's keys and values are the stored tensors (several
+        stored heads side by side), there are no queries, and the history is averaged over heads.
         """
         if self.stored is None:
             return self
@@ -248,17 +253,17 @@ class LayerContext:
             heads=Heads(),
             stored=None,
             query_positions=None,
-            carried=None,
+            state=None,
             history=tuple(self.heads.mean(each)[:, None] for each in self.history),
             rotary=None,
             output_weight=None,
         )
 
     def showing(self, num_queries: int | None) -> LayerContext:
-        """Show no more than the last ``num_queries`` queries; all if None.
+        """Return the context with only the last ``num_queries`` queries; with all if None.
 
         Args:
-            num_queries: As `Scorer.num_queries`.
+            num_queries: See `Scorer.num_queries`.
         """
         if num_queries is None or num_queries >= self.query_len:
             return self
@@ -272,12 +277,12 @@ class LayerContext:
     def with_no_more(
         self, *, history_layers: int, rotary: bool, output_weight: bool
     ) -> LayerContext:
-        """Hide those of history, rotary embedding and output weights that are not asked for.
+        """Return the context without the history, rotary embedding or output weights not asked for.
 
         Args:
-            history_layers: As `Part.history_layers`.
-            rotary: As `Part.needs_rotary`.
-            output_weight: As `Part.needs_output_weight`.
+            history_layers: See `Part.history_layers`.
+            rotary: See `Part.needs_rotary`.
+            output_weight: See `Part.needs_output_weight`.
         """
         return attrs.evolve(
             self,
@@ -288,10 +293,10 @@ class LayerContext:
 
     @property
     def queries(self) -> Tensor:
-        """``[batch, query_heads, query_len, head_dim]``; see the class.
+        """The queries shown, ``[batch, query_heads, query_len, head_dim]``; see the class.
 
         Raises:
-            ShapeError: There are none, so that whatever is made of them says nothing.
+            ShapeError: There are no queries.
         """
         if not self.query_len:
             raise ShapeError(
@@ -304,19 +309,19 @@ class LayerContext:
 
     @property
     def valid(self) -> Tensor:
-        """``[batch, kv_heads, key_len]`` bool: False on padding."""
+        """Which key slots hold a token: ``[batch, kv_heads, key_len]`` bool, False on padding."""
         return self.positions >= 0
 
     @property
     def query_valid(self) -> Tensor:
-        """``[batch, query_len]`` bool: False where a row has fewer new tokens than queries."""
+        """Which queries belong to a token: ``[batch, query_len]`` bool, False on padding."""
         if self.query_positions is not None:
             return self.query_positions >= 0
         return self.new_valid[:, self.new_len - self.query_len :]
 
     @property
     def query_places(self) -> Tensor:
-        """``[batch, query_len]`` int64, the position of each query's token, -1 on padding."""
+        """The position of each query's token: ``[batch, query_len]`` int64, -1 on padding."""
         if self.query_positions is not None:
             return self.query_positions
         last = self.positions[:, 0, self.key_len - self.query_len :]  # new tokens: as in all heads
@@ -329,7 +334,7 @@ class LayerContext:
 
     @property
     def kv_heads(self) -> int:
-        """The number of key/value heads that are shown; see `heads`."""
+        """The number of key/value heads in this context; see `heads`."""
         return self.keys.shape[1]
 
     @property
@@ -344,7 +349,7 @@ class LayerContext:
 
     @property
     def query_len(self) -> int:
-        """The number of trailing queries that are shown."""
+        """The number of trailing queries in this context."""
         return self._queries.shape[2]
 
     @property
@@ -353,28 +358,28 @@ class LayerContext:
         return self.new_valid.shape[1]
 
     def is_tail(self, size: int) -> Tensor:
-        """Mark the last ``size`` tokens or all there are, ``[batch, kv_heads, key_len]`` bool."""
+        """Mark each head's last ``size`` tokens, ``[batch, kv_heads, key_len]`` bool."""
         tail = torch.arange(self.key_len, device=self.keys.device) >= self.key_len - size
         return tail & self.valid
 
     def is_new_tail(self, size: int) -> Tensor:
-        """Mark the last ``size`` new tokens or all there are, ``[batch, new_len]`` bool."""
+        """Mark each row's last ``size`` new tokens, ``[batch, new_len]`` bool."""
         tail = torch.arange(self.new_len, device=self.keys.device) >= self.new_len - size
         return tail & self.new_valid
 
     def is_first(self, size: int) -> Tensor:
-        """Mark the row's first ``size`` tokens if held, ``[batch, kv_heads, key_len]`` bool.
+        """Mark the row's first ``size`` positions, ``[batch, kv_heads, key_len]`` bool.
 
-        By original position: a token that the layer does not hold is not made up for by another.
+        Tokens that the layer does not hold are not replaced by later ones.
         """
         return self.valid & (self.positions < size)
 
     def is_new_first(self, size: int) -> Tensor:
-        """Mark the new tokens among the row's first ``size``, ``[batch, new_len]`` bool."""
+        """Mark new tokens at the row's first ``size`` positions, ``[batch, new_len]`` bool."""
         return self.new_valid & (self.positions[:, 0, self.key_len - self.new_len :] < size)
 
     def is_kind(self, *kinds: TokenKind) -> Tensor:
-        """Mark the tokens of one of these kinds, ``[batch, kv_heads, key_len]`` bool.
+        """Mark the tokens of the given kinds, ``[batch, kv_heads, key_len]`` bool.
 
         All tokens are text where the model reads text only.
         """
@@ -385,5 +390,5 @@ class LayerContext:
         return self.valid & functools.reduce(torch.logical_or, named, torch.zeros_like(self.valid))
 
     def is_new_kind(self, *kinds: TokenKind) -> Tensor:
-        """Mark the new tokens of one of these kinds, ``[batch, new_len]`` bool."""
+        """Mark the new tokens of the given kinds, ``[batch, new_len]`` bool."""
         return self.new_valid & self.is_kind(*kinds)[:, 0, self.key_len - self.new_len :]

@@ -1,4 +1,4 @@
-"""Says whether what a part declares of its methods still holds in a subclass."""
+"""Decides whether a property that a part's class declares still holds in its subclasses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvpolicy.interfaces import Part
 
 # What each declaration is about: who overrides one of these has to declare it anew.
 ABOUT = {
-    "accumulates": ("score", "advance", "carries", "num_queries"),
+    "accumulates": ("score", "update", "state_size", "num_queries"),
     "scores_last_attention": ("score", "num_queries"),
     "keeps_all": ("select",),
     "keeps_highest": ("select", "protected"),
@@ -14,14 +14,14 @@ ABOUT = {
 
 
 def still_holds(part: Part, declaration: str, *methods: str) -> bool:
-    """True if no class overrides a method without saying anew what is declared of it.
+    """True if no subclass overrides a method after the declaration about it was made.
 
-    A declaration that a class inherits need not be true of a method that it overrides.
+    A declaration that a class inherits may be false for a method that the class overrides.
 
     Args:
         part: A scorer, a selector or a propagation policy.
         declaration: Name of the property or method that declares something.
-        methods: Names of what it is declared of.
+        methods: Names of the methods that the declaration is about.
     """
     classes = type(part).__mro__
 
@@ -32,7 +32,7 @@ def still_holds(part: Part, declaration: str, *methods: str) -> bool:
 
 
 def declares(part: Part, declaration: str) -> bool:
-    """True if a part declares something of its methods, and it still holds.
+    """True if a part declares a property, and no subclass has overridden the methods it is about.
 
     Args:
         part: A scorer or a selector.

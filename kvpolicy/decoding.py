@@ -1,4 +1,4 @@
-"""A bound for long answers: which entries a layer keeps while an answer is decoded."""
+"""Bounds what a layer keeps while a long answer is decoded."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from torch import Tensor
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
-from kvpolicy.part_calls import DeferredChecks, advanced, kept_by, saliency_of
+from kvpolicy.part_calls import DeferredChecks, kept_by, saliency_of, updated
+from kvpolicy.renamed import Renamed
 from kvpolicy.short_repr import brief
 
 
 @attrs.frozen
 class DecodingEviction:
-    """Lets every layer choose anew, each time that some tokens have been decoded.
+    """Lets every layer evict tokens each time that some tokens have been decoded.
 
-    After the forward that appends the ``every``-th token since the last choice, a layer keeps what
-    the selector chooses among all that it holds: decoding, it never holds more than the budget and
-    ``every`` entries. The scorer is shown the last decoded queries, as many as it asks for, each at
-    its own position; one that asks for all, those since the last choice. Tokens keep their
-    positions.
+    When ``every`` tokens have been appended since the last choice, the selector chooses among all
+    entries of the layer, and the others are dropped. So a layer never holds more than the budget
+    plus ``every`` entries. The scorer gets the last decoded queries at their own positions, as many
+    as it declares in `Scorer.num_queries`, or all since the last choice if that is None. Tokens
+    keep their positions.
 
     Args:
-        scorer: How much each token matters; None where the selector does not ask.
-        selector: Which entries a layer keeps, under a budget in tokens: a rate of a context that
-            grows is no bound.
+        scorer: Decides how much each token matters; None if the selector does not need that.
+        selector: Decides which entries a layer keeps. Its budget must be a number of tokens: a
+            rate of a growing context is no bound.
         every: Tokens from one choice to the next, at least 1.
 
     Raises:
         TypeError: A part is not of its kind, or ``every`` not an int.
-        ValueError: The selector's budget is no number of tokens, or the parts do not fit, as in a
-            `CachePolicy`, or look at other layers' saliency; ``every`` is below 1.
+        ValueError: ``every`` is below 1; the selector's budget is no number of tokens; the parts do
+            not fit together (see `CachePolicy`); or a part reads the saliency of other layers.
 
     Example:
         >>> from kvpolicy.policies import GQAGroupSelector, WindowMaxPoolScorer
@@ -82,18 +83,20 @@ class DecodingEviction:
 
     @property
     def num_queries(self) -> int | None:
-        """A choice looks at so many last queries: 0 none, None all since the last choice."""
-        needed = self.scorer is not None and (self.selector.needs_saliency or self.scorer.carries)
+        """The number of last queries that a choice reads: 0 none, None all since the last one."""
+        needed = self.scorer is not None and (
+            self.selector.needs_saliency or self.scorer.state_size
+        )
         return self.scorer.num_queries if needed and self.scorer is not None else 0
 
     @property
-    def carries(self) -> int:
-        """The scorer carries so many numbers for each key; see `Scorer.carries`."""
-        return 0 if self.scorer is None else self.scorer.carries
+    def state_size(self) -> int:
+        """The number of state values that the scorer keeps per key; see `Scorer.state_size`."""
+        return 0 if self.scorer is None else self.scorer.state_size
 
     @property
     def needs_rotary(self) -> bool:
-        """True if the scorer or the selector turns keys or queries."""
+        """True if the scorer or the selector applies the rotary embedding."""
         return any(part.needs_rotary for part in self._parts)
 
     @property
@@ -107,21 +110,21 @@ class DecodingEviction:
 
     @property
     def most_tokens(self) -> int | None:
-        """A head holds at most so many entries after a choice; None if models differ."""
+        """The most tokens that a head holds after a choice; None if it depends on the model."""
         budget, selector = self.selector.budget, self.selector
         if budget is None or budget.tokens is None:
             return None
         return max(budget.tokens, selector.protected_tail + selector.protected_first)
 
     def decide(self, context: LayerContext) -> tuple[Tensor, Tensor | None]:
-        """Choose what one layer keeps.
+        """Choose the tokens that one layer keeps.
 
         Args:
-            context: All that the layer holds; its new tokens are those since the last choice.
+            context: All entries of the layer; its new tokens are those since the last choice.
 
         Returns:
-            ``[batch, kv_heads, kept_len]``, see `KVSelector.select`; and what the scorer carries on
-            for each key, kept or not, None for nothing.
+            ``[batch, kv_heads, kept_len]``, see `KVSelector.select`; and the scorer's new state for
+            each key, kept or not, None if it keeps no state.
 
         Raises:
             TypeError: See `CachePolicy.decide`.
@@ -129,19 +132,19 @@ class DecodingEviction:
             ValueError: See `CachePolicy.decide`.
         """
         checks = DeferredChecks()
-        saliency = carried = None
+        saliency = state = None
         # Autocast would round the scores to half precision, where many tokens tie.
         with torch.autocast(context.keys.device.type, enabled=False):
-            if self.scorer is not None and self.scorer.carries:
-                saliency, carried = advanced(self.scorer, context, checks)
+            if self.scorer is not None and self.scorer.state_size:
+                saliency, state = updated(self.scorer, context, checks)
             elif self.scorer is not None and self.selector.needs_saliency:
                 saliency = saliency_of(self.scorer, context, checks)
             kept, _ = kept_by(self.selector, saliency, context, checks)
         checks.look()
-        return kept, carried
+        return kept, state
 
-    def carry(self, context: LayerContext) -> Tensor:
-        """Ask the scorer what it carries on for each key, if nothing is to be chosen.
+    def update_state(self, context: LayerContext) -> Tensor:
+        """Return the scorer's new state for each key, when no tokens are to be chosen.
 
         Args:
             context: The layer, with the queries since the last choice.
@@ -149,16 +152,19 @@ class DecodingEviction:
         assert self.scorer is not None
         checks = DeferredChecks()
         with torch.autocast(context.keys.device.type, enabled=False):
-            _, carried = advanced(self.scorer, context, checks)
+            _, state = updated(self.scorer, context, checks)
         checks.look()
-        return carried
+        return state
+
+    carries = Renamed("state_size")
+    carry = Renamed("update_state")
 
 
 def check_tail(scorer: Scorer, part: KVSelector | PropagationPolicy) -> None:
-    """Check that a part keeps the tail that a scorer gives no saliency.
+    """Check that a part keeps the trailing tokens that the scorer gives no saliency.
 
     Raises:
-        ValueError: It does not.
+        ValueError: The part protects fewer trailing tokens.
     """
     if part.protected_tail < scorer.unscored_tail:
         raise ValueError(

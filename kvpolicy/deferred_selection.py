@@ -1,4 +1,4 @@
-"""Defers selection: layers are scored one by one, and choose once all of them were scored."""
+"""Deferred selection: every layer is scored first, and then all layers choose their tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvpolicy.repetition import Repetition
 
 @attrs.frozen(eq=False)
 class DeferredLayer:
-    """A layer whose tokens are chosen once all layers were scored.
+    """A scored layer that has not yet chosen the tokens it keeps.
 
     Args:
-        context: The layer, outlined; where it has a saliency, as a selector is shown it.
-        saliency: float32 ``[batch, heads, key_len]``; None where there is none, or none yet.
+        context: The layer, see `LayerContext.outlined`; with a saliency, as a selector sees it.
+        saliency: float32 ``[batch, heads, key_len]``; None if there is none, or not yet.
     """
 
     context: LayerContext
@@ -27,18 +27,18 @@ class DeferredLayer:
 
     @staticmethod
     def of(context: LayerContext, saliency: Tensor | None) -> DeferredLayer:
-        """Record a layer as it was scored; see `LayerContext.outlined`."""
+        """Record a layer after it was scored; see `LayerContext.outlined`."""
         if saliency is None:
             return DeferredLayer(context.outlined())
         saliency, context = as_stored(saliency, context.outlined())
         return DeferredLayer(context, saliency)
 
     def with_saliency(self, saliency: Tensor) -> DeferredLayer:
-        """Add a saliency that was found later, ``[batch, heads, key_len]``."""
+        """Return the layer with a saliency computed later, ``[batch, heads, key_len]``."""
         return DeferredLayer.of(self.context, saliency)
 
     def among(self, rows: Tensor) -> DeferredLayer:
-        """Leave the layer something to choose in these rows alone, ``[batch, 1, 1]`` bool."""
+        """Return the layer with tokens in the given rows only, ``rows`` ``[batch, 1, 1]`` bool."""
         positions = self.context.positions.masked_fill(~rows, -1)
         context = attrs.evolve(self.context, positions=positions, held_len=None)
         return attrs.evolve(self, context=context)
@@ -47,15 +47,15 @@ class DeferredLayer:
 def kept_of_all(
     selector: KVSelector, layers: Sequence[DeferredLayer], checks: DeferredChecks
 ) -> list[Tensor]:
-    """Ask a selector what it keeps of every layer.
+    """Ask a selector which tokens every layer keeps.
 
     Args:
-        selector: One that decides together or, layer by layer, later than it was scored.
-        layers: The layers.
-        checks: What is looked at later.
+        selector: The policy's selector.
+        layers: The scored layers.
+        checks: Receives the conditions that are checked later.
 
     Returns:
-        For each layer ``[batch, kv_heads, kept_len]``, of one head where one choice is for all.
+        For each layer ``[batch, kv_heads, kept_len]``; one head if all heads share a choice.
 
     Raises:
         TypeError: The selector returns no list of a tensor for each layer.
@@ -77,29 +77,28 @@ def kept_of_all(
     ]
 
 
-def check_later(scorer: Scorer | None, selector: KVSelector, reading: Repetition | None) -> None:
-    """Check the parts of a policy that may choose later than layers are read.
+def check_later(scorer: Scorer | None, selector: KVSelector, rereading: Repetition | None) -> None:
+    """Check that the parts of a policy can work with a deferred selection.
 
     Args:
-        scorer: Its scorer.
-        selector: Its selector.
-        reading: Its second reading.
+        scorer: The policy's scorer.
+        selector: The policy's selector.
+        rereading: The policy's second reading.
 
     Raises:
-        ValueError: They do not fit: a selector asks for what no layer shows any more; a second
-            reading finds nothing to be scored by it, or its scorer asks for what that does not
-            show.
+        ValueError: The selector needs inputs that are gone when it chooses, or the scorer needs
+            inputs that a second reading does not have, or a second reading would score nothing.
     """
-    if selector.decides_together or reading is not None:
+    if selector.decides_together or rereading is not None:
         _check_asks(selector, f"which chooses when all layers were read: {selector}")
-    if reading is None:
+    if rereading is None:
         return
     if scorer is None or not selector.needs_saliency or scorer.num_queries == 0:
         raise ValueError(
-            "reading must be None where no queries are scored, since a second reading is for its "
-            f"queries, got {reading} with the scorer {scorer} and {selector}"
+            "rereading must be None where no queries are scored, since a second reading is for its "
+            f"queries, got {rereading} with the scorer {scorer} and {selector}"
         )
-    _check_asks(scorer, f"which is shown a second reading, {reading}: {scorer}")
+    _check_asks(scorer, f"which is shown a second reading, {rereading}: {scorer}")
 
 
 def _check_asks(part: Part, what: str) -> None:

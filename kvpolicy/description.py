@@ -1,4 +1,4 @@
-"""Turns a policy into plain data and back: a saved cache says so which policy filled it."""
+"""Turns a policy into JSON data and back, so that a saved cache can name its policy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ Description = dict[str, Any]
 
 
 def describe(part: Part) -> Description:
-    """Turn a policy or part into data for JSON: its class and its fields, parts within parts.
+    """Turn a policy or part into JSON data: its class and fields, with the parts inside it.
 
-    Two parts are equal where their descriptions are; a description of registered classes can be
-    built again with `from_description`.
+    Two parts are equal if their descriptions are equal. `from_description` builds the policy again.
 
     Args:
         part: A policy, scorer, selector or propagation policy, as an attrs class.
@@ -55,28 +54,42 @@ def _described(value: Any, names: dict[Any, str]) -> Any:
     return {"type": "repr", "repr": repr(value)}
 
 
-def from_description(description: Description) -> CachePolicy:
-    """Build the policy that `describe` described.
+def with_new_names(description: Description) -> Description:
+    """Replace the old name of a field in a policy's description, as earlier versions saved it.
 
-    Only what is registered, and this package's own parts, is built: a file names no code to run.
+    Args:
+        description: What `describe` returned in this version or an earlier one.
+    """
+    fields = description.get("fields")
+    if not isinstance(fields, dict) or not {"selector", "propagation", "reading"} <= fields.keys():
+        return description
+    renamed = {"rereading" if name == "reading" else name: each for name, each in fields.items()}
+    return {**description, "fields": renamed}
+
+
+def from_description(description: Description) -> CachePolicy:
+    """Build a policy from the data that `describe` returned.
+
+    Only registered parts and this package's own parts are built, so that a file cannot name code to
+    run.
 
     Raises:
-        ValueError: It is no policy's description, or one of its parts is not registered or holds
-            what plain data cannot say.
+        ValueError: The description is not a policy's; or a part is not registered, or has a field
+            that plain data cannot express.
 
     Example:
         >>> from kvpolicy.policies import FastKV
         >>> from_description(describe(FastKV(tsp_layer=3))) == FastKV(tsp_layer=3)
         True
     """
-    built = _built(description, registered())
+    built = _built(with_new_names(description), registered())
     if not isinstance(built, CachePolicy):
         raise ValueError(f"description must be that of a CachePolicy, got {built!r}")
     return built
 
 
 def _own_class(kind: str) -> object:
-    """Find this package's class ``module:name``; None if it has no such part."""
+    """Find a part class of this package by ``module:name``; None if there is none."""
     module, _, name = kind.partition(":")
     if not module.startswith("kvpolicy."):
         return None
@@ -89,7 +102,7 @@ def _own_class(kind: str) -> object:
 
 
 def _attrs_class(kind: type[CachePolicy]) -> Any:
-    """Find the first class of a class and its bases whose ``__init__`` takes the fields."""
+    """Find the most derived attrs class among a class and its bases."""
     return next(each for each in kind.__mro__ if "__attrs_attrs__" in vars(each))
 
 

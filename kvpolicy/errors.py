@@ -1,6 +1,6 @@
-"""The errors kvpolicy raises where a plain ``ValueError`` or ``TypeError`` would say too little.
+"""The error classes of kvpolicy.
 
-Every message names the argument, what it must be, what came and, where there is one, the remedy.
+Every message names the argument, what it must be, the value given and, if there is one, a remedy.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import threading
 
 
 class KVPolicyError(ValueError):
-    """Base of the package's own errors: catch it to catch them all."""
+    """Base class of all of kvpolicy's own errors."""
 
 
 class ShapeError(KVPolicyError):
@@ -17,19 +17,19 @@ class ShapeError(KVPolicyError):
 
 
 class UnknownPolicyError(KVPolicyError):
-    """No policy or part is registered under a name; the message lists those that are."""
+    """No policy or part is registered under the given name; the message lists the known names."""
 
 
 class NotAttachedError(KVPolicyError):
-    """A cache whose policy has to reach the model was used without being attached to it."""
+    """A cache was used without being attached to the model, though its policy needs that."""
 
 
 class CacheInUseError(KVPolicyError):
-    """A cache is used from two threads at once."""
+    """Two threads use the same cache at once."""
 
     @classmethod
     def by(cls, thread: threading.Thread) -> CacheInUseError:
-        """Make the error that names the thread that has the cache."""
+        """Make the error with the name of the thread that is using the cache."""
         return cls(
             f"cache must be used by one thread at a time, but thread {thread.name!r} is using it; "
             "give every thread a copy of its own (copy.deepcopy(cache)) or a new cache"
@@ -37,8 +37,8 @@ class CacheInUseError(KVPolicyError):
 
 
 class UnsupportedModelError(KVPolicyError):
-    """The model has a structure that the policy cannot be applied to without being wrong."""
+    """The model has a structure on which the policy would give wrong results."""
 
 
 class UnsupportedGenerationError(KVPolicyError):
-    """A mode of generation, or an operation on a cache, that is not right with a policy yet."""
+    """A generation mode or cache operation that would give wrong results with a policy."""

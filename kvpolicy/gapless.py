@@ -1,4 +1,4 @@
-"""Checks which parts fit a policy whose tokens stand without gaps."""
+"""Checks which parts fit a policy with ``gapless=True``, which renumbers kept tokens."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ def check_gapless(
     selector: KVSelector,
     propagation: PropagationPolicy,
     decoding: DecodingEviction | None,
-    reading: Repetition | None,
+    rereading: Repetition | None,
 ) -> None:
-    """Check the parts of a policy that turns what it keeps to positions without gaps.
+    """Check that a policy's parts work with ``gapless=True``, which renumbers kept tokens.
 
-    What follows has one rotary position in all layers: the number of tokens held.
+    The next token's rotary position is then the number of tokens held, which must be the same in
+    all layers.
 
     Args:
-        selector: The policy's.
-        propagation: Likewise.
-        decoding: Likewise.
-        reading: Likewise.
+        selector: The policy's selector.
+        propagation: The policy's propagation policy.
+        decoding: The policy's bound for answers.
+        rereading: The policy's second reading.
 
     Raises:
-        ValueError: Heads or layers may hold unlike numbers of tokens, or the parts act while
-            tokens stand elsewhere.
+        ValueError: Heads or layers may hold different numbers of tokens; or tokens are chosen at
+            another time than at the end of a prompt.
     """
     if not selector.equal_counts:
         raise ValueError(
@@ -45,22 +46,22 @@ def check_gapless(
             "decoding must be None where gapless is True, since keys are turned at the end of a "
             f"prompt only, not while an answer is decoded, got {decoding}"
         )
-    if reading is not None:
+    if rereading is not None:
         raise ValueError(
-            "reading must be None where gapless is True, since a prompt is read again at the "
-            f"positions of the first time, got {reading}"
+            "rereading must be None where gapless is True, since a prompt is read again at the "
+            f"positions of the first time, got {rereading}"
         )
 
 
 def check_acting(propagation: PropagationPolicy, acting: Sequence[int]) -> None:
-    """Check that no tokens are dropped.
+    """Check that the propagation policy drops no tokens, as ``gapless=True`` requires.
 
     Args:
-        propagation: The policy's.
-        acting: Layers of the model at which it acts.
+        propagation: The policy's propagation policy.
+        acting: Layers of the model after which it drops tokens.
 
     Raises:
-        ValueError: Some are: layers after a drop hold fewer tokens than those before.
+        ValueError: Tokens are dropped, so that later layers would hold fewer than earlier ones.
     """
     if acting:
         raise ValueError(

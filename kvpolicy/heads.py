@@ -1,4 +1,4 @@
-"""Says where the heads of a layer are: in this process, or shared out among several."""
+"""Says whether a layer's heads are all in this process or split over several."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ from torch import Tensor
 
 @attrs.frozen
 class Heads:
-    """The heads of a layer that are all here: a context shows every one of them.
+    """The heads of a layer when all of them are in this process.
 
-    Under tensor parallelism a process computes a share of the heads only (`HeadShare`), and all of
-    them have to pass on the same tokens. So a part takes what is for all heads together from here;
-    what it chooses for a KV head by that head's own saliency needs nothing of it.
+    Under tensor parallelism each process computes only a share of the heads (`HeadShare`), but all
+    processes have to pass on the same tokens. So a part computes everything that concerns all
+    heads together by these methods. A choice for one KV head by its own saliency does not need
+    them.
     """
 
     @property
     def share(self) -> int:
-        """The index of the share of heads that is here, from 0; shares are equal and in order."""
+        """The index of this process's share of the heads, from 0; shares are equal and in order."""
         return 0
 
     @property
     def shares(self) -> int:
-        """The number of shares."""
+        """The number of processes that the heads are split over."""
         return 1
 
     def mean(self, per_head: Tensor) -> Tensor:
-        """Average over all heads of the layer.
+        """Average a tensor over all heads of the layer, in every process.
 
         Args:
-            per_head: float ``[batch, heads, length]``, of the heads here; of one length everywhere.
+            per_head: float ``[batch, heads, length]``, the heads of this process; ``length`` is
+                the same in all processes.
 
         Returns:
-            ``[batch, length]``, to the bit the same in all processes.
+            ``[batch, length]``, bitwise the same in all processes.
 
         Example:
             >>> Heads().mean(torch.tensor([[[1.0, 2.0], [3.0, 6.0]]]))
@@ -44,7 +46,7 @@ class Heads:
         return sum_of_heads(per_head) / per_head.shape[1]
 
     def gather(self, per_head: Tensor) -> Tensor:
-        """Gather a tensor of the heads here with those of all other heads.
+        """Concatenate this process's heads with those of all other processes.
 
         Args:
             per_head: ``[batch, heads, length]``; processes may differ in ``length``.
@@ -57,14 +59,14 @@ class Heads:
 
 @attrs.frozen(eq=False)
 class HeadShare(Heads, abc.ABC):
-    """One of several equal shares of a layer's heads, each in a process of its own.
+    """The heads of a layer when they are split equally over several processes.
 
-    All processes have to call the same methods in the same order, as they do where they all run
-    one policy on one batch.
+    All processes have to call the same methods in the same order, as they do when all of them run
+    the same policy on the same batch.
 
     Args:
-        share: Which one, from 0.
-        shares: How many there are.
+        share: The index of this process's share, from 0.
+        shares: The number of shares.
     """
 
     share: int
@@ -72,17 +74,17 @@ class HeadShare(Heads, abc.ABC):
 
     @abc.abstractmethod
     def exchange(self, tensor: Tensor) -> list[Tensor]:
-        """Exchange tensors with all shares, in their order; of one shape and dtype, not bool."""
+        """Return the tensors of all processes in order; all have one shape and dtype, not bool."""
 
     def mean(self, per_head: Tensor) -> Tensor:
-        """Average over all heads of the layer; see `Heads.mean`."""
+        """Average a tensor over all heads of the layer; see `Heads.mean`."""
         # Sums are exchanged, not reduced on the way: every process then adds the same numbers in
         # the same order, whatever the collective does.
         sums = torch.stack(self.exchange(sum_of_heads(per_head)))
         return sums.sum(dim=0) / (self.shares * per_head.shape[1])
 
     def gather(self, per_head: Tensor) -> Tensor:
-        """Gather a tensor of all heads; see `Heads.gather`."""
+        """Concatenate the heads of all processes; see `Heads.gather`."""
         batch, heads, length = per_head.shape
         lengths = self.exchange(torch.tensor([length], device=per_head.device))
         missing = max(int(each) for each in lengths) - length
@@ -93,10 +95,10 @@ class HeadShare(Heads, abc.ABC):
 
 
 def sum_of_heads(per_head: Tensor) -> Tensor:
-    """Add up over heads, in the same order for every token.
+    """Sum a tensor over heads in a fixed order, so that all tokens round alike.
 
-    Tokens that are equal in all heads, as pooling makes neighbours, stay equal: a sum along any
-    other axis than the innermost adds up some columns in another order than the rest.
+    Tokens with equal values in all heads, such as neighbours after pooling, get equal sums. A sum
+    along another axis than the innermost would add up some columns in a different order.
 
     Args:
         per_head: float ``[..., heads, length]``.

@@ -1,8 +1,8 @@
 """Counts tokens on the host, without reading a tensor.
 
-To read a number off a tensor, the processor waits until a GPU has computed it and all that was
-asked of it before, and cannot ask for what comes next meanwhile. How many tokens a layer sees, and
-how many a budget leaves of them, are numbers that it mostly has already.
+When the processor reads a number from a tensor on a GPU, it waits until the GPU has finished all
+earlier work, and cannot queue more work meanwhile. The number of tokens that a layer sees, and the
+number that a budget leaves, are mostly known to the processor without such a read.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvpolicy.interfaces import KVSelector
 
 
 def known_counts(selector: KVSelector, context: LayerContext) -> tuple[int, ...] | None:
-    """Ask a selector how many tokens it keeps of each row; see `KVSelector.kept_counts`.
+    """Return how many tokens a selector keeps of each row, or None; see `KVSelector.kept_counts`.
 
-    None where that is not known, and where a class that overrides `select` or `protected` says
-    nothing of its own: what it inherits need not be true of it.
+    None where the number is not known, and where a class overrides `select` or `protected` but not
+    `kept_counts`: the inherited counts may then be wrong.
     """
     if context.held_len is None:
         return None
@@ -39,7 +39,7 @@ def protected_counts(
     Args:
         context: The layer.
         tail: Trailing tokens that are protected.
-        first: First tokens of the row's context that are, of which a later turn may hold fewer.
+        first: First tokens of the row's context that are protected; a later turn may hold fewer.
 
     Returns:
         None where the lengths of rows are not known.
@@ -65,7 +65,7 @@ def counts_under(
         protected: See `protected_counts`.
 
     Returns:
-        None where it depends on what is not known.
+        For each row, the number of tokens; None where it depends on unknown lengths.
     """
     if context.held_len is None or protected is None:
         return None
@@ -78,7 +78,7 @@ def counts_under(
 
 
 def on_device(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Put numbers into an int64 tensor on a device, without waiting for it."""
+    """Copy numbers to an int64 tensor on a device without waiting for the device."""
     # What is not pinned is copied aside at once, so that nothing has to stay for the device; but
     # not so with MPS, which reads the numbers later.
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=device.type != "mps")

@@ -1,8 +1,9 @@
-"""The three strategies that make a policy.
+"""The interfaces of a policy's three parts: `Scorer`, `KVSelector` and `PropagationPolicy`.
 
-Implementations are frozen attrs classes that hold configuration only, are built without arguments
-by their defaults, and declare what they need beside their one abstract method; `CachePolicy` checks
-the declarations when it is built. Hold a new one against `kvpolicy.testing`.
+Implementations are frozen attrs classes. They hold configuration only, and every argument has a
+default. Each interface has one abstract method; properties declare which inputs the method needs,
+and `CachePolicy` checks these declarations when it is built. Test a new part with
+`kvpolicy.testing`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from torch import Tensor
 from kvpolicy.budgets import Budget
 from kvpolicy.checks import check_count
 from kvpolicy.context import LayerContext
+from kvpolicy.renamed import Renamed, take_old_names
 from kvpolicy.short_repr import brief
 
 
 class Part:
-    """Base of scorers, selectors and propagation policies: what they may ask for of a layer."""
+    """Base of scorers, selectors and propagation policies: declares the inputs a part needs."""
 
     paper: ClassVar[str] = ""
 
@@ -30,74 +32,80 @@ class Part:
 
     @property
     def history_layers(self) -> int:
-        """It looks at the saliencies of so many layers before (`LayerContext.history`); 0 for none.
+        """The number of earlier layers whose saliency it reads, `LayerContext.history`; 0 for none.
 
-        Of those at which the policy chooses, the last so many.
+        Only layers at which the policy chooses count.
         """
         return 0
 
     @property
     def needs_rotary(self) -> bool:
-        """True if it turns keys or queries by `LayerContext.rotary`."""
+        """True if the part reads `LayerContext.rotary`."""
         return False
 
     @property
     def needs_output_weight(self) -> bool:
-        """True if it reads `LayerContext.output_weight`."""
+        """True if the part reads `LayerContext.output_weight`."""
         return False
 
 
 class Scorer(Part, abc.ABC):
     """Decides how much each token matters at this layer."""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        take_old_names(cls, {"carries": "state_size", "advance": "update"})
+
     @property
     def num_queries(self) -> int | None:
-        """`score` looks at so many trailing queries: 0 none, None all."""
+        """The number of trailing queries that `score` reads: 0 for none, None for all."""
         return 0
 
     @property
     def unscored_tail(self) -> int:
-        """`score` gives so many trailing tokens no saliency, because they are always to be kept."""
+        """The number of trailing tokens that `score` leaves out because they are always kept."""
         return 0
 
     @property
-    def carries(self) -> int:
-        """It carries so many numbers for each key from one choice to the next; 0 for none."""
+    def state_size(self) -> int:
+        """The number of state values that the scorer keeps per key between choices; 0 for none."""
         return 0
 
     @property
     def accumulates(self) -> bool:
-        """True if `advance` over parts of the queries ends with the saliency of all of them.
+        """True if `update`, called for block after block of queries, ends with the full saliency.
 
-        Asked for one part after the other, it ends with what `score` says of all queries at once,
-        or with the mean of that over each KV group. A prompt that is read in chunks then holds what
-        is carried in place of its queries. A class that overrides `score`, `advance`, `carries` or
-        `num_queries` has to say so anew, or it is not believed.
+        After the last block, `update` must return what `score` returns for all queries at once, or
+        the mean of it over each KV group. A prompt that is read in chunks then holds the scorer's
+        state in place of its queries. A class that overrides `score`, `update`, `state_size` or
+        `num_queries` has to declare this again; otherwise the declaration is ignored.
         """
         return False
 
     @property
     def scores_last_attention(self) -> bool:
-        """True if `score` returns how much the last query attends to each key, and nothing else.
+        """True if the saliency is exactly the last query's attention to each key.
 
-        A compiled step of a bounded answer may then take the attention that it has computed anyway.
-        A class that overrides `score` or `num_queries` has to say so anew, or it is not believed.
+        Compiled decoding may then use the attention that the model computes anyway. A class that
+        overrides `score` or `num_queries` has to declare this again; otherwise the declaration is
+        ignored.
         """
         return False
 
-    def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """Return the saliency and what is carried on, if a policy evicts while it decodes.
+    def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """Return the saliency and the new state, for a policy that evicts while it decodes.
 
-        Asked once for every choice, from the prompt's on: ``context.carried`` is what was carried
-        before, ``context.queries`` those of all tokens since. Between two choices nothing is
-        evicted, so that these queries have seen what is there now, up to their own positions.
+        Called once for every choice, the prompt's included: ``context.state`` is the state after
+        the previous choice, ``context.queries`` are the queries of all tokens since. Nothing is
+        evicted between two choices, so these queries have attended to all keys in the context, up
+        to their own positions.
 
         Args:
             context: The layer; nothing in it may be modified.
 
         Returns:
-            The saliency, as `score` would return it; and float32 ``[batch, kv_heads, key_len,
-            carries]``, of which what is evicted is forgotten.
+            The saliency, as `score` would return it; and the state, float32 ``[batch, kv_heads,
+            key_len, state_size]``, whose entries for evicted keys are dropped.
         """
         return self.score(context), context.keys.new_empty(
             context.batch, context.kv_heads, context.key_len, 0, dtype=torch.float32
@@ -111,9 +119,12 @@ class Scorer(Part, abc.ABC):
             context: The layer; nothing in it may be modified.
 
         Returns:
-            Finite float32 ``[batch, query_heads or kv_heads, key_len]``; what stands on padding
-            is ignored. A new tensor.
+            Finite float32 ``[batch, query_heads or kv_heads, key_len]``, a new tensor; values on
+            padding are ignored.
         """
+
+    carries = Renamed("state_size")
+    advance = Renamed("update")
 
 
 class KVSelector(Part, abc.ABC):
@@ -121,27 +132,27 @@ class KVSelector(Part, abc.ABC):
 
     @property
     def needs_saliency(self) -> bool:
-        """True if `select` reads the saliency; if not, it may be given None."""
+        """True if `select` reads the saliency; otherwise it may be given None."""
         return True
 
     @property
     def protected_tail(self) -> int:
-        """So many trailing tokens are always kept."""
+        """The number of trailing tokens that are always kept."""
         return 0
 
     @property
     def protected_first(self) -> int:
-        """So many first tokens of the row's context are kept wherever they are held."""
+        """The number of first tokens of the row's context that are kept if a head holds them."""
         return 0
 
     @property
     def budget(self) -> Budget | None:
-        """The number of tokens that each row keeps; None if layers or heads differ."""
+        """The number of tokens kept per row; None if it differs between layers or heads."""
         return None
 
     @property
     def decides_together(self) -> bool:
-        """True if it chooses once all layers were scored, in `select_together`.
+        """True if the selector chooses for all layers at once, in `select_together`.
 
         Every layer then holds all tokens until the last one has been scored.
         """
@@ -149,43 +160,43 @@ class KVSelector(Part, abc.ABC):
 
     @property
     def equal_counts(self) -> bool:
-        """True if it keeps as many tokens of a row in all heads of all layers.
+        """True if all heads of all layers keep the same number of tokens of a row.
 
-        If all tokens reach them. A policy without gaps needs it, see `CachePolicy`.
+        Only layers that all tokens reach count. ``CachePolicy(gapless=True)`` needs this.
         """
         return False
 
     @property
     def keeps_all(self) -> bool:
-        """True if it keeps every token, so that there is nothing to act on.
+        """True if the selector keeps every token.
 
-        A class that overrides `select` has to say so anew, or it is not believed.
+        A class that overrides `select` has to declare this again; otherwise it is ignored.
         """
         return False
 
     @property
     def keeps_highest(self) -> bool:
-        """True if each KV head keeps the protected, and the highest means over its group.
+        """True if each KV head keeps its protected tokens and those of highest mean saliency.
 
-        As many as the budget says, of two equals the earlier; what is protected is said by
-        `protected_tail` and `protected_first`. A class that overrides `select` or
-        `protected` has to say so anew, or it is not believed.
+        The number is the budget's; of two equal tokens the earlier is kept; `protected_tail` and
+        `protected_first` are the protected tokens. A class that overrides `select` or `protected`
+        has to declare this again; otherwise the declaration is ignored.
         """
         return False
 
     @property
     def is_bounded(self) -> bool:
-        """True if what is kept does not grow with the context: its budget is a number of tokens."""
+        """True if the number of tokens kept does not grow with the context."""
         return self.budget is not None and self.budget.tokens is not None
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Mark the tokens that are always kept, bool ``[batch, kv_heads, key_len]``."""
+        """Mark the tokens that the selector always keeps, bool ``[batch, kv_heads, key_len]``."""
         return context.is_tail(self.protected_tail) | context.is_first(self.protected_first)
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the fraction of a prompt's tokens that each layer keeps, if all reach it.
+        """Return the fraction of a prompt's tokens that each layer keeps when all tokens reach it.
 
-        The mean over the KV heads; 1 where the selector has no budget and does not say otherwise.
+        Averaged over the KV heads; 1 if the selector has no budget, unless it overrides this.
 
         Args:
             num_layers: Layers of the model.
@@ -203,12 +214,12 @@ class KVSelector(Part, abc.ABC):
         return [self.budget.fraction(context_len, protected=fixed)] * num_layers
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Count what every head keeps of each row, if computable from lengths, without a tensor.
+        """Count the tokens that each head keeps per row, from lengths alone; None if impossible.
 
-        By ``context.held_len``, budgets and other numbers: what is read off a tensor waits for the
-        device, at every layer of a prompt. What is said here is held against what `select` returns
-        when the forward ends. A class that overrides `select` or `protected` has to override this
-        one as well, or it is not asked.
+        Use ``context.held_len``, budgets and other numbers: reading a tensor would wait for the
+        device at every layer of a prompt. When the forward ends, the counts are compared with what
+        `select` returned. A class that overrides `select` or `protected` has to override this
+        method as well; otherwise it is not called.
 
         Args:
             context: The layer, whose ``held_len`` is known; nothing in it may be modified.
@@ -220,7 +231,7 @@ class KVSelector(Part, abc.ABC):
 
     @abc.abstractmethod
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Choose the keys to keep.
+        """Choose the keys that a layer keeps.
 
         Args:
             saliency: float32 ``[batch, query_heads or kv_heads, key_len]``, larger means keep.
@@ -234,15 +245,15 @@ class KVSelector(Part, abc.ABC):
     def select_together(
         self, saliencies: Sequence[Tensor], contexts: Sequence[LayerContext]
     ) -> list[Tensor]:
-        """Choose the keys that all layers keep, where it `decides_together`.
+        """Choose the keys that every layer keeps, for a selector that `decides_together`.
 
-        Of one layer it is what `select` chooses.
+        For a single layer the result is that of `select`.
 
         Args:
-            saliencies: Of each layer that has something to choose, as in `select`.
-            contexts: Those layers, outlined: see `LayerContext.outlined`. Layers may show
-                unlike numbers of heads and tokens; of a row that has nothing to choose at a layer,
-                none is valid.
+            saliencies: The saliency of each layer that has something to choose, as in `select`.
+            contexts: The same layers, see `LayerContext.outlined`. Layers may have different
+                numbers of heads and tokens; a row with nothing to choose at a layer has no valid
+                tokens there.
 
         Returns:
             For each layer, what `select` would return.
@@ -259,37 +270,37 @@ class KVSelector(Part, abc.ABC):
 class PropagationPolicy(Part, abc.ABC):
     """Decides which tokens go on to the next layer during prefill.
 
-    Two ways to act: the layers after an acting one continue with the tokens that go on (*drop*), or
-    what was computed serves for the choice only, and the prefill runs again from the embeddings on
-    the chosen tokens, at positions without gaps (*restart*; the layers after the acting one are not
-    run before). Which of the two is `restarts`.
+    A policy acts after the layers in `acting_layers`, in one of two ways. If it *drops* tokens, the
+    next layers compute only the tokens that go on. If it *restarts*, the layers so far serve for
+    the choice only, and the prefill runs again from the embeddings on the chosen tokens, at
+    positions without gaps. `restarts` says which.
     """
 
     @property
     def restarts(self) -> bool:
-        """True if the prefill runs again on the tokens that go on; then one layer acts."""
+        """True if the prefill runs again on the chosen tokens; then exactly one layer acts."""
         return False
 
     @property
     def needs_saliency(self) -> bool:
-        """True if `propagate` reads the saliency; if not, it may be given None."""
+        """True if `propagate` reads the saliency; otherwise it may be given None."""
         return True
 
     @property
     def protected_tail(self) -> int:
-        """So many trailing tokens always go on, at least 1: the last predicts the next."""
+        """The number of trailing tokens that always go on, at least 1 to predict the next token."""
         return 1
 
     @property
     def protected_first(self) -> int:
-        """So many first tokens of the row's context go on wherever they are new."""
+        """The number of first tokens of the row's context that always go on."""
         return 0
 
     @property
     def budget(self) -> Budget | None:
-        """The number of tokens of each row that go on; None if no one number holds for all.
+        """The number of tokens of each row that go on; None if it has no fixed number.
 
-        Where several layers act with budgets of their own, the smallest.
+        If several layers act with different budgets, the smallest.
         """
         return None
 
@@ -297,8 +308,8 @@ class PropagationPolicy(Part, abc.ABC):
     def decides_by_content(self) -> bool:
         """True if the number of tokens that go on depends on the prompt's content.
 
-        Then it is known only once the prompt is read: there is no `budget`, and `layer_rates` are
-        the most that can reach each layer.
+        The number is then known only once the prompt is read: there is no `budget`, and
+        `layer_rates` are upper bounds.
         """
         return False
 
@@ -307,15 +318,15 @@ class PropagationPolicy(Part, abc.ABC):
         return context.is_new_tail(self.protected_tail) | context.is_new_first(self.protected_first)
 
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """Rank a layer's new tokens: by the mean of the saliency over all heads.
+        """Return a score of each new token for ranking: the mean of the saliency over all heads.
 
         Args:
             saliency: As given to `propagate`.
             context: The layer; nothing in it may be modified.
 
         Returns:
-            float ``[batch, new_len]``, the same in every process that has a share of the heads; of
-            two tokens neither of which is protected the higher goes on first.
+            float ``[batch, new_len]``, the same in every process under tensor parallelism. Of two
+            tokens that are not protected, the one with the higher score goes on first.
         """
         return context.heads.mean(saliency[..., context.key_len - context.new_len :])
 
@@ -328,19 +339,19 @@ class PropagationPolicy(Part, abc.ABC):
         return frozenset()
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Choose, for a model, the layers that the policy leaves open.
+        """Return the policy with its open layer indices chosen for a given model.
 
         Args:
             num_layers: Layers of the model.
-            eligible: Those that see the whole context, so that tokens may be dropped after them,
-                ascending; at least one.
+            eligible: Layers that see the whole context, so that tokens may be dropped after them;
+                ascending, at least one.
         """
         return self
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
         """Return the fraction of the prompt's tokens that reach each layer.
 
-        Where it `decides_by_content`, the most.
+        If the policy `decides_by_content`, these are upper bounds.
 
         Args:
             num_layers: Layers of the model.
@@ -354,10 +365,10 @@ class PropagationPolicy(Part, abc.ABC):
     def prefill_passes(
         self, num_layers: int, context_len: int | None = None
     ) -> tuple[list[float], ...]:
-        """Return, for every pass of the prefill, the fraction of tokens that each layer computes.
+        """Return the fraction of tokens that each layer computes in each pass of the prefill.
 
-        The last pass is that of `layer_rates`; a policy that restarts has one before it, in which
-        layers it does not reach compute 0.
+        The last pass has the rates of `layer_rates`. A policy that restarts has one pass before
+        it, with rate 0 for the layers that this pass does not run.
 
         Args:
             num_layers: Layers of the model.
@@ -370,7 +381,7 @@ class PropagationPolicy(Part, abc.ABC):
 
     @abc.abstractmethod
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Choose the tokens that go on.
+        """Choose the new tokens that go on to the next layer.
 
         Args:
             saliency: float32 ``[batch, query_heads or kv_heads, key_len]``, larger means pass on;
@@ -385,7 +396,7 @@ class PropagationPolicy(Part, abc.ABC):
 
 
 def nearest_layer(wanted: int, eligible: Sequence[int]) -> int:
-    """Find the eligible layer nearest to a layer, the later of two that are as near.
+    """Find the eligible layer nearest to a layer index; of two equally near, the later.
 
     Example:
         >>> nearest_layer(3, [1, 2, 4, 5])

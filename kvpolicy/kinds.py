@@ -1,4 +1,4 @@
-"""`TokenKind`: what a token stands for."""
+"""`TokenKind`: text, image, video or sound."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import enum
 
 
 class TokenKind(enum.IntEnum):
-    """Numbers what a token can stand for: text, an image, a video or sound.
+    """The kind of content that a token stands for: text, an image, a video or sound.
 
-    A token is of a kind when its embedding comes from there: the placeholders that features of an
-    image take the place of are of the kind image, the tokens that mark where it begins and ends
-    are text. Text, image and video have the numbers of Transformers' ``mm_token_type_ids``.
+    The source of a token's embedding decides its kind: the placeholders that image features
+    replace are of the kind image, the tokens that mark an image's beginning and end are text. Text,
+    image and video have the numbers of Transformers' ``mm_token_type_ids``.
 
     Example:
         >>> int(TokenKind.IMAGE)

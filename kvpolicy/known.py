@@ -1,4 +1,4 @@
-"""Deprecated: `kvpolicy.host_counts` under its earlier name."""
+"""Deprecated: the old name of the module `kvpolicy.host_counts`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvpolicy import host_counts
 
 
 def __getattr__(name: str) -> Any:
-    """Take a name from `kvpolicy.host_counts`."""
+    """Return a name from `kvpolicy.host_counts`, with a warning."""
     found = getattr(host_counts, name)
     warnings.warn(
         f"kvpolicy.known.{name} is deprecated, use kvpolicy.host_counts.{name}",

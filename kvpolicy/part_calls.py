@@ -13,12 +13,16 @@ from kvpolicy.context import LayerContext
 from kvpolicy.errors import ShapeError, UnsupportedModelError
 from kvpolicy.host_counts import known_counts, on_device
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
+from kvpolicy.renamed import old_names
+
+__getattr__ = old_names(__name__, {"advanced": "updated"})
 
 
 class DeferredChecks:
-    """Collects conditions on tensors, and looks at them together: a look waits for the device.
+    """Collects error conditions on device tensors, to read them all at once later.
 
-    A message must hold on to nothing large, since the end may be that of all layers.
+    Each read waits for the device. Messages must not hold large tensors, since they may be kept
+    until all layers are done.
     """
 
     def __init__(self) -> None:
@@ -26,12 +30,12 @@ class DeferredChecks:
         self._messages: list[Callable[[], str]] = []
 
     def refuse(self, condition: Tensor, message: Callable[[], str]) -> None:
-        """Refuse a bool tensor that is True anywhere."""
+        """Add a condition: a bool tensor that is an error where it is True."""
         self._conditions.append(condition.any())
         self._messages.append(message)
 
     def join(self, more: DeferredChecks) -> None:
-        """Append another collection's conditions."""
+        """Append the conditions of another collection."""
         self._conditions += more._conditions
         self._messages += more._messages
 
@@ -49,7 +53,7 @@ class DeferredChecks:
 
 
 def shown_to(part: Part, context: LayerContext) -> LayerContext:
-    """Hide history, rotary embedding and output weights from a part that declares no need."""
+    """Remove history, rotary embedding and output weights that a part does not declare to need."""
     if not context.history and context.rotary is None and context.output_weight is None:
         return context
     return context.with_no_more(
@@ -60,53 +64,51 @@ def shown_to(part: Part, context: LayerContext) -> LayerContext:
 
 
 def saliency_of(scorer: Scorer, context: LayerContext, checks: DeferredChecks) -> Tensor:
-    """Ask a scorer for the saliency of a layer, showing it no more queries than it wants.
+    """Call a scorer on a layer with the queries it declares, and check the saliency.
 
     Raises:
-        TypeError: It is no tensor of floats.
-        ShapeError: Its axes are not those of a saliency.
+        TypeError: The saliency is no tensor of floats.
+        ShapeError: The axes are not those of a saliency.
     """
-    shown = attrs.evolve(context.showing(scorer.num_queries), carried=None)
+    shown = attrs.evolve(context.showing(scorer.num_queries), state=None)
     saliency = scorer.score(shown_to(scorer, shown))
     _check_saliency(scorer, saliency, context, checks)
     return saliency
 
 
-def advanced(
-    scorer: Scorer, context: LayerContext, checks: DeferredChecks
-) -> tuple[Tensor, Tensor]:
-    """Ask a scorer for a saliency and what it carries on; see `Scorer.advance`.
+def updated(scorer: Scorer, context: LayerContext, checks: DeferredChecks) -> tuple[Tensor, Tensor]:
+    """Call `Scorer.update` on a layer, and check the saliency and the state.
 
     Raises:
-        TypeError: The saliency is no tensor of floats, or what is carried no tensor.
-        ShapeError: The axes are not those of them.
+        TypeError: The saliency is no tensor of floats, or the state no tensor.
+        ShapeError: Their axes are wrong.
     """
-    saliency, carried = scorer.advance(shown_to(scorer, context.showing(scorer.num_queries)))
+    saliency, state = scorer.update(shown_to(scorer, context.showing(scorer.num_queries)))
     _check_saliency(scorer, saliency, context, checks)
-    wanted = (context.batch, context.kv_heads, context.key_len, scorer.carries)
-    if not isinstance(carried, Tensor):
-        raise TypeError(f"advance of {scorer} must carry on a tensor, got {carried!r}")
-    if tuple(carried.shape) != wanted:
+    wanted = (context.batch, context.kv_heads, context.key_len, scorer.state_size)
+    if not isinstance(state, Tensor):
+        raise TypeError(f"update of {scorer} must return its state as a tensor, got {state!r}")
+    if tuple(state.shape) != wanted:
         raise ShapeError(
-            f"advance of {scorer} must carry on [batch, kv_heads, key_len, carries] = "
-            f"{list(wanted)}, got {list(carried.shape)}"
+            f"update of {scorer} must return a state [batch, kv_heads, key_len, state_size] = "
+            f"{list(wanted)}, got {list(state.shape)}"
         )
-    return saliency, carried
+    return saliency, state
 
 
 def kept_by(
     selector: KVSelector, saliency: Tensor | None, context: LayerContext, checks: DeferredChecks
 ) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Ask a selector what it keeps of a layer; one choice for heads that share storage.
+    """Call a selector on a layer, and check the indices it keeps.
 
     Returns:
-        The indices; and for each row how many every head keeps, where that is known without
-        looking.
+        The indices; and, for each row, the number of tokens that every head keeps, or None if it is
+        not known without reading a tensor.
 
     Raises:
-        TypeError: It returns no tensor.
+        TypeError: The selector returns no tensor.
         ShapeError: The axes are not those of indices into the keys.
-        ValueError: It returns more or fewer than it said.
+        ValueError: The number of indices differs from `KVSelector.kept_counts`.
     """
     if context.stored is not None and (selector.needs_rotary or selector.needs_output_weight):
         raise UnsupportedModelError(
@@ -126,7 +128,7 @@ def kept_by(
 def _check_counts(
     selector: KVSelector, kept: Tensor, counts: tuple[int, ...], checks: DeferredChecks
 ) -> None:
-    """Check that a selector has kept as many as it said."""
+    """Check that a selector has kept as many tokens as it declared."""
 
     def message() -> str:
         found = (kept >= 0).sum(dim=-1).tolist()
@@ -142,7 +144,7 @@ def _check_counts(
 
 
 def as_stored(saliency: Tensor | None, context: LayerContext) -> tuple[Tensor | None, LayerContext]:
-    """Reduce a layer to one head for a selector, if its heads share what is stored."""
+    """Reduce a layer to one head for a selector, if its heads share storage."""
     if context.stored is not None and saliency is not None:
         saliency = context.heads.mean(saliency)[:, None]  # [batch, 1, key_len]
     return saliency, context.for_selector()
@@ -154,10 +156,10 @@ def passed_on_by(
     context: LayerContext,
     checks: DeferredChecks,
 ) -> Tensor | None:
-    """Ask a propagation policy which new tokens of a layer go on; None for all.
+    """Call a propagation policy on a layer, and check the new tokens that go on; None for all.
 
     Raises:
-        TypeError: It returns something else than a tensor or None.
+        TypeError: The propagation policy returns neither a tensor nor None.
         ShapeError: The axes are not those of indices into the new tokens.
     """
     passed = propagation.propagate(saliency, shown_to(propagation, context))
@@ -203,21 +205,21 @@ def _check_saliency(
 def check_indices(
     part: object, indices: object, rows: tuple[int, ...], length: int, checks: DeferredChecks
 ) -> Tensor:
-    """Check the indices that a part has chosen.
+    """Check token indices that a part returned.
 
     Args:
-        part: For messages.
-        indices: What it returned: int64 ``[*rows, count]``, ascending, -1 on the left only.
-        rows: Their leading axes.
-        length: What they are below.
-        checks: What is looked at later.
+        part: The part, for messages.
+        indices: What the part returned: int64 ``[*rows, count]``, ascending, -1 on the left only.
+        rows: The lengths of the leading axes.
+        length: The number of tokens; indices must be below it.
+        checks: Receives the conditions that are checked later.
 
     Returns:
-        The same, no view of a larger tensor.
+        The same indices, not as a view of a larger tensor.
 
     Raises:
-        TypeError: They are no tensor.
-        ShapeError: They are of other axes, or no int64.
+        TypeError: ``indices`` is no tensor.
+        ShapeError: The axes are different, or the dtype is not int64.
     """
     if not isinstance(indices, Tensor):
         raise TypeError(f"{part} must return a tensor of indices, got {indices!r}")

@@ -17,61 +17,70 @@ from kvpolicy.decoding import DecodingEviction, check_tail
 from kvpolicy.deferred_selection import DeferredLayer, check_later, kept_of_all
 from kvpolicy.gapless import check_acting, check_gapless
 from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
-from kvpolicy.part_calls import DeferredChecks, advanced, kept_by, passed_on_by, saliency_of
+from kvpolicy.part_calls import DeferredChecks, kept_by, passed_on_by, saliency_of, updated
+from kvpolicy.renamed import Renamed, accepts_old
 from kvpolicy.repetition import Repetition
 from kvpolicy.short_repr import brief
 
 
+@accepts_old(carried="state")
 @attrs.frozen(eq=False)
 class Decision:
-    """Holds what a policy decided at one layer.
+    """What a policy decided at one layer: the tokens it keeps and those it passes on.
 
     Args:
         kept: ``[batch, kv_heads, kept_len]``; of one head where all heads share what is stored.
             None where the policy `decides_later`.
         passed_on: ``[batch, passed_len]``; None for all.
-        carried: What the scorer of the policy's decoding carries for each key, kept or not; None
-            where it carries nothing. See `Scorer.advance`.
-        undecided: The layer for `CachePolicy.decide_layers`, where there is no ``kept`` yet.
-        saliency: What the policy's scorer said of the keys, for later layers that look at it;
-            None where it was not asked.
-        counts: For each row, how many tokens each head keeps, where that is known without looking
-            at ``kept``; see `KVSelector.kept_counts`.
+        state: The state that the scorer of the policy's `DecodingEviction` keeps for each key, kept
+            or not; None if it keeps no state. See `Scorer.update`.
+        undecided: The layer to pass to `CachePolicy.decide_layers`, if there is no ``kept`` yet.
+        saliency: The saliency of the keys, for later layers that read it; None if the scorer was
+            not called.
+        counts: For each row, how many tokens each head keeps, if this is known without reading
+            ``kept``; see `KVSelector.kept_counts`.
     """
 
     kept: Tensor | None
     passed_on: Tensor | None
-    carried: Tensor | None = None
+    state: Tensor | None = None
     saliency: Tensor | None = None
     undecided: DeferredLayer | None = None
     counts: tuple[int, ...] | None = None
 
+    carried = Renamed("state")
 
+
+@accepts_old(reading="rereading")
 @attrs.frozen
 class CachePolicy:
     """Decides which tokens a model keeps, layer by layer, while it reads a prompt.
 
-    The methods of the literature are subclasses that only choose the parts. ``str()`` of a
-    method is as it is written, of any other policy its parts; what is at its default is left out.
+    The methods of the literature are subclasses that only choose the parts. ``str()`` returns a
+    method as a call of its class, and any other policy as a `CachePolicy` of its parts, without
+    arguments at their defaults.
 
     Args:
-        scorer: How much each token matters; None where neither of the others asks.
-        selector: Which keys and values a layer keeps for decoding.
-        propagation: Which tokens go on to the next layer during prefill.
-        decoding: How a layer is kept bounded while an answer is decoded; None lets it grow.
-        reading: A second reading of every prompt, by which the selector's saliency is made; None
-            for that of the prompt itself.
-        gapless: Whether the keys that a layer keeps are turned to positions 0, 1, ..., in their
-            order, and what follows stands behind them: rotary positions then count what is held,
-            not what was read. Every head of every layer must keep as many.
+        scorer: Decides how much each token matters; None if neither of the other two needs that.
+        selector: Decides which keys and values a layer keeps for decoding.
+        propagation: Decides which tokens go on to the next layer during prefill.
+        decoding: Bounds what a layer holds while an answer is decoded; None lets it grow.
+        rereading: A second reading of every prompt, from which the selector's saliency is computed;
+            None to compute it in the first reading.
+        gapless: Whether the keys that a layer keeps are rotated to the positions 0, 1, ..., and
+            later tokens follow them: rotary positions then count the tokens held, not those read.
+            Every head of every layer must keep the same number of tokens.
 
     Raises:
         TypeError: A part is not of its kind, or ``gapless`` not a bool.
-        ValueError: The parts do not fit: a saliency, of the layer or of those before, is needed
-            and there is no scorer; the scorer leaves a tail unscored that is not protected; the
-            layers after a drop receive fewer tokens than they are to keep; a second reading finds
-            nothing to be scored by it; gaps are to be closed, and heads or layers may hold unlike
-            numbers of tokens, or the answer is bounded, or the prompt read again.
+        ValueError: The parts do not fit together:
+
+            - ``scorer`` is None, but a part needs the saliency of this layer or of earlier ones;
+            - the scorer leaves trailing tokens unscored that a part does not protect;
+            - layers after a drop are to keep more tokens than reach them;
+            - there is a second reading, but no queries to score;
+            - ``gapless`` is True, but heads or layers may hold different numbers of tokens, or
+              there is a ``decoding``, a ``rereading`` or a restart.
 
     Example:
         >>> from kvpolicy.policies import GQAGroupSelector, PassAllPropagation, WindowMaxPoolScorer
@@ -86,8 +95,10 @@ class CachePolicy:
     selector: KVSelector
     propagation: PropagationPolicy
     decoding: DecodingEviction | None = None
-    reading: Repetition | None = None
+    rereading: Repetition | None = None
     gapless: bool = attrs.field(default=False, kw_only=True)
+
+    reading = Renamed("rereading")
 
     def __attrs_post_init__(self) -> None:
         if self.scorer is not None:
@@ -96,8 +107,8 @@ class CachePolicy:
         check_kind("propagation", self.propagation, PropagationPolicy)
         if self.decoding is not None:
             check_kind("decoding", self.decoding, DecodingEviction)
-        if self.reading is not None:
-            check_kind("reading", self.reading, Repetition)
+        if self.rereading is not None:
+            check_kind("rereading", self.rereading, Repetition)
         consumers = [part for part in (self.selector, self.propagation) if part.needs_saliency]
         for part in consumers:
             if self.scorer is None:
@@ -110,10 +121,10 @@ class CachePolicy:
                     "before, got None"
                 )
         self._check_budgets()
-        check_later(self.scorer, self.selector, self.reading)
+        check_later(self.scorer, self.selector, self.rereading)
         check_kind("gapless", self.gapless, bool)
         if self.gapless:
-            check_gapless(self.selector, self.propagation, self.decoding, self.reading)
+            check_gapless(self.selector, self.propagation, self.decoding, self.rereading)
 
     def __str__(self) -> str:
         kind = type(self)
@@ -122,8 +133,8 @@ class CachePolicy:
         parts = [*map(brief, (self.scorer, self.selector, self.propagation))]
         if self.decoding is not None:
             parts.append(f"decoding={brief(self.decoding)}")
-        if self.reading is not None:
-            parts.append(f"reading={brief(self.reading)}")
+        if self.rereading is not None:
+            parts.append(f"rereading={brief(self.rereading)}")
         if self.gapless:
             parts.append("gapless=True")
         return f"{kind.__name__}({', '.join(parts)})"
@@ -147,42 +158,46 @@ class CachePolicy:
 
     @property
     def decides_later(self) -> bool:
-        """True if layers keep all tokens until every one was scored; see `decide_layers`."""
-        return self.selector.decides_together or self.reading is not None
+        """True if layers choose their tokens only after all were scored; see `decide_layers`."""
+        return self.selector.decides_together or self.rereading is not None
 
     @property
     def num_queries(self) -> int | None:
-        """The policy looks at so many trailing queries of a prompt: 0 none, None all.
+        """The number of trailing queries of a prompt that the policy reads: 0 none, None all.
 
-        Not those of a second reading, of which the scorer is shown as many as it asks for.
+        Queries of a second reading do not count.
         """
-        scores = self.scorer is not None and self.reading is None
+        scores = self.scorer is not None and self.rereading is None
         wanted = [self.scorer.num_queries] if scores and self.scorer is not None else []
-        if self.decoding is not None and self.decoding.scorer is not None and self.decoding.carries:
+        if (
+            self.decoding is not None
+            and self.decoding.scorer is not None
+            and self.decoding.state_size
+        ):
             wanted.append(self.decoding.scorer.num_queries)
         counts = [count for count in wanted if count is not None]
         return None if len(counts) < len(wanted) else max(counts, default=0)
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts that act on a prompt: the scorer if there is one, selector and propagation.
+        """The policy's parts that act on a prompt: scorer (if any), selector, propagation policy.
 
-        And the scorer of what is decoded later, where it carries something from the prompt on.
+        The scorer of the policy's `DecodingEviction` too, if it keeps a state from the prompt on.
         """
         later = (
-            self.decoding.scorer if self.decoding is not None and self.decoding.carries else None
+            self.decoding.scorer if self.decoding is not None and self.decoding.state_size else None
         )
         found = (self.scorer, self.selector, self.propagation, later)
         return tuple(part for part in found if part is not None)
 
     @property
     def history_layers(self) -> int:
-        """A part looks at the saliencies of at most so many layers before."""
+        """The largest number of earlier layers whose saliency a part reads."""
         return max(part.history_layers for part in self.parts)
 
     @property
     def needs_rotary(self) -> bool:
-        """True if any part turns keys or queries of a prompt."""
+        """True if any part applies the rotary embedding in a prompt."""
         return any(part.needs_rotary for part in self.parts)
 
     @property
@@ -191,11 +206,11 @@ class CachePolicy:
         return any(part.needs_output_weight for part in self.parts)
 
     def remembered_layers(self, num_layers: int, choosing: Sequence[int]) -> frozenset[int]:
-        """Return the layers whose saliency a later layer looks at.
+        """Return the layers whose saliency a later layer reads.
 
         Args:
             num_layers: Layers of the model.
-            choosing: Those at which the policy chooses, ascending; others give no saliency.
+            choosing: The layers at which the policy chooses, ascending; only these have a saliency.
         """
         if any(part.history_layers for part in self.parts if part is not self.propagation):
             return frozenset(choosing)
@@ -205,13 +220,13 @@ class CachePolicy:
         return frozenset(found)
 
     def check_model(self, num_layers: int) -> None:
-        """Check the policy's layer indices against a model.
+        """Check that the policy's layer indices lie in a model of ``num_layers`` layers.
 
         Raises:
             TypeError: ``num_layers`` is not an int, or ``acting_layers`` no frozenset.
-            ValueError: It is below 1, a layer lies outside the model, or the prefill restarts at
-                none of its layers or at several; or tokens are dropped of a prompt that is to be
-                read again, or where gaps are to be closed.
+            ValueError: ``num_layers`` is below 1; a layer lies outside the model; a prefill that
+                restarts does so at no layer or at several; or tokens are dropped though there is a
+                second reading, or ``gapless`` is True.
         """
         check_count("num_layers", num_layers, minimum=1)
         named = self.propagation.acting_layers(num_layers)
@@ -226,10 +241,10 @@ class CachePolicy:
                 f"acting_layers of {self.propagation} must be in [0, {num_layers - 1}] for a model "
                 f"of {num_layers} layers, got {acting}"
             )
-        if self.reading is not None and acting:
+        if self.rereading is not None and acting:
             raise ValueError(
-                f"reading must be None where tokens are dropped, as {self.propagation} does, since "
-                f"a second reading needs the keys of all, got {self.reading}"
+                f"rereading must be None where tokens are dropped, as {self.propagation} does, "
+                f"since a second reading needs the keys of all, got {self.rereading}"
             )
         if self.gapless:
             check_acting(self.propagation, acting)
@@ -240,11 +255,11 @@ class CachePolicy:
             )
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> CachePolicy:
-        """Choose, for a model, the layers that the propagation policy leaves open.
+        """Return the policy with its open layer indices chosen for a given model.
 
         Args:
             num_layers: Layers of the model.
-            eligible: Those that see the whole context, ascending; at least one.
+            eligible: Layers that see the whole context, ascending; at least one.
         """
         propagation = self.propagation.placed(num_layers, eligible)
         if propagation is self.propagation:
@@ -261,25 +276,27 @@ class CachePolicy:
         checks: DeferredChecks | None = None,
         saliency: Tensor | None = None,
     ) -> Decision:
-        """Choose what one layer keeps and passes on; the saliency is computed once, if at all.
+        """Choose the tokens that one layer keeps and passes on.
 
-        Where the policy `decides_later`, what the layer keeps is left to `decide_layers`.
+        The saliency is computed once, if at all. If the policy `decides_later`, the tokens to keep
+        are chosen in `decide_layers`.
 
         Args:
             context: The layer.
-            remembered: Whether later layers look at its saliency; see `remembered_layers`.
-            checks: Where to leave what of the parts' answers is to be looked at, for the caller to
-                look; till then, what is decided may be wrong, and indices out of range. None to
-                look at once.
-            saliency: The layer's saliency, where the scorer was asked already; None to ask it.
+            remembered: Whether later layers read its saliency; see `remembered_layers`.
+            checks: Collects the conditions on tensors that the parts returned, for the caller to
+                check later with `DeferredChecks.look`; until then the decision may be wrong, and
+                indices out of range. None to check at once.
+            saliency: The layer's saliency, if the caller has computed it already; None to ask the
+                scorer.
 
         Raises:
             TypeError: ``context`` is no `LayerContext`; or a part returned no tensor, or a saliency
                 that is not of floats.
-            ShapeError: What a part returned has not the axes it is to have.
+            ShapeError: A part returned a tensor of the wrong shape.
             ValueError: A saliency is not a number (NaN).
-            ValueError: Indices are not ascending, unique and in range, or not as many as the
-                selector said, or the last token is not passed on.
+            ValueError: Indices are not ascending, unique and in range; or their number differs from
+                the selector's `KVSelector.kept_counts`; or the last token is not passed on.
         """
         check_kind("context", context, LayerContext)
         own = DeferredChecks() if checks is None else checks
@@ -298,12 +315,12 @@ class CachePolicy:
         saliency: Tensor | None,
     ) -> Decision:
         propagates = not self.propagation.restarts and self._acts_at(context)
-        selects = self.selector.needs_saliency and self.reading is None
+        selects = self.selector.needs_saliency and self.rereading is None
         needed = selects or (propagates and self.propagation.needs_saliency) or remembered
-        carried = None
+        state = None
         later = None if self.decoding is None else self.decoding.scorer
-        if later is not None and later.carries:
-            own, carried = advanced(later, context, checks)
+        if later is not None and later.state_size:
+            own, state = updated(later, context, checks)
             saliency = own if later == self.scorer else saliency
         if needed and saliency is None:
             assert self.scorer is not None
@@ -316,15 +333,15 @@ class CachePolicy:
         passed = None
         if propagates:
             passed = passed_on_by(self.propagation, saliency, context, checks)
-        return Decision(kept, passed, carried, saliency, undecided, counts)
+        return Decision(kept, passed, state, saliency, undecided, counts)
 
     def score(self, context: LayerContext) -> Tensor:
-        """Score a layer at which nothing is chosen, for later layers to look at.
+        """Compute the saliency of a layer where nothing is chosen, for later layers to read.
 
         Raises:
-            TypeError: As `decide`.
-            ShapeError: As `decide`.
-            ValueError: As `decide`.
+            TypeError: See `decide`.
+            ShapeError: See `decide`.
+            ValueError: See `decide`.
         """
         assert self.scorer is not None
         checks = DeferredChecks()
@@ -334,18 +351,18 @@ class CachePolicy:
         return saliency
 
     def decide_layers(self, layers: Sequence[DeferredLayer]) -> list[Tensor]:
-        """Choose what all layers keep, where the policy `decides_later`.
+        """Choose the tokens that every layer keeps, for a policy that `decides_later`.
 
         Args:
-            layers: Those that have something to choose, in order; each with its saliency.
+            layers: The layers that have something to choose, in order, with their saliencies.
 
         Returns:
             For each layer ``[batch, kv_heads, kept_len]``; see `Decision`.
 
         Raises:
-            TypeError: As `decide`.
-            ShapeError: As `decide`.
-            ValueError: As `decide`.
+            TypeError: See `decide`.
+            ShapeError: See `decide`.
+            ValueError: See `decide`.
         """
         if not layers:
             return []
@@ -358,16 +375,16 @@ class CachePolicy:
     def decide_restart(
         self, context: LayerContext, saliency: Tensor | None = None
     ) -> Tensor | None:
-        """Choose the tokens to restart the prefill on; see `PropagationPolicy.propagate`.
+        """Choose the tokens on which the prefill restarts; see `PropagationPolicy.propagate`.
 
         Args:
             context: The layer.
-            saliency: Its saliency, where the scorer was asked already; None to ask it.
+            saliency: Its saliency, if the caller has computed it already; None to ask the scorer.
 
         Raises:
-            TypeError: As `decide`.
-            ShapeError: As `decide`.
-            ValueError: As `decide`.
+            TypeError: See `decide`.
+            ShapeError: See `decide`.
+            ValueError: See `decide`.
         """
         assert self.propagation.restarts
         assert self._acts_at(context)
@@ -382,7 +399,7 @@ class CachePolicy:
 
     @classmethod
     def get_seq_length(cls, layer_idx: int = 0) -> NoReturn:
-        """Refuse to be a cache: what a model first asks its ``past_key_values``.
+        """Raise an error that says how to put the policy into a cache.
 
         Raises:
             TypeError: Always; says how a policy gets into a cache.
@@ -396,20 +413,20 @@ class CachePolicy:
         return context.layer_idx in self.propagation.acting_layers(context.num_layers)
 
     def prefill_compute_rate(self, num_layers: int, context_len: int | None = None) -> float:
-        """Divide the layer-tokens computed in prefill by those of a full prefill.
+        """Return the layer-tokens computed in prefill, divided by those of a full prefill.
 
         Args:
             num_layers: Layers of the model.
             context_len: Length of the prompt, needed where a budget is a number of tokens.
 
         Returns:
-            A fraction, FastKV's 0.60 at 32 layers, TSP layer 15 and TSP rate 0.2; in (0, 1] but for
-            a policy that restarts, which computes some layers twice, or reads a prompt again.
+            A fraction, such as 0.60 for FastKV with 32 layers, TSP layer 15 and TSP rate 0.2. It is
+            in (0, 1], but may exceed 1 if the prefill restarts or the prompt is read twice.
 
         Raises:
             TypeError: ``num_layers`` or ``context_len`` is not an int.
-            ValueError: See `check_model`; or ``context_len`` is below 1, or needed; or it is known
-                only once a prompt is read, see `PropagationPolicy.decides_by_content`.
+            ValueError: See `check_model`; or ``context_len`` is below 1, or missing; or the
+                fraction depends on the prompt, see `PropagationPolicy.decides_by_content`.
         """
         self.check_model(num_layers)
         if context_len is not None:
@@ -422,4 +439,4 @@ class CachePolicy:
             )
         passes = self.propagation.prefill_passes(num_layers, context_len)
         first = math.fsum(rate for layer_rates in passes for rate in layer_rates) / num_layers
-        return first + (0.0 if self.reading is None else self.reading.compute_rate(context_len))
+        return first + (0.0 if self.rereading is None else self.rereading.compute_rate(context_len))

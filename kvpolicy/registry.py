@@ -1,4 +1,4 @@
-"""The registry: every policy and part that is installed, by name.
+"""The registry: finds every installed policy and part by name.
 
 Anything under the entry-point group ``kvpolicy.policies`` is registered, the package's own methods
 and third parties' alike::
@@ -6,10 +6,10 @@ and third parties' alike::
     [project.entry-points."kvpolicy.policies"]
     my_scorer = "my_package:MyScorer"
 
-An entry is a class (or any callable) that builds a part or a whole policy without arguments; what
-it builds decides its kind. The command line and the contract tests find all of them here. An entry
-that cannot be loaded, or builds something else, is left out with one warning: a broken package
-that is installed beside this one takes nothing else away.
+An entry is a class (or any callable) that builds a part or a whole policy without arguments; the
+object that it builds decides its kind. The command line and the contract tests find all entries
+here. An entry that cannot be loaded, or that builds something else, is left out with one warning,
+so that a broken package does not take away the other entries.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KINDS: dict[str, type] = {
 
 
 def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
-    """List the registered factories by name, in alphabetical order.
+    """Return the registered factories by name, in alphabetical order.
 
     Args:
         kind: ``"policy"``, ``"scorer"``, ``"selector"`` or ``"propagation"``; None for all.
@@ -73,7 +73,7 @@ def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
 
 @functools.cache
 def _warn_of(entry: EntryPoint, reason: str) -> None:
-    """Warn of a broken entry, the first time that it is met."""
+    """Warn of an entry point that cannot be loaded, once per process."""
     dist = getattr(entry, "dist", None)
     package = f" of {dist.name}" if dist else ""
     warnings.warn(
@@ -84,10 +84,10 @@ def _warn_of(entry: EntryPoint, reason: str) -> None:
 
 
 def kind_of(factory: Callable[..., Part]) -> str:
-    """Find the kind of part that a factory builds.
+    """Return the kind of policy part that a factory builds.
 
     Raises:
-        TypeError: It cannot be called without arguments, or builds no part of a policy.
+        TypeError: The factory cannot be called without arguments, or builds no part of a policy.
     """
     if callable(factory):
         built = factory()
@@ -103,7 +103,7 @@ def build(name: str, kind: str = "policy", **parameters: Any) -> Part:
 
     Args:
         name: A name from `registered`; ``-`` counts as ``_``.
-        kind: The kind it has to be.
+        kind: The kind that the part must have.
         parameters: Passed on to the factory.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Declares a second reading of a prompt: it is fed again, and scored by what that attends to."""
+"""Configures a second reading: the prompt is fed again, and its attention scores the keys."""
 
 from __future__ import annotations
 
@@ -29,28 +29,29 @@ def _answer(given: Iterable[int]) -> tuple[int, ...]:
 
 @attrs.frozen
 class Repetition:
-    """Lets every prompt be read a second time, in chunks, and scored by what that attends to.
+    """Configures a second reading of every prompt, in chunks, whose attention scores the keys.
 
-    When the prompt has been read whole, every layer still holding all of it, it is fed again chunk
-    by chunk: an instruction to repeat it, the last tokens of the chunk before, the chunk. The
-    tokens stand at positions behind the prompt and attend to all of it; their own keys are not
-    kept. The policy's scorer is shown, for each layer and chunk, the queries of all repeated tokens
-    and the keys of the first tokens, of the chunk as the layer holds it, and of the repeated tokens
-    themselves: its softmax runs over these. What it says of the chunk's keys is their saliency.
+    After the prompt has been read once, while every layer still holds all of it, it is fed again
+    chunk by chunk. Each time an instruction to repeat the prompt is fed first, then the last tokens
+    of the previous chunk, then the chunk. These tokens have positions after the prompt and attend
+    to all of it; their own keys are not kept. For each layer and chunk the policy's scorer gets the
+    queries of all repeated tokens, and the keys of the prompt's first tokens, of the chunk as the
+    layer holds it, and of the repeated tokens themselves. Its softmax runs over these keys. The
+    saliency of the chunk's keys is the result.
 
-    In a later turn everything seen so far is repeated, the earlier turns too: of these a layer
-    scores what it still holds.
+    In a later conversation turn all earlier turns are repeated too; a layer scores those of their
+    tokens that it still holds.
 
     Args:
         chunk_size: Tokens of a chunk, at least 1.
         num_sinks: First tokens of the context whose keys are shown with every chunk, at least 0.
-        overlap: Last tokens of the chunk before that a chunk is repeated behind, at least 0.
-        instruction_ids: Ids of the instruction that stands before the first chunk; none by
-            default, since a policy knows no tokenizer: see `asking`.
-        later_ids: Those before every later chunk; as before the first if None.
-        answer_ids: Ids between the overlap and the chunk, as where a chat's answer begins.
+        overlap: Last tokens of the previous chunk that are fed before each chunk, at least 0.
+        instruction_ids: Ids of the instruction before the first chunk; none by default, since a
+            policy has no tokenizer: see `asking`.
+        later_ids: Ids of the instruction before every later chunk; the first instruction if None.
+        answer_ids: Ids between the overlap and the chunk, such as those that begin a chat answer.
         unrepeated: First tokens of the context that are not repeated, such as a system prompt, at
-            least 0; the first chunk begins behind them. Nothing scores them: let the selector
+            least 0; the first chunk begins after them. They get no saliency: let the selector
             protect them, or keep them by `kvpolicy.policies.FirstTokensWholeSelector`.
 
     Raises:
@@ -94,27 +95,27 @@ class Repetition:
         later: str = LATER_INSTRUCTION,
         **parameters: Any,
     ) -> Repetition:
-        """Make a repetition that asks in words.
+        """Make a repetition with instructions in words, encoded by a tokenizer.
 
         Args:
-            tokenizer: Whose ``encode(text, add_special_tokens=False)`` gives ids.
+            tokenizer: An object whose ``encode(text, add_special_tokens=False)`` returns ids.
             first: The instruction before the first chunk.
-            later: That before every later one, whose overlap follows.
-            parameters: Others of the class.
+            later: The instruction before every later chunk; the overlap follows it.
+            parameters: Further arguments of the class.
         """
         asked = (tokenizer.encode(text, add_special_tokens=False) for text in (first, later))
         return cls(**parameters, **dict(zip(("instruction_ids", "later_ids"), asked, strict=True)))
 
     def spans(self, length: int) -> list[tuple[int, int]]:
-        """Return first and last position, the second excluded, of every chunk of a context."""
+        """Return the start and end position of every chunk of a context; ends are exclusive."""
         starts = range(self.unrepeated, length, self.chunk_size)
         return [(start, min(start + self.chunk_size, length)) for start in starts]
 
     def before(self, start: int) -> tuple[tuple[int, ...], int]:
-        """Return the tokens behind which the chunk at a position is repeated.
+        """Return the tokens that are fed before the chunk at a position.
 
         Args:
-            start: Its first position.
+            start: The chunk's first position.
 
         Returns:
             The instruction's ids, and how many of the tokens before the chunk follow them.
@@ -124,10 +125,10 @@ class Repetition:
         return (later if repeated else self.instruction_ids), min(repeated, self.overlap)
 
     def compute_rate(self, context_len: int | None = None) -> float:
-        """Divide the tokens that the second reading computes by those of the context.
+        """Return the tokens computed in the second reading, divided by the context's tokens.
 
         Args:
-            context_len: Tokens of the context; None for one so long that its last chunk is full.
+            context_len: Tokens of the context; None for a long context with a full last chunk.
         """
         if context_len is None:
             return 1 + self._ahead(self.unrepeated + self.chunk_size) / self.chunk_size
@@ -135,6 +136,6 @@ class Repetition:
         return sum(stop - start + self._ahead(start) for start, stop in chunks) / context_len
 
     def _ahead(self, start: int) -> int:
-        """Tokens that are fed before the chunk at a position."""
+        """Count the tokens that are fed before the chunk at a position."""
         ids, overlap = self.before(start)
         return len(ids) + overlap + len(self.answer_ids)

@@ -1,4 +1,4 @@
-"""Turns keys and queries by a layer's rotary embedding, and back."""
+"""Applies and undoes a layer's rotary embedding."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from torch import Tensor
 
 
 class RotaryEmbedding(abc.ABC):
-    """Turns keys and queries to positions, and back to what they were before.
+    """Applies a layer's rotary embedding to keys and queries, and undoes it.
 
-    Shown as `LayerContext.rotary` where a part asks for it. Positions are original ones, as
-    `LayerContext.positions`; what lies behind a restart is turned by its own, without gaps.
+    Parts that declare `Part.needs_rotary` find it in `LayerContext.rotary`. Positions are original
+    ones, as in `LayerContext.positions`; after a restarted prefill they are those of the second
+    pass, without gaps.
     """
 
     @abc.abstractmethod
     def turned(self, states: Tensor, positions: Tensor) -> Tensor:
-        """Turn states to positions.
+        """Apply the rotary embedding to states at given positions.
 
         Args:
-            states: ``[batch, heads, length, head_dim]``, not turned.
-            positions: int64 ``[batch, heads or 1, length]``; what stands at -1 is anything.
+            states: ``[batch, heads, length, head_dim]``, before rotary embedding.
+            positions: int64 ``[batch, heads or 1, length]``; at -1 the result is arbitrary.
 
         Returns:
             The same shape and dtype, a new tensor.
@@ -30,12 +31,12 @@ class RotaryEmbedding(abc.ABC):
 
     @abc.abstractmethod
     def turned_back(self, states: Tensor, positions: Tensor) -> Tensor:
-        """Turn states back to what they were before `turned`."""
+        """Undo the rotary embedding of states at given positions."""
 
 
 @attrs.frozen
 class PlainRotary(RotaryEmbedding):
-    """Rotates as Llama does: pairs of channels half a head apart, frequencies by one base.
+    """The rotary embedding of Llama: pairs of channels half a head apart, one frequency base.
 
     Args:
         head_dim: Channels of a head, an even number.
@@ -51,11 +52,11 @@ class PlainRotary(RotaryEmbedding):
     theta: float = 10000.0
 
     def turned(self, states: Tensor, positions: Tensor) -> Tensor:
-        """Turn states to positions; see `RotaryEmbedding.turned`."""
+        """Apply the rotary embedding; see `RotaryEmbedding.turned`."""
         return self._turned(states, positions, 1.0)
 
     def turned_back(self, states: Tensor, positions: Tensor) -> Tensor:
-        """Turn states back; see `RotaryEmbedding.turned_back`."""
+        """Undo the rotary embedding; see `RotaryEmbedding.turned_back`."""
         return self._turned(states, positions, -1.0)
 
     def _turned(self, states: Tensor, positions: Tensor, sign: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Chooses tokens under a budget: the one place where saliency becomes indices."""
+"""Turns saliency into the indices of kept tokens, under a budget."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvpolicy.host_counts import on_device
 def head_budgets(
     budget: Budget, seen_len: tuple[int, ...], *, valid: Tensor, protected: Tensor
 ) -> list[list[int]]:
-    """Count each head's tokens under a budget, read off what a layer shows.
+    """Compute how many tokens each head keeps under a budget, from the layer's tensors.
 
-    That waits for the device; see `counts_under` for what is known without.
+    Reading the tensors waits for the device; `counts_under` counts without reading them.
 
     Args:
         budget: The budget.
         seen_len: Tokens of each row's context so far.
-        valid: bool ``[batch, heads, length]``, the tokens there are to choose from.
-        protected: bool ``[batch, heads, length]``, those that are kept whatever the budget.
+        valid: bool ``[batch, heads, length]``, the tokens to choose from.
+        protected: bool ``[batch, heads, length]``, the tokens kept whatever the budget.
 
     Returns:
-        For each row and head, the number of tokens to choose: the same for all heads of a row,
-        where they hold as many tokens and as many protected ones.
+        For each row and head, the number of tokens to choose. It is the same for all heads of a row
+        that hold equally many tokens and equally many protected ones.
     """
     available, fixed = torch.stack([valid.sum(dim=-1), protected.sum(dim=-1)]).tolist()
     return [
@@ -41,7 +41,7 @@ def head_budgets(
 def row_budgets(
     budget: Budget, seen_len: tuple[int, ...], *, valid: Tensor, protected: Tensor
 ) -> list[int]:
-    """Count each row's tokens under a budget: what the head with the fewest has.
+    """Compute how many tokens each row keeps under a budget: the smallest number of any head.
 
     Args:
         budget: See `head_budgets`.
@@ -54,13 +54,13 @@ def row_budgets(
 
 
 def ranks(saliency: Tensor, candidates: Tensor) -> Tensor:
-    """Rank every candidate among those of its row: 0 for the most salient.
+    """Rank the candidates of each row by saliency, from 0 for the highest.
 
     Among equals the earlier comes first. NaN counts as lowest.
 
     Args:
         saliency: float ``[..., length]``.
-        candidates: bool ``[..., length]``; what is none comes after all that are.
+        candidates: bool ``[..., length]``; other entries rank after all candidates.
 
     Returns:
         int64 ``[..., length]``.
@@ -91,8 +91,8 @@ def select_top(
 
     Args:
         saliency: float ``[batch, heads, length]``, larger means keep.
-        budgets: For each row, or for each row and head, how many tokens to choose; from the
-            protected tokens' number to the valid tokens'.
+        budgets: For each row, or for each row and head, how many tokens to choose; at least the
+            protected tokens and at most the valid ones.
         valid: bool ``[batch, heads, length]``, False on padding.
         protected: bool ``[batch, heads, length]``, among the valid.
 
@@ -119,9 +119,9 @@ def select_top(
 
 
 def highest(saliency: Tensor, candidates: Tensor, counts: Sequence[int]) -> Tensor:
-    """Choose the most salient candidates of every row, the earlier of equals; NaN is lowest.
+    """Choose the most salient candidates of every row; of equals the earlier, NaN last.
 
-    As `ranks` below ``counts``, without a place for each: for rows of all layers at once.
+    Marks the same entries as ``ranks(...) < counts``, but faster for the rows of all layers.
 
     Args:
         saliency: float ``[batch, length]``.
@@ -150,7 +150,7 @@ def highest(saliency: Tensor, candidates: Tensor, counts: Sequence[int]) -> Tens
 
 
 def compress(chosen: Tensor, length: int) -> Tensor:
-    """List the indices where ``chosen`` is True, ascending, in the last of ``length`` slots.
+    """Return the indices where ``chosen`` is True, ascending, padded on the left to ``length``.
 
     Args:
         chosen: bool ``[..., size]`` with at most ``length`` True in every row.
@@ -170,21 +170,21 @@ def compress(chosen: Tensor, length: int) -> Tensor:
 
 
 def gather_slots(tensor: Tensor, indices: Tensor) -> Tensor:
-    """Take slots of keys or values; index -1 gives a slot of zeros.
+    """Gather slots of keys or values by index; index -1 gives zeros.
 
     Args:
         tensor: ``[batch, heads, length, head_dim]``.
-        indices: int64 ``[batch, heads or 1, count]``; of 1 where they are those of all heads.
+        indices: int64 ``[batch, heads or 1, count]``; 1 if all heads use the same indices.
 
     Returns:
-        ``[batch, heads, count, head_dim]``, a copy of its own.
+        ``[batch, heads, count, head_dim]``, a copy.
     """
     index = indices.clamp(min=0)[..., None].expand(-1, tensor.shape[1], -1, tensor.shape[-1])
     return tensor.gather(2, index).masked_fill_((indices < 0)[..., None], 0)
 
 
 def gather_positions(positions: Tensor, indices: Tensor) -> Tensor:
-    """Take entries of the last axis; index -1 gives -1.
+    """Gather entries of the last axis by index; index -1 gives -1.
 
     Args:
         positions: int64 ``[..., length]``.

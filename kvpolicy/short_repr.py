@@ -1,7 +1,7 @@
-"""Writes parts and policies short, for messages: a class and what is not at its default.
+"""Writes parts and policies in short form for messages, without arguments at their defaults.
 
-A policy's parts repeat most of its arguments, and most of these are defaults; a message that shows
-all of them hides what it says.
+A policy's parts repeat most of its arguments, and most of these are defaults; messages that show
+all of them are hard to read.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import attrs
 
 
 def brief(value: object, *, instead: Mapping[str, Any] | None = None) -> str:
-    """Write a part as its class with the fields that differ from their defaults.
+    """Return a part as code, without the arguments that are at their defaults.
 
     Args:
         value: A part, or anything else.
-        instead: What to show in the place of fields, by name.
+        instead: Values to show in place of some fields, by name.
 
     Returns:
-        The ``repr`` of what is no attrs class; the class's name where there is not even a ``repr``.
+        The short form. For an object of no attrs class its ``repr``, or the class's name if it
+        defines no ``repr``.
 
     Example:
         >>> from kvpolicy.policies import GQAGroupSelector
@@ -45,14 +46,14 @@ def brief(value: object, *, instead: Mapping[str, Any] | None = None) -> str:
 
 
 def call(name: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
-    """Write a call with the arguments that differ from their defaults.
+    """Return a call as code, without the arguments that are at their defaults.
 
     A rate of None is left out: the number of tokens that took its place is there.
 
     Args:
-        name: What is called.
+        name: Name of the called function or class.
         given: Arguments by name.
-        defaults: Theirs, where they have any.
+        defaults: Default values by name, of arguments that have one.
     """
     shown = (
         f"{key}={brief(value)}"

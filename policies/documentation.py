@@ -1,4 +1,4 @@
-"""Completes docstrings of methods and parts with what all of them have in common."""
+"""Adds the arguments and errors that all parts share to their docstrings."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _ENTRY = re.compile(r"^ {4}(\w+): (.*?)(?=^ {4}\w|\Z)", re.MULTILINE | re.DOTALL
 
 
 def documented(cls: type[T]) -> type[T]:
-    """Complete a class's docstring; a decorator above ``@attrs.frozen``.
+    """Add the shared arguments and errors to a class's docstring; decorates an attrs class.
 
-    The docstring describes, under ``Args:``, the arguments that are the class's own or that mean
-    something of their own there. Every other one gets its line of `SHARED`, all in the order of the
-    signature. ``Raises:`` is what all parts raise, unless the class says it itself.
+    The docstring describes under ``Args:`` only the arguments that are special to the class. Every
+    other argument gets its line from `SHARED`; all are put in the order of the signature.
+    ``Raises:`` lists the errors common to all parts, unless the class has this section itself.
 
     Raises:
-        TypeError: An argument is documented nowhere, or what is documented is no argument.
+        TypeError: An argument is not documented, or a documented name is no argument.
 
     Example:
         >>> from kvpolicy.policies import KeyDiff
@@ -64,7 +64,7 @@ def documented(cls: type[T]) -> type[T]:
 
 
 def _sections(doc: str) -> dict[str, str]:
-    """Split a docstring into sections by heading; what is before the first is under ``""``."""
+    """Split a docstring into its sections by heading; text before the first is under ``""``."""
     parts = re.split(rf"\n+(?=(?:{'|'.join(_SECTIONS)}):)", doc)
     found = {part.partition(":")[0]: part for part in parts[1:]}
     return {"": parts[0], **{name: found.get(name, "") for name in _SECTIONS}}

@@ -1,4 +1,4 @@
-"""Define the batch size, the label of a position without a target, and how positions are drawn."""
+"""Batch sizes, labels without a target, and positions of training rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_SKIPS = 8
 def skipped_positions(
     rng: random.Random, pieces: Sequence[Sequence[int]], length: int, max_position: int
 ) -> Tensor:
-    """Return increasing positions that often jump between pieces, to train on long distances.
+    """Return increasing positions with jumps between pieces, so that long distances are trained.
 
     Args:
         rng: source of the draw.

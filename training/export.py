@@ -43,7 +43,7 @@ def llama_config(shape: NetworkShape) -> LlamaConfig:
 
 
 def llama_state(network: Network) -> dict[str, Tensor]:
-    """Return a copy of the weights as ``LlamaForCausalLM`` names them, projections split."""
+    """Return a copy of the weights under the names of ``LlamaForCausalLM``, projections split."""
     state = {
         "model.embed_tokens.weight": network.embedding.weight,
         "model.norm.weight": network.norm.weight,
@@ -83,7 +83,7 @@ def to_llama(network: Network) -> LlamaForCausalLM:
 
 
 def build_tokenizer(names: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer that splits text at blanks, makes each word a token and adds none.
+    """Return a tokenizer that splits text at blanks, with one token per word.
 
     Args:
         names: every token's text, in the order of the ids; the special ones have the needle

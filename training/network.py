@@ -1,4 +1,4 @@
-"""Define a small Llama to train; it takes positions per row and returns every layer's states."""
+"""A small Llama for training; takes positions per row and returns every layer's states."""
 
 import attrs
 import torch
@@ -48,7 +48,7 @@ Blindfold = tuple[Tensor, Tensor]
 
 
 def rotary_tables(positions: Tensor, shape: NetworkShape) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines ``[batch, 1, query_len, head_dim]`` of ``positions``."""
+    """Return the cosines and sines of ``positions``, ``[batch, 1, query_len, head_dim]``."""
     steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     frequencies = shape.rope_theta**-steps
     angles = positions[:, None, :, None].float() * frequencies
@@ -65,7 +65,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def causal_attention(
     queries: Tensor, keys: Tensor, values: Tensor, blindfold: Blindfold | None = None
 ) -> Tensor:
-    """Return causal grouped-query attention, computed block by block over the queries.
+    """Compute causal grouped-query attention, block by block over the queries.
 
     In bfloat16 on a CPU this takes a fraction of the time of the fused kernel, whose backward pass
     is slow there.
@@ -105,7 +105,7 @@ def causal_attention(
 
 
 class Block(nn.Module):
-    """One decoder layer; its output projections start at zero, so it starts as the identity."""
+    """One decoder layer; its output projections start at zero, so it begins as the identity."""
 
     def __init__(self, shape: NetworkShape = NEEDLE_SHAPE) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, blindfold: Blindfold | None = None
     ) -> Tensor:
-        """Map hidden states ``[batch, query_len, hidden]`` to those after this layer."""
+        """Compute this layer's output ``[batch, query_len, hidden]``."""
         batch, length, _ = x.shape
         kv_heads, head_dim = self.shape.kv_heads, self.shape.head_dim
         heads = self.qkv(self.attention_norm(x)).view(batch, length, -1, head_dim).transpose(1, 2)
@@ -139,7 +139,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """The model; large tied embeddings and a small final norm weight make copying easy to learn."""
+    """The whole network; large tied embeddings and a small final norm ease learning to copy."""
 
     def __init__(self, shape: NetworkShape = NEEDLE_SHAPE) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Network(nn.Module):
         return states
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Decode hidden states ``[..., hidden]`` to ``[..., vocabulary]``."""
+        """Compute logits ``[..., vocabulary]`` from hidden states ``[..., hidden]``."""
         return functional.linear(self.norm(hidden), self.embedding.weight)
 
     def stack_hop_layer(self) -> None:

@@ -1,4 +1,4 @@
-"""Run a training: options, stages, optimiser steps and checkpoints, the same for all models."""
+"""Runs a training: options, stages, optimiser steps and checkpoints, for all three models."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Stage(abc.ABC):
 
 @attrs.define
 class Progress:
-    """The state of a run beside its weights: stage, step, minutes, running loss and accuracies."""
+    """The progress of a run: stage, step, minutes, running loss and accuracies."""
 
     stage: int = 0
     step: int = 0
@@ -141,19 +141,19 @@ class Trainer(abc.ABC):
         """Return the loss of one step and its accuracies by kind of question."""
 
     def begin(self, stage: Stage) -> None:
-        """Copy the hop layer one layer up before a stage's first step, if the stage says so."""
+        """Copy the hop layer one layer up before a stage's first step, if the stage needs it."""
         if stage.stack:
             self.network.stack_hop_layer()
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint and rename it last, so that an interrupted run keeps the old one."""
+        """Write a checkpoint, so that an interrupted write keeps the old one."""
         partial = path.with_suffix(".partial")
         parts = {"network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
         torch.save(parts | {"progress": attrs.asdict(self.progress)}, partial)
         partial.replace(path)
 
     def run(self, minutes: float) -> None:
-        """Train all stages that remain, until the run has taken ``minutes`` in all."""
+        """Train all remaining stages, until the run has taken ``minutes`` in total."""
         while self.progress.stage < len(self.stages) and self.progress.minutes < minutes:
             stage = self.stages[self.progress.stage]
             if self.progress.step == 0:
@@ -167,7 +167,7 @@ class Trainer(abc.ABC):
             self.save(self.out / f"{stage.name}.pt")
 
     def run_stage(self, stage: Stage, minutes: float) -> bool:
-        """Train one stage; return True at its end, False if the time is over before."""
+        """Train one stage; return True when it is finished, False if time ran out first."""
         progress = self.progress
         rng = random.Random(f"{self.seed}/{stage.name}/{progress.step}")
         while progress.minutes < minutes:
@@ -202,7 +202,7 @@ class Trainer(abc.ABC):
 
 
 def training_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser with every training's ``--out``, ``--minutes``, ``--seed``, ``--device``."""
+    """Return an argparse parser with the options of every training."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--out",
@@ -221,7 +221,7 @@ def training_parser(description: str) -> argparse.ArgumentParser:
 def trained(
     trainer_type: type[Trainer], options: argparse.Namespace, names: Sequence[str] | None = None
 ) -> LlamaForCausalLM:
-    """Train, write the model and its tokenizer to ``out/weights``, and return the written model.
+    """Train, save the model and its tokenizer to ``out/weights``, and return the saved model.
 
     Args:
         trainer_type: the model's training.

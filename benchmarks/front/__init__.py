@@ -1,1 +1,1 @@
-"""Find the compositions that answer best at each cost, among all methods and more."""
+"""Find the policies that answer best at each cost, among named methods and other compositions."""

@@ -1,4 +1,4 @@
-"""Define what is compared: named methods, and compositions of dropper, scorer and selector."""
+"""The compared policies: named methods, and compositions of dropper, scorer and selector."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FASTKV = "fastkv"
 
 @attrs.frozen
 class Looks:
-    """A scorer, and the number of last tokens that are always kept beside its choice."""
+    """A scorer, and the number of last tokens that its selector always keeps."""
 
     scorer: Scorer
     window: int
@@ -120,7 +120,7 @@ def _policy(part: object) -> CachePolicy:
 
 @attrs.frozen
 class Composition:
-    """A family of policies, one for each rate of keys and values to keep.
+    """A composition of parts: one policy for each retention rate.
 
     Args:
         name: A method's, or ``dropper/scorer/selector``.
@@ -132,7 +132,7 @@ class Composition:
 
 
 def composed(dropper: str, scorer: str, selector: str) -> Composition:
-    """Return one composition of the parts above, by their names."""
+    """Return a composition of named parts of this module."""
     looks = SCORERS[scorer]
 
     def at(rate: float) -> CachePolicy | None:
@@ -153,7 +153,7 @@ ARGUMENTS = {"claa": {"whole_layers": 0}}
 
 
 def method(name: str) -> Composition:
-    """Return a named method as a composition, with its defaults except the rate and `ARGUMENTS`."""
+    """Return a named method as a composition, with its defaults and `ARGUMENTS`."""
     others: dict[str, Any] = ARGUMENTS.get(name, {})
 
     def at(rate: float) -> CachePolicy | None:
@@ -188,7 +188,7 @@ GRID = (
 
 
 def compositions(known: frozenset[str]) -> Iterator[Composition]:
-    """Yield all compositions that are compared, each once.
+    """Yield all compositions that are compared, without repeats.
 
     Args:
         known: Names of the methods that are registered.

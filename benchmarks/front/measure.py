@@ -1,4 +1,4 @@
-"""Measure compositions on one model: their answers, the bytes they hold, and their compute.
+"""Measure policies on one model: their answers, the bytes they hold, and their compute.
 
 Run as ``python -m benchmarks.front.measure --out F``. ``--task needle`` asks one-hop and two-hop
 questions of a needle model, ``--task words`` six kinds of a model of word tasks. ``with`` reads
@@ -37,7 +37,7 @@ KINDS = {
 
 @attrs.frozen
 class Asked:
-    """A set of questions of one kind and one length, on documents.
+    """Questions of one kind and one length, with their documents.
 
     Args:
         documents: ``[count, document_len]`` token ids.
@@ -68,7 +68,7 @@ class Point:
 
 
 def needle_questions(kind: str, length: int, count: int, seed: int) -> Asked:
-    """Return needle questions; the last two tokens of a prompt are the question."""
+    """Return needle questions; the last two tokens of each prompt are the question."""
     task = needle.NeedleTask(context_len=length, hops=1 + (kind == "two-hop"))
     prompts = task.prompts(count, seed)
     ids = torch.tensor([prompt.input_ids for prompt in prompts])
@@ -80,7 +80,7 @@ def needle_questions(kind: str, length: int, count: int, seed: int) -> Asked:
 
 
 def word_questions(tokenizer: Any, kind: str, length: int, count: int, seed: int) -> Asked:
-    """Return questions of the word tasks, scored by the share of words found."""
+    """Return questions of the word tasks, scored by the fraction of expected words found."""
     prompts = ruler_words.prompts(kind, length, count, seed)
 
     def ids(part: str) -> Tensor:
@@ -126,7 +126,7 @@ def measure(
 
 
 def work_of(policy: CachePolicy, cache: PolicyCache, prompt: Tensor) -> float:
-    """Return the layer-tokens computed over those of full context; counted if content decides."""
+    """Return the layer-tokens computed, divided by those of full context."""
     layers, (batch, length) = len(cache.layers), prompt.shape
     if not policy.propagation.decides_by_content:
         return policy.prefill_compute_rate(layers, length)
@@ -146,7 +146,7 @@ def chosen(names: Sequence[str] | None) -> list[Composition]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what the file does not have yet."""
+    """Measure the compositions that the file lacks."""
     options = options_of(arguments)
     torch.set_num_threads(options.threads)
     module = needle if options.task == "needle" else ruler_words
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def row_of(points: dict[str, Point], each: bool) -> dict[str, Any]:
-    """Return one policy's numbers as plain data; ``each`` adds every prompt's score in per cent."""
+    """Return one policy's numbers as plain data."""
     row: dict[str, Any] = {
         "scores": {kind: round(fmean(point.scores), 4) for kind, point in points.items()},
         "held": round(fmean(point.held for point in points.values()), 5),

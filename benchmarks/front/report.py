@@ -1,4 +1,4 @@
-"""Print the tables of the front study, from the files that `benchmarks.front.measure` wrote.
+"""Print the tables of the front study, from the files of `benchmarks.front.measure`.
 
 Run as ``python -m benchmarks.front.report FILE...``. Prints, for each kind of model and each time
 of the question, the mean over models, seeds and kinds of question, with what it cost; which
@@ -50,7 +50,7 @@ class Line:
     each: dict[tuple[str, int, str], list[int]]
 
     def beats(self, other: Line) -> bool:
-        """True if no measure (accuracy, held, work) is worse than the other's and one is better."""
+        """True if it is no worse than another line in any measure, and better in at least one."""
         no_worse = (
             self.accuracy >= other.accuracy
             and self.held <= other.held * SAME
@@ -65,7 +65,7 @@ class Line:
 
 
 def lines_of(files: Sequence[dict[str, Any]], task: str, mode: str) -> list[Line]:
-    """Return the lines of all policies for a task and a time of the question."""
+    """Return the lines of all policies for a task, with the question known early or late."""
     rows: dict[tuple[str, float], list[tuple[str, dict[str, Any]]]] = defaultdict(list)
     for data in files:
         if data["task"] == task:
@@ -96,13 +96,13 @@ def lines_of(files: Sequence[dict[str, Any]], task: str, mode: str) -> list[Line
 
 
 def front_of(lines: Sequence[Line]) -> list[Line]:
-    """Return the lines that no other beats, sorted by the bytes held."""
+    """Return the lines that no other line beats, sorted by the bytes held."""
     found = [line for line in lines if not any(other.beats(line) for other in lines)]
     return sorted(found, key=lambda line: (line.held, line.work))
 
 
 def difference(line: Line, other: Line) -> tuple[float, float] | None:
-    """Return the mean paired difference in points and half its 95% interval; None without pairs.
+    """Return the mean paired difference in points, and half its 95% interval.
 
     The same prompt under both policies is a pair; kinds have equal weights.
     """
@@ -118,7 +118,7 @@ def difference(line: Line, other: Line) -> tuple[float, float] | None:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Return a Markdown table of the lines, the best first within a rate."""
+    """Return a Markdown table of the lines, with the best first within each rate."""
     rows = ["| policy | rate | held | prefill | accuracy | by model |", RULE]
     for line in sorted(lines, key=lambda line: (line.rate, -line.accuracy)):
         models = " ".join(f"{100 * line.models[name]:.0f}" for name in sorted(line.models))
@@ -130,7 +130,7 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def against_fastkv(lines: Sequence[Line]) -> str:
-    """Return a Markdown table of differences to FastKV at the same rate; empty without pairs."""
+    """Return a Markdown table of each policy's difference to FastKV at the same rate."""
     base = {line.rate: line for line in lines if line.name == FASTKV}
     rows = [
         "| policy | rate | held | prefill | accuracy | against FastKV |",

@@ -1,4 +1,4 @@
-"""Run any benchmark: a script defines only its contenders and one function `measure`.
+"""The shared frame of all benchmarks: a script adds its contenders and a function `measure`.
 
 A script makes one `Benchmark` of its options, its tables and a function that measures::
 

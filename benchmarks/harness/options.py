@@ -1,4 +1,4 @@
-"""Parse command lines: the options that all benchmarks have, and a script's own."""
+"""Parse command lines: the options of all benchmarks, and a script's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUICK_RESULTS = Path("results") / "benchmarks"
 
 
 def whole_numbers(text: str) -> list[int]:
-    """Parse comma-separated numbers of at least 1; return them ascending, each once.
+    """Parse comma-separated numbers of at least 1; return them sorted, without repeats.
 
     Raises:
         argparse.ArgumentTypeError: The text is not such numbers.
@@ -36,7 +36,7 @@ def whole_numbers(text: str) -> list[int]:
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """Return a type for argparse: a whole number of at least ``minimum``."""
+    """Return an argparse type that accepts whole numbers of at least ``minimum``."""
 
     def whole_number(text: str) -> int:
         if not re.fullmatch(r"\d+", text) or int(text) < minimum:
@@ -85,7 +85,7 @@ class Option:
         parser.add_argument(f"--{self.name}", type=kind, help=said, **self.how)
 
     def settle(self, options: argparse.Namespace) -> None:
-        """Set the default if the option was not given."""
+        """Set the option to its default if it was not given."""
         name = self.name.replace("-", "_")
         if getattr(options, name) is None:
             quick = options.quick and self.quick is not None
@@ -93,7 +93,7 @@ class Option:
 
 
 def parser_of(description: str, threads: int = 2) -> argparse.ArgumentParser:
-    """Return a parser with the options that all benchmarks have.
+    """Return an argparse parser with the options of all benchmarks.
 
     Args:
         description: A script's docstring, of which the first line is shown.
@@ -111,7 +111,7 @@ def parser_of(description: str, threads: int = 2) -> argparse.ArgumentParser:
 
 
 def out_folder(options: argparse.Namespace) -> Path:
-    """Return the folder of the results, after checking that it can be written to.
+    """Return the folder for the results, after checking that it is writable.
 
     Raises:
         ValueError: The folder cannot be written to.

@@ -1,4 +1,4 @@
-"""Run measurements: contenders in turns, a record, and the file to which it is written."""
+"""Run measurements: contenders take turns, and results go to a record and its file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Run:
         self._headed: set[str] = set()
 
     def begin(self, settings: dict[str, Any], *parts: str, device: Any = "cpu") -> dict[str, Any]:
-        """Start the record with the benchmark, its settings, versions, machine and empty parts.
+        """Start the record with the benchmark's name, settings, versions and machine.
 
         Args:
             settings: The settings that the result records.
@@ -56,7 +56,7 @@ class Run:
         return self.record
 
     def add(self, part: str, *rows: Row) -> None:
-        """Add rows to a part, print them as lines of its table, and write the file."""
+        """Add rows to a part of the record, print them as table lines, and write the file."""
         self.head(part)
         if part in self._tables:
             print("\n".join(map(self._tables[part].line, rows)), flush=True)
@@ -64,19 +64,19 @@ class Run:
         self.write()
 
     def head(self, part: str) -> None:
-        """Print the header of a part's table, unless it has been printed."""
+        """Print the header of a part's table once."""
         if part in self._tables and part not in self._headed:
             print(self._tables[part].header, flush=True)
             self._headed.add(part)
 
     def write(self) -> None:
-        """Write the record; the file is replaced in one step."""
+        """Write the record to its file; an older file is replaced atomically."""
         write_json(self.folder, self.file, self.record)
 
 
 @attrs.frozen
 class Benchmark:
-    """A benchmark script: its options, its measurement, and how results are shown.
+    """A benchmark script: its options, its measurement, and its tables.
 
     Args:
         name: Name of the benchmark, and of its file without the ending.
@@ -117,7 +117,7 @@ class Benchmark:
         return "\n".join(filter(None, (table.text(record) for table in self.tables)))
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
-        """Measure, print and write a result, or show an earlier one; and draw its picture."""
+        """Measure, print and write results, or show earlier ones; then draw the picture."""
         options = self.options_of(arguments)
         folder = out_folder(options)
         file = f"{self.name}.json" if self.file is None else self.file(options)
@@ -145,7 +145,7 @@ def in_turns(
     rotate: bool = True,
     done: Callable[[int], None] = lambda turn: None,
 ) -> dict[str, list[T]]:
-    """Run contenders in turns, round by round.
+    """Run contenders in turns, for several rounds.
 
     Args:
         contenders: By name, the function to run in each round.
@@ -174,12 +174,12 @@ def in_turns(
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Return, for each round, one value over the other."""
+    """Return the ratio of two values for each round."""
     return [one / other for one, other in zip(above, below, strict=True)]
 
 
 class Ledger:
-    """The file of a study of many rows; rows that it already has are not measured again.
+    """A results file of many rows that grows; rows already in it are not measured again.
 
     Args:
         path: The file.
@@ -192,10 +192,10 @@ class Ledger:
         self.data = read_json(path) if path.exists() else {**head, "rows": []}
 
     def lacks(self, *place: Any) -> bool:
-        """True if no row has these values at the identifying keys."""
+        """True if no row of the file has the given identifying values."""
         return all([row[key] for key in self.places] != list(place) for row in self.data["rows"])
 
     def add(self, row: Row) -> None:
-        """Add a row and replace the file in one step."""
+        """Add a row and replace the file atomically."""
         self.data["rows"].append(row)
         write_json(self.path.resolve().parent, self.path.name, self.data)

@@ -1,4 +1,4 @@
-"""Print tables of results, with a line for each row of a record."""
+"""Print tables of results, one line for each row of a record."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Column:
         return self._placed(self.title)
 
     def cell(self, row: Row) -> str:
-        """Return a row's value, padded to the column's width."""
+        """Return a row's value in this column, padded to the column's width."""
         found = row.get(self.value) if isinstance(self.value, str) else self.value(row)
         return self._placed("-" if found is None else format(found, self.form))
 
@@ -41,7 +41,7 @@ class Column:
 
 
 class Table:
-    """A table of one part of a record.
+    """A table of one part of a benchmark's record.
 
     Args:
         part: The part's name, whose value is a list of rows.
@@ -65,23 +65,23 @@ class Table:
 
     @property
     def header(self) -> str:
-        """Return the line above the rows."""
+        """Return the header line."""
         return "\n" * self.gap + "".join(each.head() for each in self.columns).rstrip()
 
     def line(self, row: Row) -> str:
-        """Return the line of one row."""
+        """Return a row as a line."""
         found = self.instead(row)
         if found is not None:
             return found
         return "".join(each.cell(row) for each in self.columns).rstrip()
 
     def text(self, record: dict[str, Any]) -> str:
-        """Return the header and all rows of a record."""
+        """Return the table of a record: header and all rows."""
         return "\n".join([self.header, *map(self.line, record[self.part])])
 
 
 class Text:
-    """A text about a record that is printed at the end and is no table of rows.
+    """A text printed after a record's tables.
 
     Args:
         text: Makes the text from a record.
@@ -94,12 +94,12 @@ class Text:
 
 
 def middle(key: str, unit: float = 1.0) -> Callable[[Row], float]:
-    """Return a column function: the median of a row's list of numbers, in units."""
+    """Return a column function: the median of a row's list of numbers, in a unit."""
     return lambda row: median(row[key]) / unit
 
 
 def extent(key: str, digits: int = 2) -> Callable[[Row], str]:
-    """Return a column function: median and, in brackets, lowest and highest; empty for None.
+    """Return a column function: median with minimum and maximum in brackets; empty for None.
 
     Example:
         >>> extent("x")({"x": {"median": 2.0, "lowest": 1.5, "highest": 4.0}})
@@ -123,7 +123,7 @@ def pivot(
     width: int,
     form: str,
 ) -> str:
-    """Return a table of one figure, with a line for each thing and a column for each place.
+    """Return a table of one value, with a line per method and a column per place.
 
     Args:
         rows: One row for each known thing and place; the others are shown as a dash.

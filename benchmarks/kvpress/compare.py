@@ -38,7 +38,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line, and check it before anything is started."""
+    """Parse the command line and check it before any process starts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kvpress-python", type=Path, required=True)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192])
@@ -69,7 +69,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run all experiments and return the record to write.
+    """Run all experiments and return the record of their results.
 
     Args:
         options: See `options_of`.
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def whole(record: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the record, with the file's rows for experiments that were left out."""
+    """Return the record, with earlier results for experiments that were not run."""
     measured = {name: record[name] for name in EXPERIMENTS if name in record}
     if len(measured) == len(EXPERIMENTS):
         return record
@@ -131,7 +131,7 @@ def whole(record: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, write and print."""
+    """Measure, write the results and print them."""
     options = options_of()
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Run kvpress's worker, in its own environment with only torch, Transformers and kvpress.
+"""The worker of kvpress, in an environment with only torch, Transformers and kvpress.
 
 A press is used as its README says: its hooks are set while the prompt is read, or around
 ``generate``.
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 
 def build_press(method: str, settings: Settings) -> Any:
-    """Return the press of a method, with the parameters that both libraries share."""
+    """Return the kvpress press of a method, with the parameters that both libraries share."""
     ratio = 1 - settings["rate"]
     window = {"window_size": settings["window_size"], "kernel_size": settings["kernel_size"]}
     if method == "snapkv":
@@ -56,7 +56,7 @@ def build_press(method: str, settings: Settings) -> Any:
 
 
 class InstructionIds:
-    """A replacement for the tokenizer that KVzipPress loads; the models here have none."""
+    """A replacement for the tokenizer that KVzipPress loads; the models here have no tokenizer."""
 
     chat_template = None
 
@@ -66,7 +66,7 @@ class InstructionIds:
         return cls()
 
     def encode(self, text: str, **options: Any) -> Tensor:
-        """Return the ids that stand for an instruction of KVzipPress, ``[1, length]``."""
+        """Return fixed ids for an instruction of KVzipPress, ``[1, length]``."""
         kinds = {"": (), "\n": REPETITION["answer_ids"]}
         later = "starting with" in text
         asked = REPETITION["later_ids" if later else "instruction_ids"]
@@ -74,7 +74,7 @@ class InstructionIds:
 
 
 class PressReading(Reading):
-    """A cache read under a press; if watched, it records keys before and after the press."""
+    """A cache filled under a press; if watched, it records keys before and after the press."""
 
     def __init__(self, model: PreTrainedModel, press: Any, *, watched: bool) -> None:
         super().__init__(model)
@@ -85,7 +85,7 @@ class PressReading(Reading):
 
     @contextmanager
     def prefilling(self) -> Iterator[None]:
-        """Set the press's hooks; if watched, also one hook before and one after them."""
+        """Attach the press's hooks; if watched, also a hook before and a hook after them."""
         layers = self.model.model.layers
         handles = self._watch(layers, self._full) if self.watched else []
         try:
@@ -105,7 +105,7 @@ class PressReading(Reading):
         return [each.self_attn.register_forward_hook(note, with_kwargs=True) for each in layers]
 
     def kept(self, lengths: Sequence[int]) -> Kept:
-        """Return the kept positions; kept keys are found by equality. See `Reading.kept`."""
+        """Return the positions of kept keys, found by comparing key tensors. See `Reading.kept`."""
         padding = [max(lengths) - length for length in lengths]
         return [
             [
@@ -146,11 +146,11 @@ class Kvpress(Library):
     def begin_method(
         self, model: PreTrainedModel, method: str, settings: Settings, *, watched: bool
     ) -> Reading:
-        """Return a reading under the method's press; see `Library.begin`."""
+        """Return the reading of a prompt under the method's press; see `Library.begin`."""
         return PressReading(model, build_press(method, settings), watched=watched)
 
     def count(self, length: int, rate: float) -> int:
-        """Return ``int(length * (1 - compression_ratio))``, at least 1."""
+        """Return the number of tokens that kvpress keeps of a prompt by its compression ratio."""
         return int(compute_n_kept(length, 1 - rate))
 
 

@@ -1,4 +1,4 @@
-"""Run kvpolicy's worker, in the project's environment."""
+"""The worker of kvpolicy, in the project's environment."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def build_policy(method: str, settings: Settings) -> CachePolicy:
 
 
 def composed(method: str, settings: Settings) -> CachePolicy:
-    """Return the policy that matches a press for which kvpolicy has no named method."""
+    """Return a composition that does what a press does, where kvpolicy has no named method."""
     rate, size = settings["rate"], settings["window_size"]
     everything = PassAllPropagation()
     if method == "kvzip":
         threshold = GlobalThresholdSelector(rate, 0, protect=settings["num_sinks"])
         reading = Repetition(**REPETITION)
-        return CachePolicy(PeakAttentionScorer(), threshold, everything, reading=reading)
+        return CachePolicy(PeakAttentionScorer(), threshold, everything, rereading=reading)
     if method == "critical_ada_kv":
         scorer = WindowMaxPoolScorer(size, settings["kernel_size"])
         selector = CriticalSelector(AdaptiveHeadSelector(rate, size))
@@ -98,19 +98,19 @@ class PolicyReading(Reading):
         return attached
 
     def decoding(self) -> AbstractContextManager[Any]:
-        """Attach the cache, as while a prompt is read."""
+        """Attach the cache, as for the prompt."""
         return self.prefilling()
 
     def generating(self) -> AbstractContextManager[Any]:
-        """Do nothing, since ``generate`` attaches the cache."""
+        """Return an empty context manager, since ``generate`` attaches the cache."""
         return nullcontext()
 
     def start_turn(self) -> None:
-        """Tell the cache that a new turn starts; see `PolicyCache`."""
+        """Start a new conversation turn of the cache; see `PolicyCache`."""
         self.cache.start_turn()
 
     def kept(self, lengths: Sequence[int]) -> Kept:
-        """Return kept positions without empty slots and appended tokens; see `Reading.kept`."""
+        """Return the positions that the policy kept, appended tokens left out."""
         return [
             [
                 [[place for place in head if 0 <= place < length] for head in row]
@@ -128,11 +128,11 @@ class Kvpolicy(Library):
     def begin_method(
         self, model: PreTrainedModel, method: str, settings: Settings, *, watched: bool
     ) -> Reading:
-        """Return a reading; a `PolicyCache` knows its positions, watched or not. See `begin`."""
+        """Return the reading of a prompt under the method's policy; see `Library.begin_method`."""
         return PolicyReading(model, build_policy(method, settings))
 
     def count(self, length: int, rate: float) -> int:
-        """Return ``int(length * rate)``, at least 1."""
+        """Return the number of tokens that kvpolicy keeps: ``int(length * rate)``, at least 1."""
         return Budget(rate=rate).count(seen_len=length, available=length, protected=0)
 
 

@@ -1,1 +1,1 @@
-"""Measure decoding rules on the bundled model with long answers."""
+"""Measure rules that bound long answers, on the bundled model with long answers."""

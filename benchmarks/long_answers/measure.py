@@ -1,4 +1,4 @@
-"""Measure which decoding rule keeps long answers right: accuracy by rule and bound.
+"""Measure how accurate long answers stay under each decoding rule and bound.
 
 The bundled model answers prompts of loops and chains under `generate`. The prompt is read whole;
 from then on a rule bounds the entries of every layer, prompt and answer together. The right steps
@@ -45,7 +45,7 @@ OPTIONS = (
 
 
 def right(model: Any, policy: CachePolicy, asked: LongAnswerTask, count: int) -> list[int]:
-    """Return, for each of ``count`` prompts, the number of steps before the first wrong one."""
+    """Count the right steps before the first wrong one, for each of ``count`` prompts."""
     found = []
     drawn = asked.prompts(count, SEED)
     for start in range(0, count, BATCH):
@@ -57,7 +57,7 @@ def right(model: Any, policy: CachePolicy, asked: LongAnswerTask, count: int) ->
 
 
 def share(row: dict[str, Any]) -> tuple[float, float]:
-    """Return the mean share of steps before the first wrong one, and half its 95% interval."""
+    """Return the mean fraction of right steps, and half its 95% interval."""
     shares = [each / row["steps"] for each in row["right"]]
     half = 1.96 * stdev(shares) / len(shares) ** 0.5 if len(shares) > 1 else 1.0
     return fmean(shares), half
@@ -73,7 +73,7 @@ def _exact(row: Row) -> float:
 
 
 class WithPages(Table):
-    """A table of the rows, followed by the tables of the documentation."""
+    """A table of the rows, followed by the documentation's tables."""
 
     def text(self, record: dict[str, Any]) -> str:
         """Return all tables as text; see `Table.text`."""
@@ -94,7 +94,7 @@ TABLE = WithPages(
 
 
 def table(rows: Sequence[dict[str, Any]], kind: str, every: int) -> list[str]:
-    """Return a kind's rows as a Markdown table: steps in percent, exact answers in brackets.
+    """Return a Markdown table of a kind's rows: steps in percent, exact answers in brackets.
 
     Args:
         rows: The measured rows.
@@ -119,13 +119,13 @@ def table(rows: Sequence[dict[str, Any]], kind: str, every: int) -> list[str]:
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
-    """Return the kinds and intervals that have a table, in their order."""
+    """Return the kinds and intervals that have a table, in order."""
     found = [(row["kind"], row["every"]) for row in rows if row["every"] not in (None, 1)]
     return list(dict.fromkeys(found))
 
 
 def cases(budgets: Sequence[int], every: int) -> list[tuple[dict[str, Any], CachePolicy]]:
-    """Return every rule under every bound, and no rule, with the row's entries about it."""
+    """Return every rule at every bound, and decoding without a rule, with their row entries."""
     found: list[tuple[dict[str, Any], CachePolicy]] = [
         ({"rule": "none", "budget": None, "every": None}, FullContext())
     ]
@@ -138,7 +138,7 @@ def cases(budgets: Sequence[int], every: int) -> list[tuple[dict[str, Any], Cach
 
 
 def measure(run: Run) -> None:
-    """Measure what the file does not have yet."""
+    """Measure the cases that the file lacks."""
     options, model = run.options, load_model()
     settings = {"context": options.context, "count": options.count, "seed": SEED}
     run.begin(settings, "rows")

@@ -1,4 +1,4 @@
-"""Measure registered methods on the word tasks, with the question known or not yet known.
+"""Measure methods on the word tasks, with the question known before or after eviction.
 
 Run as ``python -m benchmarks.ruler_words.measure``. ``with`` reads the document and the question
 together, so that a method may look at the question when it chooses; ``later`` reads the document,
@@ -45,7 +45,7 @@ def mean_score(
     *,
     later: bool,
 ) -> float:
-    """Return the mean share of expected words over prompts of one kind and length."""
+    """Return the mean fraction of expected words, for prompts of one kind and length."""
     scores = []
     size = max(1, BATCH_TOKENS // len(asked[0].input.split()))
     for start in range(0, len(asked), size):
@@ -84,7 +84,7 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what the file does not have yet."""
+    """Measure the methods that the file lacks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL_DIR)
     parser.add_argument("--methods", nargs="+", default=METHODS)

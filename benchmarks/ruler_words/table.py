@@ -14,7 +14,7 @@ from benchmarks.ruler_words.measure import RATES, RESULTS
 
 
 def cells(rows: list[dict[str, Any]], mode: str) -> list[str]:
-    """Return one cell per rate: the mean over the kinds, then each kind, in per cent."""
+    """Return a table cell per rate: the mean score over the kinds, then each kind, in percent."""
     said = []
     for rate in RATES:
         found = [row for row in rows if row["retention_rate"] in (rate, None)]
@@ -27,7 +27,7 @@ def cells(rows: list[dict[str, Any]], mode: str) -> list[str]:
 
 
 def main() -> None:
-    """Print one table per mode, the best mean first."""
+    """Print one table per mode, with the best mean first."""
     rows = json.loads(RESULTS.read_text())["rows"]
     rows = [row for row in rows if set(row["scores"]) == set(MODES)]
     for mode in MODES:

@@ -1,1 +1,1 @@
-"""Measure where a model's attention goes, and how far dropping tokens moves its output."""
+"""Measure which tokens a model attends to, and how far dropping tokens changes its output."""

@@ -1,4 +1,4 @@
-"""Measure where a model's attention goes, layer by layer.
+"""Measure which tokens a model attends to, layer by layer.
 
 The questions behind token-selective propagation (FastKV, arXiv 2502.01068): do layers agree on
 which tokens matter (figure 1a), and how much attention do those tokens hold (figure 1b)? What it
@@ -128,7 +128,7 @@ def attention_recall(
     *,
     window_size: int = 8,
 ) -> dict[int, tuple[float, ...]]:
-    """Return the share of attention that the top k tokens of each layer hold.
+    """Return the share of attention that each layer's k most attended tokens receive.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.

@@ -1,4 +1,4 @@
-"""Measure how far dropping tokens at a layer moves the output (FastKV, figure 3)."""
+"""Measure how far the output changes when tokens are dropped at a layer (FastKV, figure 3)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _AVERAGE_POOL = 5
 
 @attrs.frozen
 class OutputDistances:
-    """The distances of the output from full context if tokens are dropped at each layer.
+    """How far the output differs from full context when tokens are dropped at each layer.
 
     A distance is ``||h_full - h|| / ||h_full||`` of the last token's final hidden states.
 
@@ -52,12 +52,12 @@ class OutputDistances:
 
     @property
     def mean_propagated(self) -> tuple[float, ...]:
-        """Return the mean over the prompts for propagation, layer by layer."""
+        """Return, layer by layer, the mean distance over the prompts with dropped tokens."""
         return _means(self.propagated)
 
     @property
     def mean_restarted(self) -> tuple[float, ...]:
-        """Return the mean over the prompts for a restart, layer by layer."""
+        """Return, layer by layer, the mean distance over the prompts with a restarted prefill."""
         return _means(self.restarted)
 
     def as_data(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def output_distances(
     layers: Sequence[int] | None = None,
     progress: Progress = silent,
 ) -> OutputDistances:
-    """Measure the output's distance from full context, for two ways to drop at each layer.
+    """Measure the output's distance from full context after a drop or restart at each layer.
 
     *Propagation*: after the layer only the tokens chosen there go on, as in FastKV (saliency of
     the window, max-pooled with kernel 7, averaged over all query heads; the window always goes on).

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class WindowAttentionScorer(Scorer):
-    """A scorer by the attention that the last tokens give every token, themselves included.
+    """A scorer by the attention that the prompt's last tokens give to all tokens.
 
     ``saliency[h, j] = sum over window queries i >= j of softmax(q_i . k_j * scaling)`` per query
     head ``h``, in float32. Unlike `kvpolicy.policies.WindowMaxPoolScorer` it is not pooled and the
@@ -53,17 +53,17 @@ class WindowAttentionScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """Return the window's number of queries."""
+        """Return the number of queries in the window."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, query_heads, key_len]``; see `Scorer.score`."""
         return causal_attention_sums(context)
 
 
 @attrs.frozen
 class ShowingSelector(KVSelector):
-    """A selector that shows each layer to a function and keeps only the last tokens.
+    """A selector that calls a function with each layer's saliency, and keeps only the last tokens.
 
     Eviction comes after a layer's attention, so what a forward computes is what it computes with a
     full cache; where nothing is decoded afterwards, no more needs to be kept.
@@ -79,7 +79,7 @@ class ShowingSelector(KVSelector):
     protected_tail: int = 1
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         assert saliency is not None
         self.show(context, saliency)
         return compress(self.protected(context), min(self.protected_tail, context.key_len))

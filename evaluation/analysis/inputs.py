@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_prompt(model: PreTrainedModel, input_ids: Sequence[int] | Tensor) -> Tensor:
-    """Check a model's mode and one prompt's tokens.
+    """Check that a model is in evaluation mode and that a prompt's tokens are valid.
 
     Args:
         model: The model that is to read them.
@@ -55,7 +55,7 @@ def check_prompt(model: PreTrainedModel, input_ids: Sequence[int] | Tensor) -> T
 
 
 def check_window(window_size: int, context_len: int) -> None:
-    """Check that a prompt has the tokens of an observation window.
+    """Check that a prompt is at least as long as an observation window.
 
     Raises:
         TypeError: ``window_size`` is not an int.
@@ -91,7 +91,7 @@ def check_prompts(
 
 
 def check_saliency(saliency: Tensor, *axes: str) -> None:
-    """Check that a saliency is a tensor of floats with these axes.
+    """Check that a saliency is a tensor of floats with the expected axes.
 
     Raises:
         TypeError: It is none.
@@ -107,7 +107,7 @@ def check_saliency(saliency: Tensor, *axes: str) -> None:
 
 
 def check_k(k: int, context_len: int, name: str = "k") -> None:
-    """Check a number of tokens to choose from a prompt.
+    """Check ``k``, a number of tokens to choose from a prompt.
 
     Raises:
         TypeError: It is not an int.
@@ -122,7 +122,7 @@ def check_k(k: int, context_len: int, name: str = "k") -> None:
 
 
 def check_ks(ks: Sequence[int], context_len: int) -> None:
-    """Check several numbers of tokens; see `check_k`.
+    """Check several numbers ``k`` of tokens; see `check_k`.
 
     Raises:
         TypeError: They are no sequence, or one is not an int.
@@ -136,7 +136,7 @@ def check_ks(ks: Sequence[int], context_len: int) -> None:
 
 
 def check_layers(layers: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
-    """Check layer indices.
+    """Check that layer indices lie in a model.
 
     Args:
         layers: From 0, each once; None for all.

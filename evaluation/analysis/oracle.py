@@ -1,4 +1,4 @@
-"""Measure how well scorers rank a prompt's tokens, by the attention that the answer gives them.
+"""Measure how well scorers rank a prompt's tokens, by the attention that its answer gives them.
 
 The answer-informed oracle: the model answers with full context, and what its answer attends to is
 taken as the truth about which of the prompt's tokens matter. It is no method, since it needs the
@@ -140,7 +140,7 @@ def answer_attention(
 
 
 def most_of_heads(context: LayerContext, context_len: int, kernel_size: int) -> Tensor:
-    """Return the most attention that any head of a layer gives each prompt token, pooled.
+    """Return the largest attention that any head of a layer gives each prompt token, pooled.
 
     Args:
         context: The layer; its first ``context_len`` keys are the prompt's. Batch of one.
@@ -173,7 +173,7 @@ def rank_scorers(
     *,
     window_size: int = 8,
 ) -> dict[str, Ranking]:
-    """Compare with the oracle how each scorer's saliency at each layer ranks the tokens.
+    """Compare each scorer's ranking of the tokens with the ranking by the answer's attention.
 
     A layer's saliency is the mean over its heads. The last ``window_size`` tokens are left out,
     which most methods keep whatever their saliency.
@@ -240,7 +240,7 @@ def _ranks(values: Tensor) -> Tensor:
 
 
 def found_share(truth: Tensor, saliency: Tensor, share: float = TOP_SHARE) -> float:
-    """Return the share of the top tokens by truth that are among the top by saliency.
+    """Return the share of the truly highest tokens that are also highest by saliency.
 
     Args:
         truth: float ``[count]``.

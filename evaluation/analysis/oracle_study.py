@@ -1,4 +1,4 @@
-"""Compare scorers with what answers attend to, over several prompts, and write the results."""
+"""Compare scorers with the attention of answers, over several prompts, and write the results."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class OracleStudy:
 
 
 def check_oracle(settings: OracleSettings, out: Path | None = None) -> list[str]:
-    """Check what can be checked before a model is loaded, and read the prompt files.
+    """Check the settings before a model is loaded, and read the prompt files.
 
     Raises:
         ValueError: See `kvpolicy.evaluation.analysis.study.check`.

@@ -137,7 +137,7 @@ def plot_distances(distances: Mapping[str, OutputDistances]) -> bytes:
 
 
 def _ways(axes: Axes, found: OutputDistances) -> None:
-    """Draw the lines and bands of propagation and restart."""
+    """Draw lines and bands for dropping tokens and for restarting."""
     ways = (("propagation (FastKV)", found.propagated), ("restart (GemFilter)", found.restarted))
     for index, (label, rows) in enumerate(ways):
         by_layer = list(zip(*rows, strict=True))

@@ -96,13 +96,13 @@ class Analysis:
 
     @property
     def chance(self) -> float:
-        """Return the mean overlap of two layers that choose at random: k over the prompt length."""
+        """Return the mean overlap of two layers that choose k tokens at random."""
         lengths = [length for group in self.lengths.values() for length in group]
         return sum(self.overlap.k / length for length in lengths) / len(lengths)
 
     @property
     def parts(self) -> dict[str, range]:
-        """Return the layers whose pairs are averaged: all, and each half if there are 4 or more."""
+        """Return the groups of layers over which overlaps are averaged: all, and each half."""
         count = self.overlap.num_layers
         parts = {"all layers": range(count)}
         if count >= 4:
@@ -138,7 +138,7 @@ class Analysis:
 
 
 def check(settings: AnalysisSettings, out: Path | None = None) -> list[str]:
-    """Check what can be checked before a model is loaded, and read the prompt files.
+    """Check the settings before a model is loaded, and read the prompt files.
 
     Args:
         settings: What to analyse.
@@ -272,7 +272,7 @@ def _attention(
     ks: Sequence[int],
     progress: Progress,
 ) -> tuple[Overlap, dict[int, tuple[float, ...]]]:
-    """Return overlap and recall, each the mean over the prompts."""
+    """Return the layers' overlap and recall of attention, averaged over the prompts."""
     pairs, shares = [], []
     for done, prompt in enumerate(prompts):
         progress("attention", done, len(prompts))

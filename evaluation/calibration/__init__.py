@@ -1,1 +1,1 @@
-"""Choose the layer after which tokens are dropped, by final hidden states."""
+"""Choose the layer after which tokens are dropped, by the change of final hidden states."""

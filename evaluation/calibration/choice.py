@@ -1,4 +1,4 @@
-"""Choose the layer after which tokens are dropped, by how far the drop moves the output."""
+"""Choose the layer after which tokens are dropped, by how far the drop changes the output."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def _last_candidate(max_layer: int | None, num_layers: int) -> int:
 
 
 def _check_inputs(inputs: object, window_size: int, model: PreTrainedModel) -> list[Tensor]:
-    """Return the inputs as ``[1, len]`` if all of them are valid."""
+    """Check the calibration inputs, and return them as ``[1, len]``."""
     if isinstance(inputs, Tensor) or not isinstance(inputs, Sequence):
         raise TypeError(
             "calibration_inputs must be a sequence of int64 tensors [len] or [1, len], got "

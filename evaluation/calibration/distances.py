@@ -1,4 +1,4 @@
-"""Hold how far a drop after each layer moves the output, and choose a layer by it."""
+"""How far a drop after each layer changes the output, and the choice of a layer by it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class TSPDistances:
 
 @attrs.frozen
 class Calibration:
-    """The chosen TSP layer, with the distances and criterion it was chosen by.
+    """A chosen TSP layer, with the distances and the criterion it was chosen by.
 
     Args:
         layer: The chosen layer, an index from 0.
@@ -120,7 +120,7 @@ class Calibration:
 
 
 def check_criterion(criterion: str, tolerance: float) -> None:
-    """Check the criterion by which a layer is chosen, and its tolerance.
+    """Check the criterion for choosing a layer, and its tolerance.
 
     Raises:
         TypeError: ``tolerance`` is no number.

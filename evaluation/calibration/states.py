@@ -1,4 +1,4 @@
-"""Compute the final hidden state under a drop at each layer, without a full run for each.
+"""Compute the final hidden state after a drop at each layer, without a full run for each.
 
 One pass over the full context notes, at every candidate layer, which tokens a propagation policy
 would pass on, and their hidden states. For each candidate, only the layers after it are then run,
@@ -84,7 +84,7 @@ def final_states(
 
 @attrs.frozen(eq=False)
 class _Watch(PropagationPolicy):
-    """A propagation that records what another one would pass on, and passes everything on.
+    """A propagation policy that records what another one would pass on, and passes everything on.
 
     Not a part for policies: it lives for one forward and holds what it noted.
     """
@@ -110,7 +110,7 @@ class _Watch(PropagationPolicy):
 
 
 class _FullPass:
-    """A forward over the full context that records what the candidates need.
+    """A forward over the full context that records the inputs of all candidate layers.
 
     Args:
         max_layer: The last candidate.
@@ -204,7 +204,7 @@ def _states_of(output: Any) -> Tensor:
 
 
 def _check_end(decoder: Any, last: Tensor, full: Tensor) -> None:
-    """Check that only the norm comes after the layers, up to rounding."""
+    """Check that nothing but the norm follows the layers, up to rounding."""
     difference = (decoder.norm(last)[0, 0] - full).float().norm()
     if difference > 0.01 * full.float().norm():
         raise UnsupportedModelError(

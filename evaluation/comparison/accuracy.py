@@ -89,14 +89,14 @@ def measure_accuracy(
 
 
 def measures(prompts: Sequence[Prompt]) -> list[str]:
-    """Return the names of the prompts' measures, each once, in order of appearance."""
+    """Return the names of the prompts' measures without repeats, in order of appearance."""
     return list(dict.fromkeys(name for prompt in prompts for name in prompt.measures))
 
 
 def continuations(
     model: PreTrainedModel, batch: Sequence[Prompt], policy: CachePolicy
 ) -> list[list[int]]:
-    """Generate greedy continuations of prompts of one length, as long as answers may be."""
+    """Generate greedy continuations of prompts of equal length, as long as their answers."""
     from kvpolicy.integrations.transformers import PolicyCache  # Transformers takes seconds
 
     input_ids = torch.tensor([prompt.input_ids for prompt in batch], device=model.device)
@@ -117,7 +117,7 @@ def continuations(
 
 
 def batches(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
-    """Divide prompts into batches of one length, so that padding has no effect on results."""
+    """Divide prompts into batches of equal length, so that padding cannot affect results."""
     by_length: dict[int, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         by_length[len(prompt.input_ids)].append(prompt)

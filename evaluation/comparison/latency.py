@@ -1,4 +1,4 @@
-"""Measure how long prefill and decoding take, with policies in turns."""
+"""Measure how long prefill and decoding take; policies take turns."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Phase:
         return median(self.wall_ms)
 
     def speedups(self, baseline: Phase) -> tuple[float, ...]:
-        """Return the baseline's time over this one's, per round; above 1 is faster than it.
+        """Return the baseline's time divided by this policy's, per round; above 1 is faster.
 
         Raises:
             ValueError: The two were not measured in the same rounds.
@@ -61,11 +61,11 @@ class Phase:
         )
 
     def speed(self, baseline: Phase) -> Speed:
-        """Return `speedups` as a `Speed`; a disturbed round affects both sides of its ratio."""
+        """Return `speedups` as a `Speed`; a disturbed round affects both times of its ratio."""
         return Speed(self.speedups(baseline))
 
     def speedup(self, baseline: Phase) -> float:
-        """Return the median of `speedups`, even if unsteady; `speed` tells whether it is."""
+        """Return the median of `speedups`, even if it is unsteady; see `speed`."""
         return self.speed(baseline).median
 
 
@@ -202,7 +202,7 @@ def _next_token(model: PreTrainedModel, input_ids: Tensor, cache: Any) -> Tensor
 
 
 def _timed(model: PreTrainedModel, run: Callable[[], Tensor]) -> tuple[Tensor, tuple[float, float]]:
-    """Run a function; return its result, and the wall and CPU milliseconds it took."""
+    """Run a function; return its result, and its wall and CPU time in milliseconds."""
     on_cuda = model.device.type == "cuda"
     if on_cuda:
         torch.cuda.synchronize(model.device)

@@ -28,7 +28,7 @@ _ONE = "x1   "
 
 @attrs.frozen
 class Layout:
-    """The columns of the table, wide enough for every row, computed before any answer is known.
+    """The column widths of the table, which fit every row and are known before any answer.
 
     Args:
         headers: Of every column, with line breaks.

@@ -77,7 +77,7 @@ def _by_accuracy(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, An
     first = rows[0]["policy"]
 
     def key(row: Mapping[str, Any]) -> tuple[object, ...]:
-        """Return the key of rows on one line; a number of tokens gets a line of its own."""
+        """Return the key by which rows share a line; each number of tokens gets its own line."""
         rate = row["retention_rate"]
         return (row["policy"], row["tokens"]["kept"] if rate is None else None)
 
@@ -91,13 +91,13 @@ def _by_accuracy(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, An
 
 
 def _scores(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scores of whole answers by kind, and of their steps if those count too."""
+    """Return the scores of exact answers by kind of prompt, and of steps if there are any."""
     steps = row.get("right_steps", {})
     return {**row["exact_match"], **{kind + STEPS: score for kind, score in steps.items()}}
 
 
 def _title(kind: str) -> str:
-    """Return a title of two narrow lines, about two columns wide."""
+    """Return a column's title as two short lines."""
     if kind.endswith(STEPS):
         return f"{kind.removesuffix(STEPS)}\n% steps"
     return f"{kind}\n% exact" if "exact" not in kind else f"{kind}\n%"
@@ -132,7 +132,7 @@ def _speed(phase: Mapping[str, Any]) -> Speed | None:
 
 
 def _speeds(axes: Axes, speeds: Sequence[Speed | None]) -> None:
-    """Draw one dot per row with its interval; the first row is the baseline."""
+    """Draw one dot with an interval per row; the first row is the baseline."""
     highest = max([1.0, *(speed.median for speed in speeds[1:] if speed)])
     axes.set_xlim(0, 1.3 * highest)
     axes.axvline(1.0, color="grey", linewidth=1.0, linestyle=":")

@@ -109,7 +109,7 @@ def calibration_table(distances: TSPDistances) -> Table:
 
 
 def calibration_legend(distances: TSPDistances) -> list[str]:
-    """Return what a calibration's columns mean, and what they were measured on."""
+    """Return a legend of a calibration's columns and inputs."""
     lengths = distances.input_lengths
     low, high = min(lengths), max(lengths)
     tokens = f"{low:,}" if low == high else f"{low:,} to {high:,}"
@@ -143,7 +143,7 @@ def _table() -> Table:
 
 
 def narrow_header(kind: str) -> str:
-    r"""Return a kind of prompt as a header hardly wider than its scores.
+    r"""Return the name of a kind of prompt as a header about as wide as its scores.
 
     Example:
         >>> narrow_header("one-hop"), narrow_header("loop"), narrow_header("loop steps")
@@ -154,7 +154,7 @@ def narrow_header(kind: str) -> str:
 
 
 def asked(scores: Mapping[str, Score]) -> str:
-    """Return the number of prompts asked, and half the widest 95% interval of their scores."""
+    """Return the number of prompts, and half the widest 95% interval of their scores."""
     counts = [score.count for name, score in scores.items() if not name.endswith(STEPS)]
     widest = 100 * fmean(0.98 / count**0.5 for count in counts)
     number = " + ".join(f"{count:,}" for count in counts)

@@ -43,7 +43,7 @@ class Variant:
 
 
 def takes(name: str, parameter: str) -> bool:
-    """True if a registered policy takes a parameter of that name.
+    """True if a registered policy takes a parameter with the given name.
 
     Raises:
         ValueError: No policy has the name.
@@ -74,7 +74,7 @@ def variants(
     *,
     tsp_layer: int | None = None,
 ) -> list[Variant]:
-    """Build the registered policies at every retention rate; those without a rate once.
+    """Build the registered policies at every retention rate; those without a rate only once.
 
     A policy that drops tokens in prefill cannot keep more of them than it passes on: where the
     retention rate is above its default TSP rate, the TSP rate is raised to it.

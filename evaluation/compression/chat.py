@@ -1,4 +1,4 @@
-"""Render prompts as chats, and locate the messages' text within the template's."""
+"""Render prompts as chats, and find the messages' text in the rendered prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEPT_ROLES = ("system", "developer")
 
 @attrs.frozen
 class Message:
-    """A message of a chat, and the parts of it that are never cut.
+    """A message of a chat, and the texts in it that are never cut.
 
     Args:
         fields: What a server gets of it, by name.
@@ -69,7 +69,7 @@ class Message:
 
 @attrs.frozen
 class Rendered:
-    """A prompt as the model reads it, with the places of the messages' contents.
+    """A prompt as the model reads it, with the positions of the messages' contents.
 
     Args:
         text: All of it, the template's words among it.
@@ -137,7 +137,7 @@ def _templated(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
 
 
 def _located(text: str, pieces: Sequence[str], contents: Sequence[str]) -> Rendered:
-    """Locate the contents in a text that is made of them and the template's pieces."""
+    """Find each message's content in a rendered text."""
     if not text.startswith(pieces[0]):
         raise _unlocated()
     at, following = len(pieces[0]), iter(pieces[1:])

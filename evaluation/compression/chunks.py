@@ -1,4 +1,4 @@
-"""Divide tokens into chunks of neighbours, and choose among the chunks."""
+"""Divide tokens into chunks of neighbours, and choose the chunks to keep."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Chunk:
 
 
 def divide(tokens: Tokens, chunk_size: int, align: str) -> list[tuple[int, int]]:
-    """Divide all tokens that may be cut into chunks.
+    """Divide the tokens that may be cut into chunks.
 
     Each run of such tokens is divided by itself. A chunk has ``chunk_size`` tokens and as many more
     as the next line or word takes to begin, at most as many again; where none begins, the next best
@@ -93,7 +93,7 @@ def choose(
     rate: float | None,
     budget: int | None,
 ) -> list[Chunk]:
-    """Score chunks and choose among them; the first and the last are always kept.
+    """Choose the chunks of highest score; the first and the last chunk are always kept.
 
     Args:
         tokens: The prompt's.
@@ -140,7 +140,7 @@ def _fitting(
     always: torch.Tensor,
     budget: int,
 ) -> int:
-    """Return how many chunks fit a number of tokens, taken from the best on."""
+    """Return how many of the best chunks fit into a number of tokens."""
     sizes = torch.tensor([end - start for start, end in spans])
     required = sum(tokens.fixed) + int(sizes[always].sum())
     if required > budget:
@@ -163,7 +163,7 @@ def kept_tokens(tokens: Tokens, chunks: Sequence[Chunk]) -> list[bool]:
 
 
 def runs(flags: Sequence[bool]) -> list[tuple[int, int, bool]]:
-    """Group equal neighbours: return first index, index after the last, and the flag.
+    """Group equal neighbours: return each group's start, end (exclusive) and value.
 
     Example:
         >>> runs([True, True, False, True])

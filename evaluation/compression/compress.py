@@ -42,7 +42,7 @@ def compress_prompt(
     cut_special: bool = False,
     gap: str = "",
 ) -> CompressedPrompt:
-    """Leave out of a prompt what a small model does not look at.
+    """Shorten a prompt: leave out the chunks that a small model does not attend to.
 
     The model reads the prompt, and every token gets a saliency. Chunks of neighbouring tokens are
     ranked by their mean saliency, and the best are kept, in their order, with the first and the
@@ -135,7 +135,7 @@ def compress_prompt(
 def check_extent(
     rate: float | None, tokens: int | None, chunk_size: int, align: str
 ) -> float | None:
-    """Check how much of a prompt is to be kept; this needs no model.
+    """Check the number or fraction of tokens to keep; needs no model.
 
     Returns:
         The rate; None where a number of tokens is given.
@@ -179,7 +179,7 @@ def rendered_of(
 
 
 def _message_spans(messages: Sequence[Message], rendered: Rendered) -> list[Span]:
-    """Return the character spans that the messages' ``"keep"`` names."""
+    """Return the character spans of the texts that messages name under ``"keep"``."""
     spans = []
     for message, (start, end) in zip(messages, rendered.contents, strict=True):
         if message.keeps is None:
@@ -191,7 +191,7 @@ def _message_spans(messages: Sequence[Message], rendered: Rendered) -> list[Span
 
 
 def _found(keep: Sequence[str], rendered: Rendered) -> list[Span]:
-    """Return the character spans of texts in the contents; each text must occur."""
+    """Find texts in the messages' contents, and return their spans; each must occur."""
     if isinstance(keep, str):
         raise TypeError(f"keep must be a list of texts, got the text {keep!r:.80}")
     spans: list[Span] = []

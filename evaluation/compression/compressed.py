@@ -1,4 +1,4 @@
-"""Hold a shortened prompt, and what was left out of it."""
+"""A shortened prompt, with its kept and left-out segments."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class CompressedPrompt:
         return tuple(each for each in self.segments if not each.kept)
 
     def report(self) -> str:
-        """Return a table of what is kept and left out, within 80 columns."""
+        """Return a table of what was kept and what was left out, within 80 columns."""
         head = headline(self.chunks, self.tokens_before, self.tokens_after, self.tokens_fixed)
         table = segment_table(self.segments, self.chunks)
         return f"{head}\nscored by {self.source}\n\n{table}"

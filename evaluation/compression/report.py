@@ -14,7 +14,7 @@ MOST_ROWS = 40
 
 
 def headline(chunks: Sequence[Chunk], before: int, after: int, fixed: int) -> str:
-    """Return how many tokens and chunks are left.
+    """Return a line with the number of tokens and chunks that are kept.
 
     Args:
         chunks: What was chosen among.
@@ -30,7 +30,7 @@ def headline(chunks: Sequence[Chunk], before: int, after: int, fixed: int) -> st
 
 
 def segment_table(segments: Sequence[Segment], chunks: Sequence[Chunk]) -> str:
-    """Return a row for each stretch that is kept or left out, of at most 80 columns.
+    """Return a table with a row for each segment kept or left out, at most 80 columns wide.
 
     Args:
         segments: The prompt.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class PromptSaliency:
-    """A measure of how much each token of a prompt matters, with its source.
+    """A saliency for each token of a prompt, with the name of its source.
 
     Args:
         values: float ``[context_len]`` on the CPU, larger means keep.
@@ -48,11 +48,11 @@ class PromptSaliency:
 
 
 class PromptScorer(abc.ABC):
-    """A scorer of how much each token of a prompt matters to a model that reads it."""
+    """Base of scorers of how much each token of a prompt matters to a model."""
 
     @abc.abstractmethod
     def score(self, model: PreTrainedModel, input_ids: Sequence[int] | Tensor) -> PromptSaliency:
-        """Return the saliency of every token.
+        """Return a saliency for every token of a prompt.
 
         Args:
             model: A decoder-only model of Transformers, in evaluation mode.
@@ -93,7 +93,7 @@ class FilterLayerScorer(PromptScorer):
             check_count("filter_layer", self.filter_layer)
 
     def score(self, model: PreTrainedModel, input_ids: Sequence[int] | Tensor) -> PromptSaliency:
-        """Return the saliency of every token; see `PromptScorer.score`.
+        """Return a saliency for every token of a prompt; see `PromptScorer.score`.
 
         Raises:
             TypeError: See `check_prompt`.
@@ -119,12 +119,12 @@ class FilterLayerScorer(PromptScorer):
 
 @attrs.frozen
 class _ShowingRestart(RestartPropagation):
-    """A restart that shows the mean saliency ``[context_len]`` and the layer to a function."""
+    """A restart that passes the mean saliency ``[context_len]`` and the layer to a function."""
 
     show: Callable[[Tensor, int], None] = attrs.field(kw_only=True, repr=False)
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Show the saliency, then choose; see `RestartPropagation.propagate`."""
+        """Pass the saliency to the function, then choose; see `RestartPropagation.propagate`."""
         assert saliency is not None
         self.show(context.heads.mean(saliency)[0], context.layer_idx)
         return super().propagate(saliency, context)
@@ -132,7 +132,7 @@ class _ShowingRestart(RestartPropagation):
 
 @attrs.frozen
 class LookAheadScorer(PromptScorer):
-    """A scorer by what the model attends to while it decodes an answer's first tokens.
+    """A scorer by the attention of an answer's first tokens, which the model decodes for it.
 
     ``p[l, h, t, j]`` is the softmax over the prompt's tokens ``j`` alone of the scaled products of
     their keys with the query that predicts the ``t``-th token, at layer ``l`` and query head
@@ -167,7 +167,7 @@ class LookAheadScorer(PromptScorer):
         check_count("forward_tokens", self.forward_tokens, minimum=1)
 
     def score(self, model: PreTrainedModel, input_ids: Sequence[int] | Tensor) -> PromptSaliency:
-        """Return the saliency of every token; see `PromptScorer.score`.
+        """Return a saliency for every token of a prompt; see `PromptScorer.score`.
 
         Raises:
             TypeError: See `check_prompt`.
@@ -219,6 +219,6 @@ def _last_logits(model: PreTrainedModel, input_ids: Tensor, cache: Any) -> Tenso
 
 
 def _ends(model: PreTrainedModel) -> set[int]:
-    """Return the tokens that end an answer."""
+    """Return the ids of the tokens that end an answer."""
     end = getattr(model.generation_config, "eos_token_id", None)
     return set() if end is None else set(end) if isinstance(end, list) else {end}

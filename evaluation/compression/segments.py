@@ -38,7 +38,7 @@ class Segment:
 def segments_of(
     tokenizer: Any, tokens: Tokens, kept: Sequence[bool], *, glue: bool
 ) -> tuple[Segment, ...]:
-    """Divide a prompt into segments, kept and left out in turn.
+    """Divide a prompt into segments that are alternately kept and left out.
 
     Args:
         tokenizer: What has made the tokens.
@@ -68,7 +68,7 @@ def segments_of(
 
 
 def shortened(segments: Sequence[Segment], span: Span, gap: str) -> str:
-    """Return what is left of a part of a prompt.
+    """Return the shortened text of a part of a prompt.
 
     Args:
         segments: The prompt.
@@ -90,7 +90,7 @@ def shortened(segments: Sequence[Segment], span: Span, gap: str) -> str:
 def shorter_ids(
     tokenizer: Any, tokens: Tokens, segments: Sequence[Segment], gap: str
 ) -> tuple[int, ...]:
-    """Return the kept tokens, with the gap's tokens where something was left out."""
+    """Return the ids of the kept tokens, with a marker where tokens were left out."""
     between = tuple(tokenizer.encode(gap, add_special_tokens=False)) if gap else ()
     return tuple(
         token

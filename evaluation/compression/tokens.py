@@ -1,4 +1,4 @@
-"""Tokenize a prompt: where in the text each token is, and which tokens may be cut."""
+"""Tokenize a prompt: find each token's place in the text, and mark those that may be cut."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Tokens:
         return len(self.ids)
 
     def characters(self, start: int, end: int) -> Span | None:
-        """Return the characters of tokens ``start`` to ``end``; None if not known."""
+        """Return the text of tokens ``start`` to ``end``; None if it is not known."""
         return None if self.starts is None else (self.starts[start], self.starts[end])
 
 
@@ -124,6 +124,6 @@ def _fixed(rendered: Rendered, starts: Sequence[int], kept: Sequence[Span]) -> l
 
 
 def _between(rendered: Rendered) -> list[Span]:
-    """Return the spans of characters outside of all contents."""
+    """Return the character spans between the messages' contents."""
     edges = [0, *itertools.chain.from_iterable(rendered.contents), len(rendered.text)]
     return list(zip(edges[::2], edges[1::2], strict=True))

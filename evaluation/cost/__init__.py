@@ -1,1 +1,1 @@
-"""Count operations and bytes of a policy before anything runs."""
+"""Estimate the operations and bytes of a policy before anything runs."""

@@ -1,4 +1,4 @@
-"""Measure what a forward holds beside the cache, by running it without numbers.
+"""Measure the memory of a forward beside the cache, by running it on torch's `meta` device.
 
 As in `tracing`, the model is built on the `meta` device. It reads as many tokens as are asked for,
 while the bytes of its tensors are followed: no family's formulas are needed, and masks, rotary
@@ -50,7 +50,7 @@ NAME = "kvpolicy_memory"
 
 @attrs.frozen
 class LayerActivations:
-    """The bytes live beside the cache's while a forward is in one layer.
+    """The bytes in use beside the cache while a forward is in one layer.
 
     Args:
         attending: The most before its attention has returned; keys and values are among them.
@@ -65,7 +65,7 @@ class LayerActivations:
 
 @attrs.frozen
 class Activations:
-    """The bytes live beside the cache's while a forward runs.
+    """The bytes in use beside the cache while a forward runs.
 
     Args:
         layers: In each layer.
@@ -77,7 +77,7 @@ class Activations:
 
 
 class ModelMemory:
-    """A model without numbers that tells the memory of its weights and forwards.
+    """A model on the `meta` device that measures the memory of its weights and forwards.
 
     Args:
         config: Its configuration.
@@ -115,7 +115,7 @@ class ModelMemory:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of parameters and buffers; shared ones count once."""
+        """Return the bytes of parameters and buffers; shared tensors count once."""
         return sum(each.numel() * each.element_size() for each in self._tensors)
 
     def forward(
@@ -126,7 +126,7 @@ class ModelMemory:
         loops: bool = False,
         chunk: ChunkAttention | None = None,
     ) -> Activations:
-        """Return what a forward holds beside the cache.
+        """Return the bytes that a forward needs beside the cache.
 
         Args:
             new_len: Tokens that it reads, at least 1.
@@ -197,7 +197,7 @@ class _Refusing:
     name: str
 
     def __enter__(self) -> None:
-        """Do nothing."""
+        """Enter the block; nothing is set up."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
@@ -267,7 +267,7 @@ class _Passing(DynamicCache):  # type: ignore[misc]
 
 @attrs.define(eq=False)
 class _Seen:
-    """The bytes that were live in one layer."""
+    """The bytes that were in use in one layer."""
 
     attending: int = 0
     observing: int = 0
@@ -278,7 +278,7 @@ class _Seen:
 
 
 class _Watch:
-    """A recorder of the bytes that are live in each layer of a forward."""
+    """A recorder of the bytes in use in each layer of a forward."""
 
     def __init__(self, live: LiveBytes, count: int, chunk: ChunkAttention | None) -> None:
         self.live = live
@@ -308,7 +308,7 @@ _watching: ContextVar[_Watch] = ContextVar("watching")
 
 
 def _watched(attention: str) -> Callable[..., tuple[Tensor, None]]:
-    """Return an attention function that computes nothing and records the bytes live after it."""
+    """Return an attention function that computes nothing and records the bytes in use after it."""
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any, **kwargs: Any
@@ -346,7 +346,7 @@ def _flash(
 
 
 class _Kernels(TorchFunctionMode):
-    """A mode that replaces scaled_dot_product_attention, whose kernels `meta` does not have."""
+    """A torch mode that replaces scaled_dot_product_attention, which has no `meta` kernels."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -360,7 +360,7 @@ class _Kernels(TorchFunctionMode):
 
 
 def _kernel_output(query: Tensor, value: Tensor) -> Tensor:
-    """Return the empty output of a kernel ``[batch, query_heads, query_len, value_dim]``."""
+    """Return the empty output of an attention kernel, without computing it."""
     batch, heads, count, _ = query.shape
     sums = query.new_empty(batch, heads, count, dtype=torch.float32)
     output = query.new_empty(batch, count, heads, value.shape[-1]).transpose(1, 2)
@@ -378,7 +378,7 @@ KERNELS: dict[str, Callable[..., Tensor]] = {"sdpa": _sdpa, "flash": _flash, "ea
 
 
 def _extended(first: Activations, second: Activations, times: float) -> Activations:
-    """Extrapolate linearly: ``times`` as far from the first as the second is."""
+    """Extrapolate a number of bytes linearly: ``times`` the step from first to second."""
 
     def on_line(low: int, high: int) -> int:
         return round(low + (high - low) * times)

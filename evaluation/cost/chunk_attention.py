@@ -1,4 +1,4 @@
-"""Run attention without numbers for a chunk of a prompt that sees tokens before it."""
+"""Run the attention of a chunk to earlier tokens on torch's `meta` device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Kernel = Callable[..., Tensor]
 
 @attrs.frozen
 class ChunkAttention:
-    """The way layers attend to tokens read before; see `Blocks` and `Narrowed`.
+    """The way layers attend to tokens that were read before; see `Blocks` and `Narrowed`.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``: where the model is meant to run.

@@ -1,4 +1,4 @@
-"""Compute the bytes held while a prompt is read in chunks, stage by stage if tokens drop."""
+"""Compute the bytes in use while a prompt is read in chunks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvpolicy.integrations.transformers.forward.chunks import sums_over_all
 from kvpolicy.integrations.transformers.forward.narrowing import LARGEST_SHARE
 from kvpolicy.integrations.transformers.forward.stage import PrefillStage, stages_of
 
-CARRIED_BYTES = 4
+STATE_BYTES = 4
 # Of a token in a chunk: its id and its position, for the stages that read it at the prompt's end.
 INPUT_BYTES = 2 * 8
 
 
 @attrs.frozen
 class _Pieces:
-    """The numbers of tokens that a stage reads in its forwards.
+    """The lengths of the forwards in which one stage of the prompt is read.
 
     Args:
         total: All of them.
@@ -69,7 +69,7 @@ class ChunkedReading(Reading):
         return peak + inputs
 
     def when_read(self) -> int:
-        """Return the bytes held when the prompt is read, chunk memory included."""
+        """Return the bytes in use once the prompt is read, buffers for chunks included."""
         return (self.context_len + self.room) * sum(self.token_bytes)
 
     @property
@@ -128,7 +128,7 @@ class ChunkedReading(Reading):
             # In the first of its forwards layer after layer gets its memory.
             had = buffers * (held > 0)
             moments = _Moments(had + given + left * held + (number > 0) * new * width)
-            moments.beside += self._carried(held_layers, held)
+            moments.beside += self._sums_held(held_layers, held)
             remembered = self._queries_held(held)
             moments.beside += remembered * len(held_layers)
             for index in range(stage.first, stage.last + 1):
@@ -141,9 +141,9 @@ class ChunkedReading(Reading):
                 moments.see(
                     here,
                     whole=not (looks and index == stage.last),
-                    deciding=self._carrying(index, held + new, new),
+                    deciding=self._summing(index, held + new, new),
                 )
-                moments.beside += self._carried([index], held + new)
+                moments.beside += self._sums_held([index], held + new)
                 moments.beside += self._query_len(new) * self._query_bytes(index)
             joined = remembered * len(held_layers) * (not self._cuts(new))
             peak = max(moments.most, moments.beside + joined)
@@ -156,11 +156,11 @@ class ChunkedReading(Reading):
     def _end(
         self, stage: PrefillStage, pieces: _Pieces, *, resumes: bool, looks: bool, keeps: bool
     ) -> tuple[int, int]:
-        """Return the most bytes of the forward that ends a stage, and what it stores."""
+        """Return the most bytes of the forward that ends a stage, and the bytes it stores."""
         held = pieces.total - pieces.last
         forward = self._forward(pieces.last, held)
         layers = range(stage.first + resumes, stage.last + 1)
-        moments = _Moments(self._carried(layers, held))
+        moments = _Moments(self._sums_held(layers, held))
         moments.beside += sum(self._queries_held(held) * self._looks(i) for i in layers)
         stored = 0
         for index in range(stage.first, stage.last + 1):
@@ -203,12 +203,12 @@ class ChunkedReading(Reading):
         return pieces.last if self._sums else self._shown_len(pieces.total)
 
     def _cuts(self, new: int) -> bool:
-        """True if one chunk alone has all queries that the policy looks at."""
+        """True if the last chunk alone contains all queries that the policy reads."""
         shown = self.policy.num_queries
         return shown is not None and shown < new
 
     def _query_len(self, new: int) -> int:
-        """Return how many queries of a chunk are remembered in every layer."""
+        """Return the number of a chunk's queries that every layer remembers."""
         if self._sums or self.policy.num_queries == 0:
             return 0
         return self._shown_len(new) if self._cuts(new) else new
@@ -219,17 +219,17 @@ class ChunkedReading(Reading):
             return 0
         return self._shown_len(seen) * max(map(self._query_bytes, range(self.shape.num_layers)))
 
-    def _carried(self, layers: range | list[int], key_len: int) -> int:
-        """Return the bytes of attention sums over all queries so far."""
+    def _sums_held(self, layers: range | list[int], key_len: int) -> int:
+        """Return the bytes of the scorer's attention sums over all queries so far."""
         if not self._sums:
             return 0
         heads = sum(
             self.shape.layers[i].kv_heads for i in layers if self.shape.layers[i].query_heads
         )
-        return heads * key_len * CARRIED_BYTES
+        return heads * key_len * STATE_BYTES
 
-    def _carrying(self, index: int, key_len: int, new: int) -> int:
-        """Return the bytes needed to sum over a chunk's queries."""
+    def _summing(self, index: int, key_len: int, new: int) -> int:
+        """Return the bytes needed to add a chunk's queries to the attention sums."""
         return self._deciding(index, key_len, new) if self._sums else 0
 
     # What forwards hold.
@@ -238,7 +238,7 @@ class ChunkedReading(Reading):
         return self.model.forward(new, held, loops=bool(self._states), chunk=self._attention())
 
     def _resumed(self, index: int, new: int, share: float) -> LayerActivations:
-        """Return the memory of a layer run for some tokens against its first keys."""
+        """Return the memory of a layer that runs some tokens against keys stored earlier."""
         held = max(round(share * self.context_len) - new, 0)
         attention = attrs.evolve(self._attention(), has_gaps=True)
         return self.model.forward(new, held, chunk=attention).layers[index]

@@ -1,4 +1,4 @@
-"""Estimate a policy's cost without running: prefill operations and cache bytes."""
+"""Estimate a policy's cost without a run: prefill operations and cache bytes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Flops:
 
 @attrs.frozen
 class Estimate:
-    """The cost of one prompt under a policy, and under full context.
+    """The cost of one prompt under a policy and under full context.
 
     Args:
         context_len: Tokens of the prompt.
@@ -84,7 +84,7 @@ class Estimate:
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of keys and values kept after prefill, and of the states."""
+        """Return the bytes of keys, values and states kept after prefill."""
         held = zip(self.kept_tokens, self.token_bytes, strict=True)
         return round(sum(tokens * size for tokens, size in held)) + self.state_bytes
 
@@ -95,12 +95,12 @@ class Estimate:
 
     @property
     def kv_share(self) -> float:
-        """Return the kept bytes over those of a full cache."""
+        """Return the kept bytes divided by those of a full cache."""
         return self.kv_bytes / self.full_kv_bytes
 
     @property
     def mean_kept(self) -> float:
-        """Return the tokens that a layer keeps, the mean over layers that hold any."""
+        """Return the tokens that a layer keeps, averaged over layers that hold any."""
         pairs = zip(self.kept_tokens, self.token_bytes, strict=True)
         holding = [tokens for tokens, size in pairs if size]
         return sum(holding) / len(holding)
@@ -129,7 +129,7 @@ def estimate(
     *,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Estimate:
-    """Count what one prompt costs under a policy; nothing is run.
+    """Count the operations and bytes of one prompt under a policy, without running it.
 
     A layer over ``n`` tokens takes ``2 * n`` operations for each of its weights, and causal
     attention ``n ** 2 * query_heads * (key_dim + value_dim)``: half of two full products of two
@@ -177,7 +177,7 @@ def estimate(
         context_len=context_len,
         compute_rate=rate,
         prefill=_prefill(policy.propagation, shape, context_len)
-        + _again(policy.reading, shape, context_len)
+        + _again(policy.rereading, shape, context_len)
         + head,
         full=_pass(shape, [context_len] * shape.num_layers, context_len) + head,
         kept_tokens=tuple(
@@ -198,7 +198,7 @@ def estimate(
 def layer_flops(
     shape: ModelShape, layer_idx: int, tokens: float, context_len: float | None = None
 ) -> Flops:
-    """Return the operations of one layer that computes all tokens that reach it.
+    """Return the operations of one layer that computes all tokens passed to it.
 
     So does a layer that drops: the one place to change if it computes fewer.
 
@@ -220,7 +220,7 @@ def layer_flops(
 
 
 def _seen_share(layer: LayerShape, context_len: float) -> float:
-    """Return the share of causal attention's token pairs that a layer's window has."""
+    """Return the fraction of token pairs that a layer's window attends to."""
     window = layer.window
     if window is None or window >= context_len:
         return 1.0
@@ -236,7 +236,7 @@ def _pass(shape: ModelShape, tokens: Sequence[float], context_len: float) -> Flo
 
 
 def _kept(layer: LayerShape, arriving: float, chosen: float, context_len: float) -> float:
-    """Return how many of the tokens that reach a layer it keeps."""
+    """Return the number of tokens that a layer keeps of those that reach it."""
     if not layer.token_elements:
         return 0.0
     if layer.window is None or context_len <= layer.window:
@@ -278,6 +278,6 @@ def _again(reading: Repetition | None, shape: ModelShape, context_len: int) -> F
 def _tokens(
     rates: Sequence[float], part: KVSelector | PropagationPolicy, context_len: int
 ) -> list[float]:
-    """Return the tokens of each layer; a rate of 0 means that the layer is not run."""
+    """Return the number of tokens that each layer reads; 0 for layers that are not run."""
     fewest = min(max(part.protected_tail + part.protected_first, 1), context_len)
     return [max(rate * context_len, fewest) if rate else 0.0 for rate in rates]

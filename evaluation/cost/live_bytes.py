@@ -1,4 +1,4 @@
-"""Count the memory of live tensors while a model runs, with numbers or without."""
+"""Count the memory of live tensors while a model runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that counts the bytes of storages made inside the block and still in use.
+    """A torch mode that counts the bytes of tensors made inside the block and still in use.
 
     What a kernel takes for itself and gives back before it returns is not seen. Tensors on the
     `meta` device count as what they would take.
@@ -43,7 +43,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._counts = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count the tensors it has made."""
+        """Run an operation and count the tensors that it makes."""
         made = func(*args, **(kwargs or {}))
         for each in tree_leaves(made):
             if isinstance(each, Tensor):
@@ -52,7 +52,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Run a block whose new tensors, and their views, never count."""
+        """Run a block whose new tensors, and their views, are not counted."""
         self._counts = False
         try:
             yield

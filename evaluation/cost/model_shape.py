@@ -77,26 +77,26 @@ class LayerShape:
 
     @property
     def pair_width(self) -> int:
-        """Return the numbers multiplied for a pair of tokens, over all heads."""
+        """Return the numbers multiplied for each pair of tokens, over all heads."""
         return self.query_heads * (self.key_dim + self.value_dim)
 
     @property
     def chooses(self) -> bool:
-        """True if the layer holds keys for tokens and sees the whole context."""
+        """True if the policy chooses at this layer: it has keys and sees the whole context."""
         return bool(self.query_heads and self.token_elements) and self.window is None
 
     def held(self, context_len: float) -> float:
-        """Return how many tokens the layer holds if nothing is evicted."""
+        """Return the number of tokens that the layer holds without eviction."""
         if self.window is None or context_len <= self.window:
             return context_len
         return context_len % self.window if self.chunked else self.window - 1
 
     def token_bytes(self, itemsize: int) -> int:
-        """Return the bytes held for a token if numbers have ``itemsize`` bytes."""
+        """Return the bytes that a token takes in the layer, at ``itemsize`` bytes per number."""
         return self.token_elements * itemsize + self.place_bytes
 
     def state_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a row's state if numbers have ``itemsize`` bytes."""
+        """Return the bytes of a row's state, at ``itemsize`` bytes per number."""
         own = self.state_elements - self.float_state_elements
         return own * itemsize + self.float_state_elements * 4
 

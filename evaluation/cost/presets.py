@@ -145,7 +145,7 @@ _BY_HUB_NAME = {
 
 
 def preset_name(name: str) -> str | None:
-    """Return the preset of this name or Hub name, in any case of letters, else None.
+    """Return the preset with the given name or Hub name, ignoring case; else None.
 
     Example:
         >>> preset_name("meta-llama/Llama-3.1-8B-Instruct")

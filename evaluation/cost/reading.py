@@ -1,4 +1,4 @@
-"""Compute the bytes held while a prompt is read in one forward and its answer decoded."""
+"""Compute the bytes in use while a prompt is read in one forward and its answer decoded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POSITION_BYTES = 8
 
 
 def most_of(layer: LayerActivations) -> int:
-    """Return the most bytes that are live in a layer."""
+    """Return the largest number of bytes in use in any part of a layer's forward."""
     return max(layer.attending, layer.observing, layer.after)
 
 
@@ -47,7 +47,7 @@ class Reading:
     # What layers hold.
 
     def stored(self, index: int) -> int:
-        """Return the bytes of a layer in which the policy has chosen."""
+        """Return the bytes of a layer's kept tokens after the policy has chosen."""
         size, layer = self.token_bytes[index], self.shape.layers[index]
         if not size:
             return 0
@@ -68,7 +68,7 @@ class Reading:
         ]
 
     def when_read(self) -> int:
-        """Return the bytes of all layers when the prompt is read, before deferred choices."""
+        """Return the bytes of all layers once the prompt is read, before deferred choices."""
         return sum(map(self._held_back, range(self.shape.num_layers)))
 
     def _held_back(self, index: int) -> int:
@@ -77,7 +77,7 @@ class Reading:
         return self.stored(index)
 
     def while_answering(self, answer_len: int) -> tuple[int, int]:
-        """Return the layers' bytes at the answer's end, and the most; without states."""
+        """Return the layers' bytes at the answer's end, and their peak; states not included."""
         stored = sum(map(self.stored, range(self.shape.num_layers)))
         rule = self.policy.decoding
         if rule is None or answer_len < rule.every:
@@ -104,7 +104,7 @@ class Reading:
         return looks * layer.query_heads * layer.key_dim * self.model.dtype.itemsize
 
     def _deciding(self, index: int, key_len: int, query_len: int | None = None) -> int:
-        """Return the bytes of deciding about a layer with at most ``query_len`` queries."""
+        """Return the bytes needed to choose a layer's tokens with at most ``query_len`` queries."""
         place = index, self.shape.num_layers
         layer = self.shape.layers[index]
         if layer.window is not None and layer.window < self.context_len:
@@ -143,7 +143,7 @@ class Reading:
         return peak
 
     def _narrows(self, index: int, arriving: Sequence[float]) -> bool:
-        """True if a layer's output is computed for few tokens only."""
+        """True if a layer's output is computed for few of its tokens only."""
         if not self._is_plain(index):
             return False
         last = index == len(arriving) - 1
@@ -178,5 +178,5 @@ class Reading:
 
 
 def is_latent(layer: LayerShape) -> bool:
-    """True if a token is held as one latent for all heads."""
+    """True if the layer stores a token as one latent vector for all heads."""
     return layer.token_elements < layer.kv_heads * (layer.key_dim + layer.value_dim)

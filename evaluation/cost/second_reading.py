@@ -1,4 +1,4 @@
-"""Compute the bytes held while layers make deferred choices or read the prompt again."""
+"""Compute the bytes in use while layers make deferred choices or read the prompt again."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ SALIENCY_BYTES = 4
 
 
 def choosing_bytes(reading: Reading) -> int:
-    """Return the most bytes, beside what has been read, until all layers have chosen."""
+    """Return the most extra bytes in use between the end of reading and the layers' choice."""
     stored = sum(map(reading.stored, reading.waiting))
-    if reading.policy.reading is None:
+    if reading.policy.rereading is None:
         return stored
     return max(stored, _again(reading))
 
@@ -24,7 +24,7 @@ def _again(reading: Reading) -> int:
     it with the chunk's own keys, layer by layer, under a mask of all.
     """
     policy, context, model = reading.policy, reading.context_len, reading.model
-    again = policy.reading
+    again = policy.rereading
     assert again is not None
     new = shown = 0
     if not again.spans(context):

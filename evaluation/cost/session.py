@@ -1,4 +1,4 @@
-"""Compute what a session holds while its prompt is read and its answer is decoded.
+"""Compute the bytes of a session while its prompt is read and its answer is decoded.
 
 This follows how `PolicyCache` reads. In one forward, a layer's keys and values are freed when the
 policy has chosen among them; in chunks, the layers that all tokens reach hold the whole prompt
@@ -49,11 +49,11 @@ class Session:
 
     @property
     def peak_when(self) -> str:
-        """Return when the peak is: ``"reading"`` or ``"answering"``."""
+        """Return the phase with the peak: ``"reading"`` or ``"answering"``."""
         return "reading" if self.reading >= self.answering else "answering"
 
     def count_in(self, memory: int, weights: int) -> int:
-        """Return how many sessions fit if one works while the others only hold.
+        """Return how many sessions fit into a memory if only one of them runs at a time.
 
         Args:
             memory: Bytes there are.
@@ -77,7 +77,7 @@ def session_of(
     chunk: int | None = None,
     device: str = "cuda",
 ) -> Session:
-    """Compute one session's bytes; only choices on short contexts run with numbers.
+    """Compute the bytes of one session.
 
     The cache has memory for the answer in advance, as with ``max_new_tokens``; without it buffers
     grow, and are held twice while they do.

@@ -1,4 +1,4 @@
-"""Load shapes of models: published ones by name, others from a configuration."""
+"""Load the shapes of models: published ones by name, others from a configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpolicy.evaluation.cost.presets import PRESETS, preset_name
 
 
 def load_shape(name: str) -> ModelShape:
-    """Load a preset, or a configuration from disk; neither network nor weights are used.
+    """Load the shape of a preset, or of a configuration on disk; no network is used.
 
     Args:
         name: A preset or its name on the Hugging Face Hub, in upper or lower case; a folder with a
@@ -36,7 +36,7 @@ def load_shape(name: str) -> ModelShape:
 
 
 def load_config(name: str) -> Any:
-    """Return the configuration behind a shape; arguments, errors as in `load_shape`."""
+    """Return the configuration of a model; see `load_shape` for arguments and errors."""
     check_kind("name", name, str)
     preset = preset_name(name)
     return _read_config(name) if preset is None else _preset_config(preset)

@@ -1,4 +1,4 @@
-"""Find the shapes of a model's layers by running two tokens through it without numbers.
+"""Find the shapes of a model's layers by running two tokens on torch's `meta` device.
 
 The model is built on PyTorch's `meta` device, where tensors have a shape and nothing else, so that
 one of hundreds of gigabytes takes no memory and well under a second. Nothing here knows a family:
@@ -98,7 +98,7 @@ def trace_layers(config: Any, name: str) -> tuple[LayerShape, ...]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence Transformers' warnings about kernels, since nothing is computed."""
+    """Silence Transformers' warnings about missing kernels."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -108,7 +108,7 @@ def quiet() -> Iterator[None]:
 
 
 def _built(config: Any, text: Any) -> nn.Module:
-    """Build the model without numbers; its experts run for each token, which needs none."""
+    """Build the model on the `meta` device, without weights."""
     options = {"dtype": DTYPE, "attn_implementation": NAME}
     model: Any
     with torch.device("meta"):
@@ -129,7 +129,7 @@ def _built(config: Any, text: Any) -> nn.Module:
 
 @attrs.define
 class _LayerFacts:
-    """The facts that running a layer has shown."""
+    """The facts found about a layer when it ran."""
 
     linear: float = 0.0
     projection: float | None = None
@@ -139,7 +139,7 @@ class _LayerFacts:
 
 @attrs.define
 class _Seen:
-    """A recorder of the layers of a model while it runs.
+    """A recorder of the layers that run in a model.
 
     Args:
         modules: The decoder's layers.
@@ -154,7 +154,7 @@ class _Seen:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record what runs inside the block."""
+        """Record the layers that run inside the block."""
         handles = []
         for layer, facts in zip(self.modules, self.layers, strict=True):
             handles.append(layer.register_forward_pre_hook(self._enter(facts)))
@@ -206,7 +206,7 @@ class _Seen:
             self.current.linear += active * weight[0].numel()
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Record a call of a layer's attention function."""
+        """Record one call of a layer's attention function."""
         if self.current is not None:
             heads = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
             self.current.heads = heads
@@ -215,12 +215,12 @@ class _Seen:
 
 
 def _all_keys_are_there(*_: Any) -> None:
-    """Assume for attention that ``nonzero`` finds all: an indexer asks for visible keys."""
+    """Let ``nonzero`` on `meta` tensors return all entries, as attention with an indexer needs."""
     without_numbers.meta_nonzero_assume_all_nonzero = True
 
 
 def _not_all_is_there(*_: Any) -> None:
-    """Refuse ``nonzero`` again: only numbers tell a token's expert or adapter."""
+    """Forbid ``nonzero`` on `meta` tensors again, as choices of experts cannot be known."""
     without_numbers.meta_nonzero_assume_all_nonzero = False
 
 
@@ -230,14 +230,14 @@ _watching: ContextVar[_Seen] = ContextVar("watching")
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
-    """Record what an attention function is given; compute nothing."""
+    """Record the tensors that an attention function receives, and return an empty output."""
     _watching.get().attended(query, key, value)
     batch, heads, tokens, _dim = query.shape
     return query.new_empty(batch, tokens, heads, value.shape[-1]), None
 
 
 def _expert_weights(module: nn.Module) -> list[Tensor]:
-    """Return the matrices that a module holds once per expert."""
+    """Return a module's weight matrices that exist once per expert."""
     if isinstance(module, (nn.Conv1d, nn.Conv2d)):
         return []
     own = dict(module.named_parameters(recurse=False))
@@ -245,7 +245,7 @@ def _expert_weights(module: nn.Module) -> list[Tensor]:
 
 
 def _owned_weights(layer: nn.Module) -> int:
-    """Return the number of weights of routers and convolutions, used once per token."""
+    """Count the weights of routers and convolutions, each used once per token."""
     found = 0
     for module in layer.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -283,14 +283,14 @@ def _layer(
 
 
 def _token_elements(cached: Any) -> int:
-    """Return the numbers held for a token: keys, values and index keys."""
+    """Return the numbers stored per token: keys, values and index keys."""
     names = ("keys", "values", "indexer_keys", "prefill_keys", "prefill_values")
     held = (getattr(cached, name, None) for name in names)
     return sum(each.numel() // TOKENS for each in held if isinstance(each, Tensor))
 
 
 def _place_bytes(held: list[Any]) -> int:
-    """Return the bytes of position ids that a `PolicyCache` holds for each index key.
+    """Return the bytes of position ids that a `PolicyCache` stores per index key.
 
     Transformers' own cache holds them once, for the layers of all; where some are dropped on the
     way, layers hold different tokens.
@@ -300,7 +300,7 @@ def _place_bytes(held: list[Any]) -> int:
 
 
 def _states(cache: Any, index: int, cached: Any) -> list[Tensor]:
-    """Return the states that a cache holds for a layer, of convolutions too."""
+    """Return the states that a cache stores for a layer, those of convolutions included."""
     found: list[Any] = []
     for name in ("conv_states", "recurrent_states"):
         held = getattr(cached, name, None)
@@ -313,7 +313,7 @@ def _states(cache: Any, index: int, cached: Any) -> list[Tensor]:
 
 
 def _window(config: Any, index: int, cached: Any) -> tuple[int | None, bool]:
-    """Return a layer's window, None for all, and whether it is a chunk."""
+    """Return a layer's window length (None for all), and whether windows are chunks."""
     kinds = getattr(config, "layer_types", None)
     own = getattr(cached, "sliding_window", None)
     if not kinds or index >= len(kinds):

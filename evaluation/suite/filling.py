@@ -1,4 +1,4 @@
-"""Fill a results folder, cell by cell and batch by batch, with the missing samples."""
+"""Answer the missing samples of a results folder, cell by cell and batch by batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpolicy.evaluation.suite.sample import Cell, Document, Sample
 def expected_samples(
     documents: Documents, questions: Sequence[str], methods: Sequence[str]
 ) -> dict[Cell, int]:
-    """Return every cell of a comparison, in order of asking, with its number of samples.
+    """Return every cell of a comparison in order, with its number of samples.
 
     All methods answer a task's documents before the next task begins, so that what is there can be
     compared at any time.
@@ -40,7 +40,7 @@ def fill(
     progress: Progress = silent,
     listener: Listener | None = None,
 ) -> None:
-    """Ask what has not been asked yet; a sample in the folder is never asked again.
+    """Answer the samples that the folder lacks; a finished sample is never asked again.
 
     Args:
         folder: Where samples go, each batch as soon as it is answered.

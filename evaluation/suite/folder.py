@@ -41,7 +41,7 @@ class Description:
     expected: dict[Cell, int]
 
     def to_json(self) -> str:
-        """Return the content of ``settings.json``."""
+        """Return the content of the file ``settings.json``."""
         cells = [{**attrs.asdict(cell), "samples": count} for cell, count in self.expected.items()]
         methods = {label: attrs.asdict(method) for label, method in self.methods.items()}
         data = {"format": FORMAT, "settings": self.settings, **self.environment}
@@ -49,7 +49,7 @@ class Description:
 
     @classmethod
     def from_json(cls, text: str) -> Description:
-        """Read what `to_json` wrote.
+        """Read a description from the content of ``settings.json``.
 
         Raises:
             ValueError: It did not write it, or another version did, in another format.
@@ -68,7 +68,7 @@ class Description:
             raise ValueError(f"no settings of an evaluation: {error}") from None
 
     def differences(self, other: Description) -> list[str]:
-        """Return in words how ``other`` differs; empty if samples may be in one folder.
+        """Describe how another description differs; empty if both may share a folder.
 
         The number of processors of a machine counts for nothing, nor do the cells, which follow
         from the settings and the tasks' documents.
@@ -94,7 +94,7 @@ class Results:
     samples: tuple[Sample, ...]
 
     def by_cell(self) -> dict[Cell, list[Sample]]:
-        """Return the finished samples of every cell, by document; empty if not begun."""
+        """Return the finished samples of every cell, by document."""
         found: dict[Cell, list[Sample]] = {cell: [] for cell in self.description.expected}
         for sample in sorted(self.samples, key=lambda sample: sample.document):
             found[sample.cell].append(sample)
@@ -146,7 +146,7 @@ class Folder:
 
 @contextmanager
 def opened(path: Path, description: Description) -> Iterator[Folder]:
-    """Open a new folder or one of the same description, and yield it.
+    """Open a new folder, or one with the same description, and yield it.
 
     A last line that was not written to its end is cut off; nothing else of a folder is touched.
 
@@ -226,7 +226,7 @@ def _read_samples(file: Path, description: Description) -> Iterator[Sample]:
 
 
 def _flat(description: Description) -> dict[str, Any]:
-    """Return what must be the same in both folders, keyed by a name for messages."""
+    """Return the settings that two folders must share, by their names in messages."""
     read = json.loads(description.to_json())
     machine: Mapping[str, Any] = read.get("machine", {})
     return {
@@ -238,7 +238,7 @@ def _flat(description: Description) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """Return a setting's value, short enough for a message."""
+    """Return a setting's value as a text short enough for a message."""
     if isinstance(value, list):
         return ",".join(map(str, value)) or "none"
     return "not given" if value is None else str(value)

@@ -36,7 +36,7 @@ NO_LIMIT = 2**31 - 1
 
 
 class HarnessRunner(Runner):
-    """A runner that asks the harness's tasks of one model, loaded once.
+    """A runner that asks one loaded model the tasks of lm-evaluation-harness.
 
     Args:
         loaded: The model.
@@ -73,7 +73,7 @@ class HarnessRunner(Runner):
         self._requests: dict[tuple[str, int], list[Instance]] = {}
 
     def documents(self) -> Documents:
-        """Build every prompt, and check what can be checked before the first is asked."""
+        """Build every prompt, and check all of them before the first is asked."""
         with quiet():
             for name, task in self.tasks.items():
                 self._build(name, task)
@@ -107,7 +107,7 @@ class HarnessRunner(Runner):
         ]
 
     def _ask(self, model: PolicyLM, requests: Sequence[Instance]) -> list[list[RequestCosts]]:
-        """Add responses to requests, one per repeat, and return each one's cost."""
+        """Send requests to the model, one per repeat, and return each one's cost."""
         repeated = [each for each in requests for _ in range(each.repeats or 1)]
         ask = getattr(model, repeated[0].request_type)
         for request, response in zip(repeated, ask(repeated, disable_tqdm=True), strict=True):

@@ -1,4 +1,4 @@
-"""Define the interface of a runner, which has the tasks and the model."""
+"""The interface of a runner, which holds the tasks and the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Documents = Mapping[tuple[str, int | None], Sequence[Document]]
 
 
 class Runner(ABC):
-    """A runner that prepares documents and answers them under a policy."""
+    """Base of runners, which prepare documents and answer them under a policy."""
 
     @abstractmethod
     def documents(self) -> Documents:
@@ -24,11 +24,11 @@ class Runner(ABC):
 
     @abstractmethod
     def answer(self, cell: Cell, documents: Sequence[Document]) -> list[Answer]:
-        """Answer documents of a cell, in their order."""
+        """Answer the documents of a cell, in their order."""
 
 
 class Listener:
-    """A listener that is told of finished cells; this one does nothing."""
+    """Receives finished cells, for display; this base class ignores them."""
 
     def finished(self, cell: Cell, answers: Sequence[Answer], found: int) -> None:
         """Receive a finished cell.

@@ -1,4 +1,4 @@
-"""Define a sample: one document asked once, its answer and costs, as a line of JSON."""
+"""A sample: one document asked once, with its answer and costs, as a line of JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FULL_CONTEXT = "full_context"
 
 @attrs.frozen(order=True)
 class Cell:
-    """A task at a length, a method and a question: one number of a comparison.
+    """A task at a length, with a method and a question: one cell of the table of results.
 
     Args:
         task: The task's name.
@@ -43,7 +43,7 @@ class Cell:
 
 @attrs.frozen
 class Document:
-    """A document of a task, as it is asked.
+    """A document of a task, with its prompt.
 
     Args:
         id: Which of the task's documents it is, from 0.
@@ -89,7 +89,7 @@ class Answer:
 
 @attrs.frozen
 class Method:
-    """A policy as it is compared, with its retention.
+    """A policy in a comparison, with its retention.
 
     Args:
         policy: Its name.
@@ -105,7 +105,7 @@ class Method:
 
     @classmethod
     def of(cls, variant: Variant) -> Method:
-        """Return the method of a variant."""
+        """Return the method that a variant runs."""
         return cls(
             variant.name, variant.retention_rate, variant.retention_tokens, repr(variant.policy)
         )
@@ -113,7 +113,7 @@ class Method:
 
 @attrs.frozen
 class Sample:
-    """One line of the results.
+    """One document's answer in a cell: one line of the results file.
 
     Args:
         cell: What it counts to.
@@ -137,7 +137,7 @@ class Sample:
 
     @classmethod
     def of(cls, cell: Cell, method: Method, document: Document, answer: Answer) -> Sample:
-        """Return a document's answer as a sample."""
+        """Make a sample from a document and its answer."""
         return cls(
             cell,
             method.policy,
@@ -150,7 +150,7 @@ class Sample:
         )
 
     def to_line(self) -> str:
-        """Return the sample as one line of JSON, with its line end."""
+        """Return the sample as one line of JSON, with the line end."""
         data = attrs.asdict(self)
         flat = {**data.pop("cell"), **data}
         flat |= flat.pop("answer")
@@ -158,7 +158,7 @@ class Sample:
 
     @classmethod
     def from_line(cls, line: str) -> Sample:
-        """Read what `to_line` wrote.
+        """Read a sample from a line of JSON.
 
         Raises:
             ValueError: It did not write it.

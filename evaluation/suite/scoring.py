@@ -14,7 +14,7 @@ NEEDLES = "niah_"
 
 
 def references_of(task: Task, doc: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the answers that count as right."""
+    """Return the answers that count as right for a document."""
     target = task.doc_to_target(doc)
     if task.OUTPUT_TYPE == "multiple_choice" and isinstance(target, int):
         target = task.doc_to_choice(doc)[target]
@@ -45,7 +45,7 @@ def depth_of(
 
 
 def prediction_of(task: Task, requests: Sequence[Instance]) -> str:
-    """Return what was scored: the text after the first filter, or the likeliest choice."""
+    """Return the text that was scored: the filtered answer, or the likeliest choice."""
     responses = [next(iter(request.filtered_resps.values())) for request in requests]
     if task.OUTPUT_TYPE == "generate_until":
         return str(responses[0])
@@ -83,7 +83,7 @@ def scores_of(task: Task, length: int | None, requests: Sequence[Instance]) -> d
 
 
 def _metric(task: Task, metric: str, length: int | None) -> str | None:
-    """Return the name of a metric; None for one that is no mean over documents.
+    """Return the name of a metric; None if it is no mean over documents.
 
     RULER names its metric after each length, and scores those of other prompts -1.
     """

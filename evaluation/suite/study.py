@@ -85,7 +85,7 @@ class Settings(ModelOptions):
 
 
 def check(settings: Settings, out: Path) -> None:
-    """Check what can be checked before a model is loaded.
+    """Check the settings before a model is loaded.
 
     Raises:
         ValueError: A setting is out of its range, or ``out`` can hold no results.
@@ -132,7 +132,7 @@ def run(
     progress: Progress = silent,
     listener: Listener | None = None,
 ) -> Results:
-    """Ask every combination of task, length, policy, rate and question; resume if stopped.
+    """Run every combination of task, length, policy, rate and question; resume an earlier run.
 
     Full context is always asked, once for each task, length and question. Sets the number of
     torch's threads.
@@ -190,7 +190,7 @@ def run(
 
 
 def named_policies(model: str, names: Sequence[str], rates: Sequence[float]) -> list[Variant]:
-    """Build registered policies at every rate for a model; none if none is named."""
+    """Build registered policies at every rate for a model."""
     if not names:
         return []
     return variants(names, rates, tsp_layer=default_tsp_layer(model))
@@ -257,7 +257,7 @@ def _made_of(task: Any) -> Any:
 
 
 def _threads_of(out: Path) -> int | None:
-    """Return the threads that a folder was begun with; None for a new folder."""
+    """Return the number of threads of an existing folder; None for a new one."""
     if not (out / SETTINGS).is_file():
         return None
     threads = load_results(out).description.settings.get("threads")
@@ -265,7 +265,7 @@ def _threads_of(out: Path) -> int | None:
 
 
 def fingerprint(loaded: Loaded) -> str:
-    """Return a hash that identifies a model and its tokenizer, whatever their name.
+    """Return a hash that identifies a model and its tokenizer by content.
 
     It covers the configuration, a sample of every parameter's values, and the vocabulary. How the
     model was loaded does not change it.

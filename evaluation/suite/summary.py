@@ -1,4 +1,4 @@
-"""Summarise a folder of samples: a figure for every cell, with numbers once it is finished."""
+"""Summarise a folder of samples: the scores and costs of every cell."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpolicy.evaluation.suite.sample import FULL_CONTEXT, Cell, Method, Sample
 
 @attrs.frozen
 class Cost:
-    """The cost of a cell's samples: means of tokens and bytes, medians of seconds.
+    """The cost of a cell: mean tokens and bytes, median seconds.
 
     Args:
         tokens_seen: Tokens of a prompt.
@@ -32,7 +32,7 @@ class Cost:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Cost:
-        """Return the cost of at least one sample."""
+        """Compute the cost of one or more samples."""
 
         def over(middle: Callable[[list[float]], float], name: str) -> float:
             return middle([float(getattr(each.answer, name)) for each in samples])
@@ -45,7 +45,7 @@ class Cost:
 
 @attrs.frozen
 class Figure:
-    """A cell in numbers, which are empty until all of its samples are finished.
+    """The scores and costs of a cell, once all of its samples are finished.
 
     Args:
         cell: The cell.
@@ -73,18 +73,18 @@ class Figure:
 
     @property
     def score(self) -> float | None:
-        """Return the mean of the metric that counts."""
+        """Return the mean of the task's main metric."""
         return next(iter(self.scores.values()), None)
 
     @property
     def difference(self) -> Difference | None:
-        """Return the difference to full context in the metric that counts."""
+        """Return the difference to full context in the task's main metric."""
         return next(iter(self.differences.values()), None)
 
 
 @attrs.frozen
 class Summary:
-    """A summary of a folder: all figures, in the order of asking.
+    """A summary of a folder: the figures of all cells in order.
 
     Args:
         figures: By cell.
@@ -98,7 +98,7 @@ class Summary:
 
     @classmethod
     def of(cls, results: Results) -> Summary:
-        """Summarise a folder."""
+        """Summarise the samples of a folder."""
         samples = results.by_cell()
         largest = largest_scores(results.samples)
         figures = {
@@ -107,7 +107,7 @@ class Summary:
         return cls(figures, samples, largest)
 
     def percents(self, cell: Cell) -> list[float]:
-        """Return the scores of a cell's samples in percent, by the metric that counts."""
+        """Return the scores of a cell's samples in percent, by the task's main metric."""
         found = []
         for sample in self.samples[cell]:
             metric, score = next(iter(sample.answer.scores.items()))
@@ -140,14 +140,14 @@ class Summary:
 
 
 def mean_score(figures: Sequence[Figure]) -> float | None:
-    """Return the mean over tasks of the metric that counts; None unless all are finished."""
+    """Return the main metric's mean over tasks; None unless all are finished."""
     scores = [figure.score for figure in figures]
     known = [score for score in scores if score is not None]
     return fmean(known) if known and len(known) == len(scores) else None
 
 
 def mean_cost(figures: Sequence[Figure]) -> Cost | None:
-    """Return the mean over tasks of a sample's cost; None unless all are finished."""
+    """Return a sample's mean cost over tasks; None unless all are finished."""
     costs = [figure.cost for figure in figures if figure.cost is not None]
     if not costs or len(costs) < len(figures):
         return None
@@ -179,7 +179,7 @@ def _figure(
 
 
 def largest_scores(samples: Sequence[Sample]) -> dict[tuple[str, str], float]:
-    """Return the best score of each metric: 1, or 100 if a score above 1 was given."""
+    """Return the largest possible score of each metric: 1, or 100 if any score exceeds 1."""
     largest: dict[tuple[str, str], float] = {}
     for sample in samples:
         for metric, score in sample.answer.scores.items():

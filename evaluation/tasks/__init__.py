@@ -1,1 +1,1 @@
-"""Provide prompts: of the bundled models' tasks, from files, and of the harness's tasks."""
+"""Prompts: from the bundled models' tasks, from files, and from the harness's tasks."""

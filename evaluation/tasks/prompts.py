@@ -43,12 +43,12 @@ class Prompt:
 
     @property
     def max_new_tokens(self) -> int:
-        """Return the tokens to generate, so that any spelling of the answer fits."""
+        """Return the number of tokens to generate, enough for any spelling of the answer."""
         return max(len(answer) for answer in self.answers)
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """Return the names of its scores: the kind, and ``"... steps"`` if these count too."""
+        """Return the names of the prompt's scores: its kind, and ``"... steps"`` if steps count."""
         return (self.kind,) if self.step_tokens is None else (self.kind, f"{self.kind}{STEPS}")
 
     def scores(self, generated: Sequence[int]) -> dict[str, float]:
@@ -102,7 +102,7 @@ def needle_prompts(context_len: int = 1024, count: int = 200, seed: int = 0) -> 
 
 
 def check_extent(context_len: int, count: int) -> None:
-    """Refuse prompts that are too short, or too few for one of each kind.
+    """Check that prompts are long enough, and enough for one of each kind.
 
     Raises:
         ValueError: ``context_len`` or ``count`` is out of its range.

@@ -1,4 +1,4 @@
-"""The contract of the three strategies as property tests, for authors of new ones.
+"""Property tests that any scorer, selector or propagation policy must pass.
 
 One line in a test runs the contract on a component; a failure shows the smallest layer that
 breaks it::
@@ -8,14 +8,19 @@ breaks it::
     def test_my_scorer():
         check_scorer(MyScorer())
 
-Needs hypothesis (``pip install kvpolicy[test]``). How many examples are tried is the loaded
-hypothesis profile's ``max_examples``. What the contract holds: the shapes, dtypes and order that
-`kvpolicy.interfaces` states; nothing given is modified; a row that is padded gets what it gets
-alone, also where its heads hold unlike numbers of tokens; exactly the budget is kept, the protected
-tokens always among it and no dropped token more salient than a kept one that is not protected; a
-larger budget only adds tokens; what a selector decides for all layers together is all of that over
-layers of unlike tokens; a KV head in a process of its own, as under tensor parallelism, is
-scored and keeps and passes on what it does in the whole layer.
+Needs hypothesis (``pip install kvpolicy[test]``). The loaded hypothesis profile's ``max_examples``
+is the number of examples. The contract checks that:
+
+- results have the shapes, dtypes and order that `kvpolicy.interfaces` states;
+- no input is modified;
+- a padded row gets the same result as the row alone, also if its heads hold different numbers of
+  tokens;
+- exactly the budget is kept, with all protected tokens, and no dropped token is more salient than
+  a kept one that is not protected;
+- a larger budget only adds tokens;
+- a selector that decides for all layers together does so for layers with different tokens;
+- a KV head in a process of its own, as under tensor parallelism, gets the same saliency and the
+  same choice as in the whole layer.
 """
 
 try:

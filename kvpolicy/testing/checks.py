@@ -1,4 +1,4 @@
-"""The contract of a scorer, a selector, a propagation policy; see `kvpolicy.testing`."""
+"""Runs the property tests of a scorer, a selector or a propagation policy."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ TOLERANCE = 1e-5
 
 
 def check_scorer(component: Scorer) -> None:
-    """Run the contract of `Scorer` on a component.
+    """Run the property tests of `Scorer` on a scorer.
 
     Args:
         component: The scorer.
 
     Raises:
-        TypeError: It is no `Scorer`.
-        AssertionError: It breaks the contract; says how.
+        TypeError: ``component`` is no `Scorer`.
+        AssertionError: It breaks the contract; the message says how.
     """
     check_component(component, Scorer)
     check_scorer_declares(component)
@@ -88,35 +88,35 @@ def check_scorer(component: Scorer) -> None:
                 f"a padded row must score as it does alone, row {row} differs by {difference}",
             )
         check_scores_in_shares(component, context, saliency, TOLERANCE)
-        _check_advance(component, context, saliency)
+        _check_update(component, context, saliency)
         check_scored(component, context, saliency)
 
     run()
 
 
-def _check_advance(component: Scorer, context: LayerContext, saliency: Tensor) -> None:
-    """Check the shape of what is carried; a scorer that carries nothing advances as it scores."""
+def _check_update(component: Scorer, context: LayerContext, saliency: Tensor) -> None:
+    """Check the state that `Scorer.update` returns, and its saliency where there is no state."""
     before = snapshot(context)
-    advanced, carried = component.advance(context)
-    require(snapshot(context) == before, "advance must not modify the context")
-    shape = [context.batch, context.kv_heads, context.key_len, component.carries]
-    check_tensor("carried [batch, kv_heads, key_len, carries]", carried, torch.float32, shape)
-    require(bool(carried[context.valid].isfinite().all()), "what is carried must be finite")
-    same = component.carries > 0 or torch.equal(advanced, saliency)
-    require(same, "advance must return the saliency of score where nothing is carried")
+    updated, state = component.update(context)
+    require(snapshot(context) == before, "update must not modify the context")
+    shape = [context.batch, context.kv_heads, context.key_len, component.state_size]
+    check_tensor("state [batch, kv_heads, key_len, state_size]", state, torch.float32, shape)
+    require(bool(state[context.valid].isfinite().all()), "the state must be finite")
+    same = component.state_size > 0 or torch.equal(updated, saliency)
+    require(same, "update must return the saliency of score where state_size is 0")
 
 
 def check_selector(component: KVSelector, larger: KVSelector | None = None) -> None:
-    """Run the contract of `KVSelector` on a component.
+    """Run the property tests of `KVSelector` on a selector.
 
     Args:
         component: The selector.
-        larger: The same under a larger budget, to be checked for only adding tokens. None where
-            `KVSelector.budget` says enough: then a longer context serves.
+        larger: The same selector with a larger budget, to check that it only adds tokens. None for
+            a selector with a `KVSelector.budget`, for which a longer context is used.
 
     Raises:
         TypeError: One of them is no `KVSelector`.
-        AssertionError: It breaks the contract; says how.
+        AssertionError: It breaks the contract; the message says how.
     """
     check_component(component, KVSelector)
     if larger is not None:
@@ -182,7 +182,7 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
 
 
 def _check_equal_counts(context: LayerContext, protected: Tensor, kept: Tensor) -> None:
-    """Check that heads keep as many tokens of a row, if as many reach them and are protected."""
+    """Check that heads keep as many tokens of a row, given equal numbers to choose from."""
     shown = torch.stack([context.valid.sum(dim=-1), protected.sum(dim=-1)])
     alike = (shown == shown[:, :, :1]).all(dim=0)  # as the first head
     counts = (kept >= 0).sum(dim=-1)
@@ -194,7 +194,7 @@ def _check_equal_counts(context: LayerContext, protected: Tensor, kept: Tensor) 
 
 
 def _check_bounded(component: KVSelector, context: LayerContext, saliency: Tensor) -> None:
-    """Check that what is kept does not depend on how long a long context is."""
+    """Check that the number of tokens kept is the same for a long context and a longer one."""
     once, twice = (
         component.select(
             saliency, attrs.evolve(context, seen_len=tuple(n + more for n in context.seen_len))
@@ -206,14 +206,14 @@ def _check_bounded(component: KVSelector, context: LayerContext, saliency: Tenso
 
 
 def check_propagation(component: PropagationPolicy) -> None:
-    """Run the contract of `PropagationPolicy` on a component.
+    """Run the property tests of `PropagationPolicy` on a propagation policy.
 
     Args:
         component: The propagation policy.
 
     Raises:
-        TypeError: It is no `PropagationPolicy`.
-        AssertionError: It breaks the contract; says how.
+        TypeError: ``component`` is no `PropagationPolicy`.
+        AssertionError: It breaks the contract; the message says how.
     """
     check_component(component, PropagationPolicy)
     check_propagation_declares(component)
@@ -273,7 +273,7 @@ def check_propagation(component: PropagationPolicy) -> None:
 def _check_counts(
     component: PropagationPolicy, context: LayerContext, saliency: Tensor, passed: Tensor | None
 ) -> None:
-    """Check that the number of tokens that go on does not depend on the saliency."""
+    """Check that the number of tokens passed on does not depend on the saliency."""
     other = attrs.evolve(context, keys=context.values, values=context.keys)
     found = component.propagate(saliency.amax() - saliency, other)
     counts = [
@@ -290,7 +290,7 @@ def _check_counts(
 def _at_acting_layer(
     component: PropagationPolicy, context: LayerContext, data: st.DataObject
 ) -> LayerContext:
-    """Move the tokens to a layer where the component acts, if it names one."""
+    """Move a layer context to a layer index at which the propagation policy acts."""
     num_layers = data.draw(st.sampled_from([8, 32, 36]))
     acting = sorted(component.acting_layers(num_layers))
     if not acting:
@@ -301,7 +301,7 @@ def _at_acting_layer(
 
 
 def _acts_often(component: PropagationPolicy, context: LayerContext) -> bool:
-    """True if several layers act, with budgets of which the declared one is the smallest."""
+    """True if a propagation policy acts at several layers; its budget is then the smallest one."""
     return len(component.acting_layers(context.num_layers)) > 1
 
 
@@ -322,7 +322,7 @@ def _check_passed_alone(
 
 
 def _require_all_fit(component: PropagationPolicy, context: LayerContext) -> None:
-    """Check that passing everything on is what the budget asks for."""
+    """Check that the budget allows all tokens to go on, after `propagate` returned None."""
     if component.budget is None or _acts_often(component, context):
         return
     new_lens = context.new_valid.sum(dim=1).tolist()

@@ -1,4 +1,4 @@
-"""Checks what must hold of any choice of tokens, in plain Python.
+"""Checks properties that any choice of tokens must have, in plain Python.
 
 Part of `kvpolicy.testing`.
 """
@@ -22,7 +22,7 @@ from kvpolicy.testing.declared import (
 
 
 def snapshot(context: LayerContext, *more: Tensor) -> list[object]:
-    """Copy all that a part is given, to compare with what it leaves."""
+    """Copy all tensors of a layer context, to find out later whether a part modified them."""
 
     def copied(value: object) -> object:
         if isinstance(value, tuple):
@@ -47,15 +47,15 @@ def check_choice(
 
     Args:
         indices: int64, -1 on slots without a token.
-        valid: bool ``[length]``, the tokens there are to choose from.
-        protected: bool ``[length]``, those that are to be chosen whatever their saliency.
-        saliency: float ``[length]``; None where it does not decide.
-        budget: How many to choose; None where it is not known.
+        valid: bool ``[length]``, the tokens to choose from.
+        protected: bool ``[length]``, the tokens that must be chosen whatever their saliency.
+        saliency: float ``[length]``; None if saliency does not decide.
+        budget: How many tokens to choose; None if it is not known.
         seen_len: Tokens of the row's context so far.
-        exact: Whether the budget is what is chosen, not the least of it.
+        exact: Whether exactly the budget must be chosen, or at least the budget.
 
     Raises:
-        AssertionError: The choice is not right; says how.
+        AssertionError: The choice is not right; the message says how.
     """
     require(indices.dtype == torch.int64, f"indices must be int64, got {indices.dtype}")
     all_indices: list[int] = indices.tolist()
@@ -90,15 +90,15 @@ def check_choice(
 
 
 def decides_alone(part: KVSelector | PropagationPolicy) -> bool:
-    """True if the saliency alone decides what the part keeps."""
+    """True if a part chooses by saliency alone, not by other inputs."""
     more = part.history_layers > 0 or part.needs_rotary or part.needs_output_weight
     return part.needs_saliency and not more
 
 
 def says_how_it_ranks(part: PropagationPolicy) -> bool:
-    """True if tokens go on in the order of `PropagationPolicy.ranking`.
+    """True if a propagation policy passes tokens on in the order of its `ranking`.
 
-    One that asks for more and leaves the ranking as it is may rank by whatever it likes.
+    A policy that needs more inputs and does not override `ranking` may use any other order.
     """
     own = type(part).ranking is not PropagationPolicy.ranking
     return decides_alone(part) or (part.needs_saliency and own)
@@ -107,10 +107,10 @@ def says_how_it_ranks(part: PropagationPolicy) -> bool:
 def check_protected(
     part: KVSelector | PropagationPolicy, protected: Tensor, positions: Tensor
 ) -> None:
-    """Check that what a part says it protects is what it declares, or more.
+    """Check that a part's ``protected`` marks at least the tokens that it declares protected.
 
     Args:
-        part: With its ``protected_tail`` and ``protected_first``.
+        part: A selector or propagation policy.
         protected: bool ``[length]``, of one row and head.
         positions: int64 ``[length]``, -1 on padding.
 
@@ -130,7 +130,7 @@ def check_protected(
 
 
 def check_layers(component: PropagationPolicy, num_layers: int) -> None:
-    """Check what a propagation policy declares of a model's layers."""
+    """Check the layers and rates that a propagation policy declares for a model."""
     acting = component.acting_layers(num_layers)
     check_acting_layers(acting, num_layers)
     rates = component.layer_rates(num_layers, context_len=1000)

@@ -1,4 +1,4 @@
-"""Checks what a selector says of how much it keeps before any tensor is read.
+"""Checks the numbers of tokens that a selector predicts from lengths alone.
 
 Part of `kvpolicy.testing`.
 """
@@ -18,16 +18,16 @@ from kvpolicy.testing.declared import require
 def check_kept_counts(
     component: KVSelector, context: LayerContext, saliency: Tensor, kept: Tensor
 ) -> None:
-    """Check that a selector keeps the same where rows' lengths are known, and as many as it says.
+    """Check that a selector keeps as many tokens as its ``kept_counts`` says.
 
     Args:
         component: The selector.
-        context: A layer that says nothing of lengths.
-        saliency: Of its keys.
-        kept: What the selector keeps of it.
+        context: A layer without ``held_len``.
+        saliency: The saliency of its keys.
+        kept: The indices that the selector keeps of it.
 
     Raises:
-        AssertionError: It does not.
+        AssertionError: It keeps another number of tokens.
     """
     held = context.valid.sum(dim=-1)
     if not bool((held == held[:, :1]).all()):  # nothing is known of heads that hold unlike numbers

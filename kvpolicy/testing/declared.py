@@ -1,4 +1,4 @@
-"""Checks the types of what a part declares and returns.
+"""Checks the types of the properties that a part declares and of the values it returns.
 
 Part of `kvpolicy.testing`. A value of a wrong type may pass through a small test and fail deep
 inside a model, far from the line that returned it.
@@ -24,7 +24,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def check_component(component: object, kind: type) -> None:
-    """Check that a component is a part of a kind, an instance and not its class.
+    """Check that an object is an instance of a kind of part, and not the class itself.
 
     Raises:
         TypeError: It is not.
@@ -42,7 +42,7 @@ def check_scorer_declares(scorer: Scorer) -> None:
         _require_count("num_queries", scorer.num_queries, "an int of at least 0, or None for all")
     _require_count("unscored_tail", scorer.unscored_tail)
     _check_asked(scorer)
-    _require_count("carries", scorer.carries)
+    _require_count("state_size", scorer.state_size)
     _require_flag("accumulates", scorer.accumulates)
     _require_flag("scores_last_attention", scorer.scores_last_attention)
 
@@ -78,7 +78,7 @@ def check_propagation_declares(propagation: PropagationPolicy) -> None:
 
 
 def check_acting_layers(acting: object, num_layers: int) -> None:
-    """Check that a frozenset of layers of the model is returned.
+    """Check that ``acting_layers`` is a frozenset of the model's layer indices.
 
     Raises:
         AssertionError: It is not.
@@ -93,7 +93,7 @@ def check_acting_layers(acting: object, num_layers: int) -> None:
 
 
 def check_placed(propagation: PropagationPolicy, num_layers: int) -> None:
-    """Check that ``placed`` returns a propagation policy: itself, where every layer is eligible.
+    """Check that ``placed`` returns a propagation policy, and itself if every layer is eligible.
 
     Raises:
         AssertionError: It does not.
@@ -111,7 +111,7 @@ def check_placed(propagation: PropagationPolicy, num_layers: int) -> None:
 
 
 def check_rates(name: str, rates: object, num_layers: int, *, zero: bool = False) -> None:
-    """Check that a list of fractions is returned, one for each layer.
+    """Check that rates are a list of fractions, one for each layer.
 
     Args:
         name: The method, for messages.
@@ -159,7 +159,7 @@ def check_passes(propagation: PropagationPolicy, num_layers: int) -> None:
 
 
 def check_tensor(name: str, value: object, dtype: torch.dtype, shape: Sequence[int | None]) -> None:
-    """Check that a tensor of a dtype and shape is returned.
+    """Check that a value is a tensor of the given dtype and shape.
 
     Args:
         name: What it is, for messages.

@@ -1,4 +1,4 @@
-"""Checks results against what parts declare of them."""
+"""Checks a part's results against the properties it declares."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 
 
 def check_scored(component: Scorer, context: LayerContext, saliency: Tensor) -> None:
-    """Check what a scorer declares of a saliency.
+    """Check a scorer's saliency against the properties that the scorer declares.
 
     Raises:
         AssertionError: It is not so.
@@ -33,13 +33,13 @@ def check_scored(component: Scorer, context: LayerContext, saliency: Tensor) -> 
         )
     if declares(component, "accumulates"):
         require(
-            component.num_queries is None and component.carries > 0,
+            component.num_queries is None and component.state_size > 0,
             "a scorer that declares accumulates must look at all queries (num_queries of None) and "
-            f"carry something on, got num_queries={component.num_queries} and "
-            f"carries={component.carries}",
+            f"keep a state, got num_queries={component.num_queries} and "
+            f"state_size={component.state_size}",
         )
         if context.new_len > 1:
-            found, _ = component.advance(_second_part(component, context))
+            found, _ = component.update(_second_part(component, context))
             require(
                 _near(found, saliency, context),
                 "a scorer that declares accumulates must come to the same in two parts as of all "
@@ -50,7 +50,7 @@ def check_scored(component: Scorer, context: LayerContext, saliency: Tensor) -> 
 def check_kept(
     component: KVSelector, context: LayerContext, saliency: Tensor, kept: Tensor
 ) -> None:
-    """Check what a selector declares of what it keeps.
+    """Check a selector's choice against the properties that the selector declares.
 
     Raises:
         AssertionError: It is not so.
@@ -82,7 +82,7 @@ def _near(found: Tensor, expected: Tensor, context: LayerContext) -> bool:
 
 
 def _second_part(component: Scorer, context: LayerContext) -> LayerContext:
-    """Cut a layer to the later half of its new tokens, and carry on from the earlier half."""
+    """Return a layer with its later queries only, and the state after the earlier ones."""
     count = context.new_len // 2
     first = slice(0, context.key_len - count)
     kinds = None if context.kinds is None else context.kinds[:, :, first]
@@ -97,11 +97,11 @@ def _second_part(component: Scorer, context: LayerContext) -> LayerContext:
         history=(),
         held_len=None,
     )
-    _, carried = component.advance(earlier)
+    _, state = component.update(earlier)
     return attrs.evolve(
         context,
         queries=context.queries[:, :, context.query_len - count :],
         new_valid=context.new_valid[:, context.new_len - count :],
-        carried=pad(carried, (0, 0, 0, count)),
+        state=pad(state, (0, 0, 0, count)),
         history=(),
     )

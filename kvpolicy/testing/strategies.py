@@ -1,4 +1,4 @@
-"""Draws layers and saliencies by hypothesis, and cuts out rows.
+"""Hypothesis strategies that draw layer contexts and saliencies.
 
 Part of `kvpolicy.testing`, which exports them.
 """
@@ -89,7 +89,7 @@ def layer_contexts(
 
 @st.composite
 def _kinds(draw: st.DrawFn, positions: Tensor) -> Tensor | None:
-    """Draw None, or for each token one of two kinds, by its position in its row."""
+    """Draw None, or one of two token kinds for each token."""
     share = draw(st.sampled_from([None, 0.1, 0.6, 1.0]))
     if share is None:
         return None
@@ -103,7 +103,7 @@ def _kinds(draw: st.DrawFn, positions: Tensor) -> Tensor | None:
 
 @st.composite
 def _held_lens(draw: st.DrawFn, batch: int, kv_heads: int) -> list[list[int]]:
-    """Draw how many tokens each row and KV head holds: none, as many, or unlike numbers."""
+    """Draw how many tokens each row and KV head holds: 0, all equal, or different."""
     if not draw(st.booleans()):
         return [[0] * kv_heads] * batch
     held = draw(st.lists(st.integers(1, 17), min_size=batch, max_size=batch))
@@ -125,7 +125,7 @@ def saliencies(context: LayerContext) -> st.SearchStrategy[Tensor]:
 
 
 def row_alone(context: LayerContext, row: int) -> LayerContext:
-    """Cut one row out of a layer, without padding, as in a batch of its own."""
+    """Return one row of a layer without padding, as in a batch of its own."""
     held = int(context.valid[row].sum(dim=-1).max())
     new = int(context.new_valid[row].sum())
     keys = slice(context.key_len - held, None)

@@ -1,4 +1,4 @@
-"""Checks what a selector chooses for several layers together.
+"""Checks the choices of a selector that decides for several layers together.
 
 Part of `kvpolicy.testing`.
 """
@@ -21,7 +21,7 @@ from kvpolicy.testing.strategies import row_alone, saliencies
 
 
 def check_alone(component: KVSelector, context: LayerContext, saliency: Tensor) -> None:
-    """Check that a selector that chooses layer by layer says so when it is asked for all.
+    """Check that ``select_together`` raises TypeError for a selector that decides layer by layer.
 
     Raises:
         AssertionError: It does not.
@@ -35,10 +35,10 @@ def check_alone(component: KVSelector, context: LayerContext, saliency: Tensor) 
 
 @st.composite
 def _layers(draw: st.DrawFn, context: LayerContext) -> list[tuple[Tensor, LayerContext]]:
-    """Draw one to three layers of the same rows with saliencies, heads and tokens unlike.
+    """Draw one to three layers of the same rows, with different heads, tokens and saliencies.
 
-    After a drop fewer tokens reach a layer; where a window is bound enough for a row, nothing of it
-    is to be chosen.
+    Fewer tokens reach layers after a drop; and a row has nothing to choose in a layer whose sliding
+    window keeps few enough tokens.
     """
     found = []
     for index in range(draw(st.integers(1, 3))):
@@ -66,16 +66,16 @@ def _layers(draw: st.DrawFn, context: LayerContext) -> list[tuple[Tensor, LayerC
 def check_together(
     component: KVSelector, larger: KVSelector | None, context: LayerContext, data: st.DataObject
 ) -> None:
-    """Check what a selector that decides together chooses of several layers.
+    """Check the choices of a selector that decides for several layers together.
 
     Args:
         component: The selector.
-        larger: The same under a larger budget; None where there is none to be checked against.
-        context: A layer; others are made of it.
-        data: Draws them.
+        larger: The same selector with a larger budget; None to leave that check out.
+        context: A layer, from which more layers are made.
+        data: Hypothesis draws the other layers with it.
 
     Raises:
-        AssertionError: It breaks the contract; says how.
+        AssertionError: It breaks the contract; the message says how.
     """
     drawn = data.draw(_layers(context))
     scores, contexts = [each for each, _ in drawn], [each for _, each in drawn]
@@ -114,7 +114,7 @@ def check_together(
 
 
 def _tokens(kept: Tensor, head: int) -> list[list[int]]:
-    """List the indices that a head keeps of each row."""
+    """Return the indices that a head keeps, as a list for each row."""
     return [[index for index in row.tolist() if index >= 0] for row in kept[:, head]]
 
 
@@ -124,7 +124,7 @@ def _check_row(
     kept: Sequence[Tensor],
     row: int,
 ) -> None:
-    """Check one row's indices, and that nothing dropped outscores what is kept in any layer."""
+    """Check one row's indices, and that no dropped token outscores a kept one in any layer."""
     worst, best = float("inf"), float("-inf")
     for (saliency, context), indices in zip(drawn, kept, strict=True):
         protected = component.protected(context)
@@ -158,7 +158,7 @@ def _check_row_alone(
     kept: Sequence[Tensor],
     row: int,
 ) -> None:
-    """Check that a row keeps what it keeps alone."""
+    """Check that a row of a batch keeps the same tokens as the row alone."""
     there = [bool(context.valid[row].any()) for _, context in drawn]
     layers = [each for each, any_there in zip(drawn, there, strict=True) if any_there]
     alone = [row_alone(context, row) for _, context in layers]

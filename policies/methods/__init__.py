@@ -1,1 +1,1 @@
-"""The methods of the literature, as compositions of parts."""
+"""Named methods from the literature, each composed of a scorer, a selector and a propagation."""

@@ -17,15 +17,15 @@ from kvpolicy.policies.selectors.adaptive_head import AdaptiveHeadSelector
 class AdaKV(WindowEvictionMethod):
     """Keeps what the last tokens of the prompt attend to; the KV heads of a layer share its budget.
 
-    SnapKV's saliency, ranked over all heads of a layer beside a floor that every head has for
-    itself (see `AdaptiveHeadSelector`); prefill is complete.
+    The saliency is SnapKV's. Each head keeps a guaranteed number of tokens, and all heads of a
+    layer compete for the other places (see `AdaptiveHeadSelector`). Prefill is complete.
 
     Args:
         retention_rate: Fraction of the context that heads keep on average, in (0, 1].
         window_size: Tokens of the observation window, at least 1.
         kernel_size: Width of the max-pooling, odd.
-        floor: Share of the places beside the window that every head fills by itself, in [0, 1]; 1
-            is SnapKV.
+        floor: Share of the places beside the window that every head fills on its own, in [0, 1];
+            with 1 the method is SnapKV.
         retention_tokens: Number of tokens that heads keep on average, at least 1, in place of the
             rate.
 

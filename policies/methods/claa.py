@@ -18,12 +18,12 @@ from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 @documented
 @attrs.frozen
 class CLAA(Method):
-    """Drops most tokens half-way through prefill, by what several layers attend to.
+    """Drops most tokens half-way through prefill, by the attention of several layers.
 
-    After layer ``tsp_layer`` the observation window goes on and the tokens to which the window
-    gives the most attention at any KV head of the last ``voting_layers`` layers (see
-    `CrossLayerPropagation`). The first ``whole_layers`` layers keep all keys and values, the others
-    ``retention_rate`` of the whole context's, chosen as by `SnapKV` but for the pooling.
+    After layer ``tsp_layer`` only two kinds of tokens go on: the observation window, and the tokens
+    to which the window gives the most attention at any KV head of the last ``voting_layers`` layers
+    (see `CrossLayerPropagation`). The first ``whole_layers`` layers keep all keys and values, the
+    others ``retention_rate`` of the whole context's, chosen as in `SnapKV` with average-pooling.
 
     Args:
         tsp_layer: Index of the layer after which tokens are dropped, from 0; None for
@@ -34,8 +34,8 @@ class CLAA(Method):
         kernel_size: Width of the average-pooling, odd.
         voting_layers: Layers up to ``tsp_layer`` that decide what goes on, at least 1.
         whole_layers: First layers that keep everything, at least 0.
-        standardize: Whether each layer's KV head is brought to mean 0 and deviation 1 before the
-            maximum.
+        standardize: Whether the attention of each layer and KV head is standardized to mean 0 and
+            deviation 1 before the maximum.
         tsp_rate: Fraction of the context that goes on, in (0, 1]; None for as much as is kept.
         tsp_tokens: Number of tokens that go on, at least 1, in place of the rate.
         retention_tokens: Number of tokens that layers keep, at least 1, in place of the rate.
@@ -50,10 +50,10 @@ class CLAA(Method):
         >>> CLAA(tsp_layer=15, retention_rate=0.2).prefill_compute_rate(num_layers=32)
         0.6
 
-    Source: CLAA (arXiv 2602.16054), with its settings as described by others, by its public code,
-    a snapshot from before the paper: whether the paper standardizes is uncertain, and the code has
-    done both. By default it keeps no layer whole. Sums over a KV group are means here, which
-    changes no order.
+    Source: CLAA (arXiv 2602.16054): its public code from before the paper, with settings as
+    described by others. Whether the paper standardizes is uncertain; the code has done both. By
+    default the code keeps no layer whole. Sums over a KV group are means here, which does not
+    change the order.
     """
 
     paper: ClassVar[str] = "arXiv 2602.16054"

@@ -19,19 +19,19 @@ from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 @documented
 @attrs.frozen
 class Compactor(EvictionMethod):
-    """Keeps keys that stand out, and what tokens near each other attend to; needs no question.
+    """Keeps unusual keys and tokens that their neighbours attend to; needs no question.
 
     ``blending`` times the leverage of each key (see `LeverageScorer`) plus the attention within
     chunks, both ways (see `ChunkAttentionScorer`). Prefill is complete.
 
     Args:
         window_size: Last tokens, always kept and left out of the scores, at least 0.
-        num_sinks: First tokens of the context, likewise, at least 0.
+        num_sinks: First tokens of the context, always kept and left out of the scores, at least 0.
         blending: Weight of the leverage, at least 0; None for ``1 - retention_rate``, and for 0.35
             where the budget is a number of tokens.
         chunk_size: Tokens of a chunk, at least 1.
         sketch_size: Columns of the random projection of keys, at least 1.
-        seed: Of the projection, at least 0.
+        seed: Seed of the projection, at least 0.
         protect: First tokens of the context that are always kept, at least 0; where more than
             ``num_sinks``.
 
@@ -39,8 +39,8 @@ class Compactor(EvictionMethod):
         >>> Compactor(0.2).scorer.weights
         (0.8, 1.0)
 
-    Source: Compactor (arXiv 2507.08143), as kvpress has it. The paper finds a weight for each
-    context, by a rule that was not found; the default is kvpress's.
+    Source: Compactor (arXiv 2507.08143), as kvpress implements it. The paper computes a weight for
+    each context, by a rule that we could not find; the default is kvpress's.
     """
 
     paper: ClassVar[str] = "arXiv 2507.08143"

@@ -15,10 +15,10 @@ from kvpolicy.policies.selectors.critical import CriticalSelector
 @documented
 @attrs.frozen
 class CriticalKV(WindowEvictionMethod):
-    """As SnapKV for half of the budget; the other half by what values add to the output as well.
+    """Keeps half of the budget as SnapKV does, the other half by values' effect on the output too.
 
-    Attention of the last tokens, in the second half times the norm of what the layer's output
-    projection makes of each value (see `CriticalSelector`). Prefill is complete.
+    The first half is chosen by the attention of the last tokens, the second half by this attention
+    times the norm of each projected value (see `CriticalSelector`). Prefill is complete.
 
     Args:
         window_size: Tokens of the observation window, at least 1.
@@ -30,8 +30,8 @@ class CriticalKV(WindowEvictionMethod):
         >>> CriticalKV(first_share=0.25).selector.first_share
         0.25
 
-    Source: CriticalKV (arXiv 2502.03805), as kvpress has it. It goes with any scorer; around Ada-KV
-    it is ``CriticalSelector(AdaptiveHeadSelector())``.
+    Source: CriticalKV (arXiv 2502.03805), as kvpress implements it. It works with any scorer; on
+    top of Ada-KV it is ``CriticalSelector(AdaptiveHeadSelector())``.
     """
 
     paper: ClassVar[str] = "arXiv 2502.03805"

@@ -1,4 +1,4 @@
-"""Methods that read the whole prompt and keep, at every layer, what one scorer ranks highest."""
+"""Bases of methods that read the whole prompt and keep the tokens that one scorer ranks highest."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 class EvictionMethod(Method):
     """Base of methods where one scorer ranks the tokens of every layer; prefill is complete.
 
-    A method names its scorer, and adds arguments as fields. They stand behind ``window_size`` in
-    its signature; ``retention_tokens`` and ``protect`` are given by name.
+    A subclass returns its scorer, and adds arguments as fields. They come after ``window_size`` in
+    its signature; ``retention_tokens`` and ``protect`` are keyword-only.
 
     Example:
         >>> from kvpolicy.policies import LastQueryScorer
@@ -58,7 +58,7 @@ class EvictionMethod(Method):
 
 @attrs.frozen
 class WindowEvictionMethod(EvictionMethod):
-    """Tokens rank by the max-pooled attention of the observation window, as SnapKV has it."""
+    """Base of methods that rank tokens as SnapKV does: by the last tokens' max-pooled attention."""
 
     kernel_size: int = 7
     group_first: bool = attrs.field(default=False, kw_only=True)

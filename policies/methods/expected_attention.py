@@ -17,15 +17,16 @@ from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 @documented
 @attrs.frozen
 class ExpectedAttention(EvictionMethod):
-    """Keeps what queries to come are expected to attend to, by those of the prompt.
+    """Keeps the tokens that future queries are expected to attend to, judged by past queries.
 
-    No question has to stand at the prompt's end: mean and covariance of all its queries, turned to
-    the positions to come, say what is kept (see `ExpectedAttentionScorer`). Prefill is complete.
+    No question is needed at the prompt's end: the mean and covariance of the prompt's queries,
+    rotated to future positions, predict the attention (see `ExpectedAttentionScorer`). Prefill is
+    complete.
 
     Args:
         num_sinks: First tokens of the context, always kept and left out of the statistics, at
             least 0.
-        future_len: Positions to come that are looked at, at least 1.
+        future_len: Number of future positions that are averaged over, at least 1.
         epsilon: Added to the expected attention before it is multiplied by the norm of the value,
             at least 0.
         protect: First tokens of the context that are always kept, at least 0; where more than
@@ -35,9 +36,10 @@ class ExpectedAttention(EvictionMethod):
         >>> ExpectedAttention(retention_tokens=512).selector.protect
         4
 
-    Source: Expected Attention (arXiv 2510.00636), as kvpress has it, whose leaderboard gives heads
-    unlike numbers: ``CachePolicy(ExpectedAttentionScorer(epsilon=0.01),
-    AdaptiveHeadSelector(protect=4), PassAllPropagation())``.
+    Source: Expected Attention (arXiv 2510.00636), as kvpress implements it. In kvpress's
+    leaderboard heads keep different numbers of tokens:
+    ``CachePolicy(ExpectedAttentionScorer(epsilon=0.01), AdaptiveHeadSelector(protect=4),
+    PassAllPropagation())``.
     """
 
     paper: ClassVar[str] = "arXiv 2510.00636"

@@ -17,10 +17,10 @@ from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 @documented
 @attrs.frozen
 class GemFilter(Method):
-    """Chooses tokens at one layer by the last query, and starts again on those alone.
+    """Chooses tokens at one layer by the last query, and restarts the prefill on these alone.
 
-    Every layer keeps all tokens of the second pass. What the chosen tokens would have learnt from
-    the others is lost to them, the price of a prefill that is as short as the cache.
+    Every layer keeps all tokens of the second pass. In that pass the chosen tokens do not attend to
+    the others, the price of a prefill that is as short as the cache.
 
     Args:
         filter_layer: Index of the layer that chooses, from 0; None for ``num_layers // 2 - 1``

@@ -15,7 +15,7 @@ from kvpolicy.policies.scorers.accumulated import AccumulatedAttentionScorer
 @documented
 @attrs.frozen
 class H2O(EvictionMethod):
-    """Keeps the heavy hitters: what the prompt's tokens together attend to; prefill is complete.
+    """Keeps the heavy hitters: tokens with the most attention in total; prefill is complete.
 
     Every layer keeps the last tokens and, per KV head, those with the highest sum of the causal
     attention of all queries (see `AccumulatedAttentionScorer`), averaged over the KV group.
@@ -27,9 +27,9 @@ class H2O(EvictionMethod):
     Source: H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models
     (arXiv 2306.14048). The paper evicts at every step, keeping as many recent tokens as heavy
     hitters, and its code chooses per query head; here, as in FastKV's comparison, the prompt is cut
-    once and the window is small, and the choice is one per KV head. With ``decoding`` the sums go
-    on over the queries of the answer, and layers choose by them whenever another 128 tokens have
-    come, which holds at least what a choice at every step would.
+    once, the window is small, and the choice is one per KV head. With ``decoding`` the sums
+    continue over the answer's queries, and layers choose by them after every 128 tokens, so that
+    they hold at least what a choice at every step would.
     """
 
     paper: ClassVar[str] = "arXiv 2306.14048"

@@ -1,4 +1,4 @@
-"""Keys of small norm (arXiv 2406.11430)."""
+"""KeyNorm: keeps keys of small norm (arXiv 2406.11430)."""
 
 from __future__ import annotations
 

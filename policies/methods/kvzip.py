@@ -27,26 +27,26 @@ def _ids(given: Iterable[int]) -> tuple[int, ...]:
 @documented
 @attrs.frozen
 class KVzip(Method):
-    """Keeps what the model attends to when it repeats the prompt; no question is needed for it.
+    """Keeps the tokens that the model attends to when it repeats the prompt; needs no question.
 
-    After the prefill, which is complete, the prompt is read again in chunks, see `Repetition`.
-    A token matters to a KV head as much as it is attended to at most: see `PeakAttentionScorer`.
-    One threshold over all layers and heads decides what stays (`GlobalThresholdSelector`). What is
-    kept serves any question asked later; reading the prompt costs two to three times as much, and
-    at the peak every layer holds all of it.
+    After a complete prefill the prompt is read again in chunks, see `Repetition`. A token's
+    saliency is the largest attention that it receives, see `PeakAttentionScorer`. One threshold
+    over all layers and heads decides which tokens stay (`GlobalThresholdSelector`). The kept tokens
+    serve any question asked later. Reading the prompt costs two to three times as much, and until
+    then every layer holds all of it.
 
     Args:
         retention_rate: Fraction of the context that layers and heads keep on average, in (0, 1].
         chunk_size: Tokens of the prompt that are repeated at a time, at least 1.
         num_sinks: First tokens of the context, which every layer keeps, at least 0.
         window_size: Last tokens that are always kept, at least 0.
-        overlap: Last tokens of the chunk before that a chunk is repeated behind, at least 0.
-        instruction_ids: Ids of an instruction to repeat the context, which stands before every
-            chunk; none by default, since a policy knows no tokenizer.
+        overlap: Last tokens of the previous chunk that are fed before each chunk, at least 0.
+        instruction_ids: Ids of an instruction to repeat the context, fed before every chunk; none
+            by default, since a policy has no tokenizer.
         head_uniform: Whether every KV head of every layer keeps the same number of tokens.
         whole_tokens: First tokens of the context, such as those of a system prompt, that are not
-            repeated and are kept beyond the budget, which is one of the tokens behind them (see
-            `FirstTokensWholeSelector`); every softmax runs over their keys. At least 0.
+            repeated and are kept in addition to the budget, which then refers to the later tokens
+            (see `FirstTokensWholeSelector`); every softmax includes their keys. At least 0.
         retention_tokens: Number of tokens that layers and heads keep on average, at least 1, in
             place of the rate.
         decoding: A `DecodingEviction`, by which every layer stays bounded while an answer is
@@ -56,14 +56,14 @@ class KVzip(Method):
         >>> KVzip(retention_rate=0.2).prefill_compute_rate(num_layers=32, context_len=4096)
         2.001953125
         >>> tokenizer_ids = [5, 6]
-        >>> KVzip(instruction_ids=tokenizer_ids).reading.instruction_ids
+        >>> KVzip(instruction_ids=tokenizer_ids).rereading.instruction_ids
         (5, 6)
 
     Source: KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction (arXiv
-    2505.23416). Its code scores in half precision and instructs in words; those of `Repetition`
-    are its own, for a composition with a reading of one's own. It repeats 2,000 tokens at a time.
-    Its context begins behind the system prompt, for which ``whole_tokens`` is here, and ends before
-    the chat template's last tokens, which are never evicted; here they are part of the prompt.
+    2505.23416). Its code scores in half precision, repeats 2,000 tokens at a time, and has an
+    instruction in words, which `Repetition.asking` can encode. Its context begins after the system
+    prompt, as with ``whole_tokens`` here, and ends before the chat template's last tokens, which it
+    never evicts; here they are part of the prompt.
     """
 
     paper: ClassVar[str] = "arXiv 2505.23416"
@@ -91,7 +91,7 @@ class KVzip(Method):
             selector = FirstTokensWholeSelector(selector, self.whole_tokens)
         return PeakAttentionScorer(), selector, PassAllPropagation()
 
-    def _reading(self) -> Repetition:
+    def _rereading(self) -> Repetition:
         return Repetition(
             self.chunk_size,
             num_sinks=max(self.num_sinks, self.whole_tokens),

@@ -15,10 +15,10 @@ from kvpolicy.policies.scorers.lag import LagKVScorer
 @documented
 @attrs.frozen
 class LagKV(EvictionMethod):
-    """Keeps the tokens that stand out against those that follow; needs no query.
+    """Keeps the tokens that differ most from the tokens after them; needs no query.
 
-    Of every run of ``lag_size`` tokens the same share is kept; the first tokens and the last run
-    come before all others (see `LagKVScorer`). Prefill is complete.
+    The same share of every run of ``lag_size`` tokens is kept; the first tokens and the last run
+    rank above all others (see `LagKVScorer`). Prefill is complete.
 
     Args:
         num_sinks: First tokens of the context, at least 0.
@@ -29,9 +29,9 @@ class LagKV(EvictionMethod):
         LagKVScorer(num_sinks=4, lag_size=128)
 
     Source: LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important
-    (arXiv 2504.04704). Here the budget is of the whole context and 4 first tokens come first, as
-    in kvpress; its authors have 16, and a rate for each run. A budget of no more than the first
-    tokens and the last run keeps those alone.
+    (arXiv 2504.04704). Here the budget refers to the whole context and 4 first tokens rank first,
+    as in kvpress; the authors have 16 first tokens, and a rate for each run. If the budget does not
+    exceed the first tokens and the last run, only tokens of these are kept.
     """
 
     paper: ClassVar[str] = "arXiv 2504.04704"

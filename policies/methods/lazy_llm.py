@@ -23,9 +23,9 @@ DEPTHS = (0.3, 0.6, 0.9)  # after the 9th, 19th and 28th of 32 layers
 class LazyLLM(Method):
     """Drops some of the tokens three times in one prefill, by the attention of the last token.
 
-    After each of the layers ``keep_rate`` of the tokens that are left go on: those to which the
-    last token gives the most attention, averaged over all query heads. Layers keep all keys and
-    values that reach them.
+    After each of ``drop_layers`` a share ``keep_rate`` of the remaining tokens go on: those to
+    which the last token gives the most attention, averaged over all query heads. Layers keep all
+    keys and values that reach them.
 
     Args:
         keep_rate: Fraction of the tokens left that goes on after each layer, in (0, 1].
@@ -38,10 +38,10 @@ class LazyLLM(Method):
         >>> [round(rates[layer], 3) for layer in (8, 9, 19, 28)]
         [1.0, 0.7, 0.49, 0.343]
 
-    Source: LazyLLM (arXiv 2407.14057); no code was published. Its prefill only: there a token that
-    was dropped can come back at a later step of decoding, by hidden states that are stored for it.
-    Layers and rate are those of the paper's figures, since what it took for each task is not said.
-    Rates of what is left are powers of one rate of the whole context here, rounded down once.
+    Source: LazyLLM (arXiv 2407.14057); no code was published. Only its prefill: in the paper a
+    dropped token can return while decoding, by its stored hidden states. Layers and rate are those
+    of the paper's figures, since its settings for each task are not published. Here the rates are
+    powers of ``keep_rate`` that refer to the whole context, rounded down once.
     """
 
     paper: ClassVar[str] = "arXiv 2407.14057"

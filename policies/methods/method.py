@@ -1,4 +1,4 @@
-"""Holds the base of all named methods: arguments, and the parts made of them."""
+"""The base class of all named methods, which build their parts from their arguments."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ Parts = tuple[Scorer | None, KVSelector, PropagationPolicy]
 
 
 def _as_given(decoding: DecodingEviction | int | None) -> DecodingEviction | None:
-    """Tell type checkers that a number is a rule: it becomes one once the parts are there."""
+    """Return ``decoding`` unchanged, typed as a rule: a number becomes a rule later."""
     return decoding  # type: ignore[return-value]
 
 
 @attrs.frozen
 class Method(CachePolicy):
-    """A policy that makes its parts of arguments of its own, which are its fields.
+    """Base of named methods: a policy that builds its parts from its own arguments.
 
-    Two are equal where their arguments are. A method that only ranks tokens for eviction is shorter
-    as an `EvictionMethod`.
+    Two methods are equal if their arguments are equal. A method that only ranks tokens for eviction
+    is shorter as an `EvictionMethod`.
 
     Args:
-        decoding: What bounds the layers while an answer is decoded: a `DecodingEviction` of any
-            parts; a number of tokens, for the method's own rule under it (`decoding_rule`); True,
-            for its own rule under ``retention_tokens``. None lets them grow.
+        decoding: Bounds the layers while an answer is decoded: a `DecodingEviction` of any parts; a
+            number of tokens, for the method's own rule with this budget (`decoding_rule`); or True,
+            for its own rule with ``retention_tokens``. None lets the layers grow.
 
     Example:
         >>> from kvpolicy.policies import SnapKV
@@ -53,7 +53,7 @@ kernel_size=7, group_first=False)
     selector: KVSelector = attrs.field(init=False, eq=False, repr=False)
     propagation: PropagationPolicy = attrs.field(init=False, eq=False, repr=False)
     decoding: DecodingEviction | None = attrs.field(default=None, kw_only=True, converter=_as_given)
-    reading: Repetition | None = attrs.field(default=None, init=False, eq=False, repr=False)
+    rereading: Repetition | None = attrs.field(default=None, init=False, eq=False, repr=False)
     gapless: bool = attrs.field(default=False, init=False, eq=False, repr=False)
 
     def __str__(self) -> str:
@@ -65,28 +65,28 @@ kernel_size=7, group_first=False)
 
     @abstractmethod
     def _parts(self) -> Parts:
-        """Make the scorer, the selector and the propagation policy for these arguments."""
+        """Make the scorer, the selector and the propagation policy from the method's arguments."""
 
-    def _reading(self) -> Repetition | None:
-        """Say how the prompt is read a second time; None if it is not."""
+    def _rereading(self) -> Repetition | None:
+        """Return how the prompt is read a second time; None if it is read once."""
         return None
 
     def __attrs_post_init__(self) -> None:
         names = ("scorer", "selector", "propagation")
         for name, part in zip(names, self._parts(), strict=True):
             object.__setattr__(self, name, part)  # the class is frozen to everyone else
-        object.__setattr__(self, "reading", self._reading())
+        object.__setattr__(self, "rereading", self._rereading())
         object.__setattr__(self, "decoding", self._own_decoding(self.decoding))
         super().__attrs_post_init__()
         self._drop_rates_that_gave_way()
 
     @property
     def has_decoding_rule(self) -> bool:
-        """Whether an answer can be bounded by a rule of the method's own, its `decoding_rule`."""
-        return self.reading is None and under_tokens(self.selector, 1) is not None
+        """True if the method has a bound of its own for answers; see `decoding_rule`."""
+        return self.rereading is None and under_tokens(self.selector, 1) is not None
 
     def decoding_rule(self, tokens: int, every: int | None = None) -> DecodingEviction:
-        """Make the method's own bound for answers: its scorer and selector under a budget.
+        """Make the method's own bound for answers: its scorer and its selector with a token budget.
 
         Args:
             tokens: Entries that a layer keeps of all it holds, at least 1.
@@ -94,8 +94,8 @@ kernel_size=7, group_first=False)
 
         Raises:
             TypeError: An argument is not an int.
-            ValueError: It is below 1; or the method keeps everything or reads a prompt twice, and
-                has no such rule (`has_decoding_rule`).
+            ValueError: An argument is below 1; or the method keeps everything or reads a prompt
+                twice, and so has no rule of its own (`has_decoding_rule`).
 
         Example:
             >>> from kvpolicy.policies import H2O
@@ -104,7 +104,7 @@ kernel_size=7, group_first=False)
         """
         check_count("tokens", tokens, minimum=1)
         selector = under_tokens(self.selector, tokens)
-        if selector is None or self.reading is not None:
+        if selector is None or self.rereading is not None:
             reason = (
                 f"{self.selector} has no budget to be bounded by"
                 if selector is None
@@ -131,7 +131,7 @@ kernel_size=7, group_first=False)
         return self.decoding_rule(tokens)
 
     def _drop_rates_that_gave_way(self) -> None:
-        """Hide a default rate that gave way to a number of tokens from the repr."""
+        """Set a default rate to None if a number of tokens replaces it, so the repr omits it."""
         for field in attrs.fields(type(self)):
             tokens = field.name.removesuffix("_rate") + "_tokens"
             yields = isinstance(getattr(self, field.name), DefaultRate)
@@ -140,7 +140,7 @@ kernel_size=7, group_first=False)
 
 
 def _tokens_of(selector: KVSelector) -> int | None:
-    """Read the number of tokens off a selector's budget; None if it has no such budget."""
+    """Return the number of tokens in a selector's budget; None if it has none."""
     while isinstance(selector, WrappingSelector):
         selector = selector.selector
     tokens: int | None = getattr(selector, "retention_tokens", None)
@@ -148,7 +148,7 @@ def _tokens_of(selector: KVSelector) -> int | None:
 
 
 def under_tokens(selector: KVSelector, tokens: int) -> KVSelector | None:
-    """Bound a selector by a number of tokens; None if it has no budget."""
+    """Return the selector with a budget of ``tokens``; None if it takes no budget."""
     if isinstance(selector, WrappingSelector):
         within = under_tokens(selector.selector, tokens)
         return None if within is None else selector.around(within)

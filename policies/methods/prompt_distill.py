@@ -19,11 +19,11 @@ DEPTH = 14 / 32  # layer 13 of 32
 @documented
 @attrs.frozen
 class PromptDistill(Method):
-    """Drops most tokens in the middle of prefill, by the last query.
+    """Drops most tokens in the middle of prefill, by the last query's attention.
 
-    After layer ``tsp_layer`` the tokens go on whose keys have the largest products with the query
-    of the last token, averaged over all query heads and pooled over neighbours, and the last token.
-    Layers keep all keys and values that reach them.
+    After layer ``tsp_layer`` the last token goes on, and the tokens whose keys have the largest
+    products with its query, averaged over all query heads and pooled over neighbours. Layers keep
+    all keys and values that reach them.
 
     Args:
         tsp_layer: Index of the layer after which tokens are dropped, from 0; None for the published
@@ -42,10 +42,9 @@ class PromptDistill(Method):
         >>> list(PromptDistill(tsp_rate=0.2).propagation.acting_layers(num_layers=32))
         [13]
 
-    Source: PromptDistill (arXiv 2503.23274), by its public code. There the last token goes on
-    beside the chosen number, here among it. There layers up to the chosen one can be cut to the
-    tokens that go on as well, and are by every published command; here each keeps all that reached
-    it.
+    Source: PromptDistill (arXiv 2503.23274), by its public code. In the code the last token is not
+    counted in the chosen number, here it is. In the code earlier layers can be cut to the chosen
+    tokens too, and every published command does so; here each layer keeps all tokens that reach it.
     """
 
     paper: ClassVar[str] = "arXiv 2503.23274"

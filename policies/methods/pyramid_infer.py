@@ -16,14 +16,14 @@ from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 @documented
 @attrs.frozen
 class PyramidInfer(Method):
-    """Drops a little of the context after every layer; layers keep all that reaches them.
+    """Drops a little of the context after every layer; layers keep all tokens that reach them.
 
     Args:
-        recent_rate: Fraction of the context that makes the tail, in (0, 1]; the tail observes, and
-            always stays.
-        decay_ratio: How much of the context before the tail goes on after the last layers, in (0,
-            1]; after the first nearly all does.
-        distance_weight: Weight of the last observing query against the first, above 0.
+        recent_rate: Fraction of the context that is the tail, in (0, 1]; the tail's queries score
+            the other tokens, and its tokens are never dropped.
+        decay_ratio: Fraction of the tokens before the tail that go on after the last layers, in
+            (0, 1]; after the first layers nearly all go on.
+        distance_weight: Weight of the tail's last query relative to its first, above 0.
         num_sinks: First tokens that always stay, at least 0.
         min_context: Tokens before the tail below which nothing is dropped, at least 0.
 

@@ -15,7 +15,7 @@ from kvpolicy.policies.selectors.pyramid import PyramidSelector
 @documented
 @attrs.frozen
 class PyramidKV(WindowEvictionMethod):
-    """Keeps what the last tokens of the prompt attend to, more of it in early layers than in late.
+    """Keeps what the prompt's last tokens attend to, and more in early layers than in late ones.
 
     SnapKV's saliency under budgets that fall with depth and have the same total (see
     `PyramidSelector`); prefill is complete.
@@ -24,8 +24,8 @@ class PyramidKV(WindowEvictionMethod):
         retention_rate: Fraction of the context that layers keep on average, in (0, 1].
         window_size: Tokens of the observation window, at least 1.
         kernel_size: Width of the max-pooling, odd.
-        beta: How steep the budgets fall, at least 1: the last layer keeps about ``1 / beta`` of
-            the mean beside the window; 1 is no fall.
+        beta: How steeply the budgets fall, at least 1: the last layer keeps about ``1 / beta`` of
+            the mean beside the window; with 1 all layers keep equally many.
         retention_tokens: Number of tokens that layers keep on average, at least 1, in place of the
             rate.
 
@@ -35,7 +35,7 @@ class PyramidKV(WindowEvictionMethod):
         [0.15, 0.1, 0.05]
 
     Source: PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling
-    (arXiv 2406.02069). Its code selects, and stores, per query head; this one per KV head.
+    (arXiv 2406.02069). Its code selects and stores tokens per query head, this class per KV head.
     """
 
     paper: ClassVar[str] = "arXiv 2406.02069"

@@ -15,10 +15,10 @@ from kvpolicy.policies.scorers.redundancy import RedundancyScorer
 @documented
 @attrs.frozen
 class RKV(EvictionMethod):
-    """Keeps what the last tokens attend to, and of tokens that say the same the newest.
+    """Keeps what the last tokens attend to; of tokens with similar keys, the newest.
 
-    Made for the long answers of models that reason, which repeat themselves: ``decoding`` bounds
-    them, by the same rule as the prompt (see `RedundancyScorer`). Prefill is complete.
+    Made for reasoning models, whose long answers repeat themselves. ``decoding`` bounds an answer
+    by the same rule as the prompt (see `RedundancyScorer`). Prefill is complete.
 
     Args:
         window_size: Tokens of the observation window, at least 1.
@@ -30,8 +30,8 @@ class RKV(EvictionMethod):
         128
 
     Source: R-KV: Redundancy-aware KV Cache Compression for Reasoning Models (arXiv 2505.24133),
-    whose code takes 0.07 for ``importance``, its description 0.1. A prompt of at least the budget
-    is cut when it is read, as by its run script; its code for servers waits for 128 tokens more.
+    whose code has 0.07 for ``importance``, its description 0.1. A prompt of at least the budget is
+    cut once it is read, as in its run script; its code for servers waits for 128 more tokens.
     """
 
     paper: ClassVar[str] = "arXiv 2505.24133"

@@ -16,7 +16,7 @@ class Random(EvictionMethod):
     """Keeps tokens at random, beside the last ones: the control; prefill is complete.
 
     Args:
-        seed: Of the choice, at least 0.
+        seed: Seed of the choice, at least 0.
 
     Example:
         >>> Random(retention_tokens=512).selector.budget

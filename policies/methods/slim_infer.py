@@ -23,10 +23,11 @@ STAGES = ((11 / 32, 4), (21 / 32, 2), (31 / 32, 1))
 class SlimInfer(Method):
     """Drops blocks of tokens three times in one prefill, by products with the last queries.
 
-    After about a third, two thirds and nearly all of the layers the first block of tokens, the last
-    tokens and the blocks go on of which some run of keys answers most strongly to the last queries
-    (see `BlockProductScorer`): four times and twice as many, and then as many as asked for. Layers
-    keep all keys and values that reach them.
+    Tokens are dropped after about a third, two thirds and nearly all of the layers. The first block
+    of tokens and the last tokens always go on, and the blocks with a run of keys that has the
+    largest products with the last queries (see `BlockProductScorer`). The number of tokens is four
+    times, twice and finally once the number asked for. Layers keep all keys and values that reach
+    them.
 
     Args:
         tsp_rate: Fraction of the context that goes on after the last of the three, in (0, 1].
@@ -46,11 +47,11 @@ class SlimInfer(Method):
         >>> [rates[layer] for layer in (10, 11, 21, 31)]
         [1.0, 0.4, 0.2, 0.1]
 
-    Source: SlimInfer (arXiv 2508.06447), as described by others. Its prefill only, and without the
-    return of dropped blocks, which it keeps in the CPU's memory. Layers, 10, 20 and 30 of 32, and
-    how the three numbers go down are those for Llama 3.1 8B; for Qwen2.5 7B it takes 12,288, 6,144
-    and 4,096 after layers 9, 18 and 26 of 28. The budget is a number of tokens here, so that one
-    block may be cut, which keeps its first tokens.
+    Source: SlimInfer (arXiv 2508.06447), as described by others. Only its prefill: the paper keeps
+    dropped blocks in the CPU's memory, from where they can return. The layers, 10, 20 and 30 of 32,
+    and the ratio of the three numbers are those for Llama 3.1 8B; for Qwen2.5 7B the paper has
+    12,288, 6,144 and 4,096 tokens after layers 9, 18 and 26 of 28. The budget is a number of tokens
+    here, so that one block may be cut to its first tokens.
     """
 
     paper: ClassVar[str] = "arXiv 2508.06447"

@@ -27,7 +27,7 @@ class SnapKV(WindowEvictionMethod):
         8
 
     Source: SnapKV: LLM Knows What You are Looking for Before Generation (arXiv 2404.14469).
-    Its code selects, and stores, per query head; this one selects per KV head.
+    Its code selects and stores tokens per query head; this class selects per KV head.
     """
 
     paper: ClassVar[str] = "arXiv 2404.14469"

@@ -1,4 +1,4 @@
-"""SpireKV: FastKV with the parts that answered most in this project's own study."""
+"""SpireKV: FastKV with parts changed as this project's study found best."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LEAST_PASSED = 0.1
 @documented
 @attrs.frozen
 class SpireKV(Method):
-    """FastKV with half the window, half of what goes on, and budgets that fall with depth.
+    """FastKV with half the window, half the tokens passed on, and budgets that fall with depth.
 
-    After layer ``tsp_layer`` only the observation window goes on and the tokens with the highest
-    window saliency, averaged over all query heads, as under `FastKV`; every layer keeps keys and
-    values by the same saliency, the lower layers more and the upper fewer, as under `PyramidKV`.
-    Not a published method: of the compositions that this project's own study tried
-    (docs/front.md), the one that answered most questions on its small models at its cost.
+    After layer ``tsp_layer`` only the observation window and the tokens with the highest window
+    saliency, averaged over all query heads, go on, as in `FastKV`. Every layer keeps keys and
+    values by the same saliency, lower layers more and upper layers fewer, as in `PyramidKV`. This
+    is not a published method: of the compositions in this project's own study (docs/front.md), it
+    answered most questions on its small models at its cost.
 
     Args:
         tsp_layer: Index of the layer after which tokens are dropped, from 0; None for

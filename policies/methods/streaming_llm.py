@@ -20,8 +20,8 @@ class StreamingLLM(Method):
 
     Args:
         num_sinks: First tokens that are always kept, at least 0.
-        gapless: Whether positions are renumbered within the cache when the prompt has ended, as in
-            the paper; see `CachePolicy`. Not together with ``decoding``.
+        gapless: Whether positions are renumbered within the cache at the end of the prompt, as in
+            the paper; see `CachePolicy`. Cannot be combined with ``decoding``.
 
     Example:
         >>> StreamingLLM(retention_tokens=2048).selector.num_sinks
@@ -32,7 +32,7 @@ class StreamingLLM(Method):
     Source: Efficient Streaming Language Models with Attention Sinks (arXiv 2309.17453). The paper
     evicts at every step and renumbers positions within the cache; here, as in FastKV's comparison,
     the prompt is cut once and tokens keep their positions, unless ``gapless``. With ``decoding``
-    the window rolls: the oldest but the sinks go whenever another 128 tokens have come.
+    the oldest tokens except the sinks are dropped after every 128 new tokens.
     """
 
     paper: ClassVar[str] = "arXiv 2309.17453"

@@ -22,8 +22,8 @@ class TOVA(EvictionMethod):
         Budget(rate=None, tokens=512)
 
     Source: Transformers are Multi-State RNNs (arXiv 2401.06104). The paper averages over all heads
-    and evicts at every step; here the mean is over each KV group, and the prompt is cut once unless
-    ``decoding`` bounds the answer, where one token goes at every step. The last token always stays.
+    and evicts at every step; here the mean is over each KV group, and the prompt is cut once. With
+    ``decoding`` one token is dropped at every step. The last token is always kept.
     """
 
     paper: ClassVar[str] = "arXiv 2401.06104"

@@ -17,11 +17,12 @@ from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 @documented
 @attrs.frozen
 class UniPrefill(Method):
-    """Drops blocks of tokens that hardly get attention, after several layers of one prefill.
+    """Drops blocks of tokens with little attention, after several layers of one prefill.
 
-    After each of ``drop_layers`` the blocks go on to which the last ``window_size`` tokens give
-    ``mass`` of their attention, with the first and the last tokens (see `BlockMassPropagation`).
-    How many that are depends on the prompt. Layers keep all keys and values that reach them.
+    After each of ``drop_layers`` only the first tokens, the last tokens, and the blocks that
+    together receive the share ``mass`` of the last ``window_size`` tokens' attention go on (see
+    `BlockMassPropagation`). Their number depends on the prompt. Layers keep all keys and values
+    that reach them.
 
     Args:
         drop_layers: Indices of the layers after which tokens are dropped, from 0; None for six

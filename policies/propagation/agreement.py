@@ -1,4 +1,4 @@
-"""Drops tokens once, after the first layer that agrees with the one before it."""
+"""Drops tokens once, after the first layer whose ranking agrees with the previous layer's."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ DEPTHS = (0.25, 0.5)
 
 @attrs.frozen
 class AgreementPropagation(PropagationPolicy):
-    """Drops tokens after the first layer that agrees with the one before it.
+    """Drops tokens after the first layer whose ranking agrees with the previous layer's.
 
-    A row's tokens are ranked by the mean of the saliency over all query heads, at the layer and at
-    the one before. Where at least ``agreement`` of the best that are not protected are the same at
-    both, or at the last layer that may act, the best of the layer go on; before, all do. So rows
-    drop after layers of their own, each once.
+    At each layer that may act, and at the layer before it, a row's tokens are ranked by the mean of
+    the saliency over all query heads. If at least a share ``agreement`` of the best tokens (without
+    the protected ones) is the same at both layers, only the best go on; otherwise all tokens do. At
+    the last layer that may act the best go on in any case. So each row drops tokens once, after a
+    layer of its own.
 
     Args:
         tsp_rate: Fraction of the row's context that goes on, in (0, 1]. 0.2 by default.
         window_size: Trailing tokens that always go on, at least 1.
         tsp_tokens: Number of tokens that go on, in place of the rate.
-        agreement: Share of the best that must be the same, in [0, 1].
-        drop_layers: Indices of the layers that may act, from 1, since a layer has to be before
-            them; None for those from a quarter to half of the model that see the whole context.
+        agreement: Share of the best tokens that must be the same at both layers, in [0, 1].
+        drop_layers: Indices of the layers that may act, from 1, since each needs a layer before it;
+            None for the layers from a quarter to half of the model that see the whole context.
 
     Raises:
         TypeError: An argument is not of its type.
@@ -67,7 +68,7 @@ class AgreementPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The whole observation window is protected."""
+        """The size of the observation window, whose tokens always go on."""
         return self.window_size
 
     @property
@@ -77,7 +78,7 @@ class AgreementPropagation(PropagationPolicy):
 
     @property
     def history_layers(self) -> int:
-        """It looks at one layer before."""
+        """Always 1: the policy reads the saliency of one earlier layer."""
         return 1
 
     @property
@@ -92,7 +93,7 @@ class AgreementPropagation(PropagationPolicy):
         return within(self.drop_layers, num_layers, first=1)
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Choose the eligible default layers, or the nearest, if ``drop_layers`` is None."""
+        """Return the policy with open ``drop_layers`` set to eligible layers near the default."""
         wanted = self.acting_layers(num_layers)
         if self.drop_layers is not None or wanted <= set(eligible):
             return self
@@ -103,13 +104,13 @@ class AgreementPropagation(PropagationPolicy):
         return attrs.evolve(self, drop_layers=tuple(sorted(found)))
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the most: 1 up to the last layer that may act, the rate after it."""
+        """Return upper bounds: 1 up to the last layer that may act, the rate after it."""
         rate = self._going_on.fraction(context_len, protected=self.window_size)
         last = max(self.acting_layers(num_layers), default=num_layers)
         return [1.0 if index <= last else rate for index in range(num_layers)]
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Return int64 ``[batch, passed_len]`` or None; see `PropagationPolicy.propagate`."""
+        """Choose the new tokens that go on; None for all. See `PropagationPolicy.propagate`."""
         assert saliency is not None
         valid = context.new_valid[:, None]  # [batch, 1, new_len]
         protected = self.protected(context)[:, None]
@@ -122,7 +123,7 @@ class AgreementPropagation(PropagationPolicy):
         return None if counts[0] == counts[1] else compress(goes, max(counts[0]))
 
     def _acts(self, best: Tensor, budgets: Sequence[int], context: LayerContext) -> Tensor:
-        """Mark the rows, ``[batch]`` bool, whose best go on after this layer."""
+        """Mark the rows, ``[batch]`` bool, that drop tokens after this layer."""
         last = context.layer_idx == max(self.acting_layers(context.num_layers))
         if last or not context.history:
             return torch.full((context.batch,), last, device=best.device)
@@ -134,7 +135,7 @@ class AgreementPropagation(PropagationPolicy):
 
     @staticmethod
     def _best(ranking: Tensor, budgets: Sequence[int], valid: Tensor, protected: Tensor) -> Tensor:
-        """Mark each row's best, ``[batch, new_len]`` bool, the protected among them."""
+        """Mark the tokens that each row would pass on, ``[batch, new_len]`` bool."""
         chosen = select_top(ranking[:, None], budgets, valid=valid, protected=protected)[:, 0]
         slots = torch.zeros(ranking.shape[0], ranking.shape[1] + 1, device=ranking.device)
         slots.scatter_(1, torch.where(chosen < 0, ranking.shape[1], chosen), 1.0)

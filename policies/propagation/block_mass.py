@@ -1,4 +1,4 @@
-"""Lets blocks of tokens go on until they hold a share of the saliency."""
+"""Passes on the blocks of tokens that together hold a given share of the saliency."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ UNITS = 1 << 40
 
 @attrs.frozen
 class BlockMassPropagation(PropagationPolicy):
-    """Lets those blocks of tokens go on that together hold a share of the saliency.
+    """Passes on the fewest blocks of tokens that together hold a given share of the saliency.
 
-    A layer's new tokens are parted into blocks of ``block_size``, counted from the row's first. The
-    mass of a block is the sum of its tokens' saliency, averaged over all heads; below 0 counts as
-    0. Blocks go on in the order of their mass, until what went on before reaches ``mass`` of the
-    whole: the block in which it does goes on too. How many that are depends on the prompt, so that
-    rows of a batch may pass on unlike numbers. The first and the last tokens always go on, and
-    every token keeps its position.
+    A layer's new tokens are divided into blocks of ``block_size``, counted from the row's first.
+    The mass of a block is the sum of its tokens' saliency, averaged over all heads; negative values
+    count as 0. Blocks of largest mass go on, as few as together reach the share ``mass`` of the
+    whole. Their number depends on the prompt, so that rows of a batch may pass on different
+    numbers of tokens. The first and the last tokens always go on, and every token keeps its
+    position.
 
     Args:
         drop_layers: Indices of the layers after which tokens are dropped, from 0; None for six
@@ -50,9 +50,9 @@ class BlockMassPropagation(PropagationPolicy):
         >>> sorted(BlockMassPropagation().acting_layers(num_layers=32))
         [7, 11, 15, 19, 23, 27]
 
-    Source: UniPrefill (arXiv 2605.06221), by the operator of its code that counts first and last
-    tokens singly and keeps the block that reaches the mass; another form of it there loses that
-    block, and marks whole blocks.
+    Source: UniPrefill (arXiv 2605.06221). Its code has two versions; this follows the one that
+    keeps the block in which the mass is reached, and exactly the first and last tokens. The other
+    drops that block, and keeps the first and last tokens in whole blocks.
     """
 
     paper: ClassVar[str] = "arXiv 2605.06221"
@@ -72,27 +72,27 @@ class BlockMassPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The whole observation window is protected."""
+        """The size of the observation window, whose tokens always go on."""
         return self.window_size
 
     @property
     def protected_first(self) -> int:
-        """The first ``num_sinks`` tokens go on."""
+        """The number of first tokens that always go on."""
         return self.num_sinks
 
     @property
     def decides_by_content(self) -> bool:
-        """True: how many go on depends on their saliency."""
+        """True: the saliency decides how many tokens go on."""
         return True
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
-        """Return the layers; raise ValueError if one lies outside the model."""
+        """Return the layers after which tokens are dropped; ValueError if outside the model."""
         if self.drop_layers is None:
             return frozenset(max(int(num_layers * depth) - 1, 0) for depth in DEPTHS)
         return within(self.drop_layers, num_layers)
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Choose the eligible layers nearest to the default if ``drop_layers`` is None."""
+        """Return the policy with open ``drop_layers`` set to eligible layers near the default."""
         wanted = self.acting_layers(num_layers)
         if self.drop_layers is not None or wanted <= set(eligible):
             return self
@@ -100,17 +100,17 @@ class BlockMassPropagation(PropagationPolicy):
         return attrs.evolve(self, drop_layers=tuple(sorted(nearest)))
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the most, 1 everywhere: how much is dropped depends on the prompt."""
+        """Return 1 for every layer: how much is dropped depends on the prompt."""
         self.acting_layers(num_layers)
         return [1.0] * num_layers
 
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """Rank by the mass of each token's block, as a share; see `PropagationPolicy.ranking`."""
+        """Rank tokens by their block's share of the saliency; see `PropagationPolicy.ranking`."""
         units, blocks = self._masses(saliency, context)
         return units.gather(1, blocks).float() / UNITS
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Return int64 ``[batch, passed_len]`` or None; see `PropagationPolicy.propagate`."""
+        """Choose the new tokens that go on; None for all. See `PropagationPolicy.propagate`."""
         assert saliency is not None
         units, blocks = self._masses(saliency, context)
         largest, order = units.sort(dim=1, descending=True, stable=True)
@@ -124,7 +124,7 @@ class BlockMassPropagation(PropagationPolicy):
         return compress(goes, max(counts[0]))
 
     def _masses(self, saliency: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """Compute each block's mass in `UNITS`, ``[batch, blocks]``, and each new token's block."""
+        """Compute each block's saliency in `UNITS`, ``[batch, blocks]``, and each token's block."""
         means = super().ranking(saliency, context).double().clamp(min=0)
         means = means.masked_fill(~context.new_valid, 0.0)
         new_len = context.new_len

@@ -1,4 +1,4 @@
-"""Drops tokens once, by the saliency of several layers."""
+"""Drops tokens after one layer, by the saliency of several layers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ REDUCTIONS = ("max", "mean")
 
 @attrs.frozen
 class CrossLayerPropagation(TokenSelectivePropagation):
-    """Lets only tokens go on after one layer that are salient to any of the last layers.
+    """Drops tokens after one layer, except those salient in any of the last few layers.
 
-    ``ranking[j] = max over layers l and KV heads g of a[l, g, j]`` with ``a[l, g]`` the mean of the
-    saliency over the query heads of ``g``, over the ``voting_layers`` layers that end with the
-    acting one, as many as there are: layers at which nothing is chosen, such as recurrent ones and
-    sliding windows, have no vote and do not count. Under latent attention, which makes keys of
-    every head of what is stored, each of these heads is a KV head. With ``standardize``,
-    ``a[l, g]`` is first shifted and scaled to mean 0 and deviation 1 over the row's new tokens
-    before the window, so that no layer or head wins by its scale alone; tokens in the window, which
-    go on anyway, have no part in either.
+    ``ranking[j] = max over layers l and KV heads g of a[l, g, j]``, where ``a[l, g]`` is the mean
+    of the saliency over the query heads of ``g``. The layers ``l`` are the acting layer and the
+    ones before it, ``voting_layers`` in all or as many as there are; layers at which nothing is
+    chosen, such as recurrent ones and sliding windows, do not count. Under latent attention every
+    query head counts as a KV head. With ``standardize``, ``a[l, g]`` is first standardized to mean
+    0 and deviation 1 over the row's new tokens before the window, so that no layer or head wins by
+    its scale alone.
 
     Args:
         tsp_layer: Index of the layer after which tokens are dropped, from 0; None for
@@ -38,8 +37,8 @@ class CrossLayerPropagation(TokenSelectivePropagation):
         protect: First tokens of the row's context that always go on, at least 0.
         tsp_depth: The layer as a fraction of the model, in place of ``tsp_layer``; see
             `TokenSelectivePropagation`.
-        voting_layers: Layers that have a say, the acting one among them, at least 1.
-        standardize: Whether each layer's head is brought to mean 0 and deviation 1 first.
+        voting_layers: Number of layers whose saliency counts, the acting one included; at least 1.
+        standardize: Whether the saliency of each layer and head is standardized first.
         reduction: ``"max"``, or ``"mean"`` for the mean over layers and KV heads.
 
     Raises:
@@ -51,8 +50,8 @@ class CrossLayerPropagation(TokenSelectivePropagation):
         >>> CrossLayerPropagation(tsp_layer=15, voting_layers=4).history_layers
         3
 
-    Source: CLAA (arXiv 2602.16054). Its code standardizes in its newest form and took the maximum
-    of the saliencies as they are before; which of the two the paper printed is uncertain.
+    Source: CLAA (arXiv 2602.16054). The newest version of its code standardizes, an earlier one
+    does not; which of the two the paper used is uncertain.
     """
 
     paper: ClassVar[str] = "arXiv 2602.16054"
@@ -71,11 +70,11 @@ class CrossLayerPropagation(TokenSelectivePropagation):
 
     @property
     def history_layers(self) -> int:
-        """It looks at the layers before the acting one that have a say."""
+        """The number of earlier layers whose saliency counts."""
         return self.voting_layers - 1
 
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """Rank by the largest over layers and KV heads; see `PropagationPolicy.ranking`."""
+        """Rank tokens by their largest saliency in any layer; see `PropagationPolicy.ranking`."""
         own = saliency[..., context.key_len - context.new_len :]
         before = context.history[max(len(context.history) - self.history_layers, 0) :]
         per_head = [group_mean(each, context.kv_heads) for each in (*before, own)]

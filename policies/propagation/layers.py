@@ -1,4 +1,4 @@
-"""Reads arguments that name layers: several, or None for a default."""
+"""Checks arguments that name layers: one or several indices, or None for a default."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from kvpolicy.checks import as_tuple, check_count
 
 
 def as_layers(layers: object) -> tuple[int, ...] | None:
-    """Convert layers to a tuple in ascending order; None leaves them open.
+    """Convert layer indices to an ascending tuple; None stays None and means a default.
 
     Args:
         layers: An iterable of layer indices, from 0, or None.
 
     Raises:
-        TypeError: It is no iterable of ints.
-        ValueError: It is empty, an index is below 0, or one comes twice.
+        TypeError: ``layers`` is no iterable of ints.
+        ValueError: ``layers`` is empty, an index is below 0, or an index is repeated.
 
     Example:
         >>> as_layers([7, 3])
@@ -29,15 +29,15 @@ def as_layers(layers: object) -> tuple[int, ...] | None:
 
 
 def within(layers: tuple[int, ...], num_layers: int, *, first: int = 0) -> frozenset[int]:
-    """Check that named layers lie in a model, and return them.
+    """Check that layer indices lie in a model, and return them as a set.
 
     Args:
-        layers: Their indices.
+        layers: The layer indices.
         num_layers: Layers of the model.
-        first: The first that may be named.
+        first: The smallest index allowed, for the message.
 
     Raises:
-        ValueError: One lies outside the model.
+        ValueError: An index lies outside the model.
     """
     if max(layers) >= num_layers:
         raise ValueError(

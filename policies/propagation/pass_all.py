@@ -1,4 +1,4 @@
-"""Every token goes on."""
+"""Passes every token on: the baseline."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class PassAllPropagation(PropagationPolicy):
 
     @property
     def needs_saliency(self) -> bool:
-        """False: no saliency is read."""
+        """Always False: no saliency is read."""
         return False
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> None:
-        """Return None: everything goes on."""
+        """Return None: every token goes on."""
         return

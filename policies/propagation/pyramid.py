@@ -1,4 +1,4 @@
-"""Lets a little less go on after every layer."""
+"""Drops some of the older tokens after every layer."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from kvpolicy.selection import select_top
 
 @attrs.frozen
 class PyramidPropagation(PropagationPolicy):
-    """Lets a fraction of the context before the tail go on after every layer.
+    """Passes a fraction of the older tokens on after every layer; the newest all go on.
 
     The tail, the last ``1 + int(N * recent_rate)`` tokens, and the first ``num_sinks`` tokens
-    always go on. Of the ``c`` tokens before the tail, ``int(c * r)`` do, with
+    always go on. Of the ``c`` tokens before the tail, ``int(c * r)`` go on, with
     ``r = (1 - decay_ratio) * (cos(pi * l / num_layers) + 1) / 2 + decay_ratio`` after layer ``l``,
     those with the highest saliency averaged over all heads. Nothing is dropped where that would
     leave no more than ``min_context`` of them, or than the prompt has before its tail.
 
     Args:
         recent_rate: Fraction of the row's context that makes the tail, in (0, 1].
-        decay_ratio: What ``r`` falls to at the last layer, in (0, 1].
+        decay_ratio: The value that ``r`` falls to at the last layer, in (0, 1].
         num_sinks: First tokens that always go on, at least 0.
         min_context: Tokens before the tail below which nothing is dropped, at least 0.
         window_size: Last tokens that always go on even where the tail is shorter, at least 1; for
@@ -63,11 +63,11 @@ class PyramidPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The window is protected; the length of the longer tail depends on the prompt."""
+        """The window's size; the full protected tail is longer and depends on the prompt."""
         return self.window_size
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
-        """Return all layers but the last, after which nothing is computed."""
+        """Return all layers but the last."""
         return frozenset(range(num_layers - 1))
 
     def rate_after(self, layer_idx: int, num_layers: int) -> float:
@@ -76,7 +76,7 @@ class PyramidPropagation(PropagationPolicy):
         return (1 - self.decay_ratio) * fall + self.decay_ratio
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return what reaches each layer of a long prompt; see `PropagationPolicy.layer_rates`."""
+        """Return each layer's rate for a long prompt; see `PropagationPolicy.layer_rates`."""
         rates, before_tail = [], 1 - self.recent_rate
         for layer_idx in range(num_layers):
             rates.append(self.recent_rate + before_tail)
@@ -84,7 +84,7 @@ class PyramidPropagation(PropagationPolicy):
         return rates
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Mark the tail, the window and the sinks; see `PropagationPolicy.protected`."""
+        """Mark the tail, window and sinks, which always go on; see `PropagationPolicy`."""
         lens = torch.tensor(tail_lens(context, self.recent_rate), device=context.keys.device)
         slots = torch.arange(context.new_len, device=context.keys.device)
         tail = slots >= context.new_len - lens[:, None]
@@ -93,7 +93,7 @@ class PyramidPropagation(PropagationPolicy):
         return (context.new_valid & always) | context.is_new_tail(self.window_size)
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Return int64 ``[batch, passed_len]`` or None; see `PropagationPolicy.propagate`."""
+        """Choose the new tokens that go on; None for all. See `PropagationPolicy.propagate`."""
         assert saliency is not None
         valid, protected = context.new_valid[:, None], self.protected(context)[:, None]
         new_lens = context.new_valid.sum(dim=1).tolist()

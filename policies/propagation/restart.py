@@ -1,4 +1,4 @@
-"""The prefill starts again on the tokens that one layer chooses."""
+"""Runs the prefill again on the tokens that one layer chooses."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from kvpolicy.selection import row_budgets, select_top
 class RestartPropagation(PropagationPolicy):
     """Runs the prefill again on the most salient tokens of one layer.
 
-    The first pass ends at the filter layer, of which it computes no more than queries, keys and
-    values. The second reads the chosen tokens at positions without gaps, and generation continues
-    behind them. The saliency is the mean over all query heads. In a later turn the new tokens
-    compete for a budget of the whole context so far, so that a short question goes on whole.
+    The first pass ends at the filter layer, of which it computes only queries, keys and values.
+    The second pass reads the chosen tokens at positions without gaps, and generation continues
+    after them. The saliency is averaged over all query heads. In a later turn the budget refers to
+    the whole context so far but only new tokens are chosen, so that a short question is kept whole.
 
     Args:
         filter_layer: Index of the layer that chooses, from 0; None for ``num_layers // 2 - 1``.
@@ -67,12 +67,12 @@ class RestartPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The whole observation window is protected."""
+        """The size of the observation window, whose tokens are always chosen."""
         return self.window_size
 
     @property
     def budget(self) -> Budget:
-        """The number of tokens of each row that are chosen."""
+        """The number of tokens of each row on which the prefill restarts."""
         return Budget(self.retention_rate, self.retention_tokens)
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
@@ -87,7 +87,7 @@ class RestartPropagation(PropagationPolicy):
         return frozenset({self.filter_layer})
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Choose the eligible layer nearest to the default if ``filter_layer`` is None."""
+        """Return the policy with the eligible layer nearest to the default, if none was given."""
         (wanted,) = self.acting_layers(num_layers)
         if self.filter_layer is not None or wanted in eligible:
             return self
@@ -95,7 +95,7 @@ class RestartPropagation(PropagationPolicy):
 
     @property
     def protected_first(self) -> int:
-        """The first ``protect`` tokens go on."""
+        """The number of first tokens that are always chosen."""
         return self.protect
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
@@ -116,7 +116,7 @@ class RestartPropagation(PropagationPolicy):
         return first, self.layer_rates(num_layers, context_len)
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Return int64 ``[batch, passed_len]`` or None; see `PropagationPolicy.propagate`."""
+        """Choose the new tokens that go on; None for all. See `PropagationPolicy.propagate`."""
         assert saliency is not None
         valid = context.new_valid[:, None]  # [batch, 1, new_len]
         protected = self.protected(context)[:, None]

@@ -1,4 +1,4 @@
-"""Propagation in stages: tokens are dropped at several layers of one prefill."""
+"""Drops tokens after several layers of one prefill, by a policy of their own each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _as_tuple(stages: object) -> tuple[object, ...]:
 
 @attrs.frozen
 class StagedPropagation(PropagationPolicy):
-    """Joins several propagation policies in one prefill, each dropping at layers of its own.
+    """Combines propagation policies that each drop tokens after different layers.
 
     Where a stage acts, it chooses among the new tokens that reached its layer, under its own
     budget, which is one of the row's whole context, not of what reached the layer.
@@ -70,17 +70,17 @@ class StagedPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The shortest protected tail of the stages."""
+        """The shortest protected tail of any stage."""
         return min(stage.protected_tail for stage in self.stages)
 
     @property
     def protected_first(self) -> int:
-        """The fewest first tokens that a stage protects."""
+        """The smallest number of first tokens that any stage protects."""
         return min(stage.protected_first for stage in self.stages)
 
     @property
     def budget(self) -> Budget | None:
-        """The smallest budget of the stages; None if they cannot be compared."""
+        """The smallest budget of the stages; None if they are not comparable."""
         budgets = [stage.budget for stage in self.stages]
         known = [budget for budget in budgets if budget is not None]
         if len(known) < len(budgets) or len({budget.rate is None for budget in known}) > 1:
@@ -94,7 +94,7 @@ class StagedPropagation(PropagationPolicy):
 
     @property
     def history_layers(self) -> int:
-        """The stage that looks back furthest looks at so many layers."""
+        """The largest number of earlier layers whose saliency a stage reads."""
         return max(stage.history_layers for stage in self.stages)
 
     @property
@@ -108,18 +108,18 @@ class StagedPropagation(PropagationPolicy):
         return any(stage.needs_output_weight for stage in self.stages)
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Mark what the layer's stage protects; see `PropagationPolicy.protected`."""
+        """Mark the tokens that the stage acting at this layer protects."""
         stage = self._acting(context.num_layers).get(context.layer_idx)
         return super().protected(context) if stage is None else stage.protected(context)
 
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """Rank as the layer's stage does; see `PropagationPolicy.ranking`."""
+        """Rank tokens as the stage acting at this layer does."""
         stage = self._acting(context.num_layers).get(context.layer_idx)
         of_all = super().ranking if stage is None else stage.ranking
         return of_all(saliency, context)
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
-        """Return the layers of all stages.
+        """Return the acting layers of all stages.
 
         Raises:
             ValueError: A stage's layer lies outside the model, or two stages act after the same.
@@ -127,7 +127,7 @@ class StagedPropagation(PropagationPolicy):
         return frozenset(self._acting(num_layers))
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Place every stage at eligible layers of its own; see `PropagationPolicy.placed`.
+        """Return the stages with their open layers chosen, a different one for each.
 
         Stages that leave one layer open keep their order: each takes the layer nearest to its
         default that lies behind the stage before and leaves a layer for every stage to come.
@@ -167,12 +167,12 @@ class StagedPropagation(PropagationPolicy):
         return [min(of_layer) for of_layer in zip(*rates, strict=True)]
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Ask the stage that acts at the layer; see `PropagationPolicy.propagate`."""
+        """Choose tokens by the stage that acts at this layer; see `PropagationPolicy.propagate`."""
         stage = self._acting(context.num_layers).get(context.layer_idx)
         return None if stage is None else stage.propagate(saliency, context)
 
     def _fewest_layers(self) -> int | None:
-        """Count the layers of the smallest model in which each stage has its own."""
+        """Return the fewest layers a model must have for every stage to get its own."""
         for num_layers in range(1, MOST_LAYERS + 1):
             try:
                 acting = [stage.acting_layers(num_layers) for stage in self.stages]
@@ -200,7 +200,7 @@ class StagedPropagation(PropagationPolicy):
 
 
 def _is_open(stage: PropagationPolicy, num_layers: int) -> bool:
-    """Whether a stage leaves a layer open: given layers other than its own, it acts elsewhere."""
+    """True if a stage has no fixed layer, so that `placed` chooses it."""
     if isinstance(stage, StagedPropagation):
         return any(_is_open(inner, num_layers) for inner in stage.stages)
     own = stage.acting_layers(num_layers)

@@ -1,4 +1,4 @@
-"""Tokens are dropped once, after one layer."""
+"""Drops tokens after one layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvpolicy.selection import row_budgets, select_top
 
 @attrs.frozen
 class TokenSelectivePropagation(PropagationPolicy):
-    """Lets only the most salient tokens and the last ones go on after one layer.
+    """Drops tokens after one layer, except the most salient and the last ones.
 
     The saliency is the mean over all query heads of the layer; tokens keep their original rotary
     positions. In a later turn the new tokens compete for a budget of the whole context so far,
@@ -73,12 +73,12 @@ class TokenSelectivePropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The whole observation window is protected."""
+        """The size of the observation window, whose tokens always go on."""
         return self.window_size
 
     @property
     def protected_first(self) -> int:
-        """The first ``protect`` tokens are kept."""
+        """The number of first tokens that always go on."""
         return self.protect
 
     @property
@@ -99,7 +99,7 @@ class TokenSelectivePropagation(PropagationPolicy):
         return frozenset({self.tsp_layer})
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Choose the eligible layer nearest to the default if ``tsp_layer`` is None."""
+        """Return the policy with an open ``tsp_layer`` set to the nearest eligible layer."""
         (wanted,) = self.acting_layers(num_layers)
         if self.tsp_layer is not None or wanted in eligible:
             return self
@@ -112,7 +112,7 @@ class TokenSelectivePropagation(PropagationPolicy):
         return [1.0 if index <= layer else rate for index in range(num_layers)]
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Return int64 ``[batch, passed_len]`` or None; see `PropagationPolicy.propagate`."""
+        """Choose the new tokens that go on; None for all. See `PropagationPolicy.propagate`."""
         assert saliency is not None
         valid = context.new_valid[:, None]  # [batch, 1, new_len]
         protected = self.protected(context)[:, None]

@@ -1,4 +1,4 @@
-"""Of the tokens of images only the most salient go on."""
+"""Drops the less salient image tokens after one layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpolicy.selection import select_top
 
 @attrs.frozen
 class VisualTokenPropagation(PropagationPolicy):
-    """Lets all text and only the most salient visual tokens go on after one layer.
+    """Drops visual tokens after one layer, except the most salient; all text goes on.
 
     The saliency is the mean over all query heads of the layer; tokens keep their original rotary
     positions. Unlike other rates, ``visual_rate`` is one of the visual tokens that are new and that
@@ -54,15 +54,15 @@ class VisualTokenPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The whole observation window is protected."""
+        """The size of the observation window, whose tokens always go on."""
         return self.window_size
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Mark the window and all that is not visual; see `PropagationPolicy.protected`."""
+        """Mark the window and all tokens that are not visual; see `PropagationPolicy.protected`."""
         return super().protected(context) | (context.new_valid & ~context.is_new_kind(*VISUAL))
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
-        """Return the one layer; raise ValueError if it lies outside the model."""
+        """Return the layer after which tokens are dropped; ValueError if it is not in the model."""
         if self.drop_layer >= num_layers:
             raise ValueError(
                 f"drop_layer must be in [0, {num_layers - 1}] for a model of {num_layers} layers, "
@@ -71,12 +71,12 @@ class VisualTokenPropagation(PropagationPolicy):
         return frozenset({self.drop_layer})
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the most, 1 everywhere: how much of a prompt is images is not known."""
+        """Return 1 for every layer: how many tokens of a prompt are visual is not known."""
         self.acting_layers(num_layers)
         return [1.0] * num_layers
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Return int64 ``[batch, passed_len]`` or None; see `PropagationPolicy.propagate`."""
+        """Choose the new tokens that go on; None for all. See `PropagationPolicy.propagate`."""
         assert saliency is not None
         visual = context.is_new_kind(*VISUAL)
         protected = self.protected(context)

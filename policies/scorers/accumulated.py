@@ -1,4 +1,4 @@
-"""Scores tokens by what all queries together attend to."""
+"""Scores tokens by the attention they receive from all queries together."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class AccumulatedAttentionScorer(Scorer):
-    """Sums the attention that all tokens of the prompt give each token.
+    """Scores tokens by the sum of the attention that all tokens of the prompt give them.
 
     ``saliency[h, j] = sum over queries i >= j of softmax(q_i . k_j * scaling)`` per query head
     ``h``, in float32, every query attending causally. Computed in blocks: the memory is that of few
-    queries, not of a matrix of all queries and keys. In a later turn the new tokens observe; where
-    a policy evicts while it decodes, all tokens since the prompt's first, by sums that are carried
-    on, the mean over each KV group.
+    queries, not of a matrix of all queries and keys. In a later turn the sum is over the new
+    tokens' queries. If a policy evicts while it decodes, the sum is over all queries since the
+    prompt's first; the scorer's state holds it, averaged over each KV group.
 
     Example:
         >>> AccumulatedAttentionScorer().num_queries is None
@@ -34,12 +34,12 @@ class AccumulatedAttentionScorer(Scorer):
 
     @property
     def num_queries(self) -> None:
-        """It looks at all queries (None)."""
+        """Always None: the scorer reads all queries."""
         return
 
     @property
-    def carries(self) -> int:
-        """It carries one number for each key: the sum of a KV head."""
+    def state_size(self) -> int:
+        """Always 1: the attention sum of the KV head, for each key."""
         return 1
 
     @property
@@ -47,13 +47,13 @@ class AccumulatedAttentionScorer(Scorer):
         """True: the saliency is a sum over queries."""
         return True
 
-    def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """Return the sums over all queries since the prompt's first; see `Scorer.advance`."""
+    def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """Return the sums over all queries since the prompt's first; see `Scorer.update`."""
         sums = group_mean(causal_attention_sums(context), context.kv_heads)
-        if context.carried is not None:
-            sums = sums + context.carried[..., 0]
+        if context.state is not None:
+            sums = sums + context.state[..., 0]
         return sums, sums[..., None]
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, query_heads, key_len]``; see `Scorer.score`."""
         return causal_attention_sums(context)

@@ -1,4 +1,4 @@
-"""Scores blocks by raw products of the last queries with short runs of keys."""
+"""Scores blocks of tokens by raw products of the last queries with the blocks' keys."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class BlockProductScorer(Scorer):
-    """Scores tokens by how strongly a run of keys in their block answers the last queries.
+    """Scores tokens by the products of the last queries with the mean keys of their block.
 
-    Keys are parted, by position, into units of ``unit_size`` tokens, and ``block_units`` of these
+    Keys are divided, by position, into units of ``unit_size`` tokens, and ``block_units`` units
     make a block. ``saliency[j] = max over units m of the block of j of mean over query heads h of
     |q_h . k_hm|``, with ``q_h`` the mean of the last queries and ``k_hm`` the mean of the unit's
     keys that the head holds; in float32, unscaled and without softmax. The same for all heads and
@@ -53,11 +53,11 @@ class BlockProductScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """It looks at the queries of the observation window."""
+        """The number of last queries that are averaged."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
         seen = context.query_valid[:, None, :, None]
         queries = context.queries.float().masked_fill(~seen, 0.0).sum(dim=2, keepdim=True)
         queries = queries / seen.sum(dim=2, keepdim=True).clamp(min=1)
@@ -73,7 +73,7 @@ class BlockProductScorer(Scorer):
 
 
 def _unit_means(products: Tensor, context: LayerContext, size: int, count: int) -> Tensor:
-    """Average over units, ``[batch, query_heads, count]``; 0 for units without a key."""
+    """Average states over units of consecutive tokens; 0 for units without a key."""
     group = context.query_heads // context.kv_heads
     at = (context.positions.clamp(min=0) // size).repeat_interleave(group, dim=1)
     real = context.valid.repeat_interleave(group, dim=1).to(products.dtype)

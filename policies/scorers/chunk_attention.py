@@ -1,4 +1,4 @@
-"""Scores tokens by what tokens near them attend to, looking both ways."""
+"""Scores tokens by the attention of nearby tokens, both earlier and later ones."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class ChunkAttentionScorer(Scorer):
-    """Scores tokens by the attention of their chunk, later ones' and earlier ones', times values.
+    """Scores tokens by the attention of earlier and later tokens of their chunk, times value norms.
 
-    Behind the sinks, positions are parted into chunks of ``chunk_size``. ``a[h, j] = sum over the
-    new queries i of j's chunk of softmax(q_i . k_j)`` over the keys of the chunk, unscaled and not
-    causal, its mean over a KV group times ``||v_j||_2``, average-pooled over ``kernel_size``
-    neighbours; ``saliency[g, j]`` is that, at mean 0 and deviation 1 over the row and head. In
-    float32. The first and the last tokens have no part in any of it and get 0: protect them. In a
-    later turn so do tokens of chunks without a new query, which is the mean of the others.
+    After the sinks, positions are divided into chunks of ``chunk_size``. ``a[h, j] = sum over the
+    new queries i of j's chunk of softmax(q_i . k_j)``, with the softmax over the keys of the chunk,
+    unscaled and not causal. Its mean over a KV group is multiplied by ``||v_j||_2`` and
+    average-pooled over ``kernel_size`` neighbours. ``saliency[g, j]`` is the result, standardized
+    to mean 0 and deviation 1 over the row and head, in float32. The first and the last tokens take
+    no part in this and get 0: protect them. In a later turn tokens in chunks without a new query
+    get 0 as well, which is the mean of the others.
 
     Args:
         num_sinks: First tokens of the row that are left out, at least 0.
@@ -59,16 +60,16 @@ class ChunkAttentionScorer(Scorer):
 
     @property
     def num_queries(self) -> None:
-        """It looks at all queries (None)."""
+        """Always None: the scorer reads all queries."""
         return
 
     @property
     def unscored_tail(self) -> int:
-        """The observation window gets no saliency: it is always kept."""
+        """The size of the observation window, which gets no saliency and is always kept."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
         tail, first = context.is_tail(self.window_size), context.is_first(self.num_sinks)
         scored = context.valid & ~tail & ~first
         attention, asked = self._attention(context, scored)
@@ -80,7 +81,7 @@ class ChunkAttentionScorer(Scorer):
         return standardized(pooled, asked).masked_fill_(~asked, 0.0)
 
     def _attention(self, context: LayerContext, scored: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute ``[batch, query_heads, key_len]``, and the scored keys of chunks with queries."""
+        """Compute the chunks' attention ``[batch, query_heads, key_len]``, and its valid keys."""
         group = context.query_heads // context.kv_heads
         sums = torch.zeros(
             context.batch, context.query_heads, context.key_len, device=context.keys.device
@@ -103,7 +104,7 @@ class ChunkAttentionScorer(Scorer):
         return sums, asked
 
     def _chunks(self, context: LayerContext, row: int) -> list[tuple[slice, slice, int]]:
-        """Yield each chunk's slots of queries and of keys, if it has queries."""
+        """Yield the query slots and the key slots of each chunk that has queries."""
         places = context.query_places[row]
         places = places[: max(context.query_len - self.window_size, 0)]
         if len(places) == 0 or int(places[-1]) < self.num_sinks:

@@ -1,4 +1,4 @@
-"""Gives neighbours one saliency, so that they are kept or evicted together."""
+"""Gives neighbouring tokens one saliency, so that they are kept or evicted together."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class ChunkMeanScorer(WrappingScorer):
 
     ``saliency'[h, j]`` is the mean of ``saliency[h', i]`` over all heads ``h'`` of the layer and
     the tokens ``i`` with ``position_i // chunk_length = position_j // chunk_length`` that a head
-    holds: chunks are counted from the first token of each row, in every turn. The same for all
-    heads, in float32. Tokens that the scorer leaves unscored have no part in a mean, and get 0.
+    holds: chunks are counted from the first token of each row, in every turn. All heads get the
+    same saliency, in float32. Tokens that the scorer leaves unscored do not count in a mean, and
+    get 0.
 
     Args:
         scorer: Gives the saliency.
@@ -37,9 +38,9 @@ class ChunkMeanScorer(WrappingScorer):
         8
 
     Source: ChunkKV (arXiv 2502.00299). It keeps whole chunks; a selector here keeps a number of
-    tokens, so that the last chunk it reaches may be cut, which keeps the chunk's first tokens.
-    kvpress, where chunks have 20 tokens, takes the first row's choice for all rows, and lets the
-    observation window's own score, above all others, weigh in the chunk that the window begins in.
+    tokens, so that the last chunk may be cut to its first tokens. In kvpress chunks have 20 tokens,
+    the first row's choice serves for all rows, and the observation window's own score, higher than
+    all others, counts in the chunk in which the window begins.
     """
 
     paper: ClassVar[str] = "arXiv 2502.00299"
@@ -67,6 +68,6 @@ class ChunkMeanScorer(WrappingScorer):
 
 
 def _sums(numbers: Tensor, chunks: Tensor, count: int) -> Tensor:
-    """Add up ``[batch, heads, key_len]`` by chunk to ``[batch, heads, count]``."""
+    """Sum a saliency ``[batch, heads, key_len]`` over chunks, to ``[batch, heads, count]``."""
     sums = torch.zeros(*numbers.shape[:2], count, dtype=numbers.dtype, device=numbers.device)
     return sums.scatter_add_(-1, chunks, numbers)

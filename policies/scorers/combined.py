@@ -1,4 +1,4 @@
-"""Combines scorers: by their sum, or by the largest."""
+"""Combines several scorers by sum or by maximum."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _as_scorers(scorers: object) -> tuple[Any, ...]:
 
 @attrs.frozen
 class _CombinedScorer(Scorer):
-    """Base of scorers that join the saliencies of several."""
+    """Base of scorers that combine the saliencies of several scorers."""
 
     scorers: tuple[Scorer, ...] = attrs.field(converter=_as_scorers)
 
@@ -31,7 +31,7 @@ class _CombinedScorer(Scorer):
 
     @property
     def num_queries(self) -> int | None:
-        """It looks at as many queries as the scorer that wants most."""
+        """The largest number of queries that any of the combined scorers reads."""
         wanted = [scorer.num_queries for scorer in self.scorers]
         return None if None in wanted else max(count or 0 for count in wanted)
 
@@ -41,9 +41,9 @@ class _CombinedScorer(Scorer):
         return max(scorer.unscored_tail for scorer in self.scorers)
 
     @property
-    def carries(self) -> int:
-        """The combined scorers carry so many numbers together, one after the other."""
-        return sum(scorer.carries for scorer in self.scorers)
+    def state_size(self) -> int:
+        """The number of state values per key of all combined scorers together."""
+        return sum(scorer.state_size for scorer in self.scorers)
 
     @property
     def needs_rotary(self) -> bool:
@@ -56,33 +56,33 @@ class _CombinedScorer(Scorer):
         return any(scorer.needs_output_weight for scorer in self.scorers)
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads or kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, query_heads or kv_heads, key_len]``; see `Scorer.score`."""
         return self._combined([each.score(shown) for each, shown in self._shown(context)])
 
-    def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """Advance every scorer and join what they say and carry; see `Scorer.advance`."""
-        found = [each.advance(shown) for each, shown in self._shown(context)]
-        carried = torch.cat([of_scorer for _, of_scorer in found], dim=-1)
-        return self._combined([saliency for saliency, _ in found]), carried
+    def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """Update every scorer, and combine their saliencies and states; see `Scorer.update`."""
+        found = [each.update(shown) for each, shown in self._shown(context)]
+        state = torch.cat([of_scorer for _, of_scorer in found], dim=-1)
+        return self._combined([saliency for saliency, _ in found]), state
 
     def _combined(self, found: list[Tensor]) -> Tensor:
-        """Join saliencies, of which some may be per KV head."""
+        """Combine saliencies, some of which may be per KV head."""
         heads = max(saliency.shape[1] for saliency in found)
         repeated = [each.repeat_interleave(heads // each.shape[1], dim=1) for each in found]
         return self._of_all(torch.stack(repeated))
 
     @abc.abstractmethod
     def _of_all(self, saliencies: Tensor) -> Tensor:
-        """Reduce ``[scorers, batch, heads, key_len]`` to one saliency."""
+        """Reduce saliencies ``[scorers, batch, heads, key_len]`` to one."""
 
     def _shown(self, context: LayerContext) -> Iterator[tuple[Scorer, LayerContext]]:
-        """Yield each scorer with the context that it is shown."""
+        """Yield each scorer with the context that it may read."""
         end = 0
         for scorer in self.scorers:
-            start, end = end, end + scorer.carries
-            before = None if context.carried is None else context.carried[..., start:end]
+            start, end = end, end + scorer.state_size
+            before = None if context.state is None else context.state[..., start:end]
             shown = context.showing(scorer.num_queries)
-            yield scorer, attrs.evolve(shown, carried=before if scorer.carries else None)
+            yield scorer, attrs.evolve(shown, state=before if scorer.state_size else None)
 
 
 def _as_weights(weights: object) -> tuple[float, ...]:
@@ -98,7 +98,7 @@ def _as_weights(weights: object) -> tuple[float, ...]:
 
 @attrs.frozen
 class SumScorer(_CombinedScorer):
-    """Adds several saliencies, each with a weight.
+    """Adds the saliencies of several scorers, each with a weight.
 
     Args:
         scorers: At least one.
@@ -135,7 +135,7 @@ class SumScorer(_CombinedScorer):
 
 @attrs.frozen
 class MaxScorer(_CombinedScorer):
-    """Takes the largest of several saliencies: a token matters if it matters to any.
+    """Takes the largest saliency of several scorers: a token is kept if any scorer wants it.
 
     Args:
         scorers: At least one.

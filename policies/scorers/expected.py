@@ -1,4 +1,4 @@
-"""Scores tokens by what queries to come are expected to attend to."""
+"""Scores tokens by the attention that future queries are expected to give them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ BLOCK = 64
 
 @attrs.frozen
 class ExpectedAttentionScorer(Scorer):
-    """Scores tokens by the attention expected of queries to come, times their values.
+    """Scores tokens by the attention expected from future queries, times the norm of their values.
 
     ``m`` and ``C`` are mean and covariance of a query head's new queries behind the sinks, before
     rotary embedding, ``R`` the mean rotation over the ``future_len`` positions behind the row's
-    last token, and ``m' = R m``, ``C' = R C R^T``. Were the queries to come normal, the exponential
-    of key ``j``'s logit would be ``exp(k_j . m' * scaling + k_j^T C' k_j * scaling^2 / 2)`` on
-    average. With ``a`` the shares of that over the tokens behind the sinks, and their mean over a
-    KV group, ``saliency[g, j] = (a[g, j] + epsilon) * ||v_j||_2``, in float32.
+    last token, and ``m' = R m``, ``C' = R C R^T``. If future queries were normally distributed, the
+    exponential of key ``j``'s logit would be ``exp(k_j . m' * scaling + k_j^T C' k_j * scaling^2 /
+    2)`` on average. ``a`` is this value as a share of the sum over the tokens after the sinks,
+    averaged over a KV group; ``saliency[g, j] = (a[g, j] + epsilon) * ||v_j||_2``, in float32.
 
-    Sinks have no part in any of it and get 0: protect them, as by ``protect=4``.
+    Sinks take no part in this and get 0: protect them, as by ``protect=4``.
 
     Args:
         num_sinks: First tokens of the row that are left out, at least 0.
-        future_len: Positions to come that are looked at, at least 1.
+        future_len: Number of future positions that the rotation is averaged over, at least 1.
         epsilon: Added to the shares, at least 0: how much the value alone counts.
         by_value: Whether shares are multiplied by the norm of the value.
 
@@ -44,11 +44,11 @@ class ExpectedAttentionScorer(Scorer):
         >>> ExpectedAttentionScorer(future_len=128).needs_rotary
         True
 
-    Source: Expected Attention (arXiv 2510.00636), as kvpress has it. The paper weighs by what the
-    output projection makes of a value (from memory); kvpress, and this, by the value's norm. There
-    the positions to come are counted from the number of tokens read at once, and padding counts as
-    tokens; here they follow each row's own last token, in every turn. Logits are not capped, and a
-    head's sink in its softmax is left out, where a model has these.
+    Source: Expected Attention (arXiv 2510.00636), as kvpress implements it. The paper multiplies by
+    the norm of the projected value (from memory); kvpress and this class by the value's norm. In
+    kvpress future positions are counted from the number of tokens read at once, padding included;
+    here they follow each row's own last token, in every turn. Logit caps and attention sinks of a
+    model are ignored.
     """
 
     paper: ClassVar[str] = "arXiv 2510.00636"
@@ -67,16 +67,16 @@ class ExpectedAttentionScorer(Scorer):
 
     @property
     def num_queries(self) -> None:
-        """It looks at all queries (None)."""
+        """Always None: the scorer reads all queries."""
         return
 
     @property
     def needs_rotary(self) -> bool:
-        """True: queries are compared before they were turned."""
+        """True: the scorer undoes the rotary embedding of queries."""
         return True
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
         assert context.rotary is not None
         positions = context.query_places
         start = context.positions[:, 0, -1] + 1  # the last slot is every row's last token
@@ -105,12 +105,12 @@ class ExpectedAttentionScorer(Scorer):
 
 
 def mean_rotation(rotary: RotaryEmbedding, start: Tensor, count: int, head_dim: int) -> Tensor:
-    """Average the rotations to ``count`` positions from a row's ``start`` on.
+    """Average the rotation matrices of ``count`` positions from each row's ``start`` on.
 
     Args:
-        rotary: The layer's.
-        start: int64 ``[batch]``.
-        count: Positions, at least 1.
+        rotary: The layer's rotary embedding.
+        start: The first position of each row, int64 ``[batch]``.
+        count: Number of positions, at least 1.
         head_dim: Channels of a head.
 
     Returns:
@@ -126,9 +126,9 @@ def mean_rotation(rotary: RotaryEmbedding, start: Tensor, count: int, head_dim: 
 
 
 def _statistics(queries: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute mean ``[batch, heads, head_dim]`` and covariance ``[.., head_dim, head_dim]``.
+    """Compute queries' mean ``[batch, heads, head_dim]`` and covariance over tokens.
 
-    Of ``[batch, heads, query_len, head_dim]``, over the queries that are counted; 0 of none.
+    The queries are ``[batch, heads, query_len, head_dim]``; 0 if no query counts.
     """
     left_out = ~counted[:, None, :, None]
     count = counted.sum(dim=1).clamp(min=1)[:, None, None]

@@ -1,4 +1,4 @@
-"""Scores tokens by their keys alone; no query is looked at."""
+"""Scores tokens by their keys alone, without queries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class KeyNormScorer(Scorer):
-    """Scores tokens by minus the norm of their keys: small ones tend to draw attention.
+    """Scores tokens by minus the norm of their keys: small keys tend to draw attention.
 
     ``saliency[h, j] = -||k_j||_2`` per KV head ``h``, after rotary embedding, which keeps norms.
 
@@ -30,7 +30,7 @@ class KeyNormScorer(Scorer):
     paper: ClassVar[str] = "arXiv 2406.11430"
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
         norms: Tensor = torch.linalg.vector_norm(context.keys.float(), dim=-1)
         return -norms
 
@@ -52,7 +52,7 @@ class KeyDiffScorer(Scorer):
     paper: ClassVar[str] = "arXiv 2504.15364"
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
         directions = functional.normalize(context.keys.float(), dim=-1)
         real = context.valid[..., None]
         mean = (directions * real).sum(dim=2, keepdim=True) / real.sum(dim=2, keepdim=True)

@@ -1,4 +1,4 @@
-"""Scores tokens by keys and values against those that follow; no query is looked at."""
+"""Scores tokens by comparing their keys and values with later tokens', without queries."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class LagKVScorer(Scorer):
-    """Scores tokens by how unevenly their channels lie in the range of those that follow.
+    """Scores tokens by the spread of their channels, scaled to the range of the tokens after them.
 
-    Behind the sinks, the tokens that a KV head holds are parted into runs of ``lag_size``, counted
-    from the row's first. With ``low`` and ``high`` the least and largest of the next run, per
-    channel, ``s_j = softmax over the run of the standard deviation over channels of
-    (x_j - low) / (high - low)``, once of keys and once of values. ``saliency[h, j] = r / lag_size``
-    per KV head ``h``, with ``r`` the rank, from 0, of ``s_j`` of keys plus that of values in its
-    run: every run keeps the same share. The last full run and what follows it have nothing to be
-    held against and come before all others, the newer the higher, in [1, 2); sinks have 2.
+    After the sinks, the tokens that a KV head holds are divided into runs of ``lag_size``, counted
+    from the row's first. With ``low`` and ``high`` the smallest and largest value in the next run,
+    per channel, ``s_j = softmax over the run of the standard deviation over channels of
+    (x_j - low) / (high - low)``, computed for keys and for values and added up. ``saliency[h, j] =
+    r / lag_size`` per KV head ``h``, with ``r`` the rank of ``s_j`` in its run, from 0: every run
+    keeps the same share. The last full run and the tokens after it have no next run; they rank
+    above all earlier runs, newer tokens higher, in [1, 2). Sinks have 2.
 
     Args:
         num_sinks: First tokens of the row, which come first of all, at least 0.
@@ -38,10 +38,10 @@ class LagKVScorer(Scorer):
         0
 
     Source: LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important (arXiv
-    2504.04704), as kvpress has it: deviations divided by one less than the channels, keys after
-    rotary embedding. There sinks, the last run and what follows all score 1, so that ties decide
-    where the budget is below their number; here newer tokens win, as they do there in contexts
-    shorter than two runs. A channel in which the next run is constant, 0 / 0 there, counts as 0.
+    2504.04704), as kvpress implements it: unbiased deviations, keys after rotary embedding. In
+    kvpress sinks, the last run and the tokens after it all score 1, so that ties decide if the
+    budget is smaller; here newer tokens win, as in kvpress in contexts shorter than two runs. A
+    channel that is constant in the next run, 0 / 0 in kvpress, counts as 0.
     """
 
     paper: ClassVar[str] = "arXiv 2504.04704"
@@ -54,7 +54,7 @@ class LagKVScorer(Scorer):
         check_count("lag_size", self.lag_size, minimum=1)
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
         sinks = context.is_first(self.num_sinks)
         held = context.valid.sum(dim=-1, keepdim=True)
         behind = held - sinks.sum(dim=-1, keepdim=True)  # tokens behind the sinks
@@ -72,7 +72,7 @@ class LagKVScorer(Scorer):
         return saliency
 
     def _ranks(self, context: LayerContext, first: Tensor, runs: int) -> Tensor:
-        """Rank by place, ``[batch, kv_heads, (runs - 1) * lag_size]``; missing get anything."""
+        """Rank tokens within their run, ``[batch, kv_heads, (runs - 1) * lag_size]``."""
         slots = first + torch.arange(runs * self.lag_size, device=first.device)
         slots = slots.clamp(max=context.key_len - 1)[..., None]
         scores = sum(
@@ -84,7 +84,7 @@ class LagKVScorer(Scorer):
         return (self.lag_size - 1 - order.argsort(dim=-1)).flatten(2)
 
     def _unevenness(self, states: Tensor) -> Tensor:
-        """Compute ``[batch, kv_heads, runs - 1, lag_size]`` of states by place."""
+        """Compute the spread of states' channels, ``[batch, kv_heads, runs - 1, lag_size]``."""
         runs = states.float().reshape(*states.shape[:2], -1, self.lag_size, states.shape[3])
         low, high = runs[:, :, 1:].aminmax(dim=3, keepdim=True)
         reach = high - low

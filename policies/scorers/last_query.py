@@ -1,4 +1,4 @@
-"""Scores tokens by what the last query attends to."""
+"""Scores tokens by the last query's attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LastQueryScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """It looks at the last query alone."""
+        """Always 1: the scorer reads the last query only."""
         return 1
 
     @property
@@ -40,7 +40,7 @@ class LastQueryScorer(Scorer):
         return True
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, query_heads, key_len]``; see `Scorer.score`."""
         return causal_attention_sums(context)
 
 
@@ -80,11 +80,11 @@ class LastQueryProductScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """It looks at the last query alone."""
+        """Always 1: the scorer reads the last query only."""
         return 1
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, query_heads, key_len]``; see `Scorer.score`."""
         group = context.query_heads // context.kv_heads
         products = query_key_products(context.queries, context.keys)[:, :, -1]
         # Padding stands on the left as 0, like what lies beyond the edge of a row alone.

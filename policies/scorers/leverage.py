@@ -1,4 +1,4 @@
-"""Scores tokens by their share of the keys and values around them; no query is looked at."""
+"""Scores tokens by the size of their keys and values among their neighbours, without queries."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class CURScorer(Scorer):
-    """Scores tokens by their share of the squared norms around them, keys' times values'.
+    """Scores tokens by their share of the squared norms of nearby keys, times that of values.
 
-    The tokens that a KV head holds are parted into stretches of ``local_size``, counted from the
+    The tokens that a KV head holds are divided into stretches of ``local_size``, counted from the
     row's first; the last may be shorter. ``saliency[h, j] = K_j * V_j / sum over i of K_i * V_i``
     per KV head ``h``, in float32, with ``K_j = ||k_j||^2 / sum over its stretch of ||k_i||^2`` and
     ``V`` likewise of values. Sinks have 1. Rotary embedding, which keeps norms, changes nothing.
@@ -35,9 +35,8 @@ class CURScorer(Scorer):
         0
 
     Source: CurDKV (arXiv 2509.15038), which chooses tokens as a CUR decomposition chooses rows, by
-    leverage; this is the reading of kvpress's ``CURPress`` at its defaults, in which shares of
-    norms approximate leverage and nothing is projected at random. Where all norms are 0, so are
-    shares, in place of 0 / 0.
+    leverage; as kvpress's ``CURPress`` does by default, shares of norms approximate leverage here,
+    without random projections. If all norms are 0, shares are 0, in place of 0 / 0.
     """
 
     paper: ClassVar[str] = "arXiv 2509.15038"
@@ -50,7 +49,7 @@ class CURScorer(Scorer):
         check_count("local_size", self.local_size, minimum=1)
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
         slots = torch.arange(context.key_len, device=context.keys.device)
         padding = context.key_len - context.valid.sum(dim=-1, keepdim=True)
         stretches = (slots - padding).clamp(min=0) // self.local_size

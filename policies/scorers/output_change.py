@@ -1,4 +1,4 @@
-"""Scores tokens by how far the output moves if one is evicted."""
+"""Scores tokens by how much the attention output changes if one is evicted."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kvpolicy.policies.scorers.wrapping import WrappingScorer
 
 @attrs.frozen
 class CAOTEScorer(WrappingScorer):
-    """Scores tokens by how far a head's output moves without them.
+    """Scores tokens by how much a head's output changes without them.
 
     ``saliency'[h, j] = a_j / (1 - a_j) * ||o - v_j||_2`` with ``a = saliency[h] / sum saliency[h]``
     over the tokens that are scored, and ``o = sum over i of a_i v_i``, in float32: exactly the
-    change of ``o`` when the other weights are made to sum to 1 again. Per head of the scorer, with
-    the values of its KV head. Meant for saliencies that are not negative, as attention is; those
-    below 0 count as 0.
+    change of ``o`` when the other weights are made to sum to 1 again. Computed for each head of the
+    scorer, with the values of its KV head. Meant for saliencies that are not negative, such as
+    attention; negative ones count as 0.
 
     Args:
         scorer: Gives the saliency.
-        fast: Whether the mean of the values stands in for ``o``, one for all heads of a group.
+        fast: Whether the mean of the values replaces ``o``, one for all heads of a group.
 
     Raises:
         TypeError: ``scorer`` is not a `Scorer`, or ``fast`` not a bool.
@@ -36,11 +36,11 @@ class CAOTEScorer(WrappingScorer):
         >>> CAOTEScorer(LastQueryScorer()).num_queries
         1
 
-    Source: CAOTE (arXiv 2504.14051) and its FastCAOTE, as described by others: no code was
-    published, and what it does with groups of query heads is not known; here every query head has
-    its own numbers, of which selectors take the mean. It evicts few tokens at a time and scores
-    anew; here one scoring ranks all. A token with all of the weight has no ``a / (1 - a)``: the
-    change is then taken as ``||v_j||_2``, and with ``fast`` ``1 - a`` is at least 1e-6.
+    Source: CAOTE (arXiv 2504.14051) and its FastCAOTE, as described by others. No code was
+    published, and its handling of query head groups is not known; here every query head has its own
+    scores, which selectors average. The paper evicts few tokens at a time and scores again; here
+    tokens are scored once. For a token with all of the weight ``a / (1 - a)`` is undefined: its
+    change is set to ``||v_j||_2``, and with ``fast`` ``1 - a`` is at least 1e-6.
     """
 
     paper: ClassVar[str] = "arXiv 2504.14051"
@@ -63,10 +63,10 @@ class CAOTEScorer(WrappingScorer):
 
     @staticmethod
     def _exact_changes(weights: Tensor, context: LayerContext) -> Tensor:
-        """Compute how far each output moves, ``[batch, kv_heads, group, key_len]``.
+        """Compute how much each head's output changes, ``[batch, kv_heads, group, key_len]``.
 
-        The heaviest token's would be a small difference over a small difference; so it is
-        computed as ``a_j ||m - v_j||``, with ``m`` the mean of the others by their weights.
+        For the heaviest token the formula divides a small difference by another. Its change is
+        computed as ``a_j ||m - v_j||`` instead, with ``m`` the weighted mean of the others.
         """
         values = context.values.float()
         heaviest, most, others = _heaviest(weights)
@@ -80,7 +80,7 @@ class CAOTEScorer(WrappingScorer):
 
     @staticmethod
     def _mean_changes(weights: Tensor, context: LayerContext) -> Tensor:
-        """Compute how far the mean output moves, ``[batch, kv_heads, group, key_len]``."""
+        """Compute how much a group's mean output changes, ``[batch, kv_heads, group, key_len]``."""
         values, real = context.values.float(), context.valid[..., None]
         count = real.sum(dim=2, keepdim=True).clamp(min=1)
         mean = values.masked_fill(~real, 0.0).sum(dim=2, keepdim=True) / count
@@ -93,14 +93,14 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def _heaviest(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find each head's largest weight, and return all weights with 0 in its place.
+    """Return each head's largest weight, and all weights with 0 in its place.
 
-    What is left of 1 without it is the sum of the others, which a difference would round away.
+    One minus the largest weight is the sum of the others, which subtraction would round away.
     """
     most, heaviest = weights.max(dim=-1, keepdim=True)
     return heaviest, most, weights.scatter(-1, heaviest, 0.0)
 
 
 def _distances(outputs: Tensor, values: Tensor) -> Tensor:
-    """Measure distances ``[batch, kv_heads, outputs, key_len]``; products would cancel."""
+    """Compute the distances of values to outputs, ``[batch, kv_heads, outputs, key_len]``."""
     return torch.cdist(outputs, values, compute_mode="donot_use_mm_for_euclid_dist")

@@ -1,4 +1,4 @@
-"""Scores tokens by the most that any query attends to them."""
+"""Scores tokens by the largest attention that any query gives them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class PeakAttentionScorer(Scorer):
-    """Takes the most attention that any token of the prompt gives each token.
+    """Scores tokens by the largest attention that any token of the prompt gives them.
 
     ``saliency[g, j] = max over queries i >= j and the query heads h of KV head g of
     softmax(q_i . k_j * scaling)``, in float32, every query attending causally. Computed in blocks,
-    as by `AccumulatedAttentionScorer`. Unlike a sum over queries it does not favour early tokens,
-    which more queries see, and one query is enough to keep what it needs.
+    as by `AccumulatedAttentionScorer`. A sum over queries favours early tokens, which more queries
+    see; the maximum does not, and a single query is enough to keep a token.
 
-    By itself a token is kept for what the prompt's own tokens took from it; with a second reading
-    (`Repetition`) for what it takes to say the prompt again.
+    Without a second reading the queries are the prompt's own. With one (`Repetition`) they are
+    those of the model repeating the prompt.
 
     Example:
         >>> PeakAttentionScorer().num_queries is None
@@ -35,11 +35,11 @@ class PeakAttentionScorer(Scorer):
 
     @property
     def num_queries(self) -> None:
-        """It looks at all queries (None)."""
+        """Always None: the scorer reads all queries."""
         return
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
         peaks = causal_attention_peaks(context)
         grouped = peaks.view(context.batch, context.kv_heads, -1, context.key_len)
         return grouped.amax(dim=2)

@@ -1,4 +1,4 @@
-"""Scores tokens at random: the control."""
+"""Scores tokens at random: the control in comparisons."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class RandomScorer(Scorer):
     """Draws random numbers: the control that every method should beat.
 
     A token's number depends on the seed, the layer, the KV head and its position, so that a row
-    gets the same in any batch, and the same again.
+    gets the same numbers in every batch and every run.
 
     Args:
-        seed: At least 0.
+        seed: Seed of the random numbers, at least 0.
 
     Raises:
         TypeError: ``seed`` is not an int.
@@ -36,7 +36,7 @@ class RandomScorer(Scorer):
         check_count("seed", self.seed, maximum=None)
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]`` in [0, 1); see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]`` in [0, 1); see `Scorer.score`."""
         # Splitmix64 of the token's coordinates: the same on every device, in any batch.
         heads = torch.arange(context.kv_heads, device=context.positions.device)[:, None]
         heads = heads + context.heads.share * context.kv_heads
@@ -48,11 +48,11 @@ class RandomScorer(Scorer):
 
 
 def _signed(value: int) -> int:
-    """Return the int64 of a number's lowest 64 bits."""
+    """Return a number's lowest 64 bits as a signed int64."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _shifted(state: Tensor, by: int) -> Tensor:
-    """Shift to the right logically; the shift of int64 brings the sign along."""
+    """Shift an int64 tensor to the right and fill with zeros, not with the sign bit."""
     return (state >> by) & ((1 << (64 - by)) - 1)

@@ -1,4 +1,4 @@
-"""Scores tokens by what the last ones attend to, less what resembles other keys."""
+"""Scores tokens by the last tokens' attention, minus their similarity to other keys."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ RUN = 64
 
 @attrs.frozen
 class RedundancyScorer(Scorer):
-    """Weighs the last tokens' attention against how much a key resembles the others.
+    """Scores tokens by the last tokens' attention, minus their keys' similarity to other keys.
 
     ``saliency[h, j] = importance * I[h, j] - (1 - importance) * R[h, j]`` per KV head ``h``, in
     float32, for the tokens before the window. ``I`` is the softmax, over these tokens, of the
     largest product in the group, averaged over the window's queries, then max-pooled. ``R`` is the
-    softmax over all tokens ``j`` of the mean over ``i`` of ``cos(k_i, k_j)``, which counts as 0 for
-    ``i = j``, and for the last ``j`` that resembles ``i`` by more than ``threshold``: the newest of
-    many copies is not held against itself. Keys are taken after rotary embedding.
+    softmax over all tokens ``j`` of the mean over ``i`` of ``cos(k_i, k_j)``. The cosine counts as
+    0 for ``i = j``, and for the last ``j`` whose cosine with ``i`` exceeds ``threshold``, so that
+    the newest of many copies is not penalised. Keys are taken after rotary embedding.
 
     Args:
         window_size: Tokens of the observation window, at least 1.
         kernel_size: Width of the pooling, odd, at least 1 (1 does not pool).
         importance: Weight of the attention, in [0, 1].
-        threshold: Cosine from which on a key counts as a copy, in [0, 1].
+        threshold: Cosine above which a key counts as a copy of another, in [0, 1].
 
     Raises:
         TypeError: An argument is not of its type.
@@ -43,9 +43,9 @@ class RedundancyScorer(Scorer):
         >>> RedundancyScorer(window_size=16).unscored_tail
         16
 
-    Source: R-KV (arXiv 2505.24133). In its code the similarity of the first row of a batch serves
-    for all of them, and a key that resembles none takes the first one's part; here rows are on
-    their own, and such a key changes nothing.
+    Source: R-KV (arXiv 2505.24133). In its code the first row's similarity serves for all rows of
+    a batch, and the similarity of a key without copies to the first key is left out; here every row
+    has its own similarity, and all similarities of a key without copies count.
     """
 
     paper: ClassVar[str] = "arXiv 2505.24133"
@@ -63,16 +63,16 @@ class RedundancyScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """It looks at the queries of the observation window."""
+        """The size of the observation window, whose queries are read."""
         return self.window_size
 
     @property
     def unscored_tail(self) -> int:
-        """The observation window gets no saliency: it is always kept."""
+        """The size of the observation window, which gets no saliency and is always kept."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
         before = max(context.key_len - self.window_size, 0)
         saliency = torch.zeros(context.positions.shape, device=context.keys.device)
         if before:
@@ -82,7 +82,7 @@ class RedundancyScorer(Scorer):
         return saliency
 
     def _importance(self, context: LayerContext, before: int) -> Tensor:
-        """Compute the window's attention, ``[batch, kv_heads, before]``."""
+        """Compute the attention of the window, ``[batch, kv_heads, before]``."""
         products = query_key_products(context.queries, context.keys[:, :, :before])
         grouped = products.view(context.batch, context.kv_heads, -1, *products.shape[2:])
         highest = grouped.amax(dim=2) * context.scaling
@@ -94,7 +94,7 @@ class RedundancyScorer(Scorer):
         )
 
     def _redundancy(self, context: LayerContext) -> Tensor:
-        """Compute how much each key resembles the others, ``[batch, kv_heads, key_len]``."""
+        """Compute each key's mean similarity to the other keys, ``[batch, kv_heads, key_len]``."""
         valid = context.valid
         keys = context.keys.detach().float()  # detached, for memory to be written to again
         directions = functional.normalize(keys, dim=-1) * valid[..., None]
@@ -105,10 +105,10 @@ class RedundancyScorer(Scorer):
         return _softmax(sums / valid.sum(dim=-1, keepdim=True).clamp(min=1), valid)
 
     def _leave_out_copies(self, sums: Tensor, directions: Tensor) -> None:
-        """Take from the sums the cosine of each key with the last that resembles it.
+        """Subtract from each key's sum of cosines that of the last key that resembles it.
 
-        In blocks of heads and keys: the matrix of all is never whole, nor is new memory taken for
-        each block, to be given whose pages costs more than the products.
+        Computed in blocks of heads and keys, so that the whole matrix is never in memory. All
+        blocks use the same memory, since allocating it costs more than the products.
 
         Args:
             sums: ``[heads, key_len]``, written to.
@@ -133,9 +133,9 @@ class RedundancyScorer(Scorer):
                 sums[own].scatter_add_(-1, last, -copied)
 
     def _last_copies(self, cosines: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the last key that resembles each, and its cosine; 0 and 0 if there is none.
+        """Find, for each key, the last key that resembles it and their cosine; 0 and 0 if none.
 
-        Runs of keys are looked through by their highest cosine, and one of them key by key.
+        Searches runs of keys by their highest cosine, then one run key by key.
 
         Args:
             cosines: ``[heads, count, key_len]``, a multiple of `RUN` of keys.
@@ -156,6 +156,6 @@ class RedundancyScorer(Scorer):
 
 
 def _softmax(scores: Tensor, valid: Tensor) -> Tensor:
-    """Take the softmax over the last axis of what is valid; 0 elsewhere."""
+    """Compute the softmax over the valid entries of the last axis; 0 elsewhere."""
     lowest = torch.finfo(scores.dtype).min  # finite, where nothing is valid
     return scores.masked_fill(~valid, lowest).softmax(dim=-1) * valid

@@ -1,4 +1,4 @@
-"""Scores tokens by how much of the space that keys span their key makes up."""
+"""Scores tokens by the leverage of their keys: how far each lies outside the others' span."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ RIDGE = 1e-2
 class LeverageScorer(Scorer):
     """Scores tokens by the leverage of their keys, before rotary embedding; needs no query.
 
-    With ``X`` the keys of a row and KV head less their mean and ``Y = X Phi``, ``Phi`` Gaussian of
-    ``sketch_size`` columns and variance ``1 / sketch_size``, the leverage of key ``j`` is
-    ``y_j (Y^T Y + 0.01 I)^-1 y_j^T``. ``saliency[g, j]`` is that, at mean 0 and deviation 1 over
-    the tokens of the row and head. The same ``Phi`` serves all rows and heads of a layer, so that
-    a row gets the same in any batch, and the same again.
+    ``X`` are the keys of a row and KV head minus their mean, and ``Y = X Phi`` with a Gaussian
+    ``Phi`` of ``sketch_size`` columns and variance ``1 / sketch_size``. The leverage of key ``j``
+    is ``y_j (Y^T Y + 0.01 I)^-1 y_j^T``. ``saliency[g, j]`` is the leverage, standardized to mean 0
+    and deviation 1 over the tokens of the row and head. All rows and heads of a layer share
+    ``Phi``, so that a row gets the same saliency in every batch and every run.
 
-    The first and the last tokens have no part in any of it and get 0: protect them.
+    The first and the last tokens take no part in this and get 0: protect them.
 
     Args:
         num_sinks: First tokens of the row that are left out, at least 0.
         window_size: Last tokens that are left out, at least 0.
         sketch_size: Columns of ``Phi``, at least 1.
-        seed: Of ``Phi``, at least 0.
+        seed: Seed of ``Phi``, at least 0.
 
     Raises:
         TypeError: An argument is not an int.
@@ -44,8 +44,8 @@ class LeverageScorer(Scorer):
         >>> LeverageScorer(seed=3).unscored_tail
         4
 
-    Source: Compactor (arXiv 2507.08143), as kvpress has it; there means and deviations are taken
-    over all rows and heads together, and every row and head has a ``Phi`` drawn anew.
+    Source: Compactor (arXiv 2507.08143), as kvpress implements it. In kvpress scores are
+    standardized over all rows and heads together, and every row and head has a ``Phi`` of its own.
     """
 
     paper: ClassVar[str] = "arXiv 2507.08143"
@@ -63,16 +63,16 @@ class LeverageScorer(Scorer):
 
     @property
     def unscored_tail(self) -> int:
-        """The observation window gets no saliency: it is always kept."""
+        """The size of the observation window, which gets no saliency and is always kept."""
         return self.window_size
 
     @property
     def needs_rotary(self) -> bool:
-        """True: keys are compared before they were turned."""
+        """True: the scorer undoes the rotary embedding of keys."""
         return True
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, kv_heads, key_len]``; see `Scorer.score`."""
         assert context.rotary is not None
         tail, first = context.is_tail(self.window_size), context.is_first(self.num_sinks)
         scored = context.valid & ~tail & ~first
@@ -86,7 +86,7 @@ class LeverageScorer(Scorer):
         return standardized(leverage, scored).masked_fill_(~scored, 0.0)
 
     def _sketch(self, context: LayerContext) -> Tensor:
-        """Draw ``[head_dim, sketch_size]`` on the CPU: the same on every device."""
+        """Draw a random projection ``[head_dim, sketch_size]``, the same on every device."""
         seed = (self.seed * 1_000_003 + context.layer_idx) % (1 << 63)
         drawn = torch.randn(
             context.keys.shape[3], self.sketch_size, generator=torch.Generator().manual_seed(seed)
@@ -97,8 +97,8 @@ class LeverageScorer(Scorer):
 def _leverage(keys: Tensor, scored: Tensor, sketch: Tensor) -> Tensor:
     """Compute the leverage ``[batch, key_len]`` of keys ``[batch, key_len, head_dim]``, in float64.
 
-    Keys that are fewer than channels differ in little but the ridge's part, and what they differ in
-    is what counts.
+    If there are fewer keys than channels, leverages differ only by small amounts that float32 would
+    round away.
     """
     exact = keys.double().masked_fill(~scored, 0.0)
     mean = exact.sum(dim=1, keepdim=True) / scored.sum(dim=1, keepdim=True).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Scores tokens by what a share of the context attends to, later queries more."""
+"""Scores tokens by the attention of the prompt's last part, later queries weighing more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpolicy.interfaces import Scorer
 
 
 def tail_lens(context: LayerContext, recent_rate: float) -> list[int]:
-    """Count each row's tail: ``1 + int(seen_len * recent_rate)`` tokens, if there are."""
+    """Return each row's tail length: ``1 + int(seen_len * recent_rate)``, at most its tokens."""
     new_lens = context.new_valid.sum(dim=1).tolist()
     return [
         min(1 + int(seen * recent_rate), new)
@@ -29,8 +29,8 @@ class WeightedTailScorer(Scorer):
     """Scores tokens by the attention of the prompt's tail, later queries weighing more.
 
     ``saliency[h, j] = mean over tail queries i of w_i * softmax(q_i . k_j * scaling)`` per query
-    head ``h``, in float32, causal, ``w = linspace(1, distance_weight)`` over the tail, the last
-    ``1 + int(N * recent_rate)`` of the row's tokens.
+    head ``h``, in float32, causal, with ``w = linspace(1, distance_weight)`` over the tail. The
+    tail is the last ``1 + int(N * recent_rate)`` of the row's ``N`` tokens.
 
     Args:
         recent_rate: Fraction of the row's context that makes the tail, in (0, 1].
@@ -65,11 +65,11 @@ class WeightedTailScorer(Scorer):
 
     @property
     def num_queries(self) -> None:
-        """It looks at all queries: how many make the tail depends on the prompt."""
+        """Always None: the scorer reads all queries, since the tail depends on the prompt."""
         return
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, query_heads, key_len]``; see `Scorer.score`."""
         lens = tail_lens(context, self.recent_rate)
         longest = min(max(lens), context.query_len)
         tail = context.showing(longest)

@@ -1,4 +1,4 @@
-"""Scores tokens by what the observation window attends to."""
+"""Scores tokens by the attention of the observation window, the last tokens of the prompt."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class _PooledWindowScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """It looks at the queries of the observation window."""
+        """The size of the observation window, whose queries are read."""
         return self.window_size
 
     @property
     def unscored_tail(self) -> int:
-        """The observation window gets no saliency: it is always kept."""
+        """The size of the observation window, which gets no saliency and is always kept."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads or kv_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, query_heads or kv_heads, key_len]``; see `Scorer.score`."""
         before = max(context.key_len - self.window_size, 0)
         attention = self._observed(context)
         saliency = torch.zeros_like(attention)
@@ -47,12 +47,12 @@ class _PooledWindowScorer(Scorer):
         return saliency
 
     def _observed(self, context: LayerContext) -> Tensor:
-        """What is pooled, float32 ``[batch, heads, key_len]``."""
+        """Compute the attention that is then pooled, float32 ``[batch, heads, key_len]``."""
         return causal_attention_sums(context)
 
     @abc.abstractmethod
     def _pooled(self, attention: Tensor) -> Tensor:
-        """Pool ``[batch, heads, before]``, 0 on padding, to the same shape."""
+        """Pool attention ``[batch, heads, before]`` over neighbours; padding counts as 0."""
 
 
 @attrs.frozen
@@ -65,13 +65,12 @@ class WindowMaxPoolScorer(_PooledWindowScorer):
     neighbours with it.
 
     With ``group_first`` the sums are averaged over the query heads of each KV group, then pooled:
-    one saliency per KV head. A maximum of a mean is at most the mean of the maxima, so that the two
-    orders rank tokens differently. Heads that share what is stored, as under latent attention, are
-    one group.
+    one saliency per KV head. The maximum of a mean is not the mean of the maxima, so the two orders
+    rank tokens differently. Heads that share storage, as under latent attention, are one group.
 
     Args:
         window_size: Tokens of the observation window, at least 1. In a later turn with fewer new
-            tokens, those observe; the window that goes unscored stays this long.
+            tokens only their queries are used; the unscored window stays this long.
         kernel_size: Width of the pooling, odd, at least 1 (1 does not pool).
         group_first: Whether attention is averaged over each KV group before it is pooled.
 
@@ -148,12 +147,12 @@ class WindowMeanPoolScorer(_PooledWindowScorer):
 
 @attrs.frozen
 class WindowAttentionScorer(Scorer):
-    """Scores tokens by the attention of the last tokens, these themselves included.
+    """Scores all tokens, the last ones included, by the attention of the last tokens.
 
     ``saliency[h, j] = mean over window queries i of softmax(q_i . k_j * scaling)`` per query head
-    ``h``, in float32, causal inside the window, and the maximum of a token's neighbourhood of
-    ``kernel_size``. Every token is scored, those of the window too, so that they need not be kept;
-    without pooling the saliency of a head sums to 1 over all tokens, unless its softmax has a sink.
+    ``h``, in float32, causal inside the window, max-pooled over ``kernel_size`` neighbours. The
+    window's own tokens are scored too, so that they need not be kept. Without pooling the saliency
+    of a head sums to 1 over all tokens, unless its softmax has a sink.
 
     Args:
         window_size: Tokens of the observation window, at least 1.
@@ -181,11 +180,11 @@ class WindowAttentionScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """It looks at the queries of the observation window."""
+        """The size of the observation window, whose queries are read."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads, key_len]``; see `Scorer.score`."""
+        """Return the saliency ``[batch, query_heads, key_len]``; see `Scorer.score`."""
         observing = context.query_valid.sum(dim=1)[:, None, None].clamp(min=1)
         attention = causal_attention_sums(context) / observing
         if self.kernel_size == 1:

@@ -1,4 +1,4 @@
-"""Wraps scorers: changes what another scorer says."""
+"""Base of scorers that change another scorer's saliency."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class WrappingScorer(Scorer):
-    """Changes another scorer's saliency; needs and carries what that one does."""
+    """Base of scorers that change another scorer's saliency."""
 
     scorer: Scorer
 
@@ -25,22 +25,22 @@ class WrappingScorer(Scorer):
 
     @property
     def num_queries(self) -> int | None:
-        """It looks at as many queries as the wrapped scorer."""
+        """The number of queries that the wrapped scorer reads."""
         return self.scorer.num_queries
 
     @property
     def unscored_tail(self) -> int:
-        """The wrapped scorer leaves so many trailing tokens without a saliency."""
+        """The number of trailing tokens that the wrapped scorer leaves without a saliency."""
         return self.scorer.unscored_tail
 
     @property
-    def carries(self) -> int:
-        """The wrapped scorer carries so many numbers for each key."""
-        return self.scorer.carries
+    def state_size(self) -> int:
+        """The number of state values that the wrapped scorer keeps per key."""
+        return self.scorer.state_size
 
     @property
     def history_layers(self) -> int:
-        """The wrapped scorer looks at so many layers before."""
+        """The number of earlier layers whose saliency the wrapped scorer reads."""
         return self.scorer.history_layers
 
     @property
@@ -53,23 +53,23 @@ class WrappingScorer(Scorer):
         """True if the wrapped scorer reads the output weights."""
         return self.scorer.needs_output_weight
 
-    def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """Change the saliency that the wrapped scorer advances to; see `Scorer.advance`."""
-        saliency, carried = self.scorer.advance(context)
-        return self._changed(saliency, context), carried
+    def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """Update the wrapped scorer and change its saliency; see `Scorer.update`."""
+        saliency, state = self.scorer.update(context)
+        return self._changed(saliency, context), state
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32, of the scorer's shape or per KV head; see `Scorer.score`."""
+        """Return the changed saliency in float32; see `Scorer.score`."""
         return self._changed(self.scorer.score(context), context)
 
     @abc.abstractmethod
     def _changed(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """Return the changed saliency, a new tensor."""
+        """Change the wrapped scorer's saliency; return a new tensor."""
 
 
 @attrs.frozen
 class ValueAwareScorer(WrappingScorer):
-    """Multiplies a scorer's saliency by the norm of each token's value.
+    """Multiplies another scorer's saliency by the norm of each token's value.
 
     ``saliency'[h, j] = saliency[h, j] * ||v_j||_2``: attention to a token whose value is small
     moves the output little. Meant for saliencies that are not negative, as attention is.

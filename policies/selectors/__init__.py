@@ -1,1 +1,1 @@
-"""Selectors: which keys and values does a layer keep for decoding?"""
+"""Selectors: decide which keys and values a layer keeps for decoding."""

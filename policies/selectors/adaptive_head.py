@@ -1,4 +1,4 @@
-"""Shares one budget among all KV heads of a layer."""
+"""Splits a layer's budget unequally over its KV heads."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kvpolicy.selection import compress, ranks
 @documented
 @attrs.frozen
 class AdaptiveHeadSelector(SharedBudgetSelector):
-    """Lets the KV heads of a layer share its budget: heads that spread attention keep more.
+    """Splits a layer's budget over its KV heads: heads with spread-out attention keep more.
 
     With ``c`` tokens in the mean budget of a row, ``p`` of them protected and ``f = c - p``, each
     KV head first takes its own ``g = int(f * floor)`` most salient tokens beside the protected
-    ones. The other ``kv_heads * (f - g)`` places of the layer go to the most salient of what is
-    left, all heads together; of equals, to the lower head and then to the earlier token. The
-    saliency of a KV head is the mean over the query heads of its group. All heads together keep
-    ``kv_heads * c`` exactly where all tokens reach the layer. A head that has fewer than ``g`` to
-    take from leaves the rest of its ``g`` unused.
+    ones. The other ``kv_heads * (f - g)`` places of the layer go to the most salient tokens left in
+    any head; of equals, to the lower head and then to the earlier token. The saliency of a KV head
+    is the mean over the query heads of its group. All heads together keep exactly ``kv_heads * c``
+    tokens if all tokens reach the layer. A head with fewer than ``g`` such tokens leaves the rest
+    of its places unused.
 
     Args:
         retention_rate: Fraction of the context that heads keep on average, in (0, 1].
@@ -54,13 +54,13 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
         check_rate("floor", self.floor, zero=True)
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the mean budget's rate for every layer; see `KVSelector.kept_rates`."""
+        """Return the mean budget as a rate for every layer; see `KVSelector.kept_rates`."""
         check_count("num_layers", num_layers, minimum=1)
         fixed = self.window_size + self.protect
         return [self.mean_budget.fraction(context_len, protected=fixed)] * num_layers
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`.
+        """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`.
 
         Heads that keep fewer than others are filled with -1 on the left.
         """
@@ -79,7 +79,7 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
         return compress(here, int(here.sum(dim=-1).max()))
 
     def _places(self, seen_len: tuple[int, ...], protected: Tensor) -> tuple[Tensor, Tensor]:
-        """Split each row's budget ``[batch]`` into each head's own places and shared ones."""
+        """Split each row's budget ``[batch]`` into places of each head and places shared by all."""
         fixed = protected.sum(dim=-1).amax(dim=-1)
         mean = on_device([self._free(seen, 0) for seen in seen_len], protected.device)
         free = mean.maximum(fixed) - fixed

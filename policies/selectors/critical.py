@@ -1,4 +1,4 @@
-"""Keeps half of a budget by attention, half by what a token's value adds to the output."""
+"""Keeps half of a budget by attention, half by values' effect on the output too."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from kvpolicy.selection import ranks, select_top
 
 @attrs.frozen
 class CriticalSelector(WrappingSelector):
-    """Keeps as many as another selector, in two stages of which the second looks at values too.
+    """Keeps as many tokens as another selector, half of them by values' effect on the output.
 
-    Of the ``b`` tokens that the selector keeps of a KV head, ``int(b * first_share)`` are the
-    protected ones and the most salient others. The rest are those of the highest
-    ``(saliency[g, j] + epsilon) * n[g, j]``, with ``saliency[g]`` the mean over the query heads of
-    the group and ``n[g, j]`` the mean over them of ``||v_j W_h||_1``, ``W_h`` the layer's output
-    weights of head ``h``. The saliency should not have values in it already.
+    If the wrapped selector keeps ``b`` tokens of a KV head, the first ``int(b * first_share)`` are
+    the protected tokens and the most salient others. The rest are the tokens of highest
+    ``(saliency[g, j] + epsilon) * n[g, j]``. ``saliency[g]`` is the mean over the query heads of
+    the group, and ``n[g, j]`` the mean over them of ``||v_j W_h||_1``, with ``W_h`` the layer's
+    output weights of head ``h``. Use a saliency that does not depend on values already.
 
     Args:
-        selector: Says how many tokens each head keeps, and which are protected.
+        selector: Decides how many tokens each head keeps, and which are protected.
         first_share: Share of the tokens that is chosen by the saliency alone, in [0, 1].
         epsilon: Added to the saliency in the second stage, at least 0.
 
@@ -58,25 +58,25 @@ class CriticalSelector(WrappingSelector):
 
     @property
     def equal_counts(self) -> bool:
-        """True if the wrapped selector keeps as many in every head."""
+        """True if the wrapped selector keeps as many tokens in every head."""
         return self.selector.equal_counts
 
     @property
     def needs_saliency(self) -> bool:
-        """True: the first stage goes by the saliency."""
+        """True: the first stage chooses by saliency."""
         return True
 
     @property
     def needs_output_weight(self) -> bool:
-        """True: the second stage goes by what values add to the output."""
+        """True: the second stage reads the output weights."""
         return True
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Return the wrapped selector's numbers; see `KVSelector.kept_counts`."""
+        """Return the counts of the wrapped selector; see `KVSelector.kept_counts`."""
         return known_counts(self.selector, context)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         assert saliency is not None
         scores = group_mean(saliency, context.kv_heads)
         known = known_counts(self, context)
@@ -91,7 +91,7 @@ class CriticalSelector(WrappingSelector):
 
 
 def output_norms(context: LayerContext) -> Tensor:
-    """Compute the L1 norm of each value's output, the mean over its KV group.
+    """Compute the L1 norm of each value times the output weights, averaged over the KV group.
 
     Args:
         context: The layer, with its output weights.

@@ -1,4 +1,4 @@
-"""Keeps everything in the first layers."""
+"""Keeps all tokens in the first layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvpolicy.policies.selectors.wrapping import WrappingSelector
 
 @attrs.frozen
 class FirstLayersWholeSelector(WrappingSelector):
-    """Keeps everything in the first layers; in the others what a selector keeps.
+    """Keeps all tokens in the first layers, and what another selector keeps in the later ones.
 
     Args:
         selector: Chooses in the other layers.
@@ -47,39 +47,39 @@ class FirstLayersWholeSelector(WrappingSelector):
 
     @property
     def budget(self) -> Budget | None:
-        """None holds for all layers, unless no layer is whole."""
+        """The wrapped selector's budget if no layer is kept whole; else None."""
         return None if self.whole_layers else self.selector.budget
 
     @property
     def equal_counts(self) -> bool:
-        """True if no layer is whole and the wrapped selector keeps as many in every head."""
+        """True if no layer is kept whole and the wrapped selector keeps as many in every head."""
         return self.whole_layers == 0 and self.selector.equal_counts
 
     @property
     def is_bounded(self) -> bool:
-        """True if no layer is whole and the wrapped selector is bounded."""
+        """True if no layer is kept whole and the wrapped selector is bounded."""
         return self.whole_layers == 0 and self.selector.is_bounded
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Mark every token in the first layers; see `KVSelector.protected`."""
+        """Mark all tokens in the first layers as protected; see `KVSelector.protected`."""
         return context.valid if self._is_whole(context) else self.selector.protected(context)
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return 1 for the first layers; see `KVSelector.kept_rates`."""
+        """Return 1 for the first layers, the wrapped selector's rates after; see `kept_rates`."""
         rates = self.selector.kept_rates(num_layers, context_len)
         return [1.0 if layer < self.whole_layers else rate for layer, rate in enumerate(rates)]
 
     def around(self, selector: KVSelector) -> KVSelector:
-        """Return the other selector for every layer: one that is whole has no bound."""
+        """Return the other selector alone: layers kept whole have no bound while decoding."""
         return attrs.evolve(self, selector=selector, whole_layers=0)
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Return all in the first layers, else the selector's; see `KVSelector.kept_counts`."""
+        """Return all tokens in the first layers, else the wrapped selector's counts."""
         whole = self._is_whole(context)
         return context.held_len if whole else known_counts(self.selector, context)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         if not self._is_whole(context):
             return self.selector.select(saliency, context)
         return KeepAllSelector().select(saliency, context)

@@ -1,4 +1,4 @@
-"""The first tokens of a context are kept beyond the budget."""
+"""Keeps the first tokens of a context beyond the budget."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvpolicy.selection import compress
 
 @attrs.frozen
 class FirstTokensWholeSelector(WrappingSelector):
-    """Keeps the first tokens of the context; of those behind them what a selector keeps.
+    """Keeps the first tokens of the context, and what another selector keeps of the later ones.
 
-    The selector is shown the tokens behind alone, at their own positions, as if no others had been
-    seen: a rate is a rate of these, and a number of tokens comes on top of the first ones.
-    ``protect`` of other selectors keeps first tokens too, but counts them in the budget.
+    The wrapped selector sees only the later tokens, at their own positions, as if there were no
+    others: its rate refers to these tokens, and its number of tokens is added to the first ones.
+    (``protect`` of other selectors keeps first tokens too, but counts them in the budget.)
 
     Args:
-        selector: Chooses among the tokens behind.
+        selector: Chooses among the later tokens.
         whole_tokens: First tokens of the context that are kept, such as those of a system prompt,
             at least 0.
 
@@ -40,7 +40,7 @@ class FirstTokensWholeSelector(WrappingSelector):
         >>> FirstTokensWholeSelector(GQAGroupSelector(0.1), 100).kept_rates(2, context_len=1000)
         [0.19, 0.19]
 
-    Source: KVzip (arXiv 2505.23416), whose code keeps the system prompt so.
+    Source: KVzip (arXiv 2505.23416), whose code keeps the system prompt in this way.
     """
 
     paper: ClassVar[str] = "arXiv 2505.23416"
@@ -54,35 +54,35 @@ class FirstTokensWholeSelector(WrappingSelector):
 
     @property
     def protected_first(self) -> int:
-        """The first tokens, and those of the selector."""
+        """The number of first tokens that are kept: its own, or the wrapped selector's if more."""
         return max(self.whole_tokens, self.selector.protected_first)
 
     @property
     def budget(self) -> Budget | None:
-        """None, since no rate of the whole context is kept, unless there are no first tokens."""
+        """The wrapped selector's budget if no first tokens are kept; else None."""
         return None if self.whole_tokens else self.selector.budget
 
     @property
     def decides_together(self) -> bool:
-        """As the selector."""
+        """True if the wrapped selector decides for all layers together."""
         return self.selector.decides_together
 
     @property
     def equal_counts(self) -> bool:
-        """As the selector, unless that protects first tokens behind these.
+        """True if the wrapped selector keeps equal counts and protects no first tokens of its own.
 
-        Heads that hold as many protected tokens may then hold unlike numbers of the first ones.
+        Otherwise heads with equally many protected tokens may hold different numbers of first ones.
         """
         own = self.selector.protected_first <= self.whole_tokens or not self.whole_tokens
         return own and self.selector.equal_counts
 
     def protected(self, context: LayerContext) -> Tensor:
-        """The first tokens, and those of the selector; see `KVSelector.protected`."""
+        """Mark the first tokens, and those that the wrapped selector protects."""
         first = context.is_first(self.whole_tokens)
         return first | self.selector.protected(self._behind(context))
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """The first tokens' share, and that of the selector; see `KVSelector.kept_rates`."""
+        """Return the first tokens' fraction plus the wrapped selector's; see `KVSelector`."""
         if context_len is None:
             return self.selector.kept_rates(num_layers)
         first = min(self.whole_tokens, check_count("context_len", context_len, minimum=1))
@@ -93,7 +93,7 @@ class FirstTokensWholeSelector(WrappingSelector):
         return [(first + rate * behind) / context_len for rate in rates]
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """The first tokens, and what the selector says; see `KVSelector.kept_counts`."""
+        """Return the first tokens plus the wrapped selector's count; see `KVSelector`."""
         behind = known_counts(self.selector, self._behind(context))
         if behind is None:
             return None
@@ -104,18 +104,18 @@ class FirstTokensWholeSelector(WrappingSelector):
         )
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         return self._with_first(self.selector.select(saliency, self._behind(context)), context)
 
     def select_together(
         self, saliencies: Sequence[Tensor], contexts: Sequence[LayerContext]
     ) -> list[Tensor]:
-        """Return what every layer keeps; see `KVSelector.select_together`."""
+        """Return the tokens that every layer keeps; see `KVSelector.select_together`."""
         found = self.selector.select_together(saliencies, [self._behind(each) for each in contexts])
         return [self._with_first(*each) for each in zip(found, contexts, strict=True)]
 
     def _behind(self, context: LayerContext) -> LayerContext:
-        """The context as if the first tokens were padding."""
+        """Return the context with the first tokens marked as padding."""
         seen_len = tuple(max(each - self.whole_tokens, 0) for each in context.seen_len)
         # Where some tokens are not held, so may be some of the first; and a selector that protects
         # first tokens would take those behind for them, since as many are held as it hears of.
@@ -129,7 +129,7 @@ class FirstTokensWholeSelector(WrappingSelector):
         )
 
     def _with_first(self, kept: Tensor, context: LayerContext) -> Tensor:
-        """Indices that were chosen among the tokens behind, with those of the first tokens."""
+        """Add the first tokens to the indices that were chosen among the later ones."""
         first = context.is_first(self.whole_tokens)
         found = torch.cat([compress(first, first.shape[-1]), kept], dim=-1).sort(dim=-1).values
         counts = known_counts(self, context)

@@ -1,4 +1,4 @@
-"""Shares one budget among all layers and heads."""
+"""Splits one budget over all layers and heads by a single threshold."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from kvpolicy.selection import compress, head_budgets, highest
 @documented
 @attrs.frozen
 class GlobalThresholdSelector(SharedBudgetSelector):
-    """Lets all layers and KV heads share one budget: one threshold for the whole model.
+    """Splits one budget over all layers and KV heads: one saliency threshold for the whole model.
 
-    Chosen once every layer was scored. The budget of a row is the sum of what every KV head of
-    every layer would keep by itself under the rate or number of tokens, of the tokens that it has;
-    beside the protected tokens the most salient of all layers and heads together fill it. Of
-    equals, that of the lower layer comes first, then of the lower head, then the earlier token.
-    Saliencies of unlike layers are compared as they are: they have to be of one scale, as
-    attention is. The saliency of a KV head is the mean over the query heads of its group.
+    Layers choose after all of them were scored. The budget of a row is the sum of the tokens that
+    each KV head of each layer would keep on its own under the rate or number of tokens. It is
+    filled with the protected tokens and then the most salient tokens of any layer and head. Of
+    equals the lower layer comes first, then the lower head, then the earlier token. Saliencies of
+    different layers are compared directly, so they must have the same scale, as attention has. The
+    saliency of a KV head is the mean over the query heads of its group.
 
     Args:
         retention_rate: Fraction of the context that layers and heads keep on average, in (0, 1].
-        retention_tokens: Number of tokens that they keep on average, at least 1, in place of the
-            rate.
+        retention_tokens: Number of tokens that layers and heads keep on average, at least 1, in
+            place of the rate.
 
     Example:
         >>> GlobalThresholdSelector(0.3).decides_together
         True
 
-    Source: KVzip (arXiv 2505.23416), section 3, whose code keeps what is above the threshold, so
-    that of equals at it none stays; here the number is exact.
+    Source: KVzip (arXiv 2505.23416), section 3. Its code keeps tokens above the threshold and none
+    equal to it; here the number is exact.
     """
 
     paper: ClassVar[str] = "arXiv 2505.23416"
@@ -50,20 +50,20 @@ class GlobalThresholdSelector(SharedBudgetSelector):
         return True
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the mean budget's rate for every layer; see `KVSelector.kept_rates`."""
+        """Return the mean budget as a rate for every layer; see `KVSelector.kept_rates`."""
         check_count("num_layers", num_layers, minimum=1)
         fixed = self.window_size + self.protect
         return [self.mean_budget.fraction(context_len, protected=fixed)] * num_layers
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return int64 ``[batch, kv_heads, kept_len]``, as if the model had this one layer."""
+        """Choose the tokens as if the model had this layer only; see `KVSelector.select`."""
         assert saliency is not None
         return self.select_together([saliency], [context])[0]
 
     def select_together(
         self, saliencies: Sequence[Tensor], contexts: Sequence[LayerContext]
     ) -> list[Tensor]:
-        """Return what every layer keeps; see `KVSelector.select_together`.
+        """Return the tokens that every layer keeps; see `KVSelector.select_together`.
 
         Heads that keep fewer than others of their layer are filled with -1 on the left.
         """
@@ -94,7 +94,7 @@ class GlobalThresholdSelector(SharedBudgetSelector):
 
 @attrs.frozen(eq=False)
 class _Layer:
-    """Holds all heads of a layer, other processes' too, as ``[batch, all heads, key_len]``."""
+    """One layer with the heads of all processes, as ``[batch, all heads, key_len]``."""
 
     scores: Tensor
     valid: Tensor
@@ -104,12 +104,12 @@ class _Layer:
     def of(
         saliency: Tensor, context: LayerContext, protected: Tensor, device: torch.device
     ) -> _Layer:
-        """Gather a layer on the device that is shared by layers of several devices."""
+        """Gather a layer from all processes onto one device."""
         parts = (group_mean(saliency, context.kv_heads), context.valid, protected)
         return _Layer(*(context.heads.gather(part).to(device) for part in parts))
 
     def kept(self, taken: Tensor, context: LayerContext) -> Tensor:
-        """Return the indices that a context's heads keep, ``taken`` ``[batch, all]`` with them."""
+        """Return the kept indices of this process's heads, given which tokens ``taken`` marks."""
         chosen = self.protected | taken.view_as(self.protected)
         first = context.heads.share * context.kv_heads
         here = chosen[:, first : first + context.kv_heads, chosen.shape[2] - context.key_len :]

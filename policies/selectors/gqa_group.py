@@ -1,4 +1,4 @@
-"""Keeps the highest saliency of each KV head."""
+"""Keeps the tokens of highest saliency for each KV head."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class GQAGroupSelector(KVSelector):
 
     @property
     def protected_tail(self) -> int:
-        """The whole observation window is protected."""
+        """The size of the observation window, which is always kept."""
         return self.window_size
 
     @property
     def protected_first(self) -> int:
-        """The first ``protect`` tokens are kept."""
+        """The number of first tokens that are always kept."""
         return self.protect
 
     @property
@@ -63,21 +63,21 @@ class GQAGroupSelector(KVSelector):
 
     @property
     def equal_counts(self) -> bool:
-        """True: every head keeps as many."""
+        """True: every head keeps as many tokens."""
         return True
 
     @property
     def keeps_highest(self) -> bool:
-        """True: the means over each group decide, and nothing else."""
+        """True: only the mean saliency of each KV group decides."""
         return True
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Return how many the budget leaves; see `KVSelector.kept_counts`."""
+        """Return the number of tokens that the budget allows; see `KVSelector.kept_counts`."""
         fixed = protected_counts(context, tail=self.protected_tail, first=self.protected_first)
         return counts_under(self.budget, context, fixed)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         assert saliency is not None
         valid, protected = context.valid, self.protected(context)
         budgets = known_counts(self, context) or head_budgets(

@@ -1,4 +1,4 @@
-"""Keeps everything."""
+"""Keeps every token: the baseline."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class KeepAllSelector(KVSelector):
 
     @property
     def needs_saliency(self) -> bool:
-        """False: no saliency is read."""
+        """Always False: no saliency is read."""
         return False
 
     @property
     def equal_counts(self) -> bool:
-        """True: every head keeps as many."""
+        """True: every head keeps all tokens."""
         return True
 
     @property
@@ -36,11 +36,11 @@ class KeepAllSelector(KVSelector):
         return True
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Return how many tokens there are; see `KVSelector.kept_counts`."""
+        """Return the number of tokens in each row; see `KVSelector.kept_counts`."""
         return context.held_len
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return the indices of all that is no padding; see `KVSelector.select`."""
+        """Return the indices of all tokens; see `KVSelector.select`."""
         valid, counts = context.valid, known_counts(self, context)
         most = int(valid.sum(dim=-1).max()) if counts is None else max(counts)
         return compress(valid, most)

@@ -1,4 +1,4 @@
-"""Keeps more in early layers than in late ones."""
+"""Keeps more tokens in early layers than in late ones."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from kvpolicy.selection import select_top
 @documented
 @attrs.frozen
 class PyramidSelector(SharedBudgetSelector):
-    """Keeps more in early layers and less in late ones; within a layer as `GQAGroupSelector`.
+    """Keeps more tokens in early layers than in late ones, chosen as by `GQAGroupSelector`.
 
     With ``c`` tokens in the mean budget of a row of ``N``, ``p`` of them protected, ``f = c - p``
     and ``m`` layers, layer ``l`` of the first half keeps ``p + min(f + fall(l), N - p)`` tokens,
-    ``fall(l) = f * (beta - 1) * (m - 1 - 2 * l) // (beta * (m - 1))``, and its mirror
-    ``m - 1 - l`` as many fewer than ``c`` as that is more. All layers together keep ``m * c``
-    exactly where all tokens reach all layers.
+    ``fall(l) = f * (beta - 1) * (m - 1 - 2 * l) // (beta * (m - 1))``. The mirrored layer
+    ``m - 1 - l`` keeps as many fewer than ``c`` as layer ``l`` keeps more. All layers together keep
+    exactly ``m * c`` tokens if all tokens reach all layers.
 
     Args:
         retention_rate: Fraction of the context that layers keep on average, in (0, 1].
         retention_tokens: Number of tokens that layers keep on average, at least 1, in place of the
             rate.
         beta: How steep the pyramid is, at least 1: the last layer keeps about ``f / beta`` tokens
-            beside the protected ones; 1 is no fall.
+            beside the protected ones; with 1 all layers keep equally many.
 
     Example:
         >>> rates = PyramidSelector(retention_rate=0.2, beta=4).kept_rates(num_layers=4)
@@ -73,7 +73,7 @@ class PyramidSelector(SharedBudgetSelector):
         return [mean + max(min(fall, 1 - mean), mean - 1) for fall in falls]
 
     def count(self, seen_len: int, protected: int, layer_idx: int, num_layers: int) -> int:
-        """Count the tokens that a layer keeps of a row, if all of them reach it.
+        """Return the number of tokens of a row that a layer keeps, if all of them reach it.
 
         Args:
             seen_len: Tokens of the row's whole context so far.
@@ -91,7 +91,7 @@ class PyramidSelector(SharedBudgetSelector):
         return protected + (most if layer_idx == first else 2 * free - most)
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Return how many this layer's budget leaves; see `KVSelector.kept_counts`."""
+        """Return the number of tokens in the layer's budget; see `KVSelector.kept_counts`."""
         fixed = protected_counts(context, tail=self.protected_tail, first=self.protected_first)
         if context.held_len is None or fixed is None or any(len(set(each)) > 1 for each in fixed):
             return None
@@ -99,11 +99,11 @@ class PyramidSelector(SharedBudgetSelector):
         return tuple(self._of_layer(context, seen, held, most) for seen, held, (_, most) in rows)
 
     def _of_layer(self, context: LayerContext, seen: int, held: int, protected: int) -> int:
-        """Count what a layer keeps of a row's ``held`` tokens."""
+        """Return the number of tokens that a layer keeps of a row's ``held`` tokens."""
         return min(held, self.count(seen, protected, context.layer_idx, context.num_layers))
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         assert saliency is not None
         valid, protected = context.valid, self.protected(context)
         budgets = known_counts(self, context) or self._budgets(context, valid, protected)
@@ -111,7 +111,7 @@ class PyramidSelector(SharedBudgetSelector):
         return select_top(scores, budgets, valid=valid, protected=protected)
 
     def _budgets(self, context: LayerContext, valid: Tensor, protected: Tensor) -> list[list[int]]:
-        """Count each head's tokens, read off what the layer shows."""
+        """Return the number of tokens that each head keeps, from the layer's tensors."""
         available, fixed = torch.stack([valid.sum(dim=-1), protected.sum(dim=-1)]).tolist()
         return [
             [self._of_layer(context, seen, *head) for head in zip(*heads, strict=True)]

@@ -1,4 +1,4 @@
-"""Holds the base of selectors whose layers or heads share a budget."""
+"""The base of selectors whose layers or heads share one budget."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class SharedBudgetSelector(KVSelector):
 
     @property
     def protected_tail(self) -> int:
-        """The whole observation window is protected."""
+        """The size of the observation window, which is always kept."""
         return self.window_size
 
     @property
     def protected_first(self) -> int:
-        """The first ``protect`` tokens are kept."""
+        """The number of first tokens that are always kept."""
         return self.protect
 
     @property
     def mean_budget(self) -> Budget:
-        """The mean over layers and heads of how many tokens each row keeps."""
+        """The number of tokens that each row keeps, averaged over layers and heads."""
         return Budget(self.retention_rate, self.retention_tokens)
 
     @property
@@ -45,6 +45,6 @@ class SharedBudgetSelector(KVSelector):
         return self.mean_budget.tokens is not None
 
     def _free(self, seen_len: int, protected: int) -> int:
-        """Count the mean budget's tokens beside the protected ones, if all tokens are there."""
+        """Return the mean budget minus the protected tokens, if all tokens reach the layer."""
         count = self.mean_budget.count(seen_len=seen_len, available=seen_len, protected=protected)
         return count - protected

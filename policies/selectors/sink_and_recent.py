@@ -50,12 +50,12 @@ class SinkAndRecentSelector(KVSelector):
 
     @property
     def needs_saliency(self) -> bool:
-        """False: recency decides."""
+        """Always False: only position decides."""
         return False
 
     @property
     def protected_first(self) -> int:
-        """The sinks and the first ``protect`` tokens are kept."""
+        """The number of first tokens that are always kept: the sinks, or ``protect`` if larger."""
         return max(self.num_sinks, self.protect)
 
     @property
@@ -64,24 +64,24 @@ class SinkAndRecentSelector(KVSelector):
         return Budget(self.retention_rate, self.retention_tokens)
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Mark the sinks and the first ``protect`` tokens; see `KVSelector.protected`."""
+        """Mark the first tokens that are always kept; see `KVSelector.protected`."""
         sinks = context.valid & (context.valid.cumsum(dim=-1) <= self.num_sinks)
         return sinks | super().protected(context)
 
     @property
     def equal_counts(self) -> bool:
-        """True: every head keeps as many."""
+        """True: every head keeps as many tokens."""
         return True
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Return how many the budget leaves; see `KVSelector.kept_counts`."""
+        """Return the number of tokens that the budget allows; see `KVSelector.kept_counts`."""
         # Sinks are the first of what is held, and so as many whatever is held.
         more = self.protected_first - self.num_sinks
         fixed = protected_counts(context, tail=self.num_sinks, first=more)
         return counts_under(self.budget, context, fixed)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return int64 ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         valid, protected = context.valid, self.protected(context)
         budgets = known_counts(self, context) or head_budgets(
             self.budget, context.seen_len, valid=valid, protected=protected

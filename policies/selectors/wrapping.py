@@ -1,4 +1,4 @@
-"""Wraps selectors: changes what another selector keeps."""
+"""Base of selectors that change another selector's choice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpolicy.interfaces import KVSelector
 
 @attrs.frozen
 class WrappingSelector(KVSelector):
-    """Changes another selector's choice; needs and protects what that one does."""
+    """Base of selectors that change another selector's choice."""
 
     selector: KVSelector
 
@@ -22,7 +22,7 @@ class WrappingSelector(KVSelector):
 
     @property
     def history_layers(self) -> int:
-        """The wrapped selector looks at so many layers before."""
+        """The number of earlier layers whose saliency the wrapped selector reads."""
         return self.selector.history_layers
 
     @property
@@ -42,17 +42,17 @@ class WrappingSelector(KVSelector):
 
     @property
     def protected_tail(self) -> int:
-        """The wrapped selector protects so many trailing tokens."""
+        """The number of trailing tokens that the wrapped selector protects."""
         return self.selector.protected_tail
 
     @property
     def protected_first(self) -> int:
-        """The wrapped selector protects so many first tokens."""
+        """The number of first tokens that the wrapped selector protects."""
         return self.selector.protected_first
 
     @property
     def budget(self) -> Budget | None:
-        """The wrapped selector's budget holds."""
+        """The wrapped selector's budget."""
         return self.selector.budget
 
     @property
@@ -61,7 +61,7 @@ class WrappingSelector(KVSelector):
         return self.selector.is_bounded
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Return what the wrapped selector protects; see `KVSelector.protected`."""
+        """Mark the tokens that the wrapped selector protects; see `KVSelector.protected`."""
         return self.selector.protected(context)
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
@@ -69,5 +69,5 @@ class WrappingSelector(KVSelector):
         return self.selector.kept_rates(num_layers, context_len)
 
     def around(self, selector: KVSelector) -> KVSelector:
-        """Wrap another selector, one under a bound, for every layer of an answer."""
+        """Return the same wrapper around another selector, for layers of a bounded answer."""
         return attrs.evolve(self, selector=selector)

@@ -89,16 +89,14 @@ def test_padded_queries_add_nothing() -> None:
 )
 def test_sums_in_two_parts_are_those_at_once(scorer: Any) -> None:
     context = layer(12, 12)
-    whole, carried = scorer.advance(context)
-    _, first = scorer.advance(
+    whole, carried = scorer.update(context)
+    _, first = scorer.update(
         attrs.evolve(
             context, queries=context.queries[:, :, :8], query_positions=torch.arange(8)[None]
         )
     )
-    rest = attrs.evolve(
-        context.showing(4), query_positions=torch.arange(8, 12)[None], carried=first
-    )
-    twice, carried_twice = scorer.advance(rest)
+    rest = attrs.evolve(context.showing(4), query_positions=torch.arange(8, 12)[None], state=first)
+    twice, carried_twice = scorer.update(rest)
     group = whole.unflatten(1, (2, -1)).mean(dim=2) if whole.shape[1] == 6 else whole
     group_twice = twice.unflatten(1, (2, -1)).mean(dim=2) if twice.shape[1] == 6 else twice
     assert torch.allclose(group, group_twice, atol=1e-5)
@@ -111,7 +109,7 @@ def test_a_choice_carries_on_what_is_kept_and_not() -> None:
     assert kept.shape == (1, 2, 8)  # the window is more than the budget
     assert carried is not None
     assert carried.shape == (1, 2, 12, 1)
-    assert KeyDiffScorer().carries == 0
+    assert KeyDiffScorer().state_size == 0
     assert SnapKV().decoding_rule(5).decide(layer(12, 8))[1] is None
 
 
@@ -123,8 +121,8 @@ def test_a_prompt_is_looked_at_whole_where_its_sums_are_carried() -> None:
     both = SnapKV(retention_tokens=16, decoding=H2O().decoding_rule(64)).decide(context)
     alone = SnapKV(retention_tokens=16).decide(context.showing(8))
     assert torch.equal(both.kept, alone.kept)
-    assert alone.carried is None
-    assert both.carried is not None
+    assert alone.state is None
+    assert both.state is not None
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_what_it_costs() -> None:
     # 25 tokens, an instruction of one and two of two, two overlaps, three beginnings of answers.
     assert reading.compute_rate(25) == 1 + (1 + 4 + 4 + 3) / 25
     assert reading.compute_rate() == 1 + 5 / 10
-    policy = CachePolicy(*PARTS, reading=reading)
+    policy = CachePolicy(*PARTS, rereading=reading)
     assert policy.prefill_compute_rate(4, 25) == 2 + 12 / 25
 
 
@@ -99,13 +99,13 @@ def test_of_another_type(arguments: dict[str, Any]) -> None:
     ],
 )
 def test_a_reading_that_nothing_is_scored_by(parts: Any) -> None:
-    with pytest.raises(ValueError, match="reading must be None where no queries are scored"):
-        CachePolicy(*parts, reading=Repetition())
+    with pytest.raises(ValueError, match="rereading must be None where no queries are scored"):
+        CachePolicy(*parts, rereading=Repetition())
 
 
 def test_a_reading_of_a_prompt_of_which_tokens_are_dropped() -> None:
-    policy = CachePolicy(*PARTS[:2], TokenSelectivePropagation(1), reading=Repetition())
-    with pytest.raises(ValueError, match="reading must be None where tokens are dropped"):
+    policy = CachePolicy(*PARTS[:2], TokenSelectivePropagation(1), rereading=Repetition())
+    with pytest.raises(ValueError, match="rereading must be None where tokens are dropped"):
         policy.check_model(4)
 
 
@@ -122,15 +122,15 @@ def test_no_choice_for_all_layers_while_decoding() -> None:
 def test_what_a_policy_looks_at() -> None:
     """The prompt's own queries serve nothing then."""
     assert CachePolicy(*PARTS).num_queries is None
-    assert CachePolicy(*PARTS, reading=Repetition()).num_queries == 0
+    assert CachePolicy(*PARTS, rereading=Repetition()).num_queries == 0
     assert CachePolicy(*PARTS).decides_later
     assert not SnapKV().decides_later
     assert KVzip(head_uniform=True).decides_later
 
 
 def test_as_it_is_written_and_described() -> None:
-    policy = CachePolicy(*PARTS, reading=Repetition(7, instruction_ids=[3]))
-    assert str(policy).endswith("reading=Repetition(chunk_size=7, instruction_ids=[3]))")
+    policy = CachePolicy(*PARTS, rereading=Repetition(7, instruction_ids=[3]))
+    assert str(policy).endswith("rereading=Repetition(chunk_size=7, instruction_ids=[3]))")
     assert from_description(describe(policy)) == policy
     assert str(KVzip(0.2, instruction_ids=[1])) == "KVzip(retention_rate=0.2, instruction_ids=[1])"
     assert from_description(describe(KVzip(0.2))) == KVzip(0.2)
@@ -138,8 +138,8 @@ def test_as_it_is_written_and_described() -> None:
 
 
 def test_no_reading_of_another_kind() -> None:
-    with pytest.raises(TypeError, match="reading must be a Repetition"):
-        CachePolicy(*PARTS, reading=2048)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="rereading must be a Repetition"):
+        CachePolicy(*PARTS, rereading=2048)  # type: ignore[arg-type]
 
 
 class Asks(PeakAttentionScorer):
@@ -152,7 +152,7 @@ class AsksOfAll(GlobalThresholdSelector):
 
 def test_what_no_second_reading_shows() -> None:
     with pytest.raises(ValueError, match="needs_rotary must not be declared"):
-        CachePolicy(Asks(), *PARTS[1:], reading=Repetition())
+        CachePolicy(Asks(), *PARTS[1:], rereading=Repetition())
     CachePolicy(Asks(), *PARTS[1:])
     with pytest.raises(ValueError, match="history_layers must not be declared"):
         CachePolicy(PARTS[0], AsksOfAll(0.3), PARTS[2])

@@ -1,4 +1,4 @@
-"""Implement the methods a second time, slowly: plain loops over layers, one row at a time.
+"""A second, slow implementation of all methods: plain loops over layers, one row at a time.
 
 The reference is written from the description of the methods, not from the library. The two share no
 code, so they agree only where both follow the description.

@@ -1,4 +1,4 @@
-"""Define methods that score entries by unrotated keys, or by the outputs that values make."""
+"""Methods that score entries by unrotated keys, or by projected values."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from .scored_methods import Scored
 
 @dataclass(frozen=True)
 class TurnedBack(Scored):
-    """A method that scores by norms of a key's first channels, unrotated and a row's length on.
+    """Scores a key by the norms of its first channels, unrotated and rotated a row's length ahead.
 
     Attributes:
         rope_theta: base of the rotary frequencies.
@@ -35,7 +35,7 @@ class TurnedBack(Scored):
 
 @dataclass(frozen=True)
 class Outputs(Scored):
-    """A method that scores by the norm of a value's projected output, times a part of its key.
+    """Scores a token by the norm of its value's projected output times a part of its key.
 
     Attributes:
         weights: by layer, the output projection's, ``[hidden, query_heads * head_dim]``.
@@ -44,7 +44,7 @@ class Outputs(Scored):
     weights: tuple[Any, ...] = field(default=(), compare=False)
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns, per entry, the key norm times the group's mean of projected norms."""
+        """Returns the score of each entry: the key's norm times the group's mean output norm."""
         group, weight = len(layer.queries) // len(layer.entries), self.weights[layer.layer_idx]
         found = []
         for entry in layer.entries[head]:

@@ -1,4 +1,4 @@
-"""Compute causal attention of one query head over one KV head, with the softmax written out."""
+"""Computes causal attention of one query head to one KV head, with the softmax written out."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Run a hybrid decoder's own layers, without a cache, on the tokens that a policy did not drop.
+"""Runs a hybrid decoder's own layers, without a cache, on the tokens that were not dropped.
 
 This computes the same numbers as `hybrid` and shares no mathematics with it: each layer module is
 called once, on a row of only the tokens that reached it.
@@ -45,7 +45,7 @@ def cut_logits(model: PreTrainedModel, token_ids: Sequence[int], act: Act) -> Te
 
 
 def attention_masks(model: PreTrainedModel, act: Act, length: int) -> dict[int, Tensor]:
-    """Returns per attending layer the float mask `[1, query_heads, len, len]` for its scores."""
+    """Returns a float mask `[1, query_heads, len, len]` for each attending layer."""
     assert act.reached is not None, "what reached which layer"
     attending = attending_layers(model)
     kept = [act.kept[index] for index in attending]

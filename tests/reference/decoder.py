@@ -1,4 +1,4 @@
-"""Compute one decoder layer of a Llama-like model from the weights of a Transformers model.
+"""Computes one decoder layer of a Llama-like model from a Transformers model's weights.
 
 Nothing of Transformers' attention, masks, rotary embedding or caches is used: only the weights are
 read, and the MLP module is called. It computes one row at a time, without batch axis or padding.
@@ -19,7 +19,7 @@ from .attention import Entry
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes of a model's attention, checked to be ones that this reference covers.
+    """The sizes of a model's attention; only sizes that this reference covers are allowed.
 
     Attributes:
         num_layers: decoder layers.
@@ -106,7 +106,7 @@ def project(
     positions: Sequence[int],
     rotary: Sequence[int] | None = None,
 ) -> tuple[list[Tensor], list[list[Entry]]]:
-    """Computes the queries, keys and values of one layer for the tokens at hand.
+    """Computes the queries, keys and values of one layer for the given tokens.
 
     Args:
         model: the model whose weights are read.

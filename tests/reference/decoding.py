@@ -1,4 +1,4 @@
-"""Decode one token at a time, greedily or with forced tokens, and evict at regular intervals.
+"""Decodes one token at a time, greedily or with forced tokens, and evicts at intervals.
 
 At each step, every head adds the attention of the step's query to running sums. Whenever `every`
 tokens have been fed since the last choice, a rule decides what each head keeps.
@@ -31,7 +31,7 @@ from .selection import (
 
 @dataclass
 class HeadView:
-    """The entries, queries and sums of one KV head that a rule is shown when it chooses.
+    """The data of one KV head that a rule may use: its entries, queries and attention sums.
 
     Attributes:
         entries: the entries held, by ascending position, the newest last.
@@ -53,7 +53,7 @@ class Rule(Protocol):
     """A rule that decides which entries a KV head keeps."""
 
     def keep(self, head: HeadView) -> tuple[list[int], float]:
-        """Returns ascending indices into the entries, and the margin of the choice."""
+        """Returns ascending indices of the entries to keep, and the choice's smallest score gap."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Rolling:
     num_sinks: int = 4
 
     def keep(self, head: HeadView) -> tuple[list[int], float]:
-        """Chooses by position alone."""
+        """Keeps the first and the most recent positions."""
         positions = [entry.position for entry in head.entries]
         count = min(self.tokens, len(positions))
         return sinks_and_recent(positions, self.num_sinks, count), math.inf
@@ -85,15 +85,15 @@ class ByScore:
     protect: int = field(default=0, kw_only=True)
 
     def scores(self, head: HeadView) -> list[float]:
-        """Returns one score for each entry before the window."""
+        """Returns a score for each entry before the window."""
         raise NotImplementedError
 
     def scale(self, head: HeadView) -> float | None:
-        """Returns what score gaps are relative to if scores may be negative, else None."""
+        """Returns the scale that score gaps are divided by if scores may be negative; else None."""
         return None
 
     def doubt(self, head: HeadView) -> float:
-        """Returns how near the scores are to a step at which they would change; here infinity."""
+        """Returns the smallest distance of any score to a discontinuity; here infinity."""
         return math.inf
 
     def keep(self, head: HeadView) -> tuple[list[int], float]:
@@ -109,7 +109,7 @@ class ByScore:
         return kept, gap if math.isinf(gap) else min(gap, self.doubt(head))
 
     def attention(self, head: HeadView, last: int) -> list[list[float]]:
-        """Returns, per query head, the attention that the last queries give each entry, summed."""
+        """Returns, per query head, the sum of the last queries' attention to each entry."""
         rows = []
         for queries in head.queries:
             given = attention_probabilities(
@@ -121,32 +121,32 @@ class ByScore:
 
 @dataclass(frozen=True)
 class RunningSums(ByScore):
-    """The H2O rule, which scores by the summed attention of every step."""
+    """The rule of H2O: scores are sums of the attention at every step."""
 
     def scores(self, head: HeadView) -> list[float]:
-        """Returns the running sums."""
+        """Returns the sum of attention that each entry has received."""
         return [head.sums[entry.position] for entry in head.entries]
 
 
 @dataclass(frozen=True)
 class LastAttention(ByScore):
-    """The TOVA rule, which scores by the attention of the last query."""
+    """The rule of TOVA: scores are the attention of the last query."""
 
     window: int = 1
 
     def scores(self, head: HeadView) -> list[float]:
-        """Returns the last query's attention, the mean over the group."""
+        """Returns the last query's attention, averaged over the group."""
         return head_mean(self.attention(head, 1))
 
 
 @dataclass(frozen=True)
 class Window(ByScore):
-    """The SnapKV rule, which scores by the max-pooled attention of the last queries."""
+    """The rule of SnapKV: scores are the max-pooled attention of the last queries."""
 
     kernel_size: int = 7
 
     def scores(self, head: HeadView) -> list[float]:
-        """Pools the scores of each query head, and returns their mean over the group."""
+        """Pools the scores of each query head, and averages them over the group."""
         before = max(len(head.entries) - self.window, 0)
         rows = self.attention(head, self.window)
         return head_mean([max_pool(row[:before], self.kernel_size) for row in rows])
@@ -154,7 +154,7 @@ class Window(ByScore):
 
 @dataclass(frozen=True)
 class Unlike(ByScore):
-    """The KeyDiff rule, which scores keys high that point away from the keys' mean direction."""
+    """The rule of KeyDiff: keys that point away from the keys' mean direction score high."""
 
     def scores(self, head: HeadView) -> list[float]:
         """Returns two minus the cosine between each key and the keys' mean direction."""
@@ -163,18 +163,18 @@ class Unlike(ByScore):
 
 @dataclass(frozen=True)
 class Redundancy(ByScore):
-    """The R-KV rule, which weighs the attention of the last queries against key similarity."""
+    """The rule of R-KV: scores weigh the last queries' attention against key similarity."""
 
     kernel_size: int = 7
     importance: float = 0.1
     threshold: float = 0.5
 
     def scores(self, head: HeadView) -> list[float]:
-        """Returns the weighed importance and redundancy of each entry before the window."""
+        """Returns each earlier entry's attention and redundancy, weighed against each other."""
         return self.weighed(self.importances(head), self.redundancy(head.entries))
 
     def importances(self, head: HeadView) -> list[float]:
-        """Returns the attention that each entry before the window gets, pooled."""
+        """Returns the pooled attention that each entry before the window receives."""
         before = max(len(head.entries) - self.window, 0)
         if not before:
             return []
@@ -195,7 +195,7 @@ class Redundancy(ByScore):
         return [self.importance * one - (1 - self.importance) * other for one, other in pairs]
 
     def redundancy(self, entries: Sequence[Entry]) -> list[float]:
-        """Returns the softmax of each key's mean cosine with other keys, newest copy left out."""
+        """Returns the softmax of each key's mean cosine with other keys, less the newest copy."""
         sums = [0.0] * len(entries)
         for row, likeness in enumerate(cosines(entries)):
             alike = [
@@ -223,7 +223,7 @@ class Redundancy(ByScore):
 
 
 def cosines(entries: Sequence[Entry]) -> list[list[float]]:
-    """Returns the cosines of all keys with all keys."""
+    """Returns the cosines between all pairs of keys."""
     unit = torch.stack([entry.key.double() / entry.key.double().norm() for entry in entries])
     found: list[list[float]] = (unit @ unit.T).tolist()
     return found
@@ -252,7 +252,7 @@ class Answer:
 
 
 class Watched(ReferenceState):
-    """A context that remembers the decoded queries and sums the attention of all queries.
+    """A context that stores the decoded queries and sums the attention of all queries.
 
     Attributes:
         nearest: the smallest margin with which a layer's indexer picked; infinity without one.
@@ -276,7 +276,7 @@ class Watched(ReferenceState):
         self.decodes = False
 
     def scaling(self, layer: int) -> float:
-        """Returns the factor on a layer's products of queries and keys."""
+        """Returns the factor by which a layer's query-key products are scaled."""
         return self._view(layer, [], [], []).scaling
 
     def step(self, token: int) -> Tensor:
@@ -322,7 +322,7 @@ class BoundedState:
 
     @torch.no_grad()
     def answer(self, prompt: Sequence[int], forced: Sequence[int]) -> Answer:
-        """Reads a prompt and feeds the `forced` tokens; heads choose after every `every` tokens."""
+        """Reads a prompt and feeds the `forced` tokens; heads evict after every `every` tokens."""
         state = self.kind(self.model, self.method)
         turn = state.turn(prompt, 0)
         acts, nearest, logits, since = [turn.act], turn.margin, [], 0

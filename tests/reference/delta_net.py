@@ -1,4 +1,4 @@
-"""Compute the gated delta net of Qwen3-Next token by token and head by head.
+"""Computes the gated delta net of Qwen3-Next token by token and head by head.
 
 A causal convolution runs over the last inputs. Each value head has a memory: every token first
 decays it, then corrects it at the token's key, then reads it at the token's query.
@@ -17,7 +17,7 @@ LENGTH_EPS = 1e-6
 
 @dataclass(frozen=True)
 class DeltaState:
-    """The state that a layer holds of all tokens it has read.
+    """The state that a layer keeps of all tokens read so far.
 
     Attributes:
         inputs: the convolution's last `kernel - 1` inputs `[channels]`, or fewer if fewer came.
@@ -29,7 +29,7 @@ class DeltaState:
 
 
 def read_tokens(module: Any, normed: Tensor, state: DeltaState) -> tuple[Tensor, DeltaState]:
-    """Reads tokens in order and returns outputs and the final state.
+    """Reads tokens in order; returns their outputs and the final state.
 
     Args:
         module: the layer's gated delta net, for its weights.
@@ -71,7 +71,7 @@ def read_token(module: Any, token: Tensor, state: DeltaState) -> tuple[Tensor, D
 
 
 def project_token(module: Any, token: Tensor) -> tuple[list[Tensor], ...]:
-    """Returns queries and keys per key head; values, gates, strengths and steps per value head.
+    """Returns queries and keys per key head, and values, gates, strengths and steps per value head.
 
     Each key head's block of the projection is its query, its key, its values and their gates.
     """

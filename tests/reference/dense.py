@@ -1,4 +1,4 @@
-"""Compute dense attention under an explicit mask: every layer computes all tokens.
+"""Computes dense attention under an explicit mask: every layer computes all tokens.
 
 This computes the same numbers in a second way. A policy that evicts tokens must give the same
 result as dense attention in which those tokens are masked. The same holds for a policy that drops
@@ -25,7 +25,7 @@ from .decoder import (
 
 @dataclass(frozen=True)
 class Act:
-    """One prefill after which a policy has kept some of the tokens.
+    """One prefill, with the tokens that a policy kept and passed on after it.
 
     Attributes:
         start: tokens seen before it.
@@ -41,7 +41,7 @@ class Act:
 
 
 def causal_visible(num_layers: int, query_heads: int, length: int) -> list[Tensor]:
-    """Returns causal masks: at every layer, each token sees itself and all earlier ones.
+    """Returns causal masks for all layers: each token sees itself and all earlier ones.
 
     Returns:
         Per layer, bool `[query_heads, len, len]`.
@@ -51,7 +51,7 @@ def causal_visible(num_layers: int, query_heads: int, length: int) -> list[Tenso
 
 
 def visible_after(acts: Sequence[Act], query_heads: int, length: int) -> list[Tensor]:
-    """Returns the masks of a row whose prompts were each followed by eviction.
+    """Returns the masks of a row with eviction after each of its prompts.
 
     A prompt's rows see, causally, what was held before it and those of the prompt that reached the
     layer; later rows see what the prompt's act kept and all newer tokens. Every token sees itself.

@@ -1,4 +1,4 @@
-"""Define methods that drop tokens during prefill: CLAA, UniPrefill, PromptDistill and others."""
+"""Methods that drop tokens during prefill: CLAA, UniPrefill, PromptDistill and others."""
 
 import math
 import statistics
@@ -21,21 +21,21 @@ from .selection import (
 
 
 def products(query: Tensor, layer: LayerView, head: int) -> list[float]:
-    """Returns the float64 products of a query of one head with all entries of its KV head."""
+    """Returns the products of one head's query with all entries of its KV head, in float64."""
     group = len(layer.queries) // len(layer.entries)
     held = layer.entries[head // group]
     return [float(query.double() @ entry.key.double()) for entry in held]
 
 
 def group_of(rows: Sequence[Sequence[float]], layer: LayerView) -> list[list[float]]:
-    """Returns, for each KV head, the mean of its query heads' rows."""
+    """Returns the mean over each KV head's query heads."""
     group = len(rows) // len(layer.entries)
     return [head_mean(rows[first : first + group]) for first in range(0, len(rows), group)]
 
 
 @dataclass(frozen=True)
 class CLAA(SnapKV):
-    """A method that keeps by average-pooled window attention and drops by a vote of several layers.
+    """Keeps tokens by average-pooled window attention; drops tokens by a vote of several layers.
 
     Attributes:
         tsp_layer: the layer after which tokens are dropped.
@@ -52,7 +52,7 @@ class CLAA(SnapKV):
     standardize: bool = True
 
     def saliency(self, layer: LayerView) -> list[list[float]]:
-        """Returns, per query head, average-pooled attention of the keys before the window."""
+        """Returns, per query head, the average-pooled attention to the keys before the window."""
         rows = window_saliency(
             layer.queries,
             layer.new_positions,
@@ -64,7 +64,7 @@ class CLAA(SnapKV):
         return [average_pool(row, self.kernel_size) for row in rows]
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps as SnapKV does; at `tsp_layer`, passes on the tokens with the largest votes."""
+        """Keeps tokens like SnapKV; at `tsp_layer`, passes on the tokens with the most votes."""
         kept = super().choose(layer)
         if layer.layer_idx < self.whole_layers:
             kept = FullContext().choose(layer)
@@ -93,11 +93,11 @@ class CLAA(SnapKV):
         return Choice(kept.kept, passed, min(kept.margin, gap))
 
     def of_kv_heads(self, rows: list[list[float]], layer: LayerView) -> list[list[float]]:
-        """Returns one row for each head that has its own keys, from one row per query head."""
+        """Averages rows of query heads to one row per KV head."""
         return group_of(rows, layer)
 
     def scaled(self, row: list[float]) -> list[float]:
-        """Returns a row at mean 0 and deviation 1 if `standardize` is set, else unchanged."""
+        """Standardizes a row to mean 0 and deviation 1 if `standardize` is set."""
         if not self.standardize or not row:
             return row
         mean, deviation = statistics.fmean(row), statistics.pstdev(row)
@@ -106,7 +106,7 @@ class CLAA(SnapKV):
 
 @dataclass(frozen=True)
 class Dropper(FullContext):
-    """A method that keeps all entries and, after some layers, passes on only the highest scores.
+    """Base of methods that keep all entries and, after some layers, pass on the highest scores.
 
     Attributes:
         stages: pairs of a layer, each at most once, and the fraction of all tokens seen that it
@@ -120,7 +120,7 @@ class Dropper(FullContext):
     protect: int = 0
 
     def scores(self, layer: LayerView) -> list[float]:
-        """Returns one score for each of the new tokens."""
+        """Returns a score for each new token."""
         raise NotImplementedError
 
     def choose(self, layer: LayerView) -> Choice:
@@ -150,12 +150,12 @@ class Dropper(FullContext):
 
 @dataclass(frozen=True)
 class PromptDistill(Dropper):
-    """A dropper that scores by pooled products with the last query; the last token gets 0."""
+    """Drops tokens by pooled products with the last query; the last token scores 0."""
 
     kernel_size: int = 5
 
     def scores(self, layer: LayerView) -> list[float]:
-        """Returns the mean over all query heads."""
+        """Returns the products averaged over all query heads."""
         rows = []
         for head, queries in enumerate(layer.queries):
             raw = [*products(queries[-1], layer, head)[:-1], 0.0]
@@ -165,16 +165,16 @@ class PromptDistill(Dropper):
 
 @dataclass(frozen=True)
 class LazyLLM(Dropper):
-    """A dropper that scores by the attention of the last token."""
+    """Drops tokens by the attention of the last token."""
 
     def scores(self, layer: LayerView) -> list[float]:
-        """Returns the mean over all query heads."""
+        """Returns the attention averaged over all query heads."""
         return window_means(layer, 1)
 
 
 @dataclass(frozen=True)
 class SlimInfer(Dropper):
-    """A dropper that scores a block by its best unit: mean key times the mean last query.
+    """Drops blocks of tokens by their best unit: its mean key times the mean last query.
 
     Attributes:
         unit_size: positions of a unit.
@@ -185,7 +185,7 @@ class SlimInfer(Dropper):
     block_units: int = 8
 
     def scores(self, layer: LayerView) -> list[float]:
-        """Returns, for each new token, the largest unit score of its block."""
+        """Returns, for each new token, the highest score of any unit of its block."""
         group = len(layer.queries) // len(layer.entries)
         strength: dict[int, list[float]] = defaultdict(list)
         for head, queries in enumerate(layer.queries):
@@ -205,7 +205,7 @@ class SlimInfer(Dropper):
 
 
 def window_means(layer: LayerView, window_size: int) -> list[float]:
-    """Returns the attention that each new token gets from the last queries, mean of all heads."""
+    """Returns the last queries' attention to each new token, averaged over all heads."""
     group = len(layer.queries) // len(layer.entries)
     rows = []
     for head, queries in enumerate(layer.queries):
@@ -222,7 +222,7 @@ def window_means(layer: LayerView, window_size: int) -> list[float]:
 
 @dataclass(frozen=True)
 class UniPrefill(FullContext):
-    """A method that keeps all entries and passes on top blocks up to a share of the attention.
+    """Keeps all entries and passes on the top blocks that hold a share of the attention.
 
     Attributes:
         layers: the layers after which tokens are dropped.
@@ -248,7 +248,7 @@ class UniPrefill(FullContext):
         return Choice(kept.kept, passed, gap)
 
     def passed(self, scores: Sequence[float], positions: Sequence[int]) -> tuple[list[int], float]:
-        """Returns the tokens passed on, from one score for each, and the margin of that choice."""
+        """Returns the tokens passed on, and the smallest score gap of that choice."""
         starts = range(0, len(scores), self.block_size)
         masses = [math.fsum(scores[start : start + self.block_size]) for start in starts]
         total, before = math.fsum(masses), 0.0

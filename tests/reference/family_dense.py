@@ -1,4 +1,4 @@
-"""Run a family's own code without a cache, under the mask of what a policy kept."""
+"""Runs a model's own code without a cache, with evicted tokens masked."""
 
 import inspect
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from .dense import Act, visible_after
 
 
 def layer_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Returns the decoder layers, under whatever name the family has them."""
+    """Returns the model's decoder layers, whatever the attribute is named."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
     return list(next(each for each in lists if len(each) == count))
@@ -20,7 +20,7 @@ def layer_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 @torch.no_grad()
 def family_logits(model: PreTrainedModel, token_ids: Sequence[int], act: Act) -> Tensor:
-    """Runs a whole row with every layer's own mask narrowed to what the act left visible.
+    """Runs a whole row with every layer's own mask hiding what was evicted.
 
     Args:
         model: any decoder-only model with eager attention, whose layers take a float mask

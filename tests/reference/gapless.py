@@ -1,4 +1,4 @@
-"""Define a context without position gaps: a key is rotated by its index among the held keys.
+"""A context without position gaps: each key is rotated by its index among the held keys.
 
 Keys are stored unrotated. StreamingLLM's own code does the same, and evicts at every step. Here the
 policy acts only at the end of a prompt.
@@ -27,7 +27,7 @@ class PlainEntry(Entry):
 
 
 class GaplessState(ReferenceState):
-    """A `ReferenceState` whose rotary positions are the indices among what a head holds.
+    """A `ReferenceState` whose rotary positions are indices among the entries that a head holds.
 
     Attributes:
         farthest: the largest rotary position used so far.
@@ -42,7 +42,7 @@ class GaplessState(ReferenceState):
         positions: Sequence[int],
         rotary: Sequence[int],
     ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
-        """Runs one layer as `ReferenceState._layer` does, but does not use `rotary`."""
+        """Runs one layer as `ReferenceState._layer` does, with positions without gaps."""
         theta = geometry(self.model).rope_theta
         held = self.cache[layer_idx]
         (before,) = {len(entries) for entries in held}

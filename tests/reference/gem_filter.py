@@ -1,4 +1,4 @@
-"""Define GemFilter: an early layer chooses new tokens, and the prefill restarts on these."""
+"""GemFilter: an early layer chooses new tokens, and the prefill restarts on them."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from .selection import average_pool, below, budget, head_mean, margin, window_an
 
 @dataclass(frozen=True)
 class GemFilter:
-    """A method that runs the first layers on all new tokens, then all layers on the best ones.
+    """Runs the first layers on all new tokens, then all layers on the chosen ones.
 
     Attributes:
         filter_layer: the last layer that sees all tokens; None is
@@ -28,7 +28,7 @@ class GemFilter:
     protect: int = field(default=0, kw_only=True)
 
     def acting_layer(self, num_layers: int) -> int:
-        """Returns the filter layer in a model of `num_layers` layers."""
+        """Returns the filter layer's index in a model of `num_layers` layers."""
         if self.filter_layer is None:
             return max(num_layers // 2 - 1, 0)
         assert 0 <= self.filter_layer < num_layers, "filter_layer is not a layer of this model"
@@ -39,7 +39,7 @@ class GemFilter:
         return Choice([list(range(len(held))) for held in layer.entries])
 
     def restart_on(self, layer: LayerView) -> tuple[list[int], float]:
-        """Chooses, at the filter layer of the first pass, the tokens of the second pass.
+        """Chooses, at the filter layer of the first pass, the tokens to restart on.
 
         Returns:
             Indices of the new tokens, ascending, and the margin of the choice, relative to the

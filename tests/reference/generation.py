@@ -1,4 +1,4 @@
-"""Generate greedily over several turns, with a method applied at each turn's prefill."""
+"""Generates greedily over several turns, and applies a method at each turn's prefill."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from .methods import Choice, LayerView, Method
 
 @dataclass(frozen=True)
 class TurnResult:
-    """The results of one turn; positions count every token of the row, also after a restart.
+    """The results of one turn; positions count all tokens of the row, also after a restart.
 
     Attributes:
         prefill_logits: `[vocab]`, after the last new token.
@@ -56,7 +56,7 @@ class TurnResult:
 
     @property
     def act(self) -> Act:
-        """Returns the turn's act as `dense.visible_after` takes it.
+        """Returns the turn's prefill and choices, as `dense.visible_after` takes them.
 
         A mask has no rotary positions. After a restart, compare with a dense forward over a row of
         only the chosen tokens.
@@ -65,7 +65,7 @@ class TurnResult:
 
 
 class ReferenceState:
-    """The context of one row: the entries of every layer and KV head, and tokens seen.
+    """The context of one row: the entries of every layer and KV head, and the tokens seen.
 
     Attributes:
         cache: per layer, per KV head, the entries held, by ascending position.
@@ -92,12 +92,12 @@ class ReferenceState:
         ]
 
     def _heads_held(self) -> list[int]:
-        """Returns, for each layer, the number of KV heads that hold their own entries."""
+        """Returns, for each layer, the number of KV heads that store entries of their own."""
         sizes = geometry(self.model)
         return [sizes.kv_heads] * sizes.num_layers
 
     def positions(self) -> list[list[list[int]]]:
-        """Returns, for each layer and KV head, the positions held now, ascending."""
+        """Returns the positions that each layer and KV head holds now, ascending."""
         return [[[entry.position for entry in held] for held in layer] for layer in self.cache]
 
     @torch.no_grad()
@@ -107,7 +107,7 @@ class ReferenceState:
         num_decode: int,
         forced: Sequence[int] | None = None,
     ) -> TurnResult:
-        """Prefills new tokens, lets the method act, then decodes greedily.
+        """Prefills new tokens, applies the method, then decodes greedily.
 
         Args:
             new_token_ids: at least one; they begin with the last turn's unfed token where the
@@ -145,7 +145,7 @@ class ReferenceState:
     def _act(
         self, new_token_ids: Sequence[int]
     ) -> tuple[Tensor, dict[int, list[int]], list[list[int]], float]:
-        """Prefills new tokens with selection and propagation.
+        """Prefills new tokens and applies the method's choices.
 
         Returns:
             Logits `[vocab]`; positions passed on by the layers that passed on fewer than all;
@@ -170,7 +170,7 @@ class ReferenceState:
     def _first_pass(
         self, token_ids: Sequence[int], positions: Sequence[int], last_layer: int
     ) -> LayerView:
-        """Runs new tokens up to `last_layer`, stores nothing and returns that layer's view."""
+        """Runs new tokens up to `last_layer`, stores nothing, and returns that layer's view."""
         rotary = range(self.rotary, self.rotary + len(token_ids))
         hidden = embed(self.model, token_ids)
         for layer_idx in range(last_layer + 1):
@@ -180,7 +180,7 @@ class ReferenceState:
     def _prefill(
         self, token_ids: Sequence[int], positions: Sequence[int]
     ) -> tuple[Tensor, list[list[int]], float]:
-        """Runs tokens through all layers, which keep and pass on what the method chooses.
+        """Runs tokens through all layers, and applies the method's choice at each.
 
         Returns:
             Logits `[vocab]`; the positions that reached each layer and, last, those that left the
@@ -215,7 +215,7 @@ class ReferenceState:
         positions: Sequence[int],
         entries: Sequence[Sequence[Entry]],
     ) -> Choice:
-        """Returns the method's choice at a layer that has attended."""
+        """Returns the method's choice at a layer after its attention."""
         return self.method.choose(self._view(layer_idx, queries, positions, entries))
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class ReferenceState:
         positions: Sequence[int],
         entries: Sequence[Sequence[Entry]],
     ) -> LayerView:
-        """Returns the view of a layer that the method is shown."""
+        """Returns the view of a layer on which the method bases its choice."""
         attention = decoder_layers(self.model)[layer_idx].self_attn
         return LayerView(
             layer_idx,

@@ -1,4 +1,4 @@
-"""Define AdaKV: the KV heads of a layer share its budget by saliency."""
+"""AdaKV: the KV heads of a layer share one budget by saliency."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from .selection import budget, highest, margin
 
 @dataclass(frozen=True)
 class AdaKV(SnapKV):
-    """A method that keeps the window, a floor of each KV head's best, and the best of all heads.
+    """Keeps the window, some entries of every KV head, and the best entries of all heads.
 
     Attributes:
         floor: fraction of the free places that each head fills for itself.
@@ -43,7 +43,7 @@ class AdaKV(SnapKV):
 def share(
     scores: Sequence[Sequence[float]], exempt: Sequence[Sequence[int]], free: int, floor: float
 ) -> tuple[list[list[int]], float]:
-    """Fills `free` places per head: a floor by each head alone, the rest by all heads together.
+    """Distributes `free` places per head: some to each head, the rest to the best of all heads.
 
     Args:
         scores: per head, of the tokens before the window; heads may have unlike numbers of them.

@@ -1,4 +1,4 @@
-"""Define methods that use the saliency of earlier layers."""
+"""Methods that read the saliency of earlier layers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from .selection import budget, head_mean, margin, window_and_highest
 
 @dataclass(frozen=True)
 class LookingBack(SnapKV):
-    """A SnapKV that adds the saliency that tokens had at earlier layers, the mean over heads.
+    """A SnapKV that adds the saliency of earlier layers, averaged over heads.
 
     Attributes:
         carried_on: share of the layer before's saliency that is added to every score.
@@ -27,7 +27,7 @@ class LookingBack(SnapKV):
     keeps: bool = False
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps by the raised saliency; after the layers of `rates`, passes tokens on."""
+        """Keeps tokens by the added-up saliency; after the layers of `rates`, drops some."""
         at = layer.layer_idx
         notes: dict[int, dict[int, float]] = layer.notes  # what each position got
         scores = self.saliency(layer)
@@ -76,5 +76,5 @@ class LookingBack(SnapKV):
         return [layer.notes[at][position] for at in layers]
 
     def _new(self, layer: LayerView, row: list[float], length: int) -> Iterator[int]:
-        """Returns the indices of the new tokens in a head's entries that have a score."""
+        """Returns the indices of new tokens with a score among a head's entries."""
         return iter(range(max(length - len(layer.new_positions), 0), len(row)))

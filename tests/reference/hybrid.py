@@ -1,4 +1,4 @@
-"""Compute a decoder of recurrent and attending layers, Qwen3-Next.
+"""Computes Qwen3-Next, a decoder of recurrent and attending layers.
 
 A recurrent layer holds a state, and the method chooses nothing there. It reads the tokens that
 reach it, in order, as if there were no other tokens.
@@ -71,7 +71,7 @@ class HybridState(ReferenceState):
         positions: Sequence[int],
         entries: Sequence[Sequence[Entry]],
     ) -> LayerView:
-        """Returns the view of `ReferenceState` with the rotated channels; see `turn_part`.
+        """Returns the view of `ReferenceState`, with the rotated channels marked; see `turn_part`.
 
         The base is computed from whole pairs, since a share of the channels may be an odd number.
         """
@@ -92,7 +92,7 @@ class HybridState(ReferenceState):
         positions: Sequence[int],
         rotary: Sequence[int],
     ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
-        """Runs one layer; a recurrent layer updates its state and has no queries."""
+        """Runs one layer; a recurrent layer updates its state and returns no queries."""
         layer = decoder_layers(self.model)[layer_idx]
         normed = centred_norm(hidden, layer.input_layernorm)
         queries: list[Tensor] = []
@@ -112,14 +112,14 @@ class HybridState(ReferenceState):
 
 
 def attending_layers(model: PreTrainedModel) -> list[int]:
-    """Returns the layers that attend to all tokens; the others are recurrent."""
+    """Returns the indices of the attending layers."""
     kinds: list[str] = cast(Any, model).config.layer_types
     assert set(kinds) <= {"full_attention", "linear_attention"}, "no other kinds here"
     return [index for index, kind in enumerate(kinds) if kind == "full_attention"]
 
 
 def default_layer(attending: Sequence[int], num_layers: int) -> int:
-    """Returns the attending layer nearest to `num_layers // 2 - 1`, the later one of two.
+    """Returns the attending layer nearest to `num_layers // 2 - 1`; of two, the later.
 
     Example:
         >>> default_layer([1, 5], 8)
@@ -143,7 +143,7 @@ def rotary_angles(model: PreTrainedModel, rotary: Sequence[int]) -> list[Tensor]
 
 
 def turn_part(vector: Tensor, angles: Tensor) -> Tensor:
-    """Rotates the pairs `(i, i + pairs)` of `vector` by `angles [pairs]`; the rest is unchanged."""
+    """Rotates the pairs `(i, i + pairs)` of `vector` by `angles [pairs]`, and leaves the rest."""
     pairs = len(angles)
     first, second, rest = vector.split([pairs, pairs, len(vector) - 2 * pairs])
     cos, sin = angles.cos(), angles.sin()
@@ -153,7 +153,7 @@ def turn_part(vector: Tensor, angles: Tensor) -> Tensor:
 def project_gated(
     attention: Any, normed: Tensor, positions: Sequence[int], turns: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], list[list[Entry]]]:
-    """Returns queries and output gates per query head `[len, head_dim]`, entries per KV head.
+    """Returns queries and gates per query head `[len, head_dim]`, and entries per KV head.
 
     Args:
         attention: the layer's attention module.

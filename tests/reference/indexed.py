@@ -1,4 +1,4 @@
-"""Compute latent attention to the tokens that an indexer picks, as in DeepSeek V3.2.
+"""Computes latent attention to the tokens that an indexer picks, as in DeepSeek V3.2.
 
 A layer stores a latent and an index key of each token. A query scores the index keys of the held
 tokens up to its own position, and attends to the few best of them; evicted tokens are not scored.
@@ -86,7 +86,7 @@ class IndexedState(LatentState):
         rotary: Sequence[int],
         held: Sequence[IndexedEntry],
     ) -> list[list[int]]:
-        """Returns, for each query, the indices of the entries that it attends to, ascending."""
+        """Returns, for each query, the ascending indices of the entries it attends to."""
         indexer, picked = attention.indexer, []
         squeezed = linear(normed, attention.q_a_proj.weight, attention.q_a_proj.bias)
         queries = linear(rms_norm(squeezed, attention.q_a_layernorm), indexer.wq_b.weight)
@@ -119,7 +119,7 @@ def layer_norm(rows: Tensor, norm: Any) -> Tensor:
 
 
 def turn_first(attention: Any, vector: Tensor, position: int) -> Tensor:
-    """Applies rotary embedding to the first channels of an index query or key, paired by halves."""
+    """Rotates the first channels of an index query or key, paired by halves."""
     rope: dict[str, Any] = attention.config.rope_parameters
     assert rope["rope_type"] == "default", "only the default rotary embedding is covered"
     width = attention.qk_rope_head_dim

@@ -1,4 +1,4 @@
-"""Compute latent attention: one latent and one rotary key per token, for all heads of a layer.
+"""Computes latent attention: one latent and one rotary key per token, for all heads.
 
 The layer's output is computed from the keys and values that each latent expands to, head by head.
 A method is shown an equivalent, shorter form: the product of a query with an expanded key equals
@@ -39,31 +39,31 @@ class LatentEntry(Entry):
 
 @dataclass(frozen=True)
 class LatentKeyDiff(KeyDiff):
-    """A KeyDiff that scores by the expanded keys, the mean over all heads.
+    """KeyDiff on the expanded keys, averaged over all heads.
 
     A latent and its expanded key have the same product with a query, but another direction.
     """
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns two minus the cosine, the mean over the heads."""
+        """Returns two minus the cosine, averaged over the heads."""
         return head_mean([two_minus_cosines(held) for held in per_head(layer.entries[head])])
 
 
 @dataclass(frozen=True)
 class LatentLagKV(LagKV):
-    """A LagKV that scores by the expanded keys and values, the mean over all heads."""
+    """LagKV on the expanded keys and values, averaged over all heads."""
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns the mean over the heads of their scores."""
+        """Returns the heads' mean score."""
         return head_mean([self.of_entries(held) for held in per_head(layer.entries[head])])
 
 
 @dataclass(frozen=True)
 class LatentExpectedAttention(ExpectedAttention):
-    """An ExpectedAttention that uses the norms of expanded values, the mean over heads."""
+    """ExpectedAttention with the norms of expanded values, averaged over all heads."""
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns the mean over the heads of their expected attention scores."""
+        """Returns the heads' mean expected-attention score."""
         found = []
         for queries, held in zip(layer.queries, per_head(layer.entries[head]), strict=True):
             pairs = zip(layer.entries[head], held, strict=True)
@@ -74,7 +74,7 @@ class LatentExpectedAttention(ExpectedAttention):
 
 @dataclass(frozen=True)
 class LatentCLAA(CLAA):
-    """A CLAA in which every query head votes, since each has its own keys."""
+    """CLAA in which every query head votes, since each has keys of its own."""
 
     def of_kv_heads(self, rows: list[list[float]], layer: LayerView) -> list[list[float]]:
         """Returns the rows unchanged."""
@@ -82,7 +82,7 @@ class LatentCLAA(CLAA):
 
 
 def per_head(held: Sequence[Entry]) -> list[tuple[Entry, ...]]:
-    """Returns, for each head, the entries that a layer's latents expand to."""
+    """Returns the entries of each head, expanded from a layer's latents."""
     expanded = [entry.heads for entry in held if isinstance(entry, LatentEntry)]
     return list(zip(*expanded, strict=True))
 
@@ -112,7 +112,7 @@ class LatentState(ReferenceState):
         positions: Sequence[int],
         entries: Sequence[Sequence[Entry]],
     ) -> LayerView:
-        """Returns the view of `ReferenceState`; only the rotary key after the latent is rotated."""
+        """Returns the view of `ReferenceState`, in which only the rotary key is rotated."""
         view = super()._view(layer_idx, queries, positions, entries)
         config: Any = self.model.config
         return replace(view, rope_channels=slice(config.kv_lora_rank, None))
@@ -124,7 +124,7 @@ class LatentState(ReferenceState):
         positions: Sequence[int],
         rotary: Sequence[int],
     ) -> tuple[Tensor, list[Tensor], list[list[Entry]]]:
-        """Runs one layer; the queries returned are those to be multiplied by latents."""
+        """Runs one layer; returns queries in the latents' space."""
         layer = decoder_layers(self.model)[layer_idx]
         attention = layer.self_attn
         normed = rms_norm(hidden, layer.input_layernorm)
@@ -170,7 +170,7 @@ def turn(attention: Any, vector: Tensor, position: int) -> Tensor:
 
 
 def expanded_queries(attention: Any, normed: Tensor, rotary: Sequence[int]) -> list[Tensor]:
-    """Returns, per query head, the queries `[len, nope + rope]`, whose last `rope` are rotated.
+    """Returns, per query head, the queries `[len, nope + rope]` with the last `rope` rotated.
 
     Args:
         attention: the layer's attention module.
@@ -194,7 +194,7 @@ def expanded_queries(attention: Any, normed: Tensor, rotary: Sequence[int]) -> l
 
 
 def expansions(attention: Any) -> list[tuple[Tensor, Tensor]]:
-    """Returns, per query head, the maps from latents to keys `[nope, rank]`, values `[v, rank]`."""
+    """Returns each query head's maps from latents to keys `[nope, rank]` and values `[v, rank]`."""
     sizes = [attention.qk_nope_head_dim, attention.v_head_dim]
     return [
         (block[: sizes[0]], block[sizes[0] :])

@@ -1,4 +1,4 @@
-"""Evict latents while an answer is decoded, with one choice for all heads of a layer.
+"""Evicts latents while an answer is decoded, with one choice for all heads of a layer.
 
 The product with a query is the same for a latent and its expanded key, so that rules that use only
 products need no change. Rules that use the directions of keys score head by head, and the mean over
@@ -24,19 +24,19 @@ class WatchedIndexedState(Watched, IndexedState):
 
 @dataclass(frozen=True)
 class LatentUnlike(Unlike):
-    """The KeyDiff rule on the expanded keys."""
+    """The rule of KeyDiff on the expanded keys."""
 
     def scores(self, head: HeadView) -> list[float]:
-        """Returns two minus the cosine, the mean over the heads."""
+        """Returns two minus the cosine, averaged over the heads."""
         return head_mean([two_minus_cosines(held) for held in per_head(head.entries)])
 
 
 @dataclass(frozen=True)
 class LatentRedundancy(Redundancy):
-    """The R-KV rule on the expanded keys, where each head is its own group."""
+    """The rule of R-KV on the expanded keys, with each head as its own group."""
 
     def scores(self, head: HeadView) -> list[float]:
-        """Returns the mean of the scores over the heads."""
+        """Returns the heads' mean score."""
         found = []
         for queries, held in zip(head.queries, per_head(head.entries), strict=True):
             importances = self.importances(replace(head, queries=[queries]))
@@ -45,7 +45,7 @@ class LatentRedundancy(Redundancy):
 
 
 def of_latents(rule: Rule) -> Rule:
-    """Returns the variant of a rule for layers whose heads share latents."""
+    """Returns a rule's variant for layers whose heads share latents."""
     if isinstance(rule, Unlike):
         return LatentUnlike(**asdict(rule))
     if isinstance(rule, Redundancy):

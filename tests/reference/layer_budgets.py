@@ -1,4 +1,4 @@
-"""Define PyramidKV, which is SnapKV with budgets that fall with depth, and SpireKV."""
+"""PyramidKV, which is SnapKV with budgets that fall with depth, and SpireKV."""
 
 from dataclasses import dataclass
 
@@ -44,7 +44,7 @@ class SpireKV(PyramidKV):
     tsp_rate: float = 0.1
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps as PyramidKV does; at `tsp_layer`, also chooses the tokens to pass on."""
+        """Keeps tokens like PyramidKV; at `tsp_layer`, also chooses the tokens to pass on."""
         choice = super().choose(layer)
         if layer.layer_idx != self.tsp_layer:
             return choice
@@ -53,7 +53,7 @@ class SpireKV(PyramidKV):
 
 
 def free_places(mean: int, most: int, num_layers: int, beta: int) -> list[int]:
-    """Divides `num_layers * mean` places over the layers.
+    """Splits `num_layers * mean` places over the layers.
 
     A layer of the first half gets `mean * (beta - 1) * (num_layers - 1 - 2 * layer)` over
     `beta * (num_layers - 1)`, rounded down, above the mean, but `most` at most; the layer as far

@@ -1,4 +1,4 @@
-"""Define the methods, which choose at each layer the entries to keep and the tokens to pass on."""
+"""The methods, which choose at each layer the entries to keep and the tokens to pass on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from .selection import (
 
 @dataclass(frozen=True)
 class LayerView:
-    """The view of one layer that a method gets in an act, after the layer's attention.
+    """The data of one layer on which a method bases its choice.
 
     Attributes:
         layer_idx: which decoder layer.
@@ -67,10 +67,10 @@ class Choice:
 
 
 class Method(Protocol):
-    """A method that decides at every layer of an act."""
+    """Base of methods, which choose at every layer of a prefill."""
 
     def choose(self, layer: LayerView) -> Choice:
-        """Chooses what the layer keeps and which of the new tokens are passed on."""
+        """Chooses the entries that a layer keeps, and the new tokens that are passed on."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class StreamingLLM:
     protect: int = field(default=0, kw_only=True)
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps sinks and the most recent entries, and passes all tokens on."""
+        """Keeps the first and the most recent entries, and passes all tokens on."""
         kept = []
         first = max(self.num_sinks, self.protect)
         for held in layer.entries:
@@ -117,7 +117,7 @@ class StreamingLLM:
 
 @dataclass(frozen=True)
 class SnapKV:
-    """A method that keeps the window and the most salient entries, by the mean over each KV group.
+    """Keeps the window and the most salient entries, averaged over each KV group.
 
     Attributes:
         retention_rate: fraction of all tokens seen; not used where `retention_tokens` is given.
@@ -163,11 +163,11 @@ class SnapKV:
         ]
 
     def exempt(self, positions: Sequence[int]) -> list[int]:
-        """Returns the indices of the protected `positions` that are not in the window."""
+        """Returns the indices of the protected `positions` outside the window."""
         return below(positions[: max(0, len(positions) - self.window_size)], self.protect)
 
     def count(self, layer: LayerView, available: int, protected: int) -> int:
-        """Returns how many of `available` entries to keep; `protected` of them are always kept."""
+        """Returns how many of `available` entries to keep, at least the `protected` ones."""
         return budget(
             self.retention_rate,
             self.retention_tokens,
@@ -205,7 +205,7 @@ class FastKV(SnapKV):
     tsp_tokens: int | None = None
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps as SnapKV does; at `tsp_layer`, also chooses the tokens to pass on."""
+        """Keeps tokens like SnapKV; at `tsp_layer`, also chooses the tokens to pass on."""
         choice = super().choose(layer)
         tsp_layer = layer.num_layers // 2 - 1 if self.tsp_layer is None else self.tsp_layer
         assert 0 <= tsp_layer < layer.num_layers, "tsp_layer is not a layer of this model"
@@ -218,7 +218,7 @@ class FastKV(SnapKV):
 def pass_on(
     method: SnapKV, layer: LayerView, rate: float | None, tokens: int | None = None
 ) -> tuple[list[int], float]:
-    """Chooses the new tokens to pass on by `method`'s saliency, the mean over all query heads.
+    """Chooses the new tokens to pass on, by `method`'s saliency averaged over all query heads.
 
     Returns:
         Indices of the new tokens, ascending, and the margin of the choice.

@@ -1,4 +1,4 @@
-"""Build tiny models with latent attention, with an indexer, and with recurrent layers."""
+"""Builds tiny models with latent attention, with an indexer, and with recurrent layers."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -19,7 +19,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 def latent_model(
     seed: int, *, num_layers: int = 4, attn_implementation: str = "sdpa"
 ) -> PreTrainedModel:
-    """Builds a tiny DeepSeek V3; its first layer has an MLP, the others experts.
+    """Builds a tiny DeepSeek V3; its first layer has an MLP, the other layers have experts.
 
     Args:
         seed: of the weights.
@@ -35,7 +35,7 @@ def latent_model(
 def indexed_model(
     seed: int, *, index_topk: int = 8, attn_implementation: str = "sdpa"
 ) -> PreTrainedModel:
-    """Builds a tiny DeepSeek V3.2; its first layer has an MLP, the others experts.
+    """Builds a tiny DeepSeek V3.2; its first layer has an MLP, the other layers have experts.
 
     It has many index heads: with few heads, scores are often 0, so that several are equally good.
 

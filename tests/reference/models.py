@@ -1,4 +1,4 @@
-"""Build tiny randomly initialised decoder models with peaked attention, one per family.
+"""Builds tiny decoder models with random weights and peaked attention, one per family.
 
 Freshly initialised models attend almost uniformly: every selection is then a near tie, and evicting
 a token hardly changes the output, so that a wrong implementation passes. Here the query and key
@@ -98,7 +98,7 @@ def tiny_model(
 
 @torch.no_grad()
 def _fill(model: PreTrainedModel, generator: torch.Generator, scale: float) -> None:
-    """Overwrites every parameter with draws whose spread depends on what the parameter is for."""
+    """Fills every parameter with random numbers on a scale that suits its role."""
     for name, parameter in model.named_parameters():
         draw = torch.randn(parameter.shape, generator=generator)
         if "q_norm" in name or "k_norm" in name:
@@ -118,7 +118,7 @@ def _fill(model: PreTrainedModel, generator: torch.Generator, scale: float) -> N
 
 
 def random_tokens(seed: int, length: int) -> list[int]:
-    """Draws `length` token ids, uniform over the vocabulary without `PAD_TOKEN_ID`."""
+    """Draws `length` random token ids, never `PAD_TOKEN_ID`."""
     generator = torch.Generator().manual_seed(seed)
     drawn: Tensor = torch.randint(1, VOCAB_SIZE, (length,), generator=generator)
     return [int(token) for token in drawn]

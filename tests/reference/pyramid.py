@@ -1,4 +1,4 @@
-"""Define PyramidInfer: every layer keeps all its entries and passes on a little less."""
+"""PyramidInfer: every layer keeps all its entries and passes on fewer tokens."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from .selection import highest, margin
 
 @dataclass(frozen=True)
 class PyramidInfer:
-    """A method that passes on the tail, the sinks and the best of the other tokens.
+    """Passes on the tail, the sinks and the best of the other tokens.
 
     Attributes:
         recent_rate: fraction of all tokens seen; the tail is one token more.
@@ -48,7 +48,7 @@ class PyramidInfer:
         return Choice(kept, passed, margin([scores[i] for i in others], chosen))
 
     def weights(self, layer: LayerView, rest: int) -> list[float]:
-        """Returns, per token before the tail, the weighted mean attention of the tail's queries."""
+        """Returns the tail queries' weighted mean attention to each token before the tail."""
         new_len = len(layer.new_positions)
         tail = new_len - rest
         step = (self.distance_weight - 1) / (tail - 1) if tail > 1 else 0.0

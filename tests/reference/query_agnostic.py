@@ -1,4 +1,4 @@
-"""Define methods that need no question at the prompt's end, and CriticalKV."""
+"""Methods that need no question at the prompt's end, and CriticalKV."""
 
 import math
 import statistics
@@ -95,7 +95,7 @@ def expected_scores(
 
 @dataclass(frozen=True)
 class Protected(Scored):
-    """A method that keeps the last entries, the first positions and the highest other scores.
+    """Base of methods that keep the last entries, the first positions and the highest scores.
 
     Attributes:
         num_sinks: positions below this are kept.
@@ -106,7 +106,7 @@ class Protected(Scored):
     positive: bool = False
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps as `Scored` does, and also the first positions."""
+        """Keeps entries like `Scored`, and also the first positions."""
         kept, margins = [], []
         for head, held in enumerate(layer.entries):
             outside = max(len(held) - self.window_size, 0)
@@ -125,7 +125,7 @@ class Protected(Scored):
 
 @dataclass(frozen=True)
 class ExpectedAttention(Protected):
-    """A method that scores by the expected attention of future queries."""
+    """Keeps tokens by the attention expected from future queries."""
 
     positive: bool = True
     future_len: int = 512
@@ -159,7 +159,7 @@ def leverages(keys: Sequence[Tensor], sketch: Tensor) -> list[float]:
 
 
 def standard(scores: Sequence[float]) -> list[float]:
-    """Returns scores at mean 0 and deviation 1."""
+    """Standardizes scores to mean 0 and deviation 1."""
     mean, deviation = statistics.fmean(scores), statistics.pstdev(scores)
     return [(score - mean) / (deviation + 1e-8) for score in scores]
 
@@ -173,7 +173,7 @@ def chunk_attentions(
     chunk_size: int,
     kernel_size: int,
 ) -> list[float]:
-    """Returns the attention within chunks that each entry of a KV head gets, times value norm.
+    """Returns each entry's attention from its chunk, times the norm of its value.
 
     Args:
         queries: per query head of the group, the query of each new token that takes part.
@@ -207,14 +207,14 @@ def chunk_attentions(
 
 
 def gaussian(seed: int, layer_idx: int, head_dim: int, columns: int) -> Tensor:
-    """Returns a layer's random projection, drawn with the same random numbers as the library."""
+    """Draws a layer's random projection with the library's random numbers."""
     drawn = torch.Generator().manual_seed(seed * 1_000_003 + layer_idx)
     return torch.randn(head_dim, columns, generator=drawn) / math.sqrt(columns)
 
 
 @dataclass(frozen=True)
 class Compactor(Protected):
-    """A method that scores by weighted key leverage plus attention within chunks."""
+    """Keeps tokens by weighted key leverage plus attention within chunks."""
 
     blending: float = 0.35
     chunk_size: int = 256
@@ -222,7 +222,7 @@ class Compactor(Protected):
     seed: int = 0
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns scores of the entries between sinks and last entries; the others get 0."""
+        """Returns scores of the entries between sinks and last entries; 0 for these."""
         held = layer.entries[head]
         end = max(len(held) - self.window_size, 0)
         inside = [j for j in range(end) if held[j].position >= self.num_sinks]
@@ -249,7 +249,7 @@ class Compactor(Protected):
 
 
 def projected(value: Tensor, weight: Tensor, head: int) -> float:
-    """Returns the L1 norm of a value after the projection `[hidden, heads * value_dim]`."""
+    """Returns the L1 norm of a value projected by `[hidden, heads * value_dim]`."""
     width = len(value)
     of_head = weight[:, head * width : (head + 1) * width].double()
     return math.fsum(abs(float(row @ value.double())) for row in of_head)
@@ -257,7 +257,7 @@ def projected(value: Tensor, weight: Tensor, head: int) -> float:
 
 @dataclass(frozen=True)
 class CriticalKV(SnapKV):
-    """A SnapKV that fills part of its budget by saliency times the norm of projected values.
+    """A SnapKV that fills part of its budget by saliency times norm of projected values.
 
     Attributes:
         first_share: share of the budget that saliency alone fills.
@@ -268,7 +268,7 @@ class CriticalKV(SnapKV):
     epsilon: float = 1e-4
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps per KV head the window, the most salient and the best weighted of the others."""
+        """Keeps per KV head the window, the most salient entries and the best weighted others."""
         assert layer.output_weight is not None
         group = len(layer.queries) // len(layer.entries)
         kept, margins = [], []

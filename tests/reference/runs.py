@@ -1,4 +1,4 @@
-"""Define methods that compare runs of neighbouring tokens: LagKV and ChunkKV."""
+"""Methods that compare runs of neighbouring tokens: LagKV and ChunkKV."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ def lag_scores(
     num_sinks: int,
     lag_size: int,
 ) -> list[float]:
-    """Returns each held token's score: 2 for a sink, else its rank in its run or its recency.
+    """Returns each token's score: 2 for a sink, else its rank in its run or its recency.
 
     Args:
         positions: positions of the tokens, ascending.
@@ -48,7 +48,7 @@ def lag_scores(
 
 
 def unevenness(run: Sequence[Sequence[float]], following: Sequence[Sequence[float]]) -> list[float]:
-    """Returns each token's deviation over its channels, scaled to the span of the next run."""
+    """Returns each token's deviation over its channels, scaled to the range of the next run."""
     spans = [(min(channel), max(channel)) for channel in zip(*following, strict=True)]
     return [
         statistics.stdev(
@@ -61,7 +61,7 @@ def unevenness(run: Sequence[Sequence[float]], following: Sequence[Sequence[floa
 
 @dataclass(frozen=True)
 class LagKV(Scored):
-    """A method that scores a token by how much it differs from the run that follows its own run.
+    """Keeps the tokens that differ most from the run after their own.
 
     Attributes:
         num_sinks: positions below this are sinks, which score highest.
@@ -72,7 +72,7 @@ class LagKV(Scored):
     lag_size: int = 128
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns the scores of `lag_scores`."""
+        """Returns the scores by `lag_scores`."""
         return self.of_entries(layer.entries[head])
 
     def of_entries(self, held: Sequence[Entry]) -> list[float]:
@@ -88,7 +88,7 @@ class LagKV(Scored):
 
 @dataclass(frozen=True)
 class ChunkKV(SnapKV):
-    """A SnapKV that scores a chunk of positions by the mean over its tokens and all heads.
+    """A SnapKV that scores chunks by the mean over their tokens and all heads.
 
     Attributes:
         chunk_length: positions of a chunk.
@@ -97,7 +97,7 @@ class ChunkKV(SnapKV):
     chunk_length: int = 10
 
     def head_scores(self, layer: LayerView) -> list[list[float]]:
-        """Returns, per KV head, each key's chunk mean, for the keys before the window."""
+        """Returns, per KV head, the mean score of each key's chunk, for keys before the window."""
         saliency = self.saliency(layer)
         group = len(layer.queries) // len(layer.entries)
         chunks = [[entry.position // self.chunk_length for entry in held] for held in layer.entries]

@@ -1,4 +1,4 @@
-"""Define methods that keep the last tokens and, per KV head, the highest of one score."""
+"""Methods that keep the last tokens and, per KV head, those of highest score."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from .selection import budget, head_mean, highest, margin
 
 @dataclass(frozen=True)
 class Scored:
-    """A method that keeps the last `window_size` entries and the highest scores of the others.
+    """Base of methods that keep the last `window_size` entries and the highest other scores.
 
     Attributes:
         retention_rate: fraction of all tokens seen.
@@ -24,11 +24,11 @@ class Scored:
     window_size: int = 8
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns one positive score for each entry of a KV head; the highest are kept."""
+        """Returns a positive score for each entry of a KV head; the highest are kept."""
         raise NotImplementedError
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps the window and the highest others per KV head, and passes all tokens on."""
+        """Keeps the window and the highest other entries per KV head, and passes all tokens on."""
         kept, margins = [], []
         for head, held in enumerate(layer.entries):
             count = budget(
@@ -47,7 +47,7 @@ class Scored:
 
 
 def group_attention(layer: LayerView, head: int, observers: int | None) -> list[float]:
-    """Returns the last queries' (None: all) attention to each entry, summed, mean of the group."""
+    """Returns the summed attention of the last queries to each entry, averaged over the group."""
     group = len(layer.queries) // len(layer.entries)
     held = layer.entries[head]
     rows = []
@@ -62,27 +62,27 @@ def group_attention(layer: LayerView, head: int, observers: int | None) -> list[
 
 @dataclass(frozen=True)
 class H2O(Scored):
-    """A method that scores by the attention of all of the prompt's queries."""
+    """Keeps tokens by the summed attention of all the prompt's queries."""
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns the column sums of the causal attention."""
+        """Returns the column sums of the causal attention matrix."""
         return group_attention(layer, head, None)
 
 
 @dataclass(frozen=True)
 class TOVA(Scored):
-    """A method that scores by the attention of the last query."""
+    """Keeps tokens by the attention of the last query."""
 
     window_size: int = 1
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
-        """Returns the last query's attention, the mean over the group."""
+        """Returns the last query's attention, averaged over the group."""
         return group_attention(layer, head, 1)
 
 
 @dataclass(frozen=True)
 class KeyDiff(Scored):
-    """A method that scores a key higher the less it points in the keys' mean direction."""
+    """Keeps keys that point away from the keys' mean direction."""
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
         """Returns two minus the cosine between each key and the mean direction."""
@@ -95,7 +95,7 @@ def norm(entry: Entry) -> float:
 
 
 def two_minus_cosines(held: Sequence[Entry]) -> list[float]:
-    """Returns, per entry, 2 minus the cosine between its key and the mean of all directions."""
+    """Returns, per entry, 2 minus the cosine between its key and the keys' mean direction."""
     directions = [entry.key.double() / norm(entry) for entry in held]
     mean = torch.stack(directions).mean(dim=0)
     length = math.sqrt(float(mean @ mean))

@@ -1,4 +1,4 @@
-"""Choose tokens on plain Python lists: budgets, pooling, saliency and the choice itself."""
+"""Chooses tokens on plain Python lists: budgets, pooling, saliency and selection."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -33,7 +33,7 @@ def budget(
 
 
 def max_pool(row: Sequence[float], kernel_size: int) -> list[float]:
-    """Returns the maximum of each value and its `kernel_size // 2` existing neighbours per side.
+    """Max-pools values over `kernel_size // 2` neighbours on each side.
 
     Example:
         >>> max_pool([1.0, 5.0, 2.0, 3.0, 0.0], 3)
@@ -45,7 +45,7 @@ def max_pool(row: Sequence[float], kernel_size: int) -> list[float]:
 
 
 def average_pool(row: Sequence[float], kernel_size: int) -> list[float]:
-    """Returns the mean of each value and `kernel_size // 2` neighbours per side, 0 if missing.
+    """Average-pools values over `kernel_size // 2` neighbours on each side; missing ones are 0.
 
     Example:
         >>> average_pool([3.0, 6.0, 0.0, 9.0], 3)
@@ -70,14 +70,14 @@ def highest(scores: Sequence[float], count: int) -> list[int]:
 
 
 def below(positions: Sequence[int], first: int) -> list[int]:
-    """Returns the indices of the positions below `first`: the tokens that `protect` keeps."""
+    """Returns the indices of the positions below `first`, which `protect` keeps."""
     return [index for index, position in enumerate(positions) if position < first]
 
 
 def window_and_highest(
     scores: Sequence[float], length: int, count: int, exempt: Collection[int] = ()
 ) -> list[int]:
-    """Returns the window (every index without a score), the exempt and the highest others.
+    """Returns the indices of the window, the exempt entries and the highest others.
 
     Args:
         scores: scores of the tokens before the window.
@@ -97,7 +97,7 @@ def window_and_highest(
 
 
 def sinks_and_recent(positions: Sequence[int], num_sinks: int, count: int) -> list[int]:
-    """Returns the indices of the sinks, below `num_sinks`, and of the most recent others.
+    """Returns the indices of the sinks, below `num_sinks`, and of the most recent entries.
 
     Args:
         positions: positions of the available tokens, ascending.
@@ -121,7 +121,7 @@ def margin(
     *,
     scale: float | None = None,
 ) -> float:
-    """Returns the smallest relative gap between a kept and a dropped score.
+    """Returns the smallest relative gap between the scores of a kept and a dropped entry.
 
     This is the minimum of `(kept - dropped) / kept` over all kept and dropped tokens of different
     score; a small one means that rounding may change the choice. Equal scores do not count, since
@@ -155,7 +155,7 @@ def window_saliency(
     kernel_size: int,
     scaling: float,
 ) -> list[list[float]]:
-    """Returns the last queries' attention to the keys before the window, summed and max-pooled.
+    """Returns the last queries' summed and max-pooled attention to the keys before the window.
 
     Args:
         queries: per query head `[query_len, head_dim]`; the last `window_size` (or as many as there
@@ -183,5 +183,5 @@ def window_saliency(
 
 
 def head_mean(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Returns the mean over heads, column by column, of rows of equal length."""
+    """Averages rows of equal length over heads, column by column."""
     return [math.fsum(column) / len(rows) for column in zip(*rows, strict=True)]

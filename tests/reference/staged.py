@@ -1,4 +1,4 @@
-"""Define a method that drops tokens after more than one layer."""
+"""A method that drops tokens after more than one layer."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Staged(SnapKV):
     stages: tuple[tuple[int, float], ...] = ()
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps as SnapKV does; at a stage's layer, also chooses the tokens to pass on."""
+        """Keeps tokens like SnapKV; at a stage's layer, also chooses the tokens to pass on."""
         rates = dict(self.stages)
         assert len(rates) == len(self.stages), "one stage for a layer"
         choice = super().choose(layer)

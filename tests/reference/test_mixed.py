@@ -1,4 +1,4 @@
-"""Test the slow references of latent attention, of indexers and of recurrent layers."""
+"""Tests the slow references of latent attention, indexers and recurrent layers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -64,7 +64,7 @@ mixed = pytest.mark.parametrize("kind", MIXED)
 
 
 def max_error(ours: Tensor, theirs: Tensor) -> float:
-    """Returns the largest difference between two tensors of one shape."""
+    """Returns the largest difference between two tensors."""
     assert ours.shape == theirs.shape
     return float((ours - theirs).abs().max())
 
@@ -76,7 +76,7 @@ def logits_of_turn(turn: TurnResult) -> Tensor:
 
 @torch.no_grad()
 def whole(model: PreTrainedModel, row: list[int]) -> Tensor:
-    """Returns the model's own logits `[len, vocab]`, from one forward without a cache."""
+    """Returns the model's logits `[len, vocab]` from one forward without a cache."""
     logits: Tensor = cast(Any, model)(torch.tensor([row]), use_cache=False).logits[0]
     return logits
 
@@ -146,7 +146,7 @@ def test_absorbed_queries_attend_as_expanded_ones() -> None:
 
 @pytest.mark.parametrize("method", EVICTS, ids=str)
 def test_latent_choices_equal_the_models_own_attention_masked(method: Method) -> None:
-    """Eviction and dropping equal masking, in prefill and decoding."""
+    """Eviction and dropping give the same logits as masking, in prefill and decoding."""
     model = latent_model(9, attn_implementation="eager")
     prompt = random_tokens(3, 47)
     turn = LatentState(model, method).turn(prompt, 7)
@@ -160,7 +160,7 @@ def test_latent_choices_equal_the_models_own_attention_masked(method: Method) ->
 @pytest.mark.skipif(not HAS_INDEXERS, reason="no such model yet")
 @pytest.mark.parametrize("method", EVICTS[:3], ids=str)
 def test_what_was_evicted_is_not_picked(method: Method) -> None:
-    """Each token equals the model's own layers, run on only the tokens that it sees."""
+    """Each token's logits equal those of the model's layers run on the tokens it sees."""
     model = indexed_model(9)
     prompt = random_tokens(3, 47)
     turn = IndexedState(model, method).turn(prompt, 7)
@@ -179,7 +179,7 @@ def test_what_was_evicted_is_not_picked(method: Method) -> None:
 
 @pytest.mark.parametrize("method", EVICTS, ids=str)
 def test_hybrid_choices_equal_the_models_own_layers_cut(method: Method) -> None:
-    """Both kinds of upper layers read only tokens passed on; evicted tokens are masked."""
+    """Upper layers of both kinds read only passed-on tokens, and evicted tokens are masked."""
     model = hybrid_model(9, layer_types=(LINEAR, FULL, LINEAR, FULL, LINEAR))
     prompt = random_tokens(3, 47)
     turn = HybridState(model, method).turn(prompt, 7)
@@ -192,7 +192,7 @@ def test_hybrid_choices_equal_the_models_own_layers_cut(method: Method) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in MIXED if kind != "indexed"])
 def test_choices_follow_from_the_models_own_attention(kind: str) -> None:
-    """SnapKV prefills in full, so its choices follow from the model's attention.
+    """SnapKV's choices follow from the model's own attention in a full prefill.
 
     Models with an indexer are left out: there, methods are shown more than a query attends to.
     """
@@ -240,7 +240,7 @@ def test_default_layers() -> None:
 
 
 def test_a_restart_leaves_nothing_of_the_first_pass() -> None:
-    """Both turns equal a forward over a row of only the chosen tokens."""
+    """Both turns equal a forward over a row of the chosen tokens alone."""
     model = hybrid_model(3)
     state = HybridState(model, GemFilter(retention_rate=0.4))
     prompt, question = random_tokens(4, 41), random_tokens(5, 37)

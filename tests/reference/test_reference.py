@@ -1,4 +1,4 @@
-"""Test the slow reference by hand, against Transformers and against dense masked attention."""
+"""Tests the slow reference by hand, against Transformers and against dense attention."""
 
 from collections.abc import Iterator
 from math import inf
@@ -43,7 +43,7 @@ from tests.reference.selection import (
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Runs with one thread: these matrices are small, and more threads were up to 15x slower."""
+    """Sets torch to one thread: more threads were up to 15 times slower on such small matrices."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -156,7 +156,7 @@ def test_rotate() -> None:
 
 
 def test_window_saliency_by_hand() -> None:
-    """Four keys, a window of two, one head: all weights are equal, key 1 has twice as much."""
+    """Of four keys with equal weights, key 1 gets twice the attention (window 2, one head)."""
     twice = 0.6931471805599453
     keys = [[0.0, 0.0], [twice, 0.0], [0.0, 0.0], [0.0, 0.0]]
     held = [entry(position, key) for position, key in enumerate(keys)]
@@ -178,7 +178,7 @@ def test_window_saliency_by_hand() -> None:
 def uniform_layer(
     old: list[list[int]], new: list[int], *, seen: int, layer_idx: int = 0
 ) -> LayerView:
-    """Returns a layer of two KV heads in groups of three in which every product is 0."""
+    """Returns a layer of two KV heads and six query heads, in which every product is 0."""
     entries = [[entry(position) for position in head + new] for head in old]
     queries = [torch.zeros(len(new), 2)] * 6
     return LayerView(layer_idx, 4, queries, new, entries, seen, 1.0)
@@ -199,7 +199,7 @@ def test_few_tokens_are_all_window() -> None:
 
 
 def test_second_turn_window_reaches_back() -> None:
-    """A window of four holds the two new tokens and two of the old ones."""
+    """A window of four contains the two new tokens and two old ones."""
     layer = uniform_layer([[0, 5, 20, 21], [3, 4, 20, 21]], [22, 23], seen=24, layer_idx=1)
     choice = FastKV(retention_rate=0.21, tsp_rate=0.3, window_size=4, kernel_size=1).choose(layer)
     assert choice.kept == [[0, 2, 3, 4, 5]] * 2  # int(24 * 0.21) = 5
@@ -215,7 +215,7 @@ def test_only_new_tokens_compete_to_go_on() -> None:
 
 
 def test_new_tokens_compete_by_their_own_columns() -> None:
-    """Old token 1 is the most salient; of the new tokens before the window, token 12 is."""
+    """Among old tokens token 1 is most salient, among new ones before the window token 12."""
     heights = {1: 3.0, 12: 2.0, 10: 1.0}
     new = [10, 11, 12, 13, 14]
     held = [entry(position, [heights.get(position, 0.0), 0.0]) for position in [0, 1, 9, *new]]
@@ -233,7 +233,7 @@ def test_streaming_in_a_second_turn() -> None:
 
 
 def test_visible_after_by_hand() -> None:
-    """Four tokens are read, two decoded; KV head 0 keeps 0 and 3, KV head 1 keeps 2 and 3."""
+    """Masks are right by hand: four tokens read, two decoded, two kept by each KV head."""
     (mask,) = visible_after([Act(0, 4, [[[0, 3], [2, 3]]])], 4, 6)
     prompt = [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]]
     first = [*prompt, [1, 0, 0, 1, 1, 0], [1, 0, 0, 1, 1, 1]]
@@ -242,7 +242,7 @@ def test_visible_after_by_hand() -> None:
 
 
 def test_visible_after_two_acts_and_dropped_tokens() -> None:
-    """Token 1 never reaches the layer; the second prompt (tokens 3 and 4) sees what was kept."""
+    """A dropped token stays hidden, and the second prompt sees what the first one left."""
     acts = [Act(0, 3, [[[0, 2]]], [[0, 2]]), Act(3, 5, [[[2, 4]]], None)]
     (mask,) = visible_after(acts, 1, 6)
     assert mask[0].int().tolist() == [
@@ -316,7 +316,7 @@ def test_two_turns_equal_one_long_forward() -> None:
 @pytest.mark.parametrize("method", EVICTS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_turns_equal_dense_masked_attention(family: Family, method: Method) -> None:
-    """Eviction and dropping equal masking, in both turns, prefill and decoding."""
+    """Eviction and dropping give the logits of masking, in both turns, prefill and decoding."""
     model = tiny_model(family, seed=9)
     prompt = random_tokens(3, 47)
     state = ReferenceState(model, method)
@@ -346,7 +346,7 @@ def check_counts(turn: TurnResult, kept_len: int, seen_len: int) -> None:
 
 
 def test_fastkv_counts_over_two_turns() -> None:
-    """Rates count all tokens seen, in every layer and in both turns."""
+    """Rates count all tokens seen so far, in every layer and in both turns."""
     model = tiny_model("llama", seed=2, num_layers=6)
     state = ReferenceState(model, FastKV(retention_rate=0.2, tsp_rate=0.35, window_size=6))
     first = state.turn(random_tokens(8, 60), 10)
@@ -368,7 +368,7 @@ def test_fastkv_counts_over_two_turns() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_choices_follow_from_the_models_own_attention(family: Family) -> None:
-    """Tensor operations on the attention of Transformers make the same choices.
+    """Tensor operations on Transformers' attention make the same choices.
 
     SnapKV prefills in full, so every layer's attention is the model's; FastKV's up to `tsp_layer`.
     """
@@ -395,7 +395,7 @@ def test_choices_follow_from_the_models_own_attention(family: Family) -> None:
 
 
 def test_heads_choose_for_themselves() -> None:
-    """KV heads of a layer keep different tokens; else tests could not see swapped heads."""
+    """KV heads of a layer keep different tokens, so that tests notice swapped heads."""
     model = tiny_model("qwen3", seed=5)
     turn = ReferenceState(model, SnapKV(retention_rate=0.3)).turn(random_tokens(1, 60), 0)
     assert all(layer[0] != layer[1] for layer in turn.kept)
@@ -404,7 +404,7 @@ def test_heads_choose_for_themselves() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_is_peaked(family: Family) -> None:
-    """Queries with ten earlier keys or more have peaked attention at every layer."""
+    """Queries with at least ten earlier keys have peaked attention at every layer."""
     for seed in range(3):
         model = tiny_model(family, seed=seed, attn_implementation="eager")
         with torch.no_grad():

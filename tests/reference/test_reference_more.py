@@ -1,4 +1,4 @@
-"""Test the slow reference's restart, uneven budgets, stages and protected tokens."""
+"""Tests the slow reference's restart, uneven budgets, stages and protected tokens."""
 
 from math import inf, log
 from typing import Any, cast
@@ -80,7 +80,7 @@ def giving(
     num_layers: int = 4,
     seen: int | None = None,
 ) -> LayerView:
-    """Returns a layer whose queries attend in proportion to `weights`, one list per KV head.
+    """Returns a layer with attention in proportion to `weights`, one list per KV head.
 
     Keys are `[log(weight), 0]`, queries `[1, 0]`, and groups have one head. If a head's weights sum
     to 1, they are the last query's attention.
@@ -97,7 +97,7 @@ def giving(
 def two_turns(
     model: PreTrainedModel, method: Method, num_decode: int = 7
 ) -> tuple[list[int], TurnResult, TurnResult]:
-    """Runs two turns and returns all tokens that were fed, and both turns' results."""
+    """Runs two turns; returns all tokens fed, and both turns' results."""
     prompt = random_tokens(3, 47)
     state = ReferenceState(model, method)
     first = state.turn(prompt, num_decode)
@@ -112,7 +112,7 @@ def logits_of_turn(turn: TurnResult) -> Tensor:
 
 
 def max_error(ours: Tensor, theirs: Tensor) -> float:
-    """Returns the largest difference between two tensors of one shape."""
+    """Returns the largest difference between two tensors."""
     assert ours.shape == theirs.shape
     return float((ours - theirs).abs().max())
 
@@ -166,7 +166,7 @@ def test_free_places(mean: int, most: int, num_layers: int, beta: int, expected:
 
 
 def test_pyramid_kv_by_hand() -> None:
-    """Ten tokens, a window of 2 and 1 protected: a layer keeps 6 on average, 3 of them free."""
+    """Budgets are right by hand: ten tokens, window 2, 1 protected, 6 kept on average."""
     weights = [0.02, 0.05, 0.07, 0.1, 0.2, 0.03, 0.3, 0.13, 0.05, 0.05]
     method = PyramidKV(0.6, window_size=2, kernel_size=1, beta=3, protect=1)
     expected = [
@@ -180,7 +180,7 @@ def test_pyramid_kv_by_hand() -> None:
 
 
 def test_pyramid_kv_keeps_no_more_than_there_is() -> None:
-    """Seven of 40 seen tokens are available, 2 of them new; the budget counts all 40."""
+    """A budget of 40 seen tokens keeps at most the 7 available ones."""
     method = PyramidKV(0.5, window_size=2, kernel_size=1, beta=4)
     at = [0, 3, 5, 6, 9, 38, 39]
     layer = giving([[1.0] * 7], [at], 2)
@@ -230,7 +230,7 @@ def test_ada_kv_by_hand() -> None:
 
 
 def test_ada_kv_lets_heads_hold_unlike_numbers() -> None:
-    """Heads hold 1 and 4 tokens and 1 new one, the window; 4 of 12 are 3 free places each."""
+    """KV heads may hold unlike numbers of tokens: a layer's places are shared by both."""
     few, many = [2, 11], [1, 3, 4, 7, 11]
     weights = [[0.5, 0.5], [0.4, 0.3, 0.2, 0.05, 0.05]]
     layer = giving(weights, [few, many], 1)
@@ -255,7 +255,7 @@ def test_a_heads_floor_rounds_down() -> None:
 
 
 def test_margin_of_a_share() -> None:
-    """Margins are measured between tokens that could have changed places."""
+    """The margin is measured between tokens that could have changed places."""
     scores = [[0.8, 0.1, 0.05], [0.4, 0.3, 0.2]]
     taken, gap = share(scores, [[], []], 1, 0.0)
     assert taken == [[0], [0]]
@@ -273,7 +273,7 @@ def test_margin_of_a_share() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ada_kv_follows_from_the_models_own_attention(family: Family) -> None:
-    """Tensor operations on the attention of Transformers make the same choices."""
+    """Tensor operations on Transformers' attention make the same choices."""
     model = tiny_model(family, seed=6, attn_implementation="eager")
     prompt = random_tokens(11, 53)
     with torch.no_grad():
@@ -297,7 +297,7 @@ def test_ada_kv_follows_from_the_models_own_attention(family: Family) -> None:
 
 
 def test_totals_of_ada_kv_over_two_turns() -> None:
-    """Heads share a layer's budget, also if they hold different numbers before."""
+    """Heads share a layer's budget, even if they held different numbers before."""
     model = tiny_model("qwen3", seed=2)
     _, first, second = two_turns(model, AdaKV(0.3, window_size=3, kernel_size=3))
     for turn, count in ((first, 14), (second, 21)):  # int(47 * 0.3), int(73 * 0.3)
@@ -321,7 +321,7 @@ def test_ada_kv_with_a_floor_of_one_is_snapkv() -> None:
 
 
 def test_staged_over_two_turns() -> None:
-    """Rates count all tokens seen; a layer keeps its budget or, if less, what reached it."""
+    """Rates count all tokens seen; a layer keeps its budget or all tokens that reached it."""
     model = tiny_model("llama", seed=2, num_layers=6)
     method = Staged(0.3, window_size=3, kernel_size=3, stages=((1, 0.5), (3, 0.2)))
     _, first, second = two_turns(model, method)
@@ -348,7 +348,7 @@ def test_one_stage_is_fastkv() -> None:
 
 
 def test_the_second_stage_decides_on_what_reached_it() -> None:
-    """A stage uses its own layer's attention, among tokens that the first passed on."""
+    """A stage scores by its own layer's attention, among the tokens that reached it."""
     at = [0, 2, 3, 5, 8, 9]
     weights = [0.1, 0.3, 0.05, 0.2, 0.25, 0.1]
     method = Staged(0.2, window_size=1, kernel_size=1, stages=((1, 0.6), (3, 0.4)))
@@ -387,7 +387,7 @@ def test_protected_tokens_count_into_snapkvs_budget() -> None:
 
 
 def test_protected_tokens_are_no_part_of_the_margin() -> None:
-    """Token 0 (0.11) is always kept, so the dropped score 0.109 is no near tie."""
+    """A protected token's score does not make a dropped one a near tie."""
     layer = giving([[0.11, 0.3, 0.109, 0.2, 0.1, 0.181]], [list(range(6))], 6, layer_idx=1)
     method = FastKV(None, 1, 1, retention_tokens=4, tsp_tokens=4, tsp_layer=1, protect=1)
     choice = method.choose(layer)
@@ -396,7 +396,7 @@ def test_protected_tokens_are_no_part_of_the_margin() -> None:
 
 
 def test_protected_tokens_may_come_in_a_later_turn() -> None:
-    """Two of the protected positions 0 to 4 were held before and three are new."""
+    """Protected positions may be held already or be new in a later turn."""
     weights = [[0.01, 0.01, 0.01, 0.01, 0.01, 0.4, 0.3, 0.15, 0.1]]
     layer = giving(weights, [list(range(9))], 7, layer_idx=1)
     method = FastKV(
@@ -437,7 +437,7 @@ def test_what_is_protected_stays(method: SnapKV | StreamingLLM | GemFilter) -> N
 
 
 def gem_view(products: list[list[float]], new_len: int, seen: int) -> LayerView:
-    """Returns a layer of two query heads and one KV head with these products of the last query."""
+    """Returns a layer of two query heads and one KV head, with given products of the last query."""
     keys = [torch.tensor([first, second, 0.0]) for first, second in zip(*products, strict=True)]
     held = len(keys) - new_len
     at = [*range(held), *range(seen - new_len, seen)]
@@ -475,7 +475,7 @@ def test_gem_filter_by_hand() -> None:
 
 
 def test_gem_filter_chooses_among_new_tokens_by_all_keys() -> None:
-    """Held keys are pooled but cannot be chosen; rates count all tokens seen."""
+    """Held keys take part in pooling but cannot be chosen; rates count all tokens seen."""
     products = [[0.0, 9.0, 0.0, 2.0, 5.0, 0.0]] * 2  # two held, four new
     view = gem_view(products, 4, 10)
     # Pooled over three, times three: (9), (9), 11, 7, 7, (5).
@@ -510,7 +510,7 @@ GEM_FILTERS = [
 @pytest.mark.parametrize("method", GEM_FILTERS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_chosen_tokens_are_a_row_of_their_own(family: Family, method: GemFilter) -> None:
-    """Both turns equal dense causal attention over the chosen and decoded tokens."""
+    """Both turns equal dense causal attention over the chosen and decoded tokens alone."""
     model = tiny_model(family, seed=9)
     row, first, second = two_turns(model, method)
     held = second.kept[0][0] + list(range(second.end, len(row)))
@@ -526,7 +526,7 @@ def test_the_chosen_tokens_are_a_row_of_their_own(family: Family, method: GemFil
 def products_with_last_query(
     model: PreTrainedModel, layer_idx: int, token_ids: list[int]
 ) -> Tensor:
-    """Returns products `[query_heads, len]` from the model's own states and rotary embedding."""
+    """Returns products `[query_heads, len]` computed from the model's own tensors."""
     decoder = cast(Any, model).model
     with torch.no_grad():
         # The input of each layer; the last entry has been through the final norm.
@@ -553,7 +553,7 @@ def products_with_last_query(
 def test_gem_filters_choice_follows_from_the_models_own_tensors(
     family: Family, method: GemFilter
 ) -> None:
-    """In both turns, the first pass is a plain forward of held and new tokens."""
+    """In both turns, the choice follows from a plain forward over held and new tokens."""
     model = tiny_model(family, seed=9)
     row, first, second = two_turns(model, method)
     held: list[int] = []
@@ -608,7 +608,7 @@ def test_keeping_everything_equals_full_context(method: Method) -> None:
 @pytest.mark.parametrize("method", EVICTS, ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_two_turns_equal_dense_masked_attention(family: Family, method: Method) -> None:
-    """Eviction and dropping equal masking, in both turns, prefill and decoding."""
+    """Eviction and dropping give the logits of masking, in both turns, prefill and decoding."""
     model = tiny_model(family, seed=9)
     row, first, second = two_turns(model, method)
     dense = dense_masked_logits(model, row, visible_after([first.act, second.act], 6, len(row)))

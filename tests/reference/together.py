@@ -1,4 +1,4 @@
-"""Define one budget for all layers and heads, and a second reading of the prompt that scores it."""
+"""One budget for all layers and heads, and a second reading of the prompt for its scores."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Scores = list[list[list[float]]]
 
 @dataclass(frozen=True)
 class Together:
-    """A method that first scores all layers, then fills one budget over all layers and heads.
+    """Scores all layers first, then splits one budget over all layers and heads.
 
     Attributes:
         retention_rate: fraction of all tokens seen that is kept, the mean over layers and heads.
@@ -44,7 +44,7 @@ class Together:
     def choose_all(
         self, layers: Sequence[Sequence[Sequence[Entry]]], scores: Scores, seen: int
     ) -> tuple[list[list[list[int]]], float]:
-        """Returns the entries to keep by layer and head, and the smallest gap of any choice."""
+        """Returns the entries to keep by layer and head, and the smallest score gap."""
         fixed: list[list[list[int]]] = []
         places: list[tuple[int, int, int]] = []
         counts: list[list[int]] = []
@@ -109,7 +109,7 @@ class Repeat:
 
 
 class TogetherState(ReferenceState):
-    """The context of one row under `Together`: layers choose once all have been scored."""
+    """The context of one row under `Together`, whose layers choose after all were scored."""
 
     method: Together
 
@@ -154,7 +154,7 @@ class TogetherState(ReferenceState):
         return logits, dropped, reached, min(gap, choice_gap)
 
     def _scored(self, views: Sequence[LayerView]) -> Scores:
-        """Returns the base's scores of all entries; entries of the window get 0."""
+        """Returns the scores of all entries; entries of the window get 0."""
         assert self.method.base is not None
         found = []
         for view in views:
@@ -164,7 +164,7 @@ class TogetherState(ReferenceState):
         return found
 
     def _repeated(self) -> Scores:
-        """Returns the most attention that a repeated token gives each entry, chunk by chunk."""
+        """Returns the largest attention that any repeated token gives each entry."""
         how = self.method.repeat
         assert how is not None
         found = [[[-1.0] * len(held) for held in heads] for heads in self.cache]

@@ -1,4 +1,4 @@
-"""Run a decoder that reads images layer by layer, one row at a time, dense, without a cache.
+"""Runs a decoder that reads images, one row at a time, dense and without a cache.
 
 The model's own layer modules are called one after another, under masks that are built here. Evicted
 tokens are masked for all later queries, and dropped tokens are cut from the hidden states.
@@ -26,7 +26,7 @@ from .selection import (
 
 @dataclass(frozen=True)
 class VisionRow:
-    """One row of embeddings, and all that is needed to run it through the decoder.
+    """One row of embeddings, with everything that the decoder needs to read it.
 
     Attributes:
         decoder: the text model, with eager attention, so that its attention can be read.
@@ -49,7 +49,7 @@ class VisionRow:
 
 @dataclass(frozen=True)
 class LayerSeen:
-    """The view of one layer that a method gets after the layer has read a prompt.
+    """The data of one layer, after it has read a prompt, on which a method bases its choice.
 
     Attributes:
         layer_idx: which decoder layer.
@@ -68,7 +68,7 @@ class LayerSeen:
     window: int | None
 
     def in_window(self) -> list[list[int]] | None:
-        """Returns the positions that the next token can still see; None if it sees all."""
+        """Returns the positions that the next token can still see; None if it can see all."""
         if self.window is None or self.end <= self.window:
             return None
         return [[at for at in head if at > self.end - self.window] for head in self.held]
@@ -76,7 +76,7 @@ class LayerSeen:
 
 @dataclass(frozen=True)
 class VisionChoice:
-    """The positions each KV head keeps, those passed on (None for all), and the margin."""
+    """A choice at one layer: positions kept per KV head, positions passed on, and score gap."""
 
     kept: Sequence[Sequence[int]]
     passed: Sequence[int] | None = None
@@ -84,15 +84,15 @@ class VisionChoice:
 
 
 class VisionMethod(Protocol):
-    """A method that decides what is kept and what is passed on."""
+    """Base of methods, which choose the positions to keep and to pass on."""
 
     def choose(self, prompt: int, layer: LayerSeen) -> VisionChoice:
-        """Chooses at one layer, after the row's prompt number `prompt`."""
+        """Chooses at one layer after prompt number `prompt` of the row."""
 
 
 @dataclass(frozen=True)
 class KeepAll:
-    """A method that keeps and passes on everything."""
+    """Keeps everything and passes everything on."""
 
     def choose(self, prompt: int, layer: LayerSeen) -> VisionChoice:
         return VisionChoice(layer.held)
@@ -100,7 +100,7 @@ class KeepAll:
 
 @dataclass(frozen=True)
 class Observed:
-    """A method that repeats the choices of another implementation.
+    """Repeats the choices that another implementation made.
 
     Attributes:
         kept: positions kept, by prompt, layer and KV head.
@@ -120,7 +120,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class StreamingLLM:
-    """A method that keeps the first and the most recent positions; see `reference.StreamingLLM`."""
+    """Keeps the first and the most recent positions; see `reference.StreamingLLM`."""
 
     rate: float
     num_sinks: int = 4
@@ -139,7 +139,7 @@ class StreamingLLM:
 
 @dataclass(frozen=True)
 class SnapKV:
-    """A method that keeps the window and the keys most attended to by the window's queries.
+    """Keeps the window, and the keys that the window's queries attend to most.
 
     Attributes:
         rate: fraction of all tokens seen that each KV head keeps; unused with `tokens`.
@@ -200,7 +200,7 @@ class SnapKV:
         return VisionChoice(kept, [layer.new[i] for i in chosen], min(gaps))
 
     def _pooled(self, layer: LayerSeen, head: int, held: Sequence[int]) -> list[float]:
-        """Returns the last queries' attention to the keys before the window, summed and pooled."""
+        """Returns the last queries' summed and pooled attention to the keys before the window."""
         observed = layer.attention[head, -self.window :, list(held)].to(torch.float64)
         sums = observed.sum(dim=0)[: max(0, len(held) - self.window)]
         return max_pool(sums.tolist(), self.kernel)
@@ -208,7 +208,7 @@ class SnapKV:
 
 @dataclass(frozen=True)
 class VisualTokens:
-    """A method that keeps everything and, after some layers, drops part of the images' tokens.
+    """Keeps everything but, after some layers, drops part of the image tokens.
 
     Attributes:
         images: positions of the tokens of images.
@@ -253,7 +253,7 @@ class Outcome:
     margin: float = inf
 
     def at(self, positions: Sequence[int]) -> Tensor:
-        """Returns logits `[len(positions), vocab]`; every position must have reached the end."""
+        """Returns logits `[len(positions), vocab]` of tokens that reached the last layer."""
         return self.logits[[self.reached.index(position) for position in positions]]
 
 
@@ -303,7 +303,7 @@ def _look(
     kept: Sequence[Sequence[Sequence[int]]],
     prompt: tuple[int, int],
 ) -> LayerSeen:
-    """Runs a layer up to the prompt's end and returns the view that the method gets."""
+    """Runs a layer up to the prompt's end; returns the data for the method's choice."""
     start, end = prompt
     present = [at for at in alive if at < end]
     visible = _visible(row, layer_idx, present, earlier, kept)
@@ -327,7 +327,7 @@ def _visible(
     prompts: Sequence[tuple[int, int]],
     kept: Sequence[Sequence[Sequence[int]]],
 ) -> Tensor:
-    """Returns the mask `[query_heads, len(present), len(present)]`: which query sees which key.
+    """Returns a mask `[query_heads, len(present), len(present)]` of visible keys.
 
     Of the tokens before the last choice, a query sees those that were kept. Of the newer ones, it
     sees all up to itself, and all of its own block. Then the sliding window limits both.

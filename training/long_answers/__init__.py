@@ -1,1 +1,1 @@
-"""Train the bundled model whose answers are long."""
+"""Train the bundled model with long answers."""

@@ -20,7 +20,7 @@ _FRAME, _STATEMENT = 4, 3
 def row_task(
     rng: random.Random, length: int, statements: tuple[int, int], loop_share: float
 ) -> LongAnswerTask:
-    """Draw the task (kind, statements, steps) of a row of ``length`` tokens, its answer included.
+    """Draw the task (kind, statements, steps) of a training row of ``length`` tokens.
 
     Args:
         rng: source of the draws.
@@ -42,7 +42,7 @@ def row_task(
 
 
 def row_batch(rng: random.Random, rows: Sequence[LongPrompt]) -> Batch:
-    """Return one step's batch; all rows have one length. At arrows, the bridge is a target too."""
+    """Return the batch of one step, with rows of equal length."""
     length = len(rows[0].input_ids) + len(rows[0].answer)
     batch = Batch.empty(len(rows), length)
     for index, row in enumerate(rows):
@@ -58,7 +58,7 @@ def row_batch(rng: random.Random, rows: Sequence[LongPrompt]) -> Batch:
 
 
 def _pieces(row: LongPrompt) -> list[list[int]]:
-    """Split a row into pieces between which positions may jump; question and answer are one."""
+    """Split a row into pieces between which positions may jump; the answer stays in one piece."""
     question = len(row.input_ids) - 3
     starts = [
         at

@@ -1,4 +1,4 @@
-"""Define the stages of the training, from copying to long answers.
+"""The stages of the training, from copying to long answers.
 
 At an arrow, the model has to look up the symbol before the arrow, not the arrow itself. Without
 help the network did not learn this: 500 steps after it had learned to copy, it still guessed among

@@ -37,7 +37,7 @@ SHAPE = NetworkShape(num_layers=4, max_position=MAX_POSITION)
 def step_loss(
     network: Network, batch: Batch, supervision: float = 0.0
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss over the answers of one batch, and the accuracy of all tokens and of lookups.
+    """Return the loss over a batch's answers, and the accuracy of all tokens and of lookups.
 
     Args:
         network: the network.
@@ -76,7 +76,7 @@ class Trainer(trainer.Trainer):
 
 @torch.no_grad()
 def answered(model: LlamaForCausalLM, prompts: Sequence[LongPrompt]) -> tuple[float, float]:
-    """Return the share of exact answers, and the mean share of steps before the first wrong one."""
+    """Return the fraction of exact answers, and the mean fraction of right steps."""
     ids = torch.tensor([prompt.input_ids for prompt in prompts])
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=len(prompts[0].answer)
@@ -89,7 +89,7 @@ def answered(model: LlamaForCausalLM, prompts: Sequence[LongPrompt]) -> tuple[fl
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train, write the model and its tokenizer, and print how often it answers correctly."""
+    """Train the model, save it with its tokenizer, and print its accuracy."""
     parser = trainer.training_parser("Train the model with long answers.")
     parser.add_argument("--count", type=int, default=32, help="prompts of each kind at the end")
     options = parser.parse_args(arguments)

@@ -1,1 +1,1 @@
-"""Train the needle model, which answers lookups of one hop and of two."""
+"""Train the needle model, which answers lookups of one or two hops."""

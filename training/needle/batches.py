@@ -1,4 +1,4 @@
-"""Build batches of training rows: token ids, positions, targets and the blindfold's masks."""
+"""Build batches of training rows: token ids, positions, targets, and masks of the blindfold."""
 
 import random
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class Batch:
 
 
 def copy_batch(rng: random.Random, length: int) -> Batch:
-    """Return one step's batch of rows that repeat parts of themselves."""
+    """Return one step's batch of rows with repeated parts."""
     rows = TOKENS_PER_STEP // length
     batch = Batch.empty(rows, length)
     for index in range(rows):
@@ -66,7 +66,7 @@ def copy_batch(rng: random.Random, length: int) -> Batch:
 
 
 def needle_batch(rng: random.Random, plans: Sequence[RowPlan]) -> Batch:
-    """Return one step's batch of needle rows; all plans must have the same length."""
+    """Return one step's batch of needle rows of equal length."""
     length = plans[0].length
     batch = Batch.empty(len(plans), length)
     for index, plan in enumerate(plans):

@@ -1,4 +1,4 @@
-"""Define the stages of the training, from copying to long two-hop needles.
+"""The stages of the training, from copying to long two-hop needles.
 
 Copying comes first, because it brings the induction heads that every later stage builds on. Needles
 then get longer, and links are added. Two devices keep the second hop in the layer above the first.

@@ -1,4 +1,4 @@
-"""Draw training rows: rows that repeat symbols, and needle rows with many questions each."""
+"""Draw training rows: rows with repeated symbols, and needle rows with many questions."""
 
 import random
 
@@ -42,7 +42,7 @@ class RowPlan:
 
 @attrs.frozen
 class NeedleRow:
-    """A row in two lists of pieces: the context, then questions with filler before and after each.
+    """A needle row in pieces: the context, then questions with filler around each.
 
     ``bridges`` has one entry per question: the key that a two-hop question finds first, None for a
     one-hop question.
@@ -54,7 +54,7 @@ class NeedleRow:
 
 
 def copy_row(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
-    """Return symbols followed by repeated chunks, and the positions whose next token is known.
+    """Return symbols and repeated chunks of them, and the positions with a predictable token.
 
     Example:
         >>> row, known = copy_row(random.Random(0), 48)
@@ -91,7 +91,7 @@ def needle_row(rng: random.Random, plan: RowPlan) -> NeedleRow:
 
 
 def _contents(rng: random.Random, plan: RowPlan) -> tuple[Pieces, Pieces, list[int | None]]:
-    """Draw the pairs and links in their order, the questions with answers, and the bridges."""
+    """Draw a row's pairs and links, its questions with answers, and the bridges."""
     width = 1 + plan.num_values
     symbols = rng.sample(SYMBOLS, plan.num_pairs * (width + 1))
     pairs = [symbols[index * width : (index + 1) * width] for index in range(plan.num_pairs)]

@@ -74,7 +74,7 @@ class Trainer(trainer.Trainer):
 
 @torch.no_grad()
 def answered(model: LlamaForCausalLM, prompts: Sequence[NeedlePrompt]) -> float:
-    """Return the share of prompts whose greedy continuation starts with the answer."""
+    """Return the fraction of prompts whose greedy continuation starts with the answer."""
     hits = 0
     for prompt in prompts:
         ids = torch.tensor([prompt.input_ids])
@@ -86,7 +86,7 @@ def answered(model: LlamaForCausalLM, prompts: Sequence[NeedlePrompt]) -> float:
 
 
 def main() -> None:
-    """Train, write the model and its tokenizer, and print how often it answers correctly."""
+    """Train the model, save it with its tokenizer, and print its accuracy."""
     options = trainer.training_parser("Train the needle model.").parse_args()
     model = trainer.trained(Trainer, options)
     for context_len in (512, 1024, 2048):

@@ -1,1 +1,1 @@
-"""Train the model of word tasks, starting from the needle model's layers."""
+"""Train the model of the word tasks, starting from the needle model's layers."""

@@ -1,4 +1,4 @@
-"""Build batches of training rows: token ids, positions, targets and the blindfold's masks."""
+"""Build batches of training rows: token ids, positions, targets, and masks of the blindfold."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Batch:
 
 
 def row_batch(rng: random.Random, rows: Sequence[Row], length: int) -> Batch:
-    """Return one step's batch of rows; each has ``length`` tokens, ``<bos>`` included."""
+    """Return one step's batch of rows, each of ``length`` tokens, ``<bos>`` included."""
     batch = Batch.empty(len(rows), length)
     for index, row in enumerate(rows):
         pieces = [[BOS], *map(_ids, row.document)]

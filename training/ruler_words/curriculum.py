@@ -1,4 +1,4 @@
-"""Define the stages of the training, from short rows of lookups to long documents of all kinds."""
+"""The stages of the training, from short rows of lookups to long documents of all kinds."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ Drawn = tuple[list[list[Words]], list[Question]]
 
 @attrs.frozen
 class Asked:
-    """A question in a row, and the kind of question whose accuracy it counts for."""
+    """A question in a row, with the kind under which its accuracy counts."""
 
     kind: str
     question: Question
@@ -59,7 +59,7 @@ class Row:
 
 
 def list_row(rng: random.Random, length: int) -> Row:
-    """Return a row that asks for a common or frequent word; ``length`` includes ``<bos>``."""
+    """Return a row of ``length`` tokens that asks for a common or frequent word."""
     room = length - 1 - 3
     if rng.random() < 0.5:
         share, ratio = rng.uniform(1 / 12, 1 / 5), rng.randint(3, 6)
@@ -73,7 +73,7 @@ def _asked(kind: str, drawn: tuple[list[Words], Question]) -> tuple[list[Words],
 
 
 class NamesRow:
-    """A builder of one row: it draws statements and their questions until the row is full."""
+    """Builds one row: draws statements and their questions until the row is full."""
 
     def __init__(self, rng: random.Random, length: int, kinds: Sequence[str], most_filler: float):
         self.rng, self.kinds = rng, kinds

@@ -1,4 +1,4 @@
-"""Build the network before training: the needle model's layers, with embeddings of new words.
+"""Build the initial network: the needle model's layers, with new word embeddings.
 
 The needle model has learned to find the token that followed an earlier occurrence of a word; this
 step takes most of a training from scratch. Its layers recognise words by directions in the space of
@@ -33,7 +33,7 @@ SAME_PART = {"<end>": END, ".": END, "call": KEY, "road": LINK, "name": QUERY, "
 
 
 def started_network() -> Network:
-    """Return the network to train; its new embeddings use torch's global generator."""
+    """Return the initial network; new embeddings come from torch's global generator."""
     network = Network(SHAPE)
     state = load_model().state_dict()
     with torch.no_grad():
@@ -59,7 +59,7 @@ def started_network() -> Network:
 
 
 def _embeddings(needle: Tensor) -> Tensor:
-    """Return embeddings ``[vocabulary, hidden]`` of the new words, made from the needle model's."""
+    """Make embeddings ``[vocabulary, hidden]`` of the new words from the needle model's."""
     words = _like(needle[list(FILLERS)], len(token_names()))
     nouns = [TOKEN_IDS[noun] for noun in NOUN_LIST]
     words[nouns] = _like(needle[list(SYMBOLS)], len(nouns))
@@ -69,7 +69,7 @@ def _embeddings(needle: Tensor) -> Tensor:
 
 
 def _like(embeddings: Tensor, count: int) -> Tensor:
-    """Draw ``count`` embeddings with about the mean and covariance of the given ones."""
+    """Draw ``count`` random embeddings with the mean and covariance of the given ones."""
     mean = embeddings.mean(dim=0)
     mixing = torch.randn(count, len(embeddings)) / len(embeddings) ** 0.5
     return mean + mixing @ (embeddings - mean)

@@ -29,7 +29,7 @@ OTHERS_WEIGHT = 0.01
 def step_loss(
     network: Network, batch: Batch, *, blindfolded: bool = False, hops_weight: float = 0.0
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss of one batch and the accuracy by kind, over the words that count.
+    """Return the loss of one batch, and the accuracy by kind over the scored words.
 
     Args:
         network: the network.
@@ -77,7 +77,7 @@ def _others_loss(network: Network, hidden: Tensor, batch: Batch, asked: Tensor) 
 
 
 class Trainer(trainer.Trainer):
-    """A trainer of the word tasks' model; the network has all of its layers from the start."""
+    """A trainer of the word tasks' model, which has all of its layers from the start."""
 
     stages = STAGES
 
@@ -98,7 +98,7 @@ class Trainer(trainer.Trainer):
 
 
 def main() -> None:
-    """Train the model and write it and its tokenizer."""
+    """Train the model, and save it with its tokenizer."""
     options = trainer.training_parser("Train the model of word tasks.").parse_args()
     trainer.trained(Trainer, options, token_names())
 

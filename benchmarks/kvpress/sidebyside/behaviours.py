@@ -1,4 +1,4 @@
-"""Run a library on a left-padded batch and a second turn. Needs torch and Transformers only.
+"""Run a library on a left-padded batch and on a second conversation turn.
 
 Nothing here judges the results; `second_turn` compares them with dense attention under a mask.
 """
@@ -70,7 +70,7 @@ def padded_batch(
     settings: Settings,
     rows: Sequence[Sequence[int]],
 ) -> list[dict[str, Any]]:
-    """Compare rows in one left-padded batch with each row alone, through ``generate``.
+    """Compare the rows of a left-padded batch with each row generated alone.
 
     Returns:
         For each row: its padding; tokens kept over all layers and heads, alone and in the batch;
@@ -111,7 +111,7 @@ def padded_batch(
 
 
 def _choices(kept: list[list[list[int]]], alone: list[list[list[int]]]) -> dict[str, int]:
-    """Return counts of kept positions over all layers and heads; padding is below 0."""
+    """Return the kept positions of all layers and heads with their counts."""
     pairs = [
         (set(head), set(other))
         for layer, others in zip(kept, alone, strict=True)
@@ -135,7 +135,7 @@ def second_turn(
     *,
     way: str,
 ) -> dict[str, Any]:
-    """Run a prompt, a few generated tokens and a second turn, and compare the second turn.
+    """Run a prompt and a second turn, and compare the second turn with dense attention.
 
     Args:
         library: The library that reads.

@@ -1,4 +1,4 @@
-"""Compute a model's logits with dense attention, no cache, and evicted tokens masked."""
+"""Compute a model's logits by dense attention without a cache, with evicted tokens masked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "dense_under_masks"
 def visible_after(
     kept: Sequence[Sequence[Sequence[int]]], first_len: int, length: int
 ) -> list[Tensor]:
-    """Return, per layer, masks ``[kv_heads, length, length]``: which query sees which key.
+    """Return a mask ``[kv_heads, length, length]`` per layer that hides evicted keys.
 
     The masks are causal; of the first prompt, later tokens see only the positions kept.
 
@@ -42,7 +42,7 @@ def dense_logits(
     kept: Sequence[Sequence[Sequence[int]]],
     first_len: int,
 ) -> Tensor:
-    """Return the next token's logits if tokens after the prompt see only its kept tokens.
+    """Return the logits of the next token, if later tokens see only the prompt's kept tokens.
 
     Args:
         model: A model with any attention implementation, which is restored afterwards.
@@ -76,5 +76,5 @@ def dense_logits(
 
 
 def difference(logits: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of a logit."""
+    """Return the largest difference between two sets of logits."""
     return float((logits - expected).abs().max())

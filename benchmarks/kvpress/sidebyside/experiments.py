@@ -1,4 +1,4 @@
-"""Run the experiments, each of which gives rows for the record. Needs the project's environment."""
+"""Run the experiments of the comparison; each returns rows for the record."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Rows = list[dict[str, Any]]
 
 @attrs.frozen
 class Bench:
-    """The workers of both libraries, and the models they read.
+    """The workers of both libraries, and the paths of the models.
 
     Args:
         workers: The workers by library.
@@ -61,24 +61,24 @@ class Bench:
     needle_model: Path
 
     def ask_both(self, do: str, **command: Any) -> Iterator[tuple[str, Any]]:
-        """Yield each library's answer to the same command."""
+        """Send the same command to both libraries, and yield their answers."""
         for library in LIBRARIES:
             yield library, self.workers[library].ask(do, **command)
 
 
 def tell(what: str) -> None:
-    """Print progress to stderr."""
+    """Print a progress message to stderr."""
     print(what, file=sys.stderr, flush=True)
 
 
 def counts(bench: Bench) -> dict[str, Any]:
-    """Return the tokens each library keeps of prompts of some lengths, at rate 0.1 (ratio 0.9)."""
+    """Return how many tokens each library keeps of prompts of several lengths, at rate 0.1."""
     both = bench.ask_both("count", lengths=COUNT_LENGTHS, rate=SETTINGS["rate"])
     return {"rate": SETTINGS["rate"], "lengths": COUNT_LENGTHS, **dict(both)}
 
 
 def times(bench: Bench, lengths: Sequence[int], rounds: int, new_tokens: int) -> Rows:
-    """Time prefill and decoding in turns, after one round that is not counted; then peak memory."""
+    """Time prefill and decoding in turns, after a warm-up round; then measure peak memory."""
     rows = {
         (length, method, library): {
             "method": method,
@@ -131,7 +131,7 @@ def _peak(bench: Bench, library: str, method: str, length: int) -> int:
 
 
 def kept(bench: Bench, lengths: Sequence[int], needles: int = 4) -> Rows:
-    """Compare kept positions of both libraries, and of kvpolicy under kvpress's rule."""
+    """Compare the positions that both libraries keep, also under kvpress's rules in kvpolicy."""
     needle = [list(each.input_ids) for each in NeedleTask(NEEDLE_LEN).prompts(needles)]
     prompts = [("random", bench.random_model, [random_prompt(1, length)]) for length in lengths]
     rows = []
@@ -165,7 +165,7 @@ def _all_agreements(ours: Sequence[Any], theirs: Sequence[Any]) -> list[float]:
 
 
 def answers(bench: Bench, rates: Sequence[float], questions: int) -> Rows:
-    """Return the exact match of the needle model, with one hop and with two."""
+    """Return the fraction of exact answers of the needle model, with one hop and with two."""
     tasks = [NeedleTask(NEEDLE_LEN, hops=hops).prompts(questions, seed=1) for hops in (1, 2)]
     rows: Rows = []
     for method, rate in [("full", 1.0), *((each, rate) for rate in rates for each in METHODS)]:
@@ -187,7 +187,7 @@ def answers(bench: Bench, rates: Sequence[float], questions: int) -> Rows:
 
 
 def batch(bench: Bench) -> Rows:
-    """Return how the shorter of two left-padded rows differs from the same row read alone."""
+    """Compare the shorter of two left-padded rows with the same row read alone."""
     rows = [random_prompt(10 + length, length) for length in ROW_LENGTHS]
     found = []
     for method in METHODS:
@@ -200,7 +200,7 @@ def batch(bench: Bench) -> Rows:
 
 
 def turns(bench: Bench) -> Rows:
-    """Run a second turn, through ``generate`` and through a loop."""
+    """Run a second conversation turn, through ``generate`` and through a hand-written loop."""
     first, added = (random_prompt(20 + length, length) for length in TURN_LENGTHS)
     found = []
     for method in ("streaming_llm", "snapkv", "pyramid_kv"):
@@ -222,7 +222,7 @@ def turns(bench: Bench) -> Rows:
 def open_bench(
     stack: ExitStack, start: Callable[[str, bool], Worker], models: tuple[Path, Path]
 ) -> Bench:
-    """Start a worker of each library, which ends with the stack.
+    """Start a worker of each library, which ends with the exit stack.
 
     Args:
         stack: The stack that ends the workers.

@@ -1,4 +1,4 @@
-"""Record what reaches a model, by hooks. Needs torch and Transformers only."""
+"""Record, by hooks, the positions and visible slots of a model's forwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 @contextmanager
 def noting_positions(model: PreTrainedModel) -> Iterator[list[list[int]]]:
-    """Record the rotary positions of every forward, for the first row."""
+    """Record the rotary positions of the first row in every forward."""
     noted: list[list[int]] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -29,7 +29,7 @@ def noting_positions(model: PreTrainedModel) -> Iterator[list[list[int]]]:
 
 @contextmanager
 def noting_visible(model: PreTrainedModel) -> Iterator[list[list[int] | None]]:
-    """Record, per forward, the slots that each row's last token sees in the first layer.
+    """Record, per forward, the slots that each row's last token attends to in the first layer.
 
     The record of a forward without a mask, in which it sees all slots, is None.
     """

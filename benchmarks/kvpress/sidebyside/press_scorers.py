@@ -1,4 +1,4 @@
-"""Define scorers that follow kvpress 0.5.5; each docstring names its press.
+"""Scorers that do what kvpress 0.5.5 does; each docstring names its press.
 
 They work for one prompt without padding in one turn, as kvpress reads.
 """
@@ -24,44 +24,44 @@ from kvpolicy.policies import (
 
 @attrs.frozen
 class MeanAttentionScorer(Scorer):
-    """A scorer as ObservedAttentionPress: a key's mean attention over queries that see it."""
+    """Scores as ObservedAttentionPress: a key's mean attention over the queries that see it."""
 
     @property
     def num_queries(self) -> None:
-        """Return None: the scorer reads all queries."""
+        """Always None: the scorer reads all queries."""
         return
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, query_heads, key_len]``."""
+        """Return the saliency, float32 ``[batch, query_heads, key_len]``."""
         seen_by = context.key_len - context.positions[:, :1]
         return causal_attention_sums(context) / seen_by
 
 
 class AllHeadsLastQueryScorer(LastQueryScorer):
-    """A scorer as TOVAPress: the last query's attention, averaged over all heads of a layer."""
+    """Scores as TOVAPress: the last query's attention, averaged over all heads of a layer."""
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``."""
+        """Return the saliency, float32 ``[batch, kv_heads, key_len]``."""
         mean = causal_attention_sums(context).mean(dim=1, keepdim=True)
         return mean.expand(-1, context.kv_heads, -1)
 
 
 class TiedLagScorer(LagKVScorer):
-    """A scorer as LagKVPress: sinks, the last run and what follows it all score 1."""
+    """Scores as LagKVPress: sinks, the last run and all tokens after it score 1."""
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``."""
+        """Return the saliency, float32 ``[batch, kv_heads, key_len]``."""
         return super().score(context).clamp(max=1.0)
 
 
 class DrawnLeverageScorer(LeverageScorer):
-    """A scorer as LeverageScorePress: one projection per head, drawn layer after layer."""
+    """Scores as LeverageScorePress: one random projection per head, drawn layer after layer."""
 
     draws_from: ClassVar[int] = 0
     """The seed that kvpress's worker sets before it reads."""
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``, standardised over all heads together."""
+        """Return the saliency ``[batch, kv_heads, key_len]``, standardized over all heads."""
         assert context.rotary is not None
         inner = slice(self.num_sinks, context.key_len - self.window_size)
         keys = context.rotary.turned_back(context.keys, context.positions)[:, :, inner]
@@ -77,13 +77,13 @@ class DrawnLeverageScorer(LeverageScorer):
 
 
 class ZeroPaddedChunkScorer(ChunkAttentionScorer):
-    """A scorer as NonCausalAttnPress: zeros that fill the last chunk attend and are attended to.
+    """Scores as NonCausalAttnPress: zeros that fill up the last chunk take part in attention.
 
     The press means to mask these zeros, but adds -1e-9 to their scores, which masks nothing.
     """
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return float32 ``[batch, kv_heads, key_len]``, standardised over all heads together."""
+        """Return the saliency ``[batch, kv_heads, key_len]``, standardized over all heads."""
         inner = slice(self.num_sinks, context.key_len - self.window_size)
         group = context.query_heads // context.kv_heads
         keys = context.keys[:, :, inner].repeat_interleave(group, dim=1)
@@ -104,5 +104,5 @@ class ZeroPaddedChunkScorer(ChunkAttentionScorer):
 
 
 def over_all(scores: Tensor) -> Tensor:
-    """Return scores at mean 0 and deviation 1 over all heads together."""
+    """Standardize scores to mean 0 and deviation 1 over all heads together."""
     return (scores - scores.mean()) / scores.std()

@@ -1,4 +1,4 @@
-"""Define selectors that follow kvpress 0.5.5; each docstring names its press.
+"""Selectors that do what kvpress 0.5.5 does; each docstring names its press.
 
 They work for one prompt without padding in one turn, as kvpress reads.
 """
@@ -25,10 +25,10 @@ from kvpolicy.selection import compress, ranks
 
 @attrs.frozen
 class PressPyramidSelector(PyramidSelector):
-    """A selector as PyramidKVPress: the window is part of the falling budget, not added to it."""
+    """Selects as PyramidKVPress: the falling budget includes the window."""
 
     def count(self, seen_len: int, protected: int, layer_idx: int, num_layers: int) -> int:
-        """Return the press's ``get_layer_budget``; see `PyramidSelector.count`."""
+        """Return the number of tokens by the press's rule; see `PyramidSelector.count`."""
         assert self.retention_rate is not None
         budget = seen_len * self.retention_rate
         least = budget / self.beta
@@ -42,10 +42,10 @@ class PressPyramidSelector(PyramidSelector):
 
 
 class TopKSelector(GQAGroupSelector):
-    """A selector as ScorerPress: torch's topk, with whatever order it gives ties."""
+    """Selects as ScorerPress: by torch's topk, which orders ties arbitrarily."""
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return the top keys of each head; see `GQAGroupSelector.select`."""
+        """Return the tokens of highest saliency of each head; see `GQAGroupSelector.select`."""
         assert saliency is not None
         scores = group_mean(saliency, context.kv_heads)
         count = self.budget.count(seen_len=context.key_len, available=context.key_len, protected=0)
@@ -54,12 +54,12 @@ class TopKSelector(GQAGroupSelector):
 
 @attrs.frozen
 class PressChunkSelector(GQAGroupSelector):
-    """A selector as ChunkKVPress: it keeps the rate of all chunks; the window scores most."""
+    """Selects as ChunkKVPress: the rate counts all chunks, and the window scores highest."""
 
     chunk_length: int = attrs.field(default=20, kw_only=True)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return the tokens of the best chunks; see `GQAGroupSelector.select`."""
+        """Return the tokens of the highest chunks; see `GQAGroupSelector.select`."""
         assert saliency is not None
         assert self.retention_rate is not None
         scores = group_mean(saliency, context.kv_heads)
@@ -73,7 +73,7 @@ class PressChunkSelector(GQAGroupSelector):
 
 
 class PressAdaptiveSelector(AdaptiveHeadSelector):
-    """A selector as AdaKVPress: a head's floor is a share of all its places, window included."""
+    """Selects as AdaKVPress: each head's guaranteed places include the window."""
 
     def _places(self, seen_len: tuple[int, ...], protected: Tensor) -> tuple[Tensor, Tensor]:
         free = self._free(seen_len[0], self.window_size)
@@ -82,15 +82,15 @@ class PressAdaptiveSelector(AdaptiveHeadSelector):
         return torch.tensor([own]), torch.tensor([shared])
 
     def floor_count(self, seen_len: int) -> int:
-        """Return the number of places that each head fills alone, window included."""
+        """Return the number of places guaranteed to each head, window included."""
         return max(int((self._free(seen_len, 0)) * self.floor), 1)
 
 
 class PressCriticalAdaSelector(CriticalSelector):
-    """A selector as CriticalAdaKVPress: the first stage keeps at least a head's floor."""
+    """Selects as CriticalAdaKVPress: the first stage keeps at least a head's guaranteed places."""
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Return each head's choice with its own first share; see `CriticalSelector.select`."""
+        """Return the tokens of each head, chosen in two stages; see `CriticalSelector.select`."""
         assert saliency is not None
         assert isinstance(self.selector, PressAdaptiveSelector)
         own = self.selector.floor_count(context.key_len)
@@ -107,12 +107,12 @@ class PressCriticalAdaSelector(CriticalSelector):
 
 
 class PressThresholdSelector(GlobalThresholdSelector):
-    """A selector as KVzipPress: it drops ``int(all * ratio)`` over all layers and heads."""
+    """Selects as KVzipPress: drops ``int(all * ratio)`` tokens over all layers and heads."""
 
     def select_together(
         self, saliencies: Sequence[Tensor], contexts: Sequence[LayerContext]
     ) -> list[Tensor]:
-        """Return each layer's choice; see `GlobalThresholdSelector.select_together`."""
+        """Return the tokens of each layer; see `GlobalThresholdSelector.select_together`."""
         assert self.retention_rate is not None
         scores = torch.stack(
             [

@@ -1,4 +1,4 @@
-"""Start, ask and end the worker processes. Needs the project's environment."""
+"""Start the worker processes, send them commands, and end them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGE_BLOCK = 1 << 16
 
 
 def worker_environment(threads: int, *, returns_memory: bool = False) -> dict[str, str]:
-    """Return a worker's environment: explicit threads, and no Python path of this process.
+    """Return a worker's environment variables: thread counts, and no Python path.
 
     Args:
         threads: Threads of every library that computes.
@@ -36,7 +36,7 @@ def worker_environment(threads: int, *, returns_memory: bool = False) -> dict[st
 
 
 class Worker:
-    """A context manager of a library's process, which answers one command after the other.
+    """A process that runs one library and answers one command after another.
 
     Args:
         python: The interpreter of its environment.

@@ -1,4 +1,4 @@
-"""Make the model and the prompts that both workers load. Needs the project's environment."""
+"""Make the model and the prompts that both workers load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOCAB_SIZE = 1024
 
 
 def save_random_llama(folder: Path, max_length: int) -> None:
-    """Write a Llama of random weights, 8 layers of hidden size 256, whose attention is peaked.
+    """Save a small Llama with random weights, scaled up so that its attention is peaked.
 
     With Transformers' initialisation, attention is almost uniform, and rounding decides what a
     method keeps. Here products of queries and keys have a standard deviation of about three.
@@ -46,6 +46,6 @@ def save_random_llama(folder: Path, max_length: int) -> None:
 
 
 def random_prompt(seed: int, length: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
-    """Return uniformly drawn tokens, none of them 0, which is padding."""
+    """Return random tokens, none of them 0, the padding token."""
     draw = random.Random(seed)
     return [draw.randrange(1, vocab_size) for _ in range(length)]

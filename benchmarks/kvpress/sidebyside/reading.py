@@ -1,4 +1,4 @@
-"""Define how both workers read a prompt. Needs torch and Transformers only.
+"""The interface by which both workers read prompts, and the libraries' common base.
 
 Methods go by one name in both libraries; "full" and "full_eager" are the model alone, on
 Transformers' own cache.
@@ -36,7 +36,7 @@ REPETITION = {
 
 
 class Reading:
-    """A model with a cache and, in subclasses, a method; this class evicts nothing."""
+    """A model with a cache; this base class evicts nothing, subclasses apply a method."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -55,10 +55,10 @@ class Reading:
         return self.prefilling()
 
     def start_turn(self) -> None:
-        """Tell the library that the next forward reads another prompt; here nothing is done."""
+        """Announce that the next forward reads another prompt; this base class does nothing."""
 
     def kept(self, lengths: Sequence[int]) -> Kept:
-        """Return the positions kept of the first prompt; kept padding has positions below 0.
+        """Return the positions that each layer and head keeps of the first prompt.
 
         Args:
             lengths: The prompt's tokens in each row, which is padded on the left.
@@ -66,7 +66,7 @@ class Reading:
         raise NotImplementedError
 
     def held(self) -> list[int]:
-        """Return the number of slots that each layer holds for a KV head."""
+        """Return the number of slots that each layer holds per KV head."""
         return [layer.keys.shape[2] for layer in self.cache.layers]
 
     def held_bytes(self) -> int:
@@ -92,7 +92,7 @@ class Library(abc.ABC):
         return "eager" if method == "full_eager" else "sdpa"
 
     def model(self, folder: str, method: str) -> LlamaForCausalLM:
-        """Return the model of a folder with a method's attention implementation, loaded once."""
+        """Load the model in a folder once, with the attention implementation a method needs."""
         attention = self.attention(method)
         if (folder, attention) not in self._models:
             model = LlamaForCausalLM.from_pretrained(
@@ -106,7 +106,7 @@ class Library(abc.ABC):
     def begin(
         self, model: PreTrainedModel, method: str, settings: Settings, *, watched: bool = False
     ) -> Reading:
-        """Return a reading with a new cache under a method.
+        """Begin the reading of a prompt with a new cache under a method.
 
         Args:
             model: The model that reads.
@@ -122,15 +122,15 @@ class Library(abc.ABC):
     def begin_method(
         self, model: PreTrainedModel, method: str, settings: Settings, *, watched: bool
     ) -> Reading:
-        """Return a reading under a method that evicts; see `begin`."""
+        """Begin the reading of a prompt under a method that evicts; see `begin`."""
 
     @abc.abstractmethod
     def count(self, length: int, rate: float) -> int:
-        """Return the tokens kept of a prompt by the library's rule, without window and sinks."""
+        """Return the number of tokens kept of a prompt by the library's rule."""
 
 
 def left_padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Return token ids and mask ``[batch, longest]``."""
+    """Return token ids and mask of left-padded prompts, ``[batch, longest]``."""
     longest = max(map(len, rows))
     padding = [longest - len(row) for row in rows]
     ids = torch.tensor([[PAD] * pad + list(row) for pad, row in zip(padding, rows, strict=True)])
@@ -139,7 +139,7 @@ def left_padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 def match_rows(kept: Tensor, full: Tensor) -> list[int]:
-    """Return where the rows of one tensor occur in another, compared bit for bit.
+    """Return where the rows of one tensor occur in another, by exact comparison.
 
     Equal rows of ``full`` (keys of padding) are used up one after the other.
 

@@ -1,4 +1,4 @@
-"""Build kvpress's rules from kvpolicy's parts, so that both keep the same positions.
+"""Build policies that follow kvpress's rules, so that both libraries keep the same positions.
 
 If the positions still differ, another difference than the rule is the reason. Each rule follows the
 press of its name in kvpress 0.5.5; see `press_scorers` and `press_selectors`.
@@ -29,7 +29,7 @@ from .reading import REPETITION, Settings
 
 
 def as_kvpress(method: str, settings: Settings) -> CachePolicy:
-    """Return the policy that keeps what a press keeps."""
+    """Return the policy that keeps the same tokens as a press."""
     rate = settings["rate"]
     named: dict[str, CachePolicy] = {
         "streaming_llm": StreamingLLM(rate, num_sinks=settings["num_sinks"]),

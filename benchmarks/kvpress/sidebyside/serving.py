@@ -1,4 +1,4 @@
-"""Serve commands, which come as lines of JSON on standard input; each gets one line as answer.
+"""Answer commands that arrive as lines of JSON on standard input.
 
 Waiting for a line takes no CPU time, so that two workers can take turns.
 """

@@ -1,4 +1,4 @@
-"""Summarise the measurements: order of turns, agreement of kept positions, medians."""
+"""Summarise measurements: order of turns, agreement of kept positions, medians."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HeadPositions = Sequence[Sequence[Sequence[int]]]
 
 
 def turns_of(methods: Sequence[str], round_number: int) -> Iterator[tuple[str, str]]:
-    """Yield the turns of a round as (method, library), every pair once.
+    """Yield a round's (method, library) pairs in the order in which they are measured.
 
     Each round starts with the next method and the other library, so that a machine that becomes
     slower affects all turns alike.
@@ -30,7 +30,7 @@ def turns_of(methods: Sequence[str], round_number: int) -> Iterator[tuple[str, s
 
 
 def agreements(ours: HeadPositions, theirs: HeadPositions) -> list[float]:
-    """Return, for every layer and head, how far two choices agree, from 0 to 1 (the same).
+    """Return how many positions two choices share, as a fraction, for every layer and head.
 
     This is twice the number of common positions over the number of positions of both. With equal
     budgets, it is the share of positions that the other keeps too. Random choices have an expected
@@ -54,7 +54,7 @@ def agreements(ours: HeadPositions, theirs: HeadPositions) -> list[float]:
 
 
 def kept_counts(kept: HeadPositions) -> list[int]:
-    """Return the positions each layer keeps per head; the mean, rounded, if heads differ.
+    """Return the number of positions that each layer keeps per head (the mean over heads).
 
     Example:
         >>> kept_counts([[[1, 2], [3, 4]], [[0, 1, 2], [3]]])
@@ -64,7 +64,7 @@ def kept_counts(kept: HeadPositions) -> list[int]:
 
 
 def share_right(generated: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> float:
-    """Return the share of prompts after which exactly the answer was generated.
+    """Return the fraction of prompts answered exactly.
 
     Example:
         >>> share_right([[4, 5], [4, 6]], [[4, 5], [4, 5]])
@@ -77,7 +77,7 @@ def share_right(generated: Sequence[Sequence[int]], answers: Sequence[Sequence[i
 def ratio_to_full(
     rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any], figure: str
 ) -> tuple[float, float, float]:
-    """Return a figure over that of the library's full cache: median and range of the rounds.
+    """Return a value over the library's value for a full cache: median and range over rounds.
 
     Args:
         rows: All rows of times.

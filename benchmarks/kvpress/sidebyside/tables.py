@@ -13,7 +13,7 @@ MEGABYTE = 1e6
 
 
 def ranged(values: Sequence[float]) -> str:
-    """Return median and range, in at most 17 characters if values are below 1000.
+    """Return median and range as a text of at most 17 characters.
 
     Example:
         >>> ranged([1.0, 1.25, 3.0])
@@ -27,7 +27,7 @@ def ranged(values: Sequence[float]) -> str:
 
 
 def times_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the table of prefill and decode, in wall and CPU seconds, and of memory."""
+    """Yield the lines of the table of prefill and decode times and of memory."""
     yield "Medians (lowest-highest) of wall and CPU time; decode in ms a token; peak in MB;"
     yield "x full: the prefill's CPU time over that of the same library's full cache"
     yield (
@@ -45,7 +45,7 @@ def times_table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def kept_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the table of how far kept positions agree, also under kvpress's rule."""
+    """Yield the lines of the table of agreement between kept positions."""
     yield "Kept positions: tokens per layer and head, agreement (lowest head)"
     yield (
         f"{'method':<19}{'model':<7}{'tokens':>6}{'kvpolicy':>10}{'kvpress':>9}"
@@ -68,7 +68,7 @@ def _agreement(values: Sequence[float]) -> str:
 
 
 def answers_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the table of exact match on the needle model."""
+    """Yield the lines of the table of exact answers of the needle model."""
     yield "Needle questions answered, per cent, one hop / two hops"
     yield f"{'method':<14}{'rate':>6}{'kvpolicy':>12}{'kvpress':>12}"
     for row in rows:
@@ -81,7 +81,7 @@ def answers_table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def batch_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the table of the padded row in a batch."""
+    """Yield the lines of the table of padded rows."""
     yield "A left-padded row in a batch: tokens kept alone, in the batch, of these padding"
     yield "and common; in the second step: slots seen in layer 0, logits against the row"
     yield "alone and against dense attention to what was kept of the row"
@@ -99,7 +99,7 @@ def batch_table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def turns_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the table of the second turn."""
+    """Yield the lines of the table of the second conversation turn."""
     yield "A second turn: tokens new and computed, first position, slots held by a head,"
     yield "logits against dense attention to what the first turn kept and what is newer"
     yield (
@@ -127,5 +127,5 @@ TABLES = {
 
 
 def show(record: Mapping[str, Any]) -> str:
-    """Return all tables of a record."""
+    """Return all tables of a record as text."""
     return "\n\n".join("\n".join(table(record[name])) for name, table in TABLES.items())

@@ -1,4 +1,4 @@
-"""Measure times and peak memory of one prompt. Needs torch and Transformers only."""
+"""Measure the times and the peak memory of one prompt."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def decode(reading: Reading, token: Tensor, seen: int, count: int) -> list[int]:
 
 @torch.inference_mode()
 def timed_turn(reading: Reading, prompt: Sequence[int], new_tokens: int) -> dict[str, Any]:
-    """Time prefill and decoding of one prompt, setting and removing of hooks included."""
+    """Time prefill and decoding of one prompt, with the setup and removal of hooks."""
     token, reading_time = timed(lambda: prefill(reading, prompt))
     held = reading.held_bytes()
     _, decoding_time = timed(lambda: decode(reading, token, len(prompt), new_tokens))
@@ -75,7 +75,7 @@ def timed_turn(reading: Reading, prompt: Sequence[int], new_tokens: int) -> dict
 
 @torch.inference_mode()
 def peak_memory(reading: Reading, prompt: Sequence[int]) -> int:
-    """Return by how many bytes the process grew, at most, while it read a prompt.
+    """Return the most bytes by which the process grew while it read a prompt.
 
     This reads the high-water mark of the resident set, which Linux lets a process reset. The reuse
     of small blocks that were freed before is not counted. So start a separate process, whose
@@ -90,7 +90,7 @@ def peak_memory(reading: Reading, prompt: Sequence[int]) -> int:
 
 
 def resident_bytes(field: str) -> int:
-    """Return a field of ``/proc/self/status``: VmRSS is resident now, VmHWM its maximum."""
+    """Return a field of ``/proc/self/status``: VmRSS (resident now) or VmHWM (its maximum)."""
     found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
     assert found is not None, field
     return int(found[1]) * 1024

@@ -1,4 +1,4 @@
-"""Define axes of costs: where they begin and end, and which values are marked."""
+"""The axes of charts: their ends and their marked values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 
 @attrs.frozen
 class Axis:
-    """An axis from its first marked value to its last.
+    """An axis of a chart, with its marked values.
 
     Args:
         title: What the values are, with their unit.
@@ -31,13 +31,13 @@ class Axis:
 
     @classmethod
     def in_factors(cls, title: str, values: Sequence[float], high: float) -> Axis:
-        """Return a logarithmic axis from below the least of ``values`` to ``high``."""
+        """Return a logarithmic axis from below the smallest of ``values`` up to ``high``."""
         ticks = [digit * 10.0**power for power in range(-4, 9) for digit in (1, 2, 5)]
         low = max([tick for tick in ticks if tick <= min(values) and tick < high], default=ticks[0])
         return cls(title, tuple(tick for tick in ticks if low <= tick <= high), logarithmic=True)
 
     def share(self, value: float) -> float:
-        """Return where a value is on the axis, from 0 at the low end to 1 at the high end."""
+        """Return a value's place on the axis, from 0 at the low end to 1 at the high end."""
         low, high = self.ticks[0], self.ticks[-1]
         if self.logarithmic:
             return math.log(value / low) / math.log(high / low)
@@ -45,7 +45,7 @@ class Axis:
 
 
 def round_step(value: float) -> float:
-    """Return the least of 1, 2, 2.5 and 5 times a power of ten not below ``value``.
+    """Return the smallest of 1, 2, 2.5 and 5 times a power of ten not below ``value``.
 
     Example:
         >>> round_step(25.0), round_step(0.021), round_step(60.0)

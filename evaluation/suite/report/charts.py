@@ -1,4 +1,4 @@
-"""Compute the data of the page's charts; unfinished figures are left out."""
+"""Compute the data of the page's charts, from finished cells only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Method:
 
 @attrs.frozen
 class Place:
-    """A length and a question, under which methods can be held against each other.
+    """A prompt length and a question, under which methods are compared.
 
     Args:
         title: Its name.
@@ -48,7 +48,7 @@ class Place:
 
     @property
     def full(self) -> Cost | None:
-        """Return full context's cost; None if it is not finished, so nothing is drawn."""
+        """Return the cost of full context; None if it is not finished."""
         costs = (each.cost for each in self.methods if each.name == FULL_CONTEXT)
         return next(costs, None)
 
@@ -72,7 +72,7 @@ class Scatter:
 
     @classmethod
     def of_memory(cls, place: Place, full: Cost) -> Scatter:
-        """Plot against the bytes held, as a share of full context's."""
+        """Return the scatter plot of scores against memory, as a fraction of full context's."""
         held = [each.cost.bytes_held for each in place.methods]
         shares = [100 * each / full.bytes_held for each in held]
         points = [
@@ -83,7 +83,7 @@ class Scatter:
 
     @classmethod
     def of_prefill(cls, place: Place) -> Scatter:
-        """Plot against the seconds of the prefill."""
+        """Return the scatter plot of scores against seconds of prefill."""
         times = [each.cost.prefill_seconds for each in place.methods]
         unit, factor = ("s", 1.0) if max(times) >= 1 else ("ms", 1000.0)
         points = [
@@ -113,7 +113,7 @@ class NeedleMap:
 
     @classmethod
     def of(cls, summary: Summary, method: str, figures: Sequence[Figure]) -> NeedleMap:
-        """Return the map of a method's figures, one figure per length."""
+        """Return the map of a method from its figures, one per length."""
         values: dict[tuple[int, int], tuple[float, int]] = {}
         for column, figure in enumerate(figures):
             if not figure.finished:
@@ -166,7 +166,7 @@ def needle_maps(summary: Summary) -> dict[str, list[NeedleMap]]:
 
 
 def series(summary: Summary) -> dict[str, int]:
-    """Return a number for each policy, which gives it the same mark everywhere."""
+    """Return a number for each policy, so that it has the same marker in every chart."""
     policies = dict.fromkeys(figure.method.policy for figure in summary.figures.values())
     return {policy: number for number, policy in enumerate(policies)}
 

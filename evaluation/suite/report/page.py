@@ -1,4 +1,4 @@
-"""Write the report as one self-contained page: no other file, script or network."""
+"""Write the report as one HTML page that needs no other file, script or network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPEN_PARTS = 4
 
 @cache
 def templates() -> Environment:
-    """Return the page's templates, which escape every text they are given."""
+    """Return the page's templates; they escape all text."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     found = Environment(
@@ -34,7 +34,7 @@ def templates() -> Environment:
 
 
 def page(results: Results) -> str:
-    """Return the page of a folder of results, as HTML."""
+    """Return the HTML page for a folder of results."""
     summary, description = Summary.of(results), results.description
     machine = description.environment.get("machine", {})
     methods = {label: method.parameters for label, method in description.methods.items()}

@@ -12,7 +12,7 @@ MINUS = "\N{MINUS SIGN}"
 
 
 def signed(points: float) -> str:
-    """Return percentage points with their sign.
+    """Return a difference in percentage points with its sign.
 
     Example:
         >>> signed(2.25), signed(-0.01)
@@ -42,7 +42,7 @@ def verdict(difference: Difference | None) -> str | None:
 
 
 def percents(metrics: Sequence[str]) -> list[str]:
-    """Return the headings of columns of scores."""
+    """Return the column headings of scores, with a percent sign."""
     return [f"{metric} %" for metric in metrics]
 
 
@@ -73,6 +73,6 @@ def duration(seconds: float) -> str:
 
 
 def place(length: int | None, question: str) -> str:
-    """Return a length and a question in words."""
+    """Return a prompt length and a question in words."""
     tokens = "own length" if length is None else f"{length:,} tokens"
     return f"{tokens}, question {'with the context' if question == 'with' else 'later'}"

@@ -1,4 +1,4 @@
-"""Put a task's documents into its configuration, from local data or made for a tokenizer."""
+"""Add documents to a task's configuration: from local data, or made for a tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN = "kvpolicy.evaluation.tasks."
 
 @attrs.frozen
 class Wanted:
-    """The documents that are wanted: their data, lengths, tokenizer and number.
+    """The documents asked for: their data, lengths, tokenizer and number.
 
     Args:
         data: A folder with local data; None for the harness's own ways.
@@ -37,7 +37,7 @@ class Wanted:
     limit: int | None
 
     def tokenizer_for(self, task: str) -> Any:
-        """Return the tokenizer for a task.
+        """Return the tokenizer that makes a task's documents.
 
         Raises:
             ValueError: There is none.
@@ -51,7 +51,7 @@ class Wanted:
 
 
 def with_documents(config: Mapping[str, Any], wanted: Wanted) -> dict[str, Any] | None:
-    """Return a task's configuration with its documents in it.
+    """Return a task's configuration with its documents added.
 
     Args:
         config: As the harness reads it from YAML.
@@ -97,7 +97,7 @@ def _at_lengths(
     wanted: Wanted,
     rows_of: Callable[[int], tuple[Rows, dict[str, str]]],
 ) -> dict[str, Any]:
-    """Add the documents of each length; metrics named after lengths get these lengths."""
+    """Add documents of each length; metrics named by length follow the lengths asked for."""
     rows: Rows = []
     made_of = {}
     for length in wanted.lengths:
@@ -112,7 +112,7 @@ def _at_lengths(
 
 
 def _own_length(process: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
-    """Wrap RULER's scoring so that it returns only the score of a document's own length."""
+    """Wrap RULER's scoring so that it returns the score for a document's own length only."""
 
     def own(doc: Mapping[str, Any], results: list[str]) -> dict[str, float]:
         length = str(doc["max_length"])

@@ -30,7 +30,7 @@ def read_essays(data: Path) -> str:
 
 
 def sentences_of(text: str) -> list[str]:
-    """Split a text into sentences, for use when nltk's own splitter has no data.
+    """Split a text into sentences, without nltk's data.
 
     Example:
         >>> sentences_of('It was late. "Who is it?" he asked, e.g. in vain. No one came!')

@@ -27,7 +27,7 @@ DEFAULT_LENGTHS = (4096,)
 
 
 class LocalTaskManager(TaskManager):  # type: ignore[misc]
-    """A task manager that knows the folder of local data.
+    """A task manager that also finds tasks' documents in a folder of local data.
 
     Args:
         data: The folder; None for the harness's own ways.
@@ -96,7 +96,7 @@ def load_tasks(
     tokenizer: Any = None,
     limit: int | None = None,
 ) -> dict[str, Task]:
-    """Load tasks, their documents read or made.
+    """Load tasks with their documents.
 
     What each was made of is in its configuration's metadata, under ``"made_of"``.
 
@@ -135,7 +135,7 @@ def load_tasks(
 
 
 def _knowing(names: Sequence[str], manager: LocalTaskManager) -> LocalTaskManager:
-    """Return the manager, or one that lists all of the harness's tasks if a name needs it."""
+    """Return the manager, or one that lists all of the harness's tasks if a name is unknown."""
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown and not manager.everything:
         manager = task_manager(
@@ -169,7 +169,7 @@ def _leaves(name: str, manager: TaskManager) -> Iterator[str]:
 
 
 def _config(name: str, manager: TaskManager) -> dict[str, Any]:
-    """Return a task's configuration; empty if it is more than one YAML file."""
+    """Return a task's configuration; empty if it has more than one YAML file."""
     entry = manager.task_index[name]
     if entry.yaml_path is None or entry.kind.name != "TASK":
         return {}
@@ -179,7 +179,7 @@ def _config(name: str, manager: TaskManager) -> dict[str, Any]:
 
 
 def _cut(task: Task, limit: int) -> None:
-    """Keep only the first documents of a task that the harness has loaded."""
+    """Keep only the first documents of a loaded task."""
     split = task.config.test_split or task.config.validation_split
     if split is not None and len(task.dataset[split]) > limit:
         task.dataset[split] = task.dataset[split].select(range(limit))

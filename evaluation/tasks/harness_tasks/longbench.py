@@ -14,7 +14,7 @@ DATASET = "LongBench"
 
 
 def is_longbench(config: Mapping[str, Any]) -> bool:
-    """True if a task's configuration is one of LongBench's."""
+    """True if a task's configuration belongs to LongBench."""
     return str(config.get("dataset_path", "")).endswith(f"/{DATASET}")
 
 
@@ -74,7 +74,7 @@ def _row(line: str, where: str) -> dict[str, Any]:
 
 
 def _list(value: Any) -> list[str]:
-    """Return a list, parsed if it is written as a text such as ``"['one', 'two']"``."""
+    """Return a list, parsed if it is a text such as ``"['one', 'two']"``."""
     if isinstance(value, str):
         try:
             read = ast.literal_eval(value)

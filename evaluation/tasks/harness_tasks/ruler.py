@@ -25,13 +25,13 @@ Rows = list[dict[str, Any]]
 
 
 def is_ruler(config: Mapping[str, Any]) -> bool:
-    """True if a task's configuration is one of RULER's."""
+    """True if a task's configuration belongs to RULER."""
     return getattr(config.get("custom_dataset"), "__module__", "").startswith("lm_eval.tasks.ruler")
 
 
 @attrs.frozen
 class RulerSource:
-    """A source of RULER's prompts: a tokenizer, local data and a number of samples.
+    """Makes RULER's prompts from a tokenizer, local data and a number of samples.
 
     Args:
         tokenizer: That of the model, by which they are as long as they are to be.
@@ -129,7 +129,7 @@ class RulerSource:
         return len(self.tokenizer(text)["input_ids"])
 
     def _check_fits(self, task: str, names: Mapping[str, Any], length: int) -> None:
-        """Check that the smallest prompt fits; else the harness would loop for ever."""
+        """Check that the smallest prompt fits; the harness would loop for ever otherwise."""
         smallest = 0
         if "sys_word_pair_random" in names:
             example, text, answer = names["generate_input_output"](10, length)
@@ -184,7 +184,7 @@ def local_rows(file: Path) -> Rows:
 
 
 def _without_beginning(text: str) -> tuple[str, str]:
-    r"""Split a prompt into its text and the beginning of the answer in its last line.
+    r"""Split a prompt into its text and the answer's beginning, which ends its last line.
 
     Example:
         >>> _without_beginning("1. a 2. b\nQuestion: Which? Answer: They are:")
@@ -201,7 +201,7 @@ def _without_beginning(text: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def replaced(names: dict[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
-    """Set names of a module to other values while the block runs."""
+    """Replace attributes of a module while the block runs."""
     before = {name: names[name] for name in values}
     names.update(values)
     try:

@@ -1,4 +1,4 @@
-"""Define the haystack task: one sentence hidden in essays, over lengths and depths."""
+"""The haystack task: one sentence hidden in essays, at several lengths and depths."""
 
 from kvpolicy.evaluation.tasks.haystack.grid import Haystack
 

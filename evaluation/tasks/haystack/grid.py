@@ -1,4 +1,4 @@
-"""Make the haystack's prompts, and score how much of the needle an answer has."""
+"""Make the haystack task's prompts, and score how much of the needle an answer repeats."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Haystack:
     tokenizer: Any
 
     def document(self, length: int, depth: float) -> dict[str, Any]:
-        """Return a context with the needle in it.
+        """Return a context with the needle inserted.
 
         Args:
             length: Tokens of prompt and answer together, at most.
@@ -113,7 +113,7 @@ def haystack_documents(
 
 
 def spread(values: Sequence[float], count: int | None) -> list[float]:
-    """Return some of a sequence's values, evenly spaced, the first and the last included.
+    """Return evenly spaced values of a sequence, the first and the last included.
 
     Example:
         >>> spread((0, 10, 20, 30, 40), 3)
@@ -126,7 +126,7 @@ def spread(values: Sequence[float], count: int | None) -> list[float]:
 
 
 def rouge_1(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Return ROUGE-1, the F measure in [0, 1], of an answer and the needle.
+    """Return ROUGE-1 (F measure, in [0, 1]) of an answer against the needle.
 
     Example:
         >>> round(rouge_1({"needle": "one two three four"}, ["three, and four!"])["rouge1"], 3)

@@ -1,4 +1,4 @@
-"""Provide the third bundled model, whose answers exceed their prompts, and its task."""
+"""The bundled model with answers longer than their prompts, and its task."""
 
 from .task import (
     KINDS,

@@ -1,4 +1,4 @@
-"""Make prompts with long answers as documents of the harness, and score answers."""
+"""Make documents of the harness from prompts with long answers, and score the answers."""
 
 from __future__ import annotations
 
@@ -72,6 +72,6 @@ def long_documents(
 
 
 def scores(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Return the share of steps before the first wrong one, and whether all are right."""
+    """Return the fraction of steps before the first wrong one, and whether all are right."""
     share = right_steps(results[0].split(), doc["answer"].split())
     return {"right_steps": share, "exact_match": float(share == 1.0)}

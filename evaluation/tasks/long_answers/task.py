@@ -1,4 +1,4 @@
-"""Make prompts whose answer is long: a walk from symbol to symbol, step by step.
+"""Make prompts with long answers: a walk from symbol to symbol, written step by step.
 
 A prompt looks like ``<bos> f12 LET s17 s4 f3 f7 LET s4 s88 ... FROM s17 ;``, its answer like ``s17
 -> s4 ; s4 -> s88 ; ...``: each step goes where the prompt's statement of the symbol leads. A step
@@ -43,7 +43,7 @@ _QUESTION_LEN = 3
 
 @attrs.frozen
 class LongPrompt:
-    """A prompt and its answer.
+    """A prompt and its long answer.
 
     Attributes:
         kind: one of `KINDS`.
@@ -112,11 +112,11 @@ class LongAnswerTask:
 
     @property
     def min_context_len(self) -> int:
-        """Return the tokens of a prompt without any filler."""
+        """Return the length in tokens of a prompt without filler."""
         return 1 + self.num_statements * _STATEMENT_LEN + _QUESTION_LEN
 
     def prompts(self, count: int, seed: int = 0) -> list[LongPrompt]:
-        """Return ``count`` prompts.
+        """Draw ``count`` prompts.
 
         The same seed gives the same prompts, and a longer list starts with the shorter one.
 
@@ -133,7 +133,7 @@ class LongAnswerTask:
         return [self.draw(rng) for _ in range(count)]
 
     def draw(self, rng: random.Random) -> LongPrompt:
-        """Draw one prompt with a generator."""
+        """Draw one prompt with a random generator."""
         leads = self._statements(rng)
         here = next(iter(leads))
         stated = rng.sample([[LET, *pair] for pair in leads.items()], len(leads))
@@ -148,7 +148,7 @@ class LongAnswerTask:
         )
 
     def _statements(self, rng: random.Random) -> dict[int, int]:
-        """Return where each symbol leads; the walk starts at the first."""
+        """Draw which symbol follows each symbol; the walk starts at the first."""
         if self.kind == "chain":
             return dict(pairwise(rng.sample(SYMBOLS, self.num_statements + 1)))
         symbols, half = rng.sample(SYMBOLS, self.num_statements), self.num_statements // 2
@@ -176,7 +176,7 @@ def _default_steps(task: LongAnswerTask) -> int:
 def right_steps(
     generated: Sequence[object], answer: Sequence[object], step_tokens: int = STEP_TOKENS
 ) -> float:
-    """Return the share of an answer's steps that come before the first wrong one, in [0, 1].
+    """Return the fraction of an answer's steps before the first wrong one, in [0, 1].
 
     Args:
         generated: what was generated after the prompt, as token ids or words; what follows the
@@ -216,7 +216,7 @@ def load_model(dtype: torch.dtype | None = None) -> LlamaForCausalLM:
 
 
 def load_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the word-level tokenizer: it adds no tokens of its own and pads on the left."""
+    """Return the word-level tokenizer, which adds no special tokens and pads on the left."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(MODEL_DIR)

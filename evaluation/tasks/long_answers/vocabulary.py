@@ -1,4 +1,4 @@
-"""Define the token ids of prompts with long answers.
+"""The token ids of prompts with long answers.
 
 Fillers and symbols are the needle language's, as are the tokens that every model has.
 """
@@ -20,7 +20,7 @@ __all__ = ["ARROW", "BOS", "END", "FILLERS", "FROM", "LET", "PAD", "STOP", "SYMB
 
 
 def token_names() -> list[str]:
-    """Return the text of every token, in the order of their ids.
+    """Return the text of every token, in the order of the ids.
 
     Example:
         >>> names = token_names()

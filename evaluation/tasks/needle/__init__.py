@@ -1,4 +1,4 @@
-"""Provide the bundled needle model, 0.87 million parameters for any CPU, and its task.
+"""The bundled needle model, 0.87 million parameters for any CPU, and its task.
 
 `NeedleTask` writes prompts with known answers, `load_model` gives the model that was trained to
 answer them. Together they show in minutes, without a download, what a policy costs: a lookup needs

@@ -1,4 +1,4 @@
-"""Make the needle questions as documents of tasks of lm-evaluation-harness."""
+"""Make needle questions as documents of lm-evaluation-harness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw filler of the needle language, divided at random among the gaps around segments."""
+"""Draw filler text of the needle language, at random places around other segments."""
 
 import random
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from .vocabulary import FILLERS
 
 
 def gaps(rng: random.Random, fillers: int, count: int) -> list[int]:
-    """Divide ``fillers`` tokens among the ``count + 1`` gaps around ``count`` segments.
+    """Divide ``fillers`` tokens at random over the ``count + 1`` gaps around ``count`` segments.
 
     All ways to divide them are equally likely.
 
@@ -22,7 +22,7 @@ def gaps(rng: random.Random, fillers: int, count: int) -> list[int]:
 
 
 def scattered(rng: random.Random, segments: Sequence[list[int]], fillers: int) -> list[list[int]]:
-    """Put fillers before, between and behind the segments.
+    """Put filler tokens before, between and after segments.
 
     Args:
         rng: source of the draws.

@@ -1,4 +1,4 @@
-"""Make needle questions in a synthetic language: pairs hidden in filler, asked at the end.
+"""Make needle questions in an artificial language: pairs hidden in filler, asked at the end.
 
 A prompt looks like ``<bos> f12 f3 KEY s17 s4 s88 s9 <end> f7 ... LINK s50 s17 ... QUERY s17``. The
 answer to ``QUERY s17`` is the values of key ``s17``, here ``s4 s88 s9``; the answer to ``QUERY2
@@ -93,11 +93,11 @@ class NeedleTask:
 
     @property
     def min_context_len(self) -> int:
-        """Return the tokens of a prompt without any filler."""
+        """Return the length in tokens of a prompt without filler."""
         return 1 + self.num_pairs * (_PAIR_LEN + _LINK_LEN) + _QUESTION_LEN
 
     def prompts(self, count: int, seed: int = 0) -> list[NeedlePrompt]:
-        """Return ``count`` prompts.
+        """Draw ``count`` prompts.
 
         The same seed gives the same prompts, and a longer list starts with the shorter one.
 
@@ -179,7 +179,7 @@ def load_model(dtype: "torch.dtype | None" = None) -> "LlamaForCausalLM":
 
 
 def load_tokenizer() -> "PreTrainedTokenizerFast":
-    """Return the word-level tokenizer: it adds no tokens of its own and pads on the left."""
+    """Return the word-level tokenizer, which adds no special tokens and pads on the left."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(MODEL_DIR)

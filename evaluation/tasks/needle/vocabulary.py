@@ -1,4 +1,4 @@
-"""Define the token ids of the needle language.
+"""The token ids of the needle language.
 
 One set of symbols serves as keys, link names and values: a model that reads it has one copy
 operation to learn, where separate sets for keys and values would need a mapping between them.
@@ -14,7 +14,7 @@ VOCAB_SIZE = SYMBOLS.stop
 
 
 def token_names() -> list[str]:
-    """Return the text of every token, in the order of their ids.
+    """Return the text of every token, in the order of the ids.
 
     Returns:
         ``VOCAB_SIZE`` names: the special tokens, fillers ``f0 ...``, symbols ``s0 ...``.

@@ -1,4 +1,4 @@
-"""Ask questions of seven kinds, each with an answer and the words that count."""
+"""Make questions of seven kinds, each with an answer and the words that are scored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Question:
 
 
 def ask_names(pairs: Sequence[tuple[Words, Words]]) -> Question:
-    """Ask for the only names of one or more keys, in their order.
+    """Make the question for the names of one or more keys.
 
     Args:
         pairs: the keys, of one or two words, with their names.
@@ -48,7 +48,7 @@ def ask_names(pairs: Sequence[tuple[Words, Words]]) -> Question:
 
 
 def ask_past(start: str, key: str, name: Words) -> Question:
-    """Ask for the name of the key that the road from a node leads to.
+    """Make the question for the name of the key to which a node's road leads.
 
     Example:
         >>> question = ask_past("mill", "river", ("amber", "fox"))
@@ -59,7 +59,7 @@ def ask_past(start: str, key: str, name: Words) -> Question:
 
 
 def ask_road(nodes: Sequence[str]) -> Question:
-    """Ask where the roads lead from a node.
+    """Make the question where the roads from a node lead.
 
     Example:
         >>> question = ask_road(["mill", "river", "castle"])
@@ -70,7 +70,7 @@ def ask_road(nodes: Sequence[str]) -> Question:
 
 
 def ask_word(which: str, word: str) -> Question:
-    """Ask for the most ``common`` or most ``frequent`` word.
+    """Make the question for the ``common`` or ``frequent`` word of a document.
 
     Example:
         >>> question = ask_word("common", "river")

@@ -1,4 +1,4 @@
-"""Write sentences of documents: statements that answer questions, and filler.
+"""Write a document's sentences: statements that answer questions, and filler.
 
 A sentence is a tuple of words. What is looked up stands directly behind what it is looked up by,
 so that one step of an induction head finds it.
@@ -22,12 +22,12 @@ LIST_WORDS = 8
 
 
 def name_sentence(rng: random.Random, key: Words, name: Words) -> Words:
-    """State a key's name, such as ``they call river amber fox .``; a key is one or two words."""
+    """Write a key's name as a sentence, such as ``they call river amber fox .``."""
     return (*rng.choice(_CALLS), *key, *name, ".")
 
 
 def road_sentences(nodes: Sequence[str]) -> list[Words]:
-    """State the roads of a chain, such as ``road mill river .``, in the order of the chain.
+    """Write the roads of a chain as sentences such as ``road mill river .``, in order.
 
     Example:
         >>> road_sentences(["mill", "river", "castle"])
@@ -37,19 +37,19 @@ def road_sentences(nodes: Sequence[str]) -> list[Words]:
 
 
 def list_sentences(words: Sequence[str]) -> list[Words]:
-    """List words, eight to a sentence, behind ``list``."""
+    """Write words as lists of eight, each after the word ``list``."""
     starts = range(0, len(words), LIST_WORDS)
     return [("list", *words[start : start + LIST_WORDS], ".") for start in starts]
 
 
 def saw_sentences(words: Sequence[str]) -> list[Words]:
-    """Mention words, three per sentence: ``we saw apple , river and apple .`` and so on."""
+    """Write words in sentences of three, such as ``we saw apple , river and apple .``."""
     triples = zip(words[::3], words[1::3], words[2::3], strict=False)
     return [("we", "saw", one, ",", two, "and", three, ".") for one, two, three in triples]
 
 
 def filler_sentence(rng: random.Random, nouns: Sequence[str]) -> Words:
-    """Say something of one or two nouns that answers nothing.
+    """Write a sentence about one or two nouns that answers no question.
 
     Args:
         rng: source of the draw.
@@ -68,7 +68,7 @@ def filler_sentence(rng: random.Random, nouns: Sequence[str]) -> Words:
 
 
 def filler(rng: random.Random, nouns: Sequence[str], size: int) -> list[Words]:
-    """Return filler of exactly ``size`` tokens; the first sentence may lack its beginning."""
+    """Write filler of exactly ``size`` tokens; the first sentence may be cut off at its start."""
     sentences: list[Words] = []
     room = size
     while room > 0:
@@ -79,7 +79,7 @@ def filler(rng: random.Random, nouns: Sequence[str], size: int) -> list[Words]:
 
 
 def in_order(rng: random.Random, groups: Iterable[Sequence[Words]]) -> list[Words]:
-    """Shuffle groups of sentences into each other; each group keeps its own order."""
+    """Shuffle groups of sentences together; each group keeps its own order."""
     queues = [list(group) for group in groups if group]
     turns = [number for number, queue in enumerate(queues) for _ in queue]
     rng.shuffle(turns)

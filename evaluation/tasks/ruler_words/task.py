@@ -28,7 +28,7 @@ MIN_LENGTH = 128
 
 @attrs.frozen
 class WordPrompt:
-    """A question on a document.
+    """A question about a document.
 
     Attributes:
         kind: one of `KINDS`.
@@ -46,7 +46,7 @@ class WordPrompt:
 
     @property
     def input(self) -> str:
-        """Return document and question as one text."""
+        """Return the document and the question as one text."""
         return f"{self.document} {self.question}"
 
     @property
@@ -56,7 +56,7 @@ class WordPrompt:
 
 
 def prompts(kind: str, length: int = 1024, count: int = 50, seed: int = 0) -> list[WordPrompt]:
-    """Return prompts of one kind.
+    """Draw prompts of one kind.
 
     The same seed gives the same prompts, and a longer list starts with the shorter one.
 
@@ -99,7 +99,7 @@ def _draw(rng: random.Random, kind: str, length: int) -> WordPrompt:
 
 
 def _plan(kind: str, length: int) -> LookupPlan:
-    """Return a document's contents by kind; longer documents have more distractors, to a limit."""
+    """Return the numbers of a document's contents by kind; longer ones have more distractors."""
     others = min(length // 32, 48)
     if kind == "single":
         return LookupPlan()
@@ -113,7 +113,7 @@ def _plan(kind: str, length: int) -> LookupPlan:
 
 
 def score(generated: str, outputs: Sequence[str]) -> float:
-    """Return the share of expected words that a continuation holds, in [0, 1].
+    """Return the fraction of expected words that a continuation contains, in [0, 1].
 
     RULER's string match, by whole words: a word of the answer counts wherever it stands.
 
@@ -144,7 +144,7 @@ def load_model(dtype: torch.dtype | None = None) -> LlamaForCausalLM:
 
 
 def load_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the word-level tokenizer: it adds no tokens of its own and pads on the left."""
+    """Return the word-level tokenizer, which adds no special tokens and pads on the left."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(MODEL_DIR)

@@ -1,4 +1,4 @@
-"""Define the words of the language, one token each.
+"""The words of the language, one token each.
 
 One set of nouns serves as keys, values, nodes of roads and listed words, and as the nouns of the
 filler: what a sentence is about tells nothing of whether it will be asked for.
@@ -51,7 +51,7 @@ NOUNS = (
 
 
 def token_names() -> tuple[str, ...]:
-    """Return the text of every token, in the order of their ids."""
+    """Return the text of every token, in the order of the ids."""
     return (
         *SPECIAL_TOKENS,
         *MARKS,

@@ -104,7 +104,7 @@ class Arriving:
             check_positions(policy, incoming)
         if not self.starts:
             return
-        if policy.reading is not None:
+        if policy.rereading is not None:
             check_tokens(policy, incoming)
         lengths = incoming.tokens.lengths + incoming.new_valid.sum(dim=1)
         longest = int(lengths.max())

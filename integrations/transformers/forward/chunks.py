@@ -20,7 +20,7 @@ from kvpolicy.integrations.transformers.forward.layer_contexts import layer_cont
 from kvpolicy.integrations.transformers.forward.passes import AtQueries, PassState
 from kvpolicy.integrations.transformers.forward.staged_prompt import StagedPrompt
 from kvpolicy.integrations.transformers.model.routing import AttentionInputs
-from kvpolicy.part_calls import DeferredChecks, advanced
+from kvpolicy.part_calls import DeferredChecks, updated
 from kvpolicy.policy import CachePolicy
 from kvpolicy.selection import gather_slots
 
@@ -36,7 +36,7 @@ class Chunks:
         valid: ``[batch, held_len]`` bool, for the columns whose queries are held, False on padding.
         queries: By layer, ``[batch, query_heads, held_len, head_dim]``.
         carried: By layer, ``[batch, kv_heads, key_len, carries]``, the scorer's state for each key
-            after the queries so far, in place of these queries; see `Scorer.advance`.
+            after the queries so far, in place of these queries; see `Scorer.update`.
         staged: What further stages must read, if tokens are dropped; None if no tokens are dropped.
     """
 
@@ -241,9 +241,9 @@ class Remember(InPrompt):
             assert scorer is not None
             context = self.context(at, index, inputs, stored)
             wide = None if before is None else _wider(before, context.key_len)
-            context = attrs.evolve(context, carried=wide)
+            context = attrs.evolve(context, state=wide)
             with torch.autocast(context.keys.device.type, enabled=False):
-                self._carried[index] = advanced(scorer, context, self.checks)[1]
+                self._carried[index] = updated(scorer, context, self.checks)[1]
         elif at.policy.num_queries != 0 and needed:
             first = self._first_needed
             self._queries[index] = queries[:, :, first:].clone() if first else queries
@@ -295,10 +295,10 @@ class AtEnd(InPrompt):
             )
         # The queries are those of the last chunk alone.
         valid = at.reach.valid.to(context.keys.device)
-        context = attrs.evolve(context, carried=carried, new_valid=valid)
+        context = attrs.evolve(context, state=carried, new_valid=valid)
         assert at.policy.scorer is not None
         with torch.autocast(context.keys.device.type, enabled=False):
-            return advanced(at.policy.scorer, context, self.checks)[0]
+            return updated(at.policy.scorer, context, self.checks)[0]
 
 
 def sums_over_all(policy: CachePolicy) -> bool:
@@ -308,7 +308,7 @@ def sums_over_all(policy: CachePolicy) -> bool:
     """
     if policy.scorer is None or policy.history_layers:
         return False  # later layers see the saliency of every query head
-    if policy.decoding is not None and policy.decoding.carries:
+    if policy.decoding is not None and policy.decoding.state_size:
         return False
     return declares(policy.scorer, "accumulates")
 

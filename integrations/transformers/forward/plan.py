@@ -101,7 +101,7 @@ class Arrival:
         if not select.waiting:
             return
         policy, waiting, tokens = self.call.model.policy, select.waiting, run.tokens
-        if policy.reading is not None:
+        if policy.rereading is not None:
             parts = self.call.model.parts
             again = SecondReading(policy, self.layers, waiting, tokens, parts, self.cache)
             found: dict[int, Tensor] = {}

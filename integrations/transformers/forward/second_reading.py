@@ -83,11 +83,11 @@ class ScoreChunk(AtQueries):
             int64 ``[batch, kv_heads, count]``, padded with -1 on the left; and bool of the same
             shape, True for keys of the chunk.
         """
-        assert policy.reading is not None
+        assert policy.rereading is not None
         held, new = positions.tensor_split([held_len], dim=2)
         start, stop = self._span
         of_chunk = (held >= start) & (held < stop)
-        sinks = (held >= 0) & (held < policy.reading.num_sinks)
+        sinks = (held >= 0) & (held < policy.rereading.num_sinks)
         shown = torch.cat([of_chunk | sinks, new >= 0], dim=2)
         slots = compress(shown, int(shown.sum(dim=-1).max()))
         found = pad(of_chunk, (0, new.shape[2])).gather(2, slots.clamp(min=0))
@@ -117,8 +117,8 @@ class SecondReading:
     @property
     def reading(self) -> Repetition:
         """The settings of the second reading."""
-        assert self.policy.reading is not None
-        return self.policy.reading
+        assert self.policy.rereading is not None
+        return self.policy.rereading
 
     def passes(self, found: dict[int, Tensor]) -> Generator[Pass, object, None]:
         """Yield one pass for each chunk.
@@ -228,7 +228,7 @@ def check_layers(policy: CachePolicy, layers: list[PolicyLayer], *, reference: b
     Raises:
         UnsupportedModelError: A layer cannot.
     """
-    again = policy.reading is not None
+    again = policy.rereading is not None
     plain = (PolicyLayer, RecurrentLayer, EmptyLayer)
     unlike = [
         index
@@ -240,7 +240,7 @@ def check_layers(policy: CachePolicy, layers: list[PolicyLayer], *, reference: b
         return
     if again:
         raise UnsupportedModelError(
-            f"reading of {policy} must be None with a model whose layers share keys, have an "
+            f"rereading of {policy} must be None with a model whose layers share keys, have an "
             "indexer, attend to images, hold a state beside their keys, see a prompt and a window "
             f"of what follows, or show no queries, as layers {unlike} do: a prompt is not read "
             "twice there yet"

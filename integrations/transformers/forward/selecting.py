@@ -48,7 +48,7 @@ class _Candidates:
         assert undecided is not None
         undecided = undecided if near is None else undecided.among(near.short)
         of_layer = self.keys, self.values, self.positions
-        return DeferredKV(*of_layer, undecided, decision.carried, near)
+        return DeferredKV(*of_layer, undecided, decision.state, near)
 
 
 class Select(AtEnd):
@@ -81,7 +81,7 @@ class Select(AtEnd):
         # Of one head if all heads keep the same tokens.
         positions = context.positions if context.stored is None else context.positions[:, :1]
         candidates = _Candidates(*stored, positions, context)
-        if at.policy.reading is not None and at.call.model.windows[index] is not None:
+        if at.policy.rereading is not None and at.call.model.windows[index] is not None:
             window = at.call.model.windows[index]  # a second reading is beyond what it sees
         if window is None:
             self._choose(at, layer, candidates)
@@ -101,7 +101,7 @@ class Select(AtEnd):
             seen_len=at.seen_len,
             held_len=context.held_len,
         )
-        asked = near.leaves_short_rows and at.policy.reading is None
+        asked = near.leaves_short_rows and at.policy.rereading is None
         decision = self._decision(at, context) if asked else None
         if decision is not None and decision.undecided is not None:
             self.waiting[context.layer_idx] = candidates.deferred(decision, near)
@@ -112,7 +112,7 @@ class Select(AtEnd):
             layer.store(*of_layer, near.kept(None), counts=near.counts, whole=whole)
             return
         self.checks.look()
-        layer.store(*of_layer, near.kept(decision.kept), decision.carried)
+        layer.store(*of_layer, near.kept(decision.kept), decision.state)
 
     def _choose(self, at: PassState, layer: PolicyLayer, candidates: _Candidates) -> None:
         """Keep what the policy selects among all keys."""
@@ -138,7 +138,7 @@ class Select(AtEnd):
             self._store_closed_up(at, layer, candidates, kept, counts)
         else:
             whole = None if counts is None else counts == context.held_len
-            layer.store(keys, values, positions, kept, decision.carried, counts=counts, whole=whole)
+            layer.store(keys, values, positions, kept, decision.state, counts=counts, whole=whole)
 
     def _decision(
         self, at: PassState, context: LayerContext, *, remembered: bool = False
@@ -192,17 +192,17 @@ class Select(AtEnd):
     def _with_carried(at: PassState, layer: PolicyLayer, context: LayerContext) -> LayerContext:
         """Add the scorer's state to a context, with the queries of the last answer counted in."""
         decoding, observed = at.policy.decoding, layer.observed
-        if decoding is None or not decoding.carries or layer.held is None:
+        if decoding is None or not decoding.state_size or layer.held is None:
             return context
-        carried = carried_for(observed, context.keys, decoding.carries)
+        carried = carried_for(observed, context.keys, decoding.state_size)
         if at.masks.order is not None:
             carried = gather_slots(carried, at.masks.order)
-        context = attrs.evolve(context, carried=carried)
+        context = attrs.evolve(context, state=carried)
         if not observed.count:
             return context
         queries, places = observed.shown(at.tokens)
         since = attrs.evolve(context, queries=queries, query_positions=places)
-        return attrs.evolve(context, carried=decoding.carry(since))
+        return attrs.evolve(context, state=decoding.update_state(since))
 
     def finish(self, at: PassState) -> SeenTokens:
         """Check what parts have answered; see `AtQueries.finish`.

@@ -88,8 +88,8 @@ def check_policy(model: nn.Module, policy: CachePolicy) -> None:
             twice; or the model is tensor-parallel.
     """
     name = type(model).__name__
-    if policy.num_queries != 0 or policy.propagation.restarts or policy.reading is not None:
-        looks = policy.num_queries != 0 or policy.reading is not None
+    if policy.num_queries != 0 or policy.propagation.restarts or policy.rereading is not None:
+        looks = policy.num_queries != 0 or policy.rereading is not None
         asks = "looks at queries" if looks else "restarts the prefill"
         raise UnsupportedModelError(
             f"{policy} cannot be applied to {name}, whose attention does not go through "

@@ -21,7 +21,7 @@ class RecentQueries:
         queries: ``[batch, query_heads, count, head_dim]``, after rotary embedding; None for none.
         end: Number of columns seen up to the last of these queries.
         carried: float32 ``[batch, kv_heads, chosen_len, carries]``, the scorer's state for the
-            tokens that the policy kept at its last choice; see `Scorer.advance`. None if there is
+            tokens that the policy kept at its last choice; see `Scorer.update`. None if there is
             none.
         columns: ``[batch, count]`` int64, the column of each query, -1 where a row has no query. A
             row with padding among the columns of the answer has queries from earlier columns. None

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvpolicy.checks import check_kind
-from kvpolicy.description import Description, describe, from_description
+from kvpolicy.description import Description, describe, from_description, with_new_names
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.fingerprint import ModelFingerprint
 from kvpolicy.integrations.transformers.state.held_counts import held_counts
@@ -176,7 +176,7 @@ class SavedCache:
             policy = self._built_policy(path) if policy is None else self._same(path, policy)
         except RecursionError as error:
             raise _broken(path, f"policy is nested too deeply: {error}") from None
-        carries = 0 if policy.decoding is None else policy.decoding.carries
+        carries = 0 if policy.decoding is None else policy.decoding.state_size
         for index, layer in enumerate(self.layers):
             carried = layer.observed.carried
             if carried is not None and carried.shape[3] != carries:
@@ -342,7 +342,7 @@ def _rebuilt(metadata: dict[str, str], tensors: dict[str, Tensor]) -> SavedCache
         if name.startswith("propagated.")
     }
     return SavedCache(
-        json.loads(metadata["policy"]),
+        with_new_names(json.loads(metadata["policy"])),
         ModelFingerprint.unpacked(metadata["model"], tensors["model.samples"]),
         tokens,
         layers,

@@ -69,13 +69,13 @@ class SummingSquares(SquaredAttention):
         return True
 
     @property
-    def carries(self) -> int:
+    def state_size(self) -> int:
         return 1
 
-    def advance(self, context: LayerContext) -> tuple[Tensor, Tensor]:
+    def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
         sums = group_mean(self.score(context), context.kv_heads)
-        if context.carried is not None:
-            sums = sums + context.carried[..., 0]
+        if context.state is not None:
+            sums = sums + context.state[..., 0]
         return sums, sums[..., None]
 
 

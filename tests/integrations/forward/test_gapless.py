@@ -344,7 +344,7 @@ def test_in_half_precision_turning_again_and_again_stays_near() -> None:
             "decoding must be None where gapless",
             {"decoding": SnapKV(decoding=64).decoding},
         ),
-        ("reading must be None where gapless", {"reading": KVzip().reading}),
+        ("rereading must be None where gapless", {"rereading": KVzip().rereading}),
     ],
 )
 def test_parts_that_do_not_fit(match: str, parts: dict[str, Any]) -> None:

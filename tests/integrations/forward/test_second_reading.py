@@ -33,7 +33,7 @@ POLICY = CachePolicy(
     PeakAttentionScorer(),
     GlobalThresholdSelector(RATE, 2),
     PassAllPropagation(),
-    reading=Repetition(CHUNK, num_sinks=SINKS, overlap=OVERLAP, instruction_ids=INSTRUCTION),
+    rereading=Repetition(CHUNK, num_sinks=SINKS, overlap=OVERLAP, instruction_ids=INSTRUCTION),
 )
 # Plain; caps; sinks beside windows; windows; latents; states.
 NAMES = ("llama", "gemma2", "gpt_oss", "gemma3", "deepseek_v3", "qwen3_next", "lfm2")
@@ -146,7 +146,7 @@ def test_an_answer_goes_on_from_the_first_reading(name: str) -> None:
         PeakAttentionScorer(),
         GlobalThresholdSelector(1.0),
         PassAllPropagation(),
-        reading=POLICY.reading,
+        rereading=POLICY.rereading,
     )
     full = model.generate(ids, max_new_tokens=6, do_sample=False)
     again = model.generate(
@@ -248,7 +248,7 @@ class Breaks(PeakAttentionScorer):
 
 def test_a_failure_is_undone() -> None:
     policy = CachePolicy(
-        Breaks(), GlobalThresholdSelector(0.3), PassAllPropagation(), reading=Repetition(17)
+        Breaks(), GlobalThresholdSelector(0.3), PassAllPropagation(), rereading=Repetition(17)
     )
     store, ids = PolicyCache(policy), torch.tensor([random_tokens(1, 45)])
     with pytest.raises(KeyboardInterrupt):
@@ -262,14 +262,14 @@ def test_a_failure_is_undone() -> None:
 
 def attrs_like(policy: CachePolicy) -> CachePolicy:
     return CachePolicy(
-        PeakAttentionScorer(), policy.selector, policy.propagation, reading=policy.reading
+        PeakAttentionScorer(), policy.selector, policy.propagation, rereading=policy.rereading
     )
 
 
 def test_a_failure_in_a_call_of_the_decoder_alone_is_undone() -> None:
     Breaks.calls = 0
     policy = CachePolicy(
-        Breaks(), GlobalThresholdSelector(0.3), PassAllPropagation(), reading=Repetition(17)
+        Breaks(), GlobalThresholdSelector(0.3), PassAllPropagation(), rereading=Repetition(17)
     )
     store, ids = PolicyCache(policy), torch.tensor([random_tokens(1, 45)])
     with torch.no_grad(), store.attached(llama()):
@@ -304,10 +304,10 @@ def test_drops_and_restarts_are_refused() -> None:
         PeakAttentionScorer(),
         GlobalThresholdSelector(),
         TokenSelectivePropagation(1, 0.5),
-        reading=Repetition(),
+        rereading=Repetition(),
     )
     with (
-        pytest.raises(ValueError, match="reading must be None where tokens are dropped"),
+        pytest.raises(ValueError, match="rereading must be None where tokens are dropped"),
         PolicyCache(policy).attached(llama()),
     ):
         pass

@@ -146,11 +146,11 @@ def test_every_policy_gives_what_dense_attention_gives(family: str, name: str) -
     policy = suited(name, model)
     store = PolicyCache(policy)
     acting = policy.propagation.acting_layers(len(windows))
-    if policy.reading is not None and family in SHARING:
+    if policy.rereading is not None and family in SHARING:
         with pytest.raises(UnsupportedModelError, match="reading of"):
             generate(model, store)
         return
-    if (policy.num_queries != 0 or policy.reading is not None) and family in UNSEEN:
+    if (policy.num_queries != 0 or policy.rereading is not None) and family in UNSEEN:
         with pytest.raises(UnsupportedModelError, match="shows no queries: it looks at"):
             generate(model, store)
         return

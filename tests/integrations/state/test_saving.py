@@ -189,8 +189,8 @@ def test_what_cannot_be_saved(model: PreTrainedModel, tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["taken"]  # nothing half-written
 
 
-def held(model: PreTrainedModel) -> PolicyCache:
-    cache = PolicyCache(SnapKV(0.4))
+def held(model: PreTrainedModel, policy: CachePolicy = POLICIES["snapkv"]) -> PolicyCache:
+    cache = PolicyCache(policy)
     ids = torch.tensor([random_tokens(0, 60)])
     generate(model, cache, ids, torch.ones_like(ids))
     return cache
@@ -521,6 +521,20 @@ def test_a_sliding_window_that_leaves_nothing(tmp_path: Path) -> None:
     loaded_from(cache, tmp_path)
     cache.batch_select_indices(torch.tensor([0]))
     loaded_from(cache, tmp_path)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_file_that_names_a_policy_in_earlier_words(
+    model: PreTrainedModel, tmp_path: Path, given: bool
+) -> None:
+    path, policy = tmp_path / "earlier.safetensors", POLICIES["composed"]
+    held(model, policy).save(path)
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert '"rereading": null' in metadata["policy"]
+    metadata["policy"] = metadata["policy"].replace('"rereading"', '"reading"')
+    save_file(tensors, path, metadata)
+    assert PolicyCache.load(path, policy if given else None).policy == policy
 
 
 @pytest.mark.parametrize("path", [None, 3, True, b"cache"])

@@ -1,4 +1,4 @@
-"""Define test parts that also use a layer's history, rotary embedding or output weights."""
+"""Parts for tests that read a layer's history, rotary embedding or output weights."""
 
 import attrs
 import torch
@@ -18,7 +18,7 @@ def with_new(saliency: Tensor, context: LayerContext, of_new: Tensor) -> Tensor:
 
 @attrs.frozen
 class LargestOfLayers(TokenSelectivePropagation):
-    """A propagation that passes on the tokens of largest saliency in any of the last layers."""
+    """Passes on the tokens of largest saliency in any of the last layers."""
 
     layers: tuple[int, ...] = (1,)
     back: int = 2
@@ -59,7 +59,7 @@ class LargestOfLayers(TokenSelectivePropagation):
 
 @attrs.frozen
 class CarriedOnScorer(WindowMaxPoolScorer):
-    """A window scorer that adds half of the saliency that the layer before gave, head mean."""
+    """A window scorer that adds half of the previous layer's saliency, averaged over heads."""
 
     @property
     def history_layers(self) -> int:
@@ -74,7 +74,7 @@ class CarriedOnScorer(WindowMaxPoolScorer):
 
 @attrs.frozen
 class RememberingSelector(GQAGroupSelector):
-    """A selector that adds the lowest saliency of the last layers to this layer's saliency."""
+    """A selector that adds the lowest saliency of the last layers to each layer's saliency."""
 
     back: int = 3
 
@@ -92,7 +92,7 @@ class RememberingSelector(GQAGroupSelector):
 
 @attrs.frozen
 class TurnedBackScorer(Scorer):
-    """A scorer by the norm of a key's first channels, before rotation and a row's length ahead."""
+    """Scores a key by norms of its first channels, unrotated and rotated a row's length ahead."""
 
     channels: int = 2
 
@@ -111,7 +111,7 @@ class TurnedBackScorer(Scorer):
 
 @attrs.frozen
 class OutputScorer(Scorer):
-    """A scorer by the norm of a value's projected output in each query head, times a key norm."""
+    """Scores a token by the norm of its value's projected output times the norm of its key."""
 
     @property
     def needs_output_weight(self) -> bool:

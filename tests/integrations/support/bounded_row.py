@@ -1,4 +1,4 @@
-"""Define a reference row with a bounded answer: its layers choose again between decoded tokens."""
+"""A reference row with a bounded answer: layers evict between decoded tokens."""
 
 import copy
 import math
@@ -19,7 +19,7 @@ from tests.reference.scored_methods import Scored
 
 @dataclass(frozen=True)
 class Bound:
-    """The rule and the interval by which an answer is bounded.
+    """The rule and the interval by which an answer is kept bounded.
 
     Attributes:
         chooses: the method that decides what layers keep; it is shown the last decoded queries.
@@ -34,7 +34,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class SummedView(LayerView):
-    """A layer view with the attention that each position has received from all queries so far.
+    """A layer view with the sum of attention that each position has received.
 
     Attributes:
         sums: per KV head, position to attention; the first query is the prompt's first.
@@ -45,7 +45,7 @@ class SummedView(LayerView):
 
 @dataclass(frozen=True)
 class Summed(Scored):
-    """A method that scores entries by the summed attention of all queries so far."""
+    """A method that scores entries by the attention they received from all queries so far."""
 
     def scores(self, layer: LayerView, head: int) -> list[float]:
         """Returns the attention sum of each entry of a KV head."""
@@ -55,12 +55,12 @@ class Summed(Scored):
 
 @dataclass(frozen=True)
 class HeadByHead:
-    """A method that applies a decoding rule of the reference to each KV head."""
+    """A method that applies a decoding rule to each KV head on its own."""
 
     rule: Rule
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps what the rule keeps of each head, and passes all tokens on."""
+        """Keeps the entries that the rule keeps in each head, and passes all tokens on."""
         group = len(layer.queries) // len(layer.entries)
         kept, margins = [], []
         for head, held in enumerate(layer.entries):
@@ -73,7 +73,7 @@ class HeadByHead:
 
 
 class BoundedRow(Watched, Row):
-    """A `Row` whose layers choose again, in `settle`, after every ``bound.every`` tokens."""
+    """A `Row` whose layers evict, in `settle`, after every ``bound.every`` decoded tokens."""
 
     def __init__(self, *arguments: Any, bound: Bound) -> None:
         super().__init__(*arguments)

@@ -1,4 +1,4 @@
-"""Compare a `PolicyCache` with the slow reference, row by row."""
+"""Compares a `PolicyCache` with the slow reference, row by row."""
 
 import copy
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ Columns = Sequence[Sequence[int | None]]
 
 
 class NearTieError(Exception):
-    """The reference's choice is a near tie, which rounding may change: nothing can be compared."""
+    """The reference's choice is a near tie that rounding may change, so nothing can be compared."""
 
 
 @attrs.frozen
@@ -40,7 +40,7 @@ class Windowed:
     windows: Sequence[int | None]
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps what the next token's window sees; with no full window, the method's choice."""
+        """Keeps the tokens that a full window sees; else the method's choice."""
         window = self.windows[layer.layer_idx]
         if window is None or layer.seen <= window:
             return self.method.choose(layer)
@@ -54,7 +54,7 @@ class Windowed:
 
 
 class Row(ReferenceState):
-    """One row read by the reference, forward by forward; forwards can be undone and the row copied.
+    """A row read by the reference, forward by forward; forwards can be undone, the row copied.
 
     Attributes:
         appended: for each column since the last act, whether it is a token and not padding.
@@ -85,7 +85,7 @@ class Row(ReferenceState):
         return None if token is None else self._decode(token)
 
     def take_back(self, columns: int) -> None:
-        """Removes the last `columns` columns that were appended."""
+        """Removes the last `columns` appended columns."""
         for _ in range(columns):
             if self.appended.pop():
                 self.seen -= 1
@@ -94,7 +94,7 @@ class Row(ReferenceState):
                     held.pop()
 
     def settle(self) -> bool:
-        """Lets the layers choose again if it is time, and returns whether they did; here never."""
+        """Lets layers evict if it is time, and returns True if they did; this class never does."""
         return False
 
     def _layer(
@@ -132,7 +132,7 @@ class Row(ReferenceState):
 
 @attrs.define
 class Comparison:
-    """A cache and its model, with the reference's state of every row to compare them with.
+    """A cache and its model, with a reference state per row for comparison.
 
     Attributes:
         model: the model that the cache is attached to.
@@ -175,7 +175,7 @@ class Comparison:
         return bool(self.policy.propagation.acting_layers(self.num_layers))
 
     def check(self) -> None:
-        """Asserts that all that the cache reports and stores equals the reference."""
+        """Asserts that everything the cache reports and stores equals the reference."""
         assert self.cache.get_seq_length() == (len(self.columns[0]) if self.columns else 0)
         assert self.cache.batch_size == (self.batch or -1)
         assert self.cache.seen_lengths == tuple(row.seen for row in self.rows)
@@ -190,7 +190,7 @@ class Comparison:
         self._check_report()
 
     def _check_model(self) -> None:
-        """Asserts that the model keeps no hook of kvpolicy and no replaced configuration."""
+        """Asserts that the model has no hooks of kvpolicy left and its own configuration."""
         for module in self.model.modules():
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
                 owner = getattr(hook, "__self__", hook)
@@ -243,7 +243,7 @@ def tensors(columns: Columns) -> tuple[Tensor, Tensor]:
 
 
 def assert_close(got: Tensor, expected: Tensor) -> None:
-    """Asserts equal shapes, no NaN and no difference above the tolerance."""
+    """Asserts that two tensors have equal shapes, no NaN and no difference above the tolerance."""
     assert got.shape == expected.shape
     difference = float((got - expected).abs().max())
     assert difference <= TOLERANCE, f"differs by {difference}"

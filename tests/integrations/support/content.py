@@ -1,4 +1,4 @@
-"""Define a propagation whose saliency decides how many tokens it passes on, and its reference."""
+"""A propagation whose saliency decides how many tokens it passes on, and its reference."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from tests.reference.selection import head_mean
 
 @attrs.frozen
 class MassPropagation(PropagationPolicy):
-    """A propagation that passes on a window and the top tokens that hold a share of the saliency.
+    """Passes on a window, and the top tokens that hold a share of the saliency.
 
     Args:
         layers: The layers after which it acts.
@@ -55,13 +55,13 @@ class MassPropagation(PropagationPolicy):
 
 @dataclass(frozen=True)
 class Mass(SnapKV):
-    """A reference method that keeps as SnapKV does and passes on as `MassPropagation` does."""
+    """A reference method that keeps tokens like SnapKV and drops them like `MassPropagation`."""
 
     layers: tuple[int, ...] = (1,)
     mass: float = 0.9
 
     def choose(self, layer: LayerView) -> Choice:
-        """Keeps as SnapKV does; at an acting layer, also chooses the tokens to pass on."""
+        """Keeps tokens like SnapKV; at an acting layer, also chooses the tokens to pass on."""
         choice = super().choose(layer)
         if layer.layer_idx not in self.layers:
             return choice

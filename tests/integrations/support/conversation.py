@@ -1,4 +1,4 @@
-"""Run two turns of a conversation through `generate` and through the reference."""
+"""Runs two turns of a conversation through `generate` and through the reference."""
 
 import hashlib
 from dataclasses import dataclass
@@ -221,7 +221,7 @@ USUAL = Lengths()
 
 @dataclass
 class Turn:
-    """The results of one turn of `generate`: those of `TurnResult`, with a batch axis."""
+    """The results of one turn of `generate`, as `TurnResult` but with a batch axis."""
 
     logits: Tensor  # [batch, 1 + num_decode, vocab]
     tokens: Tensor  # [batch, 1 + num_decode]
@@ -279,7 +279,7 @@ def run_turn(
     num_decode: int = NUM_DECODE,
     **how: Any,
 ) -> Turn:
-    """Calls `generate` once on the whole conversation `[batch, len]`, with options `how`."""
+    """Calls `generate` once on the whole conversation `[batch, len]`."""
     output = model.generate(
         ids,
         attention_mask=mask,
@@ -303,7 +303,7 @@ def run_turn(
 
 
 def kept_at(positions: Tensor | None, row: int, num_decode: int) -> list[list[int]]:
-    """Returns per head the positions held before decoding; no heads if nothing is held."""
+    """Returns the positions that each head held before decoding; no heads if nothing was held."""
     if positions is None:
         return []
     held = positions[row, :, : positions.shape[2] - num_decode].tolist()
@@ -325,7 +325,7 @@ def run_conversation(
     lengths: Lengths = USUAL,
     **how: Any,
 ) -> tuple[PolicyCache, list[Turn]]:
-    """Runs both turns of some rows as one batch; `how` are options of `generate`."""
+    """Runs both turns of several rows as one batch."""
     store = PolicyCache(policy)
     ids, mask = left_padded([random_tokens(row, lengths.first[row]) for row in rows])
     first = run_turn(model, store, ids, mask, lengths.num_decode, **how)

@@ -1,4 +1,4 @@
-"""Count the reads of tensors on the host, each of which would make the CPU wait for a GPU."""
+"""Counts the reads of tensors by Python code, which would make the CPU wait for a GPU."""
 
 import traceback
 from collections import Counter
@@ -47,7 +47,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """A mode that counts reads without an operation: whole tensors, and numbers copied over."""
+    """A torch mode that counts reads of whole tensors, and numbers copied to the device."""
 
     def __init__(self, looks: "Looks") -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class _Functions(TorchFunctionMode):
 
 
 class Looks:
-    """A context manager that counts what would wait for a GPU if the tensors were on one.
+    """A context manager that counts operations that would wait for a GPU if tensors were on one.
 
     Attributes:
         places: Number of reads by kind of read and the innermost line of the library that made it.
@@ -86,7 +86,7 @@ class Looks:
         return sum(self.places.values())
 
     def note(self, what: str) -> None:
-        """Counts one read, at the innermost line outside of torch and the tests."""
+        """Counts one read at the line of the library that caused it."""
         frames = [each for each in traceback.extract_stack() if "/torch/" not in each.filename]
         own = [
             each

@@ -1,4 +1,4 @@
-"""Run one row through a family's own dense attention, masked to what acts left visible."""
+"""Runs one row through a model's own dense attention, with evicted tokens masked."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from tests.reference.selection import head_mean, max_pool, window_and_highest
 def dense(
     model: PreTrainedModel, token_ids: Sequence[int], acts: Sequence[Act]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Runs a whole row without a cache, with each layer's mask narrowed to what the acts kept.
+    """Runs a whole row without a cache, with each layer's mask hiding evicted tokens.
 
     Args:
         model: with eager attention, whose layers take a float mask `[batch, 1, len, len]` by name.
@@ -59,7 +59,7 @@ def window_choice(
     window: int,
     kernel: int,
 ) -> list[int]:
-    """Returns the positions kept if all heads share a choice: window and most attended before it.
+    """Returns the positions kept if heads share a choice: the window, and those most attended to.
 
     Args:
         weights: `[query_heads, len, len]`, a layer's attention, by position.

@@ -1,4 +1,4 @@
-"""Compare beam search under a policy that evicts with the model's own dense attention."""
+"""Compares beam search under an evicting policy with the model's own dense attention."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.integrations.model.builds.dense import Seen, dense_logits
 
 
 def assert_beams_are_dense(model: PreTrainedModel, ids: Tensor) -> None:
-    """Asserts that each beam's score is that of dense attention to kept and decoded tokens.
+    """Asserts that each beam's score is that of dense attention to its kept and decoded tokens.
 
     Args:
         model: Of four layers.

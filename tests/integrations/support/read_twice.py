@@ -1,4 +1,4 @@
-"""Read a padded batch in two turns, and run each whole row through the model's own code."""
+"""Reads a padded batch in two turns, and runs each whole row through the model's own code."""
 
 import copy
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ class TwoTurns:
         return logits[[*range(first - 1, first + SAID), *range(second - 1, second + MORE)]]
 
     def _seen(self, row: int) -> list[Seen]:
-        """Returns, for each layer, which keys every token of a row sees."""
+        """Returns a mask per layer of the keys that every token of a row attends to."""
         length, layers = len(self.rows[row]), []
         for index in range(len(self.acts[0].layers)):
             keys = None

@@ -1,4 +1,4 @@
-"""Read one conversation with a `PolicyCache` and with the slow reference, action by action."""
+"""Reads one conversation with a `PolicyCache` and with the slow reference, step by step."""
 
 import copy
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tests.reference import PAD_TOKEN_ID
 
 @attrs.frozen
 class Call:
-    """The arguments with which a forward is called; every choice of them means the same.
+    """The form of a forward's arguments; results must not depend on it.
 
     Attributes:
         embeds: whether embeddings are given in the place of tokens.
@@ -36,7 +36,7 @@ class Call:
 
 @attrs.define
 class ReadingBoth(Comparison):
-    """A comparison that reads prompts and decoded tokens with the cache and the reference.
+    """A comparison that feeds the same prompts and tokens to the cache and to the reference.
 
     Attributes:
         bound: how the policy bounds answers, for the reference; None if it does not bound them.
@@ -128,7 +128,7 @@ class ReadingBoth(Comparison):
         self._fed_one_by_one([row[:-1] for row in said], torch.stack(output.logits, dim=1)[:, 1:])
 
     def append(self, new: Columns, call: Call) -> None:
-        """Runs a forward between two turns, whose tokens are appended."""
+        """Runs a forward between two turns, which appends its tokens."""
         self._fed(new, self._forward(new, call))
 
     def start_turn(self) -> None:
@@ -154,7 +154,7 @@ class ReadingBoth(Comparison):
         self._chosen()
 
     def _chosen(self) -> None:
-        """Notes that the layers have just chosen, so that no columns are appended since."""
+        """Records that layers have just evicted, so that nothing has been appended since."""
         self.appended = 0
         held = [
             [len(head) for row in self.rows for head in row.cache[layer]]
@@ -163,12 +163,12 @@ class ReadingBoth(Comparison):
         self.widths = [max(lengths) for lengths in held]
 
     def _fed_one_by_one(self, new: Columns, logits: Tensor) -> None:
-        """Calls `_fed` for each column, since each came in a forward of its own."""
+        """Calls `_fed` for each column alone, as each came in its own forward."""
         for step in range(len(new[0])):
             self._fed([row[step : step + 1] for row in new], logits[:, step : step + 1])
 
     def _fed(self, new: Columns, logits: Tensor) -> None:
-        """Feeds columns to the reference and compares logits `[batch, new_len or fewer, vocab]`."""
+        """Feeds columns to the reference and compares logits `[batch, at most new_len, vocab]`."""
         for index, (row, columns, tokens) in enumerate(
             zip(self.rows, self.columns, new, strict=True)
         ):
@@ -186,7 +186,7 @@ class ReadingBoth(Comparison):
 
     @torch.no_grad()
     def _forward(self, new: Columns, call: Call) -> Tensor:
-        """Runs a forward and returns its logits `[batch, new_len or fewer, vocab]`."""
+        """Runs a forward and returns its logits `[batch, at most new_len, vocab]`."""
         seen = self.cache.get_seq_length()
         ids, valid = tensors(new)
         # A prompt's columns are in `columns` before they are read, those appended are not.

@@ -1,4 +1,4 @@
-"""Compare two turns of a batch with each row's dense attention under what was kept of it."""
+"""Compares two turns of a batch with each row's dense attention to its kept tokens."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ READ = 3  # of the four tokens that a turn decodes
 def seen_in_two_turns(
     kept: list[list[Tensor | None]], passed: list[dict[int, Tensor]], ends: list[int], length: int
 ) -> list[Seen]:
-    """Returns, for each layer, which keys every token sees in a row read in two turns.
+    """Returns a mask per layer of the keys that each token sees in a row read in two turns.
 
     Args:
         kept: By turn and layer, the positions held after its prompt; None without attention.
@@ -53,7 +53,7 @@ def seen_in_two_turns(
 def off_in_two_turns(
     model: PreTrainedModel, cache: PolicyCache, lens: list[int], added: list[int], **kwargs: Any
 ) -> tuple[float, float]:
-    """Reads and answers a batch of rows of different lengths in two turns, and compares.
+    """Reads and answers a batch of unequal rows in two turns; returns the largest logit errors.
 
     Args:
         model: A decoder.

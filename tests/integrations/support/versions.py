@@ -1,4 +1,4 @@
-"""Detect versions of Transformers on which some models behave differently, for tests to skip."""
+"""Detects versions of Transformers on which tests must be skipped."""
 
 from importlib.metadata import version
 

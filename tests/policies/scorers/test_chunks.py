@@ -97,8 +97,8 @@ def test_whole_chunks_are_kept_the_same_for_all_heads() -> None:
 
 def test_what_is_carried_is_the_scorers() -> None:
     context = random_layer(7, (11, 6), query_len=11)
-    pooled, carried = ChunkMeanScorer(AccumulatedAttentionScorer(), 3).advance(context)
-    torch.testing.assert_close(carried, AccumulatedAttentionScorer().advance(context)[1])
+    pooled, carried = ChunkMeanScorer(AccumulatedAttentionScorer(), 3).update(context)
+    torch.testing.assert_close(carried, AccumulatedAttentionScorer().update(context)[1])
     assert pooled.shape == (2, 3, 11)
 
 

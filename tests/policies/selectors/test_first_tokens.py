@@ -137,6 +137,6 @@ def test_kvzip_is_made_of_it() -> None:
     assert method.selector == FirstTokensWholeSelector(
         GlobalThresholdSelector(0.2, 0, protect=4), 50
     )
-    assert method.reading is not None
-    assert (method.reading.num_sinks, method.reading.unrepeated) == (50, 50)
+    assert method.rereading is not None
+    assert (method.rereading.num_sinks, method.rereading.unrepeated) == (50, 50)
     assert method.selector.kept_rates(2, 150) == pytest.approx([0.7 / 1.5] * 2)

@@ -1,1 +1,1 @@
-"""Provide the word tasks as tasks of lm-evaluation-harness."""
+"""The word tasks as tasks of lm-evaluation-harness."""

@@ -55,7 +55,7 @@ def word_documents(
 
 
 def string_match(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Return the share of expected words that an answer holds."""
+    """Return the fraction of expected words that an answer contains."""
     return {"string_match": score(results[0], doc["outputs"])}
 
 

@@ -176,7 +176,7 @@ class LayerCandidates:
             due: The rows in which the layer chooses; None for all.
         """
         held, order = self._padding_first()
-        carries = decoding.carries
+        carries = decoding.state_size
         carried = carried_for(self.observed, self.keys, carries) if carries else None
         if carried is not None and order is not None:
             carried = gather_slots(carried, order)
@@ -203,7 +203,7 @@ class LayerCandidates:
         """Return the slots that all rows keep, and the new state of the scorer; see `choose`."""
         if follows is not None:
             if carried is not None:
-                carried = decoding.carry(self._context(decoding, carried))
+                carried = decoding.update_state(self._context(decoding, carried))
             return follows.to(self.positions.device), carried
         if window is None:
             return decoding.decide(self._context(decoding, carried))
@@ -282,7 +282,7 @@ class LayerCandidates:
             stored=self.stored,
             tokens=tokens,
             query_positions=places,
-            carried=carried,
+            state=carried,
             rotary=self._rotary() if decoding.needs_rotary else None,
             output_weight=layer.facts.weight(values) if decoding.needs_output_weight else None,
         ).showing(decoding.num_queries)

@@ -1,0 +1,111 @@
+"""Keeps the earlier names of public things working for one version, with a `DeprecationWarning`.
+
+Declares old names where they were: `Renamed` in a class body, `take_old_names` where subclasses
+define them, `accepts_old` for arguments of an attrs class, `old_names` for functions of a module.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+Class = TypeVar("Class", bound=type)
+
+
+def _warn(old: str, new: str, stacklevel: int) -> None:
+    warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=stacklevel + 1)
+
+
+class Renamed:
+    """A second name of an attribute: reads the attribute of the other name in the same class.
+
+    It looks no further down than that class, so that ``super().old_name()`` ends.
+
+    Args:
+        name: The attribute's other name.
+        warns: Whether this name is the deprecated one.
+    """
+
+    def __init__(self, name: str, *, warns: bool = True) -> None:
+        self._name, self._warns = name, warns
+
+    def __set_name__(self, owner: type, own_name: str) -> None:
+        self._owner, self._own_name = owner, own_name
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        if self._warns:
+            _warn(f"{self._owner.__name__}.{self._own_name}", self._name, stacklevel=2)
+        classes = self._owner.__mro__
+        found = next(vars(each)[self._name] for each in classes if self._name in vars(each))
+        return found.__get__(instance, type(instance)) if hasattr(found, "__get__") else found
+
+
+def take_old_names(cls: type, names: Mapping[str, str]) -> None:
+    """Give a subclass both the old and the new name of each member it defines under one.
+
+    To be called by the ``__init_subclass__`` of the base.
+
+    Args:
+        cls: The subclass.
+        names: The new name of each old one; the base has both.
+    """
+    for old, new in names.items():
+        definer = next(vars(each) for each in cls.__mro__ if {old, new} & vars(each).keys())
+        if old in definer and new in definer:
+            continue
+        given, missing = (old, new) if old in definer else (new, old)
+        if given == old:
+            # Above this function, the base's own and that of the metaclass: the class statement.
+            _warn(f"{cls.__name__}.{old}", new, stacklevel=4)
+        setattr(cls, given, definer[given])  # a class beside the bases may have defined it
+        alias = Renamed(given, warns=missing == old)
+        alias.__set_name__(cls, missing)
+        setattr(cls, missing, alias)
+
+
+def accepts_old(**names: str) -> Callable[[Class], Class]:
+    """Let the constructor of an attrs class accept arguments by their old names.
+
+    Args:
+        names: The new name of each old one.
+    """
+
+    def renaming(cls: Class) -> Class:
+        init = cls.__init__  # type: ignore[misc]
+
+        @functools.wraps(init)
+        def renamed(self: object, *args: Any, **given: Any) -> None:
+            for old, new in names.items():
+                if old not in given:
+                    continue
+                _warn(f"{old}= of {cls.__name__}", f"{new}=", stacklevel=2)
+                # `attrs.evolve` fills in all fields under their new names: changes go first.
+                given[new] = given.pop(old)
+            init(self, *args, **given)
+
+        cls.__init__ = renamed  # type: ignore[misc]
+        return cls
+
+    return renaming
+
+
+def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Make a module ``__getattr__`` that returns renamed functions by their old names.
+
+    Args:
+        module: The module's ``__name__``.
+        names: The new name of each old one.
+    """
+
+    def find(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        _warn(f"{module}.{name}", f"{module}.{names[name]}", stacklevel=2)
+        return getattr(sys.modules[module], names[name])
+
+    return find
