@@ -12,11 +12,12 @@ from kvpolicy.checks import check_count, check_kind
 from kvpolicy.errors import ShapeError
 from kvpolicy.heads import Heads
 from kvpolicy.kinds import TokenKind
-from kvpolicy.renamed import Renamed, accepts_old
+from kvpolicy.renamed import Renamed
 from kvpolicy.rotary import RotaryEmbedding
 
+_SIZES = ("batch", "kv_heads", "query_heads", "key_len", "query_len", "new_len")
 
-@accepts_old(carried="state")
+
 @attrs.frozen(eq=False)
 class LayerContext:
     """What one attention layer shows a policy once its keys are known.
@@ -71,6 +72,14 @@ class LayerContext:
             `KVSelector.kept_counts`. Otherwise None. Set it to None when you evolve a context to
             other ``positions``.
 
+    Attributes:
+        batch: The number of rows.
+        kv_heads: The number of key/value heads in this context; see `heads`.
+        query_heads: The number of query heads: ``group * kv_heads``.
+        key_len: The number of slots of keys, padding included.
+        query_len: The number of trailing queries in this context.
+        new_len: The number of slots of the layer's new tokens, padding included.
+
     Raises:
         TypeError: An argument is no tensor, or a tensor has the wrong dtype.
         ShapeError: The axes do not fit together.
@@ -97,6 +106,16 @@ class LayerContext:
     rotary: RotaryEmbedding | None = None
     output_weight: Tensor | None = None
     held_len: tuple[int, ...] | None = None
+
+    # Sizes, worked out once: parts ask for them many times at every layer.
+    batch: int = attrs.field(init=False)
+    kv_heads: int = attrs.field(init=False)
+    query_heads: int = attrs.field(init=False)
+    key_len: int = attrs.field(init=False)
+    query_len: int = attrs.field(init=False)
+    new_len: int = attrs.field(init=False)
+    # What selectors have said of their counts, by id; see `known_counts`.
+    _counts: dict[int, tuple[int, ...] | None] = attrs.field(init=False, factory=dict, repr=False)
 
     carried = Renamed("state")
 
@@ -149,6 +168,9 @@ class LayerContext:
                 f"new_valid must be [batch, new_len] with batch={batch}, got "
                 f"{list(self.new_valid.shape)}"
             )
+        sizes = batch, kv_heads, self._queries.shape[1], key_len, self._queries.shape[2]
+        for name, size in zip(_SIZES, (*sizes, self.new_valid.shape[1]), strict=True):
+            object.__setattr__(self, name, size)  # the class is frozen to everyone else
         placed = self.query_positions
         if not self.new_len <= key_len or (placed is None and self.query_len > self.new_len):
             raise ShapeError(
@@ -197,6 +219,22 @@ class LayerContext:
                 raise TypeError(f"{name} must be {dtype}, got {found}")
 
     def _check_types(self) -> None:
+        own = (self._queries, self.keys, self.values, self.positions, self.new_valid)
+        maybe = (self.sinks, self.kinds, self.query_positions, self.state, self.output_weight)
+        tuples = (self.history, self.seen_len, self.stored or (), self.held_len or ())
+        right = (
+            type(self.layer_idx) is type(self.num_layers) is int
+            and 0 <= self.layer_idx < self.num_layers
+            and isinstance(self.heads, Heads)
+            and all(isinstance(each, Tensor) for each in own)
+            and all(each is None or isinstance(each, Tensor) for each in maybe)
+            and all(isinstance(each, tuple) for each in tuples)
+        )
+        if not right:
+            self._refuse_types()
+
+    def _refuse_types(self) -> None:
+        """Raise the error of the first argument that is not of its type."""
         check_count("num_layers", self.num_layers, minimum=1)
         check_count("layer_idx", self.layer_idx, maximum=self.num_layers - 1)
         for name in ("_queries", "keys", "values", "positions", "new_valid"):
@@ -326,36 +364,6 @@ class LayerContext:
             return self.query_positions
         last = self.positions[:, 0, self.key_len - self.query_len :]  # new tokens: as in all heads
         return last.masked_fill(~self.query_valid, -1)
-
-    @property
-    def batch(self) -> int:
-        """The number of rows."""
-        return self.keys.shape[0]
-
-    @property
-    def kv_heads(self) -> int:
-        """The number of key/value heads in this context; see `heads`."""
-        return self.keys.shape[1]
-
-    @property
-    def query_heads(self) -> int:
-        """The number of query heads: ``group * kv_heads``."""
-        return self._queries.shape[1]
-
-    @property
-    def key_len(self) -> int:
-        """The number of slots of keys, padding included."""
-        return self.keys.shape[2]
-
-    @property
-    def query_len(self) -> int:
-        """The number of trailing queries in this context."""
-        return self._queries.shape[2]
-
-    @property
-    def new_len(self) -> int:
-        """The number of slots of the layer's new tokens, padding included."""
-        return self.new_valid.shape[1]
 
     def is_tail(self, size: int) -> Tensor:
         """Mark each head's last ``size`` tokens, ``[batch, kv_heads, key_len]`` bool."""

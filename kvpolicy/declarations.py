@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from kvpolicy.interfaces import Part
 
 # What each declaration is about: who overrides one of these has to declare it anew.
@@ -23,7 +25,12 @@ def still_holds(part: Part, declaration: str, *methods: str) -> bool:
         declaration: Name of the property or method that declares something.
         methods: Names of the methods that the declaration is about.
     """
-    classes = type(part).__mro__
+    return _holds_in(type(part), declaration, methods)
+
+
+@functools.lru_cache(maxsize=256)
+def _holds_in(kind: type[Part], declaration: str, methods: tuple[str, ...]) -> bool:
+    classes = kind.__mro__
 
     def defined(name: str) -> int:
         return next(place for place, each in enumerate(classes) if name in vars(each))

@@ -7,6 +7,7 @@ number that a budget leaves, are mostly known to the processor without such a re
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -26,9 +27,11 @@ def known_counts(selector: KVSelector, context: LayerContext) -> tuple[int, ...]
     """
     if context.held_len is None:
         return None
-    if not still_holds(selector, "kept_counts", "select", "protected"):
-        return None
-    return selector.kept_counts(context)
+    known = context._counts  # a selector is asked by whoever calls it, and asks itself
+    if id(selector) not in known:
+        holds = still_holds(selector, "kept_counts", "select", "protected")
+        known[id(selector)] = selector.kept_counts(context) if holds else None
+    return known[id(selector)]
 
 
 def protected_counts(
@@ -69,7 +72,17 @@ def counts_under(
     """
     if context.held_len is None or protected is None:
         return None
-    rows = zip(context.seen_len, context.held_len, protected, strict=True)
+    return _counts(budget, context.seen_len, context.held_len, tuple(protected))
+
+
+@functools.lru_cache(maxsize=256)  # layers mostly see the same lengths
+def _counts(
+    budget: Budget,
+    seen_len: tuple[int, ...],
+    held_len: tuple[int, ...],
+    protected: tuple[tuple[int, int], ...],
+) -> tuple[int, ...] | None:
+    rows = zip(seen_len, held_len, protected, strict=True)
     counts = [
         {budget.count(seen_len=seen, available=held, protected=fixed) for fixed in bounds}
         for seen, held, bounds in rows

@@ -70,7 +70,8 @@ def saliency_of(scorer: Scorer, context: LayerContext, checks: DeferredChecks) -
         TypeError: The saliency is no tensor of floats.
         ShapeError: The axes are not those of a saliency.
     """
-    shown = attrs.evolve(context.showing(scorer.num_queries), state=None)
+    shown = context.showing(scorer.num_queries)
+    shown = shown if shown.state is None else attrs.evolve(shown, state=None)
     saliency = scorer.score(shown_to(scorer, shown))
     _check_saliency(scorer, saliency, context, checks)
     return saliency
@@ -145,7 +146,9 @@ def _check_counts(
 
 def as_stored(saliency: Tensor | None, context: LayerContext) -> tuple[Tensor | None, LayerContext]:
     """Reduce a layer to one head for a selector, if its heads share storage."""
-    if context.stored is not None and saliency is not None:
+    if context.stored is None:
+        return saliency, context
+    if saliency is not None:
         saliency = context.heads.mean(saliency)[:, None]  # [batch, 1, key_len]
     return saliency, context.for_selector()
 

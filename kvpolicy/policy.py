@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Sequence
 from typing import ClassVar, NoReturn
@@ -23,7 +24,6 @@ from kvpolicy.repetition import Repetition
 from kvpolicy.short_repr import brief
 
 
-@accepts_old(carried="state")
 @attrs.frozen(eq=False)
 class Decision:
     """What a policy decided at one layer: the tokens it keeps and those it passes on.
@@ -156,12 +156,12 @@ class CachePolicy:
             f"tokens than reach them, got {got}"
         )
 
-    @property
+    @functools.cached_property
     def decides_later(self) -> bool:
         """True if layers choose their tokens only after all were scored; see `decide_layers`."""
         return self.selector.decides_together or self.rereading is not None
 
-    @property
+    @functools.cached_property
     def num_queries(self) -> int | None:
         """The number of trailing queries of a prompt that the policy reads: 0 none, None all.
 
@@ -178,7 +178,7 @@ class CachePolicy:
         counts = [count for count in wanted if count is not None]
         return None if len(counts) < len(wanted) else max(counts, default=0)
 
-    @property
+    @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
         """The policy's parts that act on a prompt: scorer (if any), selector, propagation policy.
 
@@ -190,17 +190,17 @@ class CachePolicy:
         found = (self.scorer, self.selector, self.propagation, later)
         return tuple(part for part in found if part is not None)
 
-    @property
+    @functools.cached_property
     def history_layers(self) -> int:
         """The largest number of earlier layers whose saliency a part reads."""
         return max(part.history_layers for part in self.parts)
 
-    @property
+    @functools.cached_property
     def needs_rotary(self) -> bool:
         """True if any part applies the rotary embedding in a prompt."""
         return any(part.needs_rotary for part in self.parts)
 
-    @property
+    @functools.cached_property
     def needs_output_weight(self) -> bool:
         """True if any part reads a layer's output weights in a prompt."""
         return any(part.needs_output_weight for part in self.parts)
@@ -298,7 +298,8 @@ class CachePolicy:
             ValueError: Indices are not ascending, unique and in range; or their number differs from
                 the selector's `KVSelector.kept_counts`; or the last token is not passed on.
         """
-        check_kind("context", context, LayerContext)
+        if not isinstance(context, LayerContext):
+            check_kind("context", context, LayerContext)
         own = DeferredChecks() if checks is None else checks
         # Autocast would round the scores to half precision, where many tokens tie.
         with torch.autocast(context.keys.device.type, enabled=False):
@@ -314,9 +315,9 @@ class CachePolicy:
         remembered: bool,
         saliency: Tensor | None,
     ) -> Decision:
-        propagates = not self.propagation.restarts and self._acts_at(context)
-        selects = self.selector.needs_saliency and self.rereading is None
-        needed = selects or (propagates and self.propagation.needs_saliency) or remembered
+        propagates = not self._restarts and self._acts_at(context)
+        selects, passes = self._selects_by_saliency, self._passes_by_saliency
+        needed = selects or (propagates and passes) or remembered
         state = None
         later = None if self.decoding is None else self.decoding.scorer
         if later is not None and later.state_size:
@@ -410,7 +411,28 @@ class CachePolicy:
         )
 
     def _acts_at(self, context: LayerContext) -> bool:
-        return context.layer_idx in self.propagation.acting_layers(context.num_layers)
+        known, count = self._acting_layers, context.num_layers
+        if count not in known:
+            known[count] = self.propagation.acting_layers(count)
+        return context.layer_idx in known[count]
+
+    # Declarations of the parts, which are frozen: asked for once, and not at every layer.
+
+    @functools.cached_property
+    def _acting_layers(self) -> dict[int, frozenset[int]]:
+        return {}  # by the number of layers of the model
+
+    @functools.cached_property
+    def _restarts(self) -> bool:
+        return self.propagation.restarts
+
+    @functools.cached_property
+    def _selects_by_saliency(self) -> bool:
+        return self.selector.needs_saliency and self.rereading is None
+
+    @functools.cached_property
+    def _passes_by_saliency(self) -> bool:
+        return self.propagation.needs_saliency
 
     def prefill_compute_rate(self, num_layers: int, context_len: int | None = None) -> float:
         """Return the layer-tokens computed in prefill, divided by those of a full prefill.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -70,7 +71,7 @@ class RestartPropagation(PropagationPolicy):
         """The size of the observation window, whose tokens are always chosen."""
         return self.window_size
 
-    @property
+    @functools.cached_property
     def budget(self) -> Budget:
         """The number of tokens of each row on which the prefill restarts."""
         return Budget(self.retention_rate, self.retention_tokens)

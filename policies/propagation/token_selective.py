@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -81,7 +82,7 @@ class TokenSelectivePropagation(PropagationPolicy):
         """The number of first tokens that always go on."""
         return self.protect
 
-    @property
+    @functools.cached_property
     def budget(self) -> Budget:
         """The number of tokens of each row that go on."""
         return Budget(self.tsp_rate, self.tsp_tokens, name="tsp")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar
 
 import attrs
@@ -58,7 +59,7 @@ class SinkAndRecentSelector(KVSelector):
         """The number of first tokens that are always kept: the sinks, or ``protect`` if larger."""
         return max(self.num_sinks, self.protect)
 
-    @property
+    @functools.cached_property
     def budget(self) -> Budget:
         """The number of tokens that each row keeps."""
         return Budget(self.retention_rate, self.retention_tokens)

@@ -76,9 +76,7 @@ def test_the_call_of_update() -> None:
 
 def test_the_state_of_a_context() -> None:
     state = torch.ones(1, 2, 5, 1)
-    with warning("carried= of LayerContext"):
-        context = attrs.evolve(layer(), carried=state)  # type: ignore[call-arg]
-    assert context.state is state
+    context = attrs.evolve(layer(), state=state)
     with warning(r"LayerContext\.carried") as told:
         assert context.carried is state
     assert told[0].filename == __file__
@@ -86,9 +84,7 @@ def test_the_state_of_a_context() -> None:
 
 def test_the_state_of_a_decision() -> None:
     state = torch.ones(1, 2, 5, 1)
-    with warning("carried= of Decision"):
-        decision = Decision(None, None, carried=state)  # type: ignore[call-arg]
-    assert decision.state is state
+    decision = Decision(None, None, state)
     with warning(r"Decision\.carried"):
         assert decision.carried is state
 

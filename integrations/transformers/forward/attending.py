@@ -94,7 +94,7 @@ class LayerAttention:
         self.packed = self._appends and masks.enter_packed(index)
         if not self.packed:
             masks.enter(layer)
-        here = self._reach.arguments(kwargs)
+        here = kwargs if self._reach.slots is None else self._reach.arguments(kwargs)
         self.note_places(here)
         if self.packed:  # needs no mask, and no positions to make one
             return {**here, "attention_mask": None}
