@@ -138,7 +138,7 @@ def costs(
 
 @torch.no_grad()
 def answered(model: Any, policy: Method, prompts: Tensor, answers: int) -> tuple[Tensor, int]:
-    """Feed prompts ``[batch, len]`` token by token; return answers and the most entries held."""
+    """Feed prompts ``[batch, len]`` token by token; return answers and the largest cache size."""
     cache, most = PolicyCache(policy), 0
     with cache.attached(model):
         output = model(prompts[:, :FIRST], past_key_values=cache)

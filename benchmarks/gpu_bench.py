@@ -78,7 +78,7 @@ class Bench:
             report(self.cells[-1])
 
     def predicted_seconds(self, name: str, context: int) -> float:
-        """Predict the most seconds that a cell takes, from a shorter context; 0 without one.
+        """Predict the longest time of a cell in seconds, from a shorter context; 0 without one.
 
         This is the time of two prefills, assumed to grow as the square of the context, which is the
         most they can, and the time of the tokens.

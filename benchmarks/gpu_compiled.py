@@ -108,7 +108,7 @@ class CompiledBench:
             report(self.cells[-1])
 
     def predicted_seconds(self, name: str, context: int) -> float:
-        """Predict the most seconds that a cell takes.
+        """Predict the longest time that a cell takes, in seconds.
 
         This is the time of two prefills and the tokens, plus the longest compile time so far.
         Prefill and tokens are taken from the uncompiled cell or from the policy's compiled cell at

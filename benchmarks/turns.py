@@ -150,7 +150,7 @@ def restart_peak(device: torch.device) -> int:
 
 
 def peak(device: torch.device) -> int:
-    """Return the most bytes allocated since `restart_peak`; 0 without a GPU."""
+    """Return the peak bytes allocated since `restart_peak`; 0 without a GPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 

@@ -42,7 +42,7 @@ def query_key_products(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = None) -> Tensor:
-    """Sum the attention that each key receives from all queries shown.
+    """Sum the attention that each key receives from the context's queries.
 
     The softmax of a query runs over its own key and all earlier keys, without padding, and over
     the head's attention sink if the model has one; no key receives the sink's share. The sums are
@@ -70,7 +70,7 @@ def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = 
 
 
 def causal_attention_peaks(context: LayerContext) -> Tensor:
-    """Find the largest attention that each key receives from any query shown.
+    """Find the largest attention that each key receives from any of the context's queries.
 
     Returns:
         float32 ``[batch, query_heads, key_len]``; 0 on padding.

@@ -331,7 +331,7 @@ class LayerContext:
 
     @property
     def queries(self) -> Tensor:
-        """The queries shown, ``[batch, query_heads, query_len, head_dim]``; see the class.
+        """The context's trailing queries, ``[batch, query_heads, query_len, head_dim]``.
 
         Raises:
             ShapeError: There are no queries.

@@ -37,7 +37,7 @@ def known_counts(selector: KVSelector, context: LayerContext) -> tuple[int, ...]
 def protected_counts(
     context: LayerContext, *, tail: int, first: int
 ) -> tuple[tuple[int, int], ...] | None:
-    """Count the fewest and the most tokens of each row that a head protects.
+    """Count the smallest and the largest number of tokens of each row that a head protects.
 
     Args:
         context: The layer.
@@ -60,7 +60,7 @@ def counts_under(
     context: LayerContext,
     protected: Sequence[tuple[int, int]] | None,
 ) -> tuple[int, ...] | None:
-    """Count the tokens of each row that a head keeps under a budget.
+    """Count the tokens of each row that a head keeps under a budget, without reading a tensor.
 
     Args:
         budget: The budget.

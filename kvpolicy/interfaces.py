@@ -176,7 +176,7 @@ class KVSelector(Part, abc.ABC):
 
     @property
     def keeps_highest(self) -> bool:
-        """True if each KV head keeps its protected tokens and those of highest mean saliency.
+        """True if each KV head keeps its protected tokens and then the highest mean saliency.
 
         The number is the budget's; of two equal tokens the earlier is kept; `protected_tail` and
         `protected_first` are the protected tokens. A class that overrides `select` or `protected`

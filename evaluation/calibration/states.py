@@ -218,7 +218,7 @@ _CUT = ("attention_mask", "position_ids", "position_embeddings")
 
 
 def _check_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that a layer's call has no other tensors than hidden states and those in `_CUT`."""
+    """Check that a layer's call has only hidden states and the tensors in `_CUT`."""
     unknown = [str(index) for index in range(1, len(args))]
     unknown += [
         name

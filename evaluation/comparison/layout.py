@@ -46,7 +46,7 @@ class Layout:
     def of(
         cls, variants: Sequence[Variant], timings: Sequence[Timing], kinds: Sequence[str]
     ) -> Layout:
-        """Lay out a comparison's table; the arguments are those of `Listener.timed`."""
+        """Compute the widths for a comparison's table; see `Listener.timed` for the arguments."""
         baseline = timings[0]
         assert baseline.held is not None
         unit, unit_bytes = byte_unit(baseline.held.full_bytes)

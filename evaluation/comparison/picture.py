@@ -122,7 +122,7 @@ def _cells(rows: Sequence[Mapping[str, Any]], kind: str, rates: Sequence[float])
 
 
 def _shown(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the row of a policy whose speed is shown: the one nearest to the shown rate."""
+    """Return the row whose speed is drawn for a policy: the one nearest to the wanted rate."""
     return min(rows, key=lambda row: abs((row["retention_rate"] or 0) - _SPEED_RATE))
 
 

@@ -114,7 +114,7 @@ class Comparison:
 
 
 class Listener:
-    """A listener that is told of a comparison's progress; this one does nothing."""
+    """Receives a comparison's progress, for display; this base class ignores it."""
 
     def timed(
         self, variants: Sequence[Variant], timings: Sequence[Timing], kinds: Sequence[str]

@@ -50,7 +50,7 @@ class ChunkedReading(Reading):
     chunk: int
 
     def most(self) -> int:
-        """Return the most bytes while the prompt is read."""
+        """Return the peak bytes while the prompt is read."""
         stages = stages_of(self.policy, self.shape.num_layers, self._few_go_on)
         peak = beside = 0
         reaching = self.context_len
@@ -101,7 +101,7 @@ class ChunkedReading(Reading):
     def _stage(
         self, stage: PrefillStage, pieces: _Pieces, before: int, *, number: int, resumes: bool
     ) -> tuple[int, int]:
-        """Return the most bytes while a stage is read, and the bytes held after it.
+        """Return the peak bytes while a stage is read, and the bytes held after it.
 
         Args:
             stage: The stage.
@@ -156,7 +156,7 @@ class ChunkedReading(Reading):
     def _end(
         self, stage: PrefillStage, pieces: _Pieces, *, resumes: bool, looks: bool, keeps: bool
     ) -> tuple[int, int]:
-        """Return the most bytes of the forward that ends a stage, and the bytes it stores."""
+        """Return the peak bytes of the forward that ends a stage, and the bytes it stores."""
         held = pieces.total - pieces.last
         forward = self._forward(pieces.last, held)
         layers = range(stage.first + resumes, stage.last + 1)

@@ -95,7 +95,7 @@ class Estimate:
 
     @property
     def kv_share(self) -> float:
-        """Return the kept bytes divided by those of a full cache."""
+        """Return the kept bytes as a fraction of a full cache's bytes."""
         return self.kv_bytes / self.full_kv_bytes
 
     @property
@@ -259,7 +259,7 @@ def _prefill(propagation: PropagationPolicy, shape: ModelShape, context_len: int
 
 
 def _again(reading: Repetition | None, shape: ModelShape, context_len: int) -> Flops:
-    """Return the operations of a second reading, which sees the prompt and its own chunk."""
+    """Return the operations of a second reading of the prompt."""
     if reading is None:
         return Flops(0.0, 0.0)
     tokens = reading.compute_rate(context_len) * context_len

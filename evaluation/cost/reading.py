@@ -116,7 +116,7 @@ class Reading:
     # In one forward.
 
     def most(self) -> int:
-        """Return the most bytes while the prompt is read."""
+        """Return the peak bytes while the prompt is read."""
         propagation, num_layers = self.policy.propagation, self.shape.num_layers
         passes = list(propagation.prefill_passes(num_layers, self.context_len))
         peak = 0
@@ -126,7 +126,7 @@ class Reading:
         return peak
 
     def _pass(self, arriving: Sequence[float], *, keeps: bool) -> int:
-        """Return the most bytes of one forward over the prompt or a restart's tokens."""
+        """Return the peak bytes of one forward over the prompt or a restart's tokens."""
         peak = total = 0
         for index, tokens in enumerate(arriving):
             if not tokens and not (index and arriving[index - 1]):

@@ -44,7 +44,7 @@ class Session:
 
     @property
     def peak(self) -> int:
-        """Return the most bytes at any time."""
+        """Return the peak bytes at any time."""
         return max(self.reading, self.answering)
 
     @property

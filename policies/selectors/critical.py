@@ -58,7 +58,7 @@ class CriticalSelector(WrappingSelector):
 
     @property
     def equal_counts(self) -> bool:
-        """True if the wrapped selector keeps as many tokens in every head."""
+        """True if the wrapped selector keeps equally many tokens in all heads."""
         return self.selector.equal_counts
 
     @property

@@ -52,7 +52,7 @@ class FirstLayersWholeSelector(WrappingSelector):
 
     @property
     def equal_counts(self) -> bool:
-        """True if no layer is kept whole and the wrapped selector keeps as many in every head."""
+        """True if no layer is kept whole and the wrapped selector has equal counts."""
         return self.whole_layers == 0 and self.selector.equal_counts
 
     @property

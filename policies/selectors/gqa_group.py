@@ -64,7 +64,7 @@ class GQAGroupSelector(KVSelector):
 
     @property
     def equal_counts(self) -> bool:
-        """True: every head keeps as many tokens."""
+        """True: all heads keep equally many tokens."""
         return True
 
     @property

@@ -71,7 +71,7 @@ class SinkAndRecentSelector(KVSelector):
 
     @property
     def equal_counts(self) -> bool:
-        """True: every head keeps as many tokens."""
+        """True: all heads keep equally many tokens."""
         return True
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:

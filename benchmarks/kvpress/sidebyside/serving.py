@@ -93,7 +93,7 @@ COMMANDS: dict[str, Callable[[Library, Command], Any]] = {
 
 
 def serve(library: Library) -> None:
-    """Answer commands until standard input ends; all other output goes to stderr."""
+    """Answer commands until standard input ends; other output goes to stderr."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int, required=True)
     options = parser.parse_args()

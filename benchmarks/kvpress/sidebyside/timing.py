@@ -75,7 +75,7 @@ def timed_turn(reading: Reading, prompt: Sequence[int], new_tokens: int) -> dict
 
 @torch.inference_mode()
 def peak_memory(reading: Reading, prompt: Sequence[int]) -> int:
-    """Return the most bytes by which the process grew while it read a prompt.
+    """Return by how many bytes the process grew at most while it read a prompt.
 
     This reads the high-water mark of the resident set, which Linux lets a process reset. The reuse
     of small blocks that were freed before is not counted. So start a separate process, whose

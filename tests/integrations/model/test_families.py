@@ -147,7 +147,7 @@ def test_every_policy_gives_what_dense_attention_gives(family: str, name: str) -
     store = PolicyCache(policy)
     acting = policy.propagation.acting_layers(len(windows))
     if policy.rereading is not None and family in SHARING:
-        with pytest.raises(UnsupportedModelError, match="reading of"):
+        with pytest.raises(UnsupportedModelError, match="rereading of"):
             generate(model, store)
         return
     if (policy.num_queries != 0 or policy.rereading is not None) and family in UNSEEN:
