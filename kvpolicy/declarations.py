@@ -29,7 +29,7 @@ def still_holds(part: Part, declaration: str, *methods: str) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _holds_in(kind: type[Part], declaration: str, methods: tuple[str, ...]) -> bool:
+def _holds_in(kind: type, declaration: str, methods: tuple[str, ...]) -> bool:
     classes = kind.__mro__
 
     def defined(name: str) -> int:

@@ -164,7 +164,7 @@ class PolicyCache(DispatchedCache):
             yield self
         finally:
             self._reader.attachment.detach()
-            self._reader.attachment = None
+            self._reader.attachment = self._reader.facts = None
             self._reader.abandon_forward()
 
     def check_thread(self) -> None:

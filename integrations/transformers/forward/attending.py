@@ -18,7 +18,7 @@ from kvpolicy.integrations.transformers.forward.shared_keys import SharedKeys
 from kvpolicy.integrations.transformers.forward.states import check_states_skip_nothing
 from kvpolicy.integrations.transformers.model.mask_arguments import MaskArguments
 from kvpolicy.integrations.transformers.model.masks import FLASH
-from kvpolicy.integrations.transformers.model.routing import Attend, is_plain
+from kvpolicy.integrations.transformers.model.routing import Attend, AttentionInputs, is_plain
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.packed import Packed
@@ -38,6 +38,8 @@ class LayerAttention:
         packed: Whether the layer must still attend to packed keys.
         places: The positions at which it reads its tokens.
         narrowed: Its second run, for some of its tokens; None if it runs once.
+        told: The columns that its attention was told for its keys and queries; None if it has not
+            asked.
     """
 
     def __init__(self, call: Call, made: Pass, at: PassState) -> None:
@@ -49,14 +51,9 @@ class LayerAttention:
         self.packed = False
         self.places = at.reach.positions
         self.narrowed: Narrowed | None = None
-        self._told: Columns | None = None  # the columns that attention was told, if it asked
+        self.told: Columns | None = None
         self._shared: dict[int, SharedKeys] = {}
         self._padding_of: tuple[Tensor, Tensor | None] | None = None
-
-    @property
-    def tells_columns(self) -> bool:
-        """True if the layer's attention has asked where its keys and queries are."""
-        return self._told is not None
 
     def arguments(
         self, index: int, layer: PolicyLayer, hidden: Tensor, kwargs: dict[str, Any]
@@ -90,16 +87,17 @@ class LayerAttention:
     ) -> dict[str, Any]:
         """Return the arguments of a layer's attention, for the tokens that reach the layer."""
         masks = self._masks
-        self.inside, self._told = index, None
-        self.packed = self._appends and masks.enter_packed(index)
-        if not self.packed:
-            masks.enter(layer)
+        self.inside, self.told = index, None
+        self.packed = (
+            self._appends and isinstance(layer.contents.held, Packed) and masks.enter_packed(index)
+        )
         here = kwargs if self._reach.slots is None else self._reach.arguments(kwargs)
         self.note_places(here)
         if self.packed:  # needs no mask, and no positions to make one
             return {**here, "attention_mask": None}
         attended = self._call.attended
         if attended is not None and not (self._at.first and self._made.incoming.order is None):
+            masks.enter(layer)
             heads = 1 if layer.held is None else layer.held.shape[1]
             attended.note(index, masks.positions(layer, heads, hidden.device))
         if isinstance(layer, IndexedLayer):
@@ -116,6 +114,7 @@ class LayerAttention:
         """Return the arguments of a layer whose indexer reads masks and positions itself."""
         own, masks = kwargs.get("attention_mask"), self._masks
         if isinstance(own, Tensor) and own.ndim == 2:  # of tokens, from which it makes its own
+            masks.enter(layer)
             kwargs = {**kwargs, "attention_mask": self._reach.valid.to(hidden.device)}
         else:
             kwargs = masks.arguments(index, hidden, kwargs)
@@ -186,16 +185,14 @@ class LayerAttention:
             queries = torch.arange(at.before.seen, count, device=reach.positions.device)
         else:
             queries = reach.positions.amax(dim=0)
-        self._told = Columns(count, queries)
-        return self._told
+        self.told = Columns(count, queries)
+        return self.told
 
     def attend(
         self,
         attend: Attend,
         module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        inputs: AttentionInputs,
         mask: Any,
         given: tuple[Tensor, Tensor],
         **kwargs: Any,
@@ -205,20 +202,19 @@ class LayerAttention:
         Args:
             attend: The attention function of the module.
             module: The module.
-            query: ``[batch, query_heads, query_len, head_dim]``.
-            key: ``[batch, kv_heads, key_len, head_dim]``.
-            value: ``[batch, kv_heads, key_len, head_dim]``.
+            inputs: The queries, keys and values that the module gives its function.
             mask: The mask that the module gives its function.
             given: The keys and values that the cache handed out to the layer.
             kwargs: The further arguments that the module gives its function.
         """
+        query, key, value = inputs.queries, inputs.keys, inputs.values
         if self.narrowed is not None:
             return self.narrowed.attend(attend, module, query, **kwargs), None
         masks, reach, inside = self._masks, self._reach, self.inside
         assert inside is not None
         layer = self.layers[inside]
         blocks, masks.blocks = masks.blocks, None
-        if blocks is not None and self._told is None:
+        if blocks is not None and self.told is None:
             return blocks.attend(attend, module, query, key, value, **kwargs), None
         if blocks is not None:  # the module adds a bias that it made for all keys
             mask = masks.mask(inside, query)
@@ -234,8 +230,8 @@ class LayerAttention:
         if self._call.implementation in FLASH:
             # From positions with gaps, flash attention would infer several sequences in one row.
             kwargs.pop("position_ids", None)
-        if self._told is not None:
+        if self.told is not None:
             keys = masks.positions(layer, layer.choices, query.device)
             places = reach.positions.to(query.device)
-            kwargs = self._told.taken(kwargs, places, keys, query.shape[1])
+            kwargs = self.told.taken(kwargs, places, keys, query.shape[1])
         return attend(module, query, key, value, mask, **kwargs)

@@ -24,7 +24,6 @@ from kvpolicy.integrations.transformers.model.masks import (
     causal_mask,
 )
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
-from kvpolicy.integrations.transformers.state.packed import Packed
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
@@ -47,6 +46,7 @@ class LayerMasks:
         order: ``[batch, kv_heads or 1, key_len]`` int64, the slot that comes to each place of the
             current layer's keys, if padding was moved before tokens; None if the order is as held.
         blocks: How the current layer attends, if not under a mask.
+        may_be_own: Whether a layer may have a mask of the model's own that is not causal.
         sees_all: Whether a layer without a mask sees all tokens of the pass.
     """
 
@@ -79,6 +79,7 @@ class LayerMasks:
         self.order: Tensor | None = None
         self.blocks: Blocks | None = None
         self.sees_all = not call.model.causal and first
+        self.may_be_own = (call.own_masks or self.sees_all) and reach.count > 1
         self._combined: Tensor | None = None  # positions of the current layer's keys
         self._causal: dict[tuple[int, int, bool], Mask] = {}  # by lengths, and if None is allowed
         self._own_blocks: dict[int, tuple[Any, Tensor | None]] = {}  # by the id of the mask
@@ -109,10 +110,9 @@ class LayerMasks:
         This is so for one new token that sees all slots.
         """
         layer = self._layers[index]
-        if not isinstance(layer.contents.held, Packed) or self._in_prompt:
-            return False
         packed = (
             type(layer) is PolicyLayer
+            and not self._in_prompt
             and may_attend(layer.contents.held)
             and self._reach.count == 1
             and self._implementation == "sdpa"
@@ -165,6 +165,7 @@ class LayerMasks:
             UnsupportedModelError: See `Visibility.mask`; or the layer counts its window in columns,
                 and rows have padding between their tokens.
         """
+        self.enter(self._layers[index])
         self.blocks = None
         spares = self._spares or kwargs.get("attention_mask") is not None
         if (
@@ -202,7 +203,7 @@ class LayerMasks:
     def own_block(self, kwargs: dict[str, Any]) -> Tensor | None:
         """Return the model's own mask of the pass's tokens; None if it is causal."""
         length = self._reach.count
-        if not (self._call.own_masks or self.sees_all) or length == 1:
+        if not self.may_be_own:
             return None
         mask = kwargs.get("attention_mask")
         if id(mask) not in self._own_blocks:

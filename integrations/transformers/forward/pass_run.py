@@ -31,7 +31,12 @@ from kvpolicy.integrations.transformers.model.routing import (
 )
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
-from kvpolicy.integrations.transformers.state.layer import PolicyLayer, held_by, hold_again
+from kvpolicy.integrations.transformers.state.layer import (
+    PolicyLayer,
+    follow,
+    held_by,
+    hold_again,
+)
 from kvpolicy.integrations.transformers.state.recurrent import (
     EmptyLayer,
 )
@@ -57,6 +62,7 @@ class PassRun:
         attentions: The attention module of each layer; None if a layer has none that can be seen.
         pending: The keys and values handed out to a layer whose attention function has not been
             called yet; None if none is awaited.
+        cuts: Whether layers' outputs may have to be cut.
         propagated: For each layer that dropped tokens, the positions it passed on.
         seen: The keys and values of a layer that was run until its queries were known.
         stage: The layers that the pass is for; None for all layers.
@@ -72,6 +78,7 @@ class PassRun:
         self.at = at = PassState(call, self.layers, made)
         self.tokens = at.tokens
         self.propagated = dict(made.propagated)
+        self.cuts = made.in_prompt
         self.pending: tuple[Tensor, Tensor] | None = None
         self.seen: tuple[Tensor, Tensor] | None = None
         self._queries, self._reach, self._masks = made.at_queries, at.reach, at.masks
@@ -88,6 +95,7 @@ class PassRun:
         self.columns = self._attention.columns
         self._filling: Filling | None = None
         self._queries.begin(at)
+        self._waits = not appends or self._queries.waits()
         self._probe = call.probe if self._queries.asks else None
         if self._probe is not None:
             self._probe.check_places(at.before)
@@ -123,21 +131,22 @@ class PassRun:
         if index == 0:
             self._reach.check(module, hidden)
         features = self.made.features
-        if self.stage is not None:
-            self.stage.check(hidden, self._masks.own_block(kwargs), self.at.policy)
-            if not self.stage.holds(index):
-                return self.stage.stub(index, hidden, kwargs)
-            hidden = self.stage.input_of(index, hidden)
-            if self.stage.resumes(index):
+        own = self._masks.own_block(kwargs) if self._masks.may_be_own else None
+        stage = self.stage
+        if stage is not None:
+            hidden, kwargs, outside = stage.enter(index, hidden, kwargs, own)
+            if outside:
+                return hidden, kwargs
+            if index == stage.resumed:
                 return hidden, self._resume(index, kwargs)
         if features is not None and not features.after:
             hidden = features.added(hidden, index, self._reach.slots)
-        if self.made.no_later and self._masks.own_block(kwargs) is not None:
+        if self.made.no_later and own is not None:
             raise UnsupportedModelError(self.made.no_later)
         layer = self.layers[index]
         if self._probe is not None and layer.attends:
             self._ask(index, module, hidden, kwargs)
-        if self.stage is not None and self.stage.looks(index):
+        if stage is not None and index == stage.looked:
             return self._end_stage(index, module, hidden, kwargs)
         if index == 0:
             self._check_order(kwargs)
@@ -279,14 +288,14 @@ class PassRun:
         layer = self.layers[index]
         if isinstance(layer, CrossLayer):
             return layer.with_images(keys, values)
-        if self.stage is not None and self.stage.is_stub(index):
+        if self.stage is not None and index in self.stage.stubs:
             return keys, values
         if self.seen is None:
             self._updated.add(index)
             keys, values = self._taken_in(layer, keys, values)
         attention = self._attention
-        waits = not self._appends or self.seen is not None or self._queries.waits()
-        waits = waits or attention.packed or attention.tells_columns
+        waits = self._waits or self.seen is not None or attention.packed
+        waits = waits or attention.told is not None
         if not layer.facts.shows_queries:
             seen = without_queries(layer.facts.query_heads, keys, values)
             self._queries.observe(self.at, index, seen, (keys, values))
@@ -341,10 +350,8 @@ class PassRun:
         index: int,
         attend: Attend,
         module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
+        inputs: AttentionInputs,
+        mask: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute a layer's attention, and show its queries; see `AttentionCallbacks`.
@@ -354,15 +361,16 @@ class PassRun:
         """
         temperature = self.call.model.temperatures[index]
         if temperature is not None:
-            query = temperature.corrected(query, self.at.before.seen, self._attention.places)
-        inputs = AttentionInputs.of(query, key, value, kwargs)
+            places = self._attention.places
+            queries = temperature.corrected(inputs.queries, self.at.before.seen, places)
+            inputs = attrs.evolve(inputs, queries=queries)
         if self._looking or index == self.made.ends_inside:
-            self.seen = key, value
+            self.seen = inputs.keys, inputs.values
             self._observe(index, inputs)
             raise PassEnded
         given = self.pending
         assert given is not None
-        output = self._attention.attend(attend, module, query, key, value, mask, given, **kwargs)
+        output = self._attention.attend(attend, module, inputs, mask, given, **kwargs)
         if self.seen is None:
             self._observe(index, inputs)
         self.pending = self.seen = self._attention.narrowed = None
@@ -383,15 +391,14 @@ class PassRun:
                 each token.
             PassEnded: The pass ends behind this layer.
         """
-        if not self.made.in_prompt:
-            return output
         hidden, *others = output if isinstance(output, tuple) else (output,)
         stage, features = self.stage, self.made.features
         if stage is not None:
-            if stage.is_stub(index):
+            if index in stage.stubs:
                 return output
-            stage.check_output(index, hidden, others, self.at.policy)
-        ends = stage is not None and stage.ends_behind(index)
+            if others:
+                stage.check_output(index, hidden, others)
+        ends = stage is not None and index == stage.last_behind
         passed = None if ends else self._take_passed()
         if passed is not None:
             self._pass_on(index, passed)
@@ -435,17 +442,17 @@ class PassRun:
         missing = {
             index
             for index, each in enumerate(self.layers)
-            if not isinstance(each, spared) and (self.stage is None or self.stage.holds(index))
+            if not isinstance(each, spared) and (self.stage is None or index in self.stage.layers)
         } - self._updated
         if missing:
             raise UnsupportedModelError(
                 f"model must give every layer the cache, but layers {sorted(missing)} did not "
                 "update it; gradient checkpointing has to be off"
             )
-        if self.stage is not None:
-            self.stage.finish()
-        for index, layer in enumerate(self.layers):
-            layer.follow(tokens if self.stage is None else self.stage.tokens_of(index, tokens))
+        if self.stage is None:
+            follow(self.layers, tokens)
+        else:
+            self.stage.finish(tokens)
         return tokens
 
     def through(self, decoder: nn.Module) -> None:

@@ -21,7 +21,6 @@ from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
-from kvpolicy.part_calls import DeferredChecks
 from kvpolicy.policy import Decision
 from kvpolicy.selection import gather_positions, gather_slots
 
@@ -148,16 +147,14 @@ class Select(AtEnd):
         If all tokens are passed on, the parts' answers are checked after all layers have run, since
         checking waits for the device.
         """
-        checks = DeferredChecks()
         try:
             saliency = self.saliency(at, context) if self._chunks is not None else None
             decision = at.policy.decide(
-                context, remembered=remembered, checks=checks, saliency=saliency
+                context, remembered=remembered, checks=self.checks, saliency=saliency
             )
         except Exception:
-            self.checks.look()  # an error at an earlier layer may be the cause
+            self.checks.look()  # an error before this one may be its cause
             raise
-        self.checks.join(checks)
         if decision.passed_on is not None:  # before other layers run on a wrong choice
             self.checks.look()
         return decision

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -13,9 +14,9 @@ from kvpolicy.integrations.transformers.forward.layer_arguments import cut_argum
 from kvpolicy.integrations.transformers.forward.passes import PassEnded, PassState
 from kvpolicy.integrations.transformers.forward.stage import StagePiece
 from kvpolicy.integrations.transformers.model.masks import causal_mask
+from kvpolicy.integrations.transformers.state.layer import Held, follow, held_by, hold_again
 from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
-from kvpolicy.policy import CachePolicy
 
 
 class StageRun:
@@ -27,44 +28,40 @@ class StageRun:
         appends: Whether the pass appends its keys, since more tokens of the stage follow.
 
     Attributes:
+        layers: The layers of the stage.
+        resumed: Index of the layer inside which the stage before has ended; None if it has ended
+            behind one.
+        looked: Index of the layer inside which the pass ends; None if it ends behind one.
+        last_behind: Index of the layer whose output the next stage gets; None in the last stage.
+        is_output: Whether the decoder's output is returned.
+        stubs: What the layers outside of the stage held before they got their token, by index.
         held: The hidden states that go into the next stage; None before they are known.
         attended: Keys and values of the layer inside which the stage has ended, and which of them
             are tokens (None: all); None if it ends behind a layer.
     """
 
     def __init__(self, piece: StagePiece, at: PassState, *, appends: bool) -> None:
-        self._piece, self._stage, self._at, self._appends = piece, piece.stage, at, appends
-        self._stubs: dict[int, tuple[Any, ...]] = {}  # contents of the layers outside of the stage
+        stage = piece.stage
+        self._piece, self._at, self._appends = piece, at, appends
+        self.layers = range(stage.first, stage.last + 1)
+        self.resumed = None if piece.resumed is None else stage.first
+        self.looked = stage.last if piece.looks else None
+        self.is_output = piece.is_output
+        self.last_behind = None if piece.is_output else stage.last
+        self.stubs: dict[int, Held] = {}
         self.held: Tensor | None = None
         self.attended: tuple[Tensor, Tensor, Tensor | None] | None = None
 
-    @property
-    def is_output(self) -> bool:
-        """True if the decoder's output is returned."""
-        return self._piece.is_output
+    def enter(
+        self, index: int, hidden: Tensor, kwargs: dict[str, Any], own_block: Tensor | None
+    ) -> tuple[Tensor, dict[str, Any], bool]:
+        """Return a layer's input and arguments, and whether it lies outside of the stage.
 
-    def holds(self, index: int) -> bool:
-        """True if a layer belongs to the stage."""
-        return self._stage.holds(index)
-
-    def is_stub(self, index: int) -> bool:
-        """True if a layer got one token, of which nothing is kept."""
-        return index in self._stubs
-
-    def resumes(self, index: int) -> bool:
-        """True if the stage before has ended inside this layer."""
-        return index == self._stage.first and self._piece.resumed is not None
-
-    def looks(self, index: int) -> bool:
-        """True if the pass ends inside this layer."""
-        return index == self._stage.last and self._piece.looks
-
-    def ends_behind(self, index: int) -> bool:
-        """True if the next stage gets the output of this layer."""
-        return index == self._stage.last and not self.is_output
-
-    def check(self, hidden: Tensor, own_block: Tensor | None, policy: CachePolicy) -> None:
-        """Check that a layer's tokens can be read in chunks.
+        Args:
+            index: Index of the layer.
+            hidden: Its input.
+            kwargs: Its other arguments, by name.
+            own_block: See `LayerMasks.own_block`.
 
         Raises:
             UnsupportedModelError: Tokens see later ones, or there are several streams of hidden
@@ -73,12 +70,16 @@ class StageRun:
         if hidden.ndim != 3 or own_block is not None:
             raise UnsupportedModelError(
                 "a prompt must come in one forward where tokens see later ones or hidden states "
-                f"have several streams, and {policy} drops tokens; leave prefill_chunk_size at None"
+                f"have several streams, and {self._at.policy} drops tokens; leave "
+                "prefill_chunk_size at None"
             )
+        if index not in self.layers:
+            return *self.stub(index, hidden, kwargs), True
+        states = self._piece.states
+        entered = index == self.layers.start and states is not None
+        return states.to(hidden.device) if states is not None and entered else hidden, kwargs, False
 
-    def check_output(
-        self, index: int, hidden: Tensor, others: Sequence[Any], policy: CachePolicy
-    ) -> None:
+    def check_output(self, index: int, hidden: Tensor, others: Sequence[Any]) -> None:
         """Check that a layer returns no other tensor with an entry for each token.
 
         Raises:
@@ -87,21 +88,16 @@ class StageRun:
         if any(isinstance(each, Tensor) and each.shape[:2] == hidden.shape[:2] for each in others):
             raise UnsupportedModelError(
                 "a prompt must come in one forward where layers hand on more than hidden states, "
-                f"as layer {index}, and {policy} drops tokens; leave prefill_chunk_size at None"
+                f"as layer {index}, and {self._at.policy} drops tokens; leave "
+                "prefill_chunk_size at None"
             )
-
-    def input_of(self, index: int, hidden: Tensor) -> Tensor:
-        """Return the hidden states ``[batch, new_len, hidden]`` that a layer reads."""
-        states = self._piece.states
-        entered = index == self._stage.first and states is not None
-        return states.to(hidden.device) if states is not None and entered else hidden
 
     def stub(
         self, index: int, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return the arguments of a layer outside of the stage: one token, which sees itself."""
         at, layer = self._at, self._at.layers[index]
-        self._stubs[index] = layer.contents, layer.beside(), layer.tokens
+        self.stubs[index] = held_by([layer])[0]
         if isinstance(layer, RecurrentLayer):
             layer.own_states()
         hidden, count = hidden[:, -1:], at.reach.count
@@ -146,17 +142,19 @@ class StageRun:
         if self._piece.nested:
             raise PassEnded
 
-    def finish(self) -> None:
-        """Let layers outside of the stage hold what they held: some have read their one token."""
-        for index, state in self._stubs.items():
-            self._at.layers[index].restore(*state)
+    def finish(self, tokens: SeenTokens) -> None:
+        """Tell layers which tokens they have seen; those of the pass are ``tokens``.
 
-    def tokens_of(self, index: int, tokens: SeenTokens) -> SeenTokens:
-        """Return the tokens that a layer has seen behind the pass, given those of the pass."""
-        piece, stage, own = self._piece, self._stage, self._at.layers[index].tokens
+        Layers outside of the stage hold what they held: some have read their one token.
+        """
+        layers, begun = self._at.layers, self._piece.begun
+        hold_again([layers[index] for index in self.stubs], tuple(self.stubs.values()))
+        if not self._appends:
+            follow(layers, tokens)
+            return
         # A layer that the stage before has ended inside has chosen already.
-        reads = index >= stage.first + (piece.resumed is not None) and index <= stage.last
-        if not self._appends or reads:
-            return tokens
-        later = piece.begun is not None and index > stage.last
-        return piece.begun if piece.begun is not None and later else own or tokens
+        follow(layers[self.layers.start + (self.resumed is not None) : self.layers.stop], tokens)
+        if begun is not None:  # later layers hold nothing of the prompt yet
+            none, ids = begun.appended, begun.appended_ids
+            tokens = attrs.evolve(tokens, appended=none, appended_ids=ids)
+            follow(layers[self.layers.stop :], tokens)

@@ -32,6 +32,10 @@ class LayerCallbacks(Protocol):
     def pending(self) -> object | None:
         """What a layer's attention function still has to be called with; None if it was."""
 
+    @property
+    def cuts(self) -> bool:
+        """True if layers' outputs may have to be cut."""
+
     def leave_layer(self, index: int, output: Any) -> Any:
         """Return the layer's output for the tokens that the next layer gets."""
 
@@ -140,6 +144,8 @@ class LayerHooks(_Hooks):
         if len(rest) < 2 or not _carries(self.cache, args, rest[0]):
             return None
         run = self._run()
+        if run.pending is None and not run.cuts:
+            return None
         if run.pending is not None:
             raise UnsupportedModelError(
                 f"model must hand the keys of the cache, or what it makes of each of them, to an "

@@ -62,14 +62,6 @@ class AttentionInputs:
     values: Tensor
     scores: Scores
 
-    @staticmethod
-    def of(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> AttentionInputs:
-        """Read the arguments of an attention function; ``kwargs`` are the further ones."""
-        scaling = kwargs.get("scaling")
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        scores = Scores(scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
-        return AttentionInputs(query, key, value, scores)
-
 
 def without_queries(query_heads: int, keys: Tensor, values: Tensor) -> AttentionInputs:
     """Make the inputs of an attention function that cannot be seen: keys and values only.
@@ -102,9 +94,7 @@ class AttentionCallbacks(Protocol):
         index: int,
         attend: Attend,
         module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        inputs: AttentionInputs,
         mask: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -114,9 +104,7 @@ class AttentionCallbacks(Protocol):
             index: Index of the layer.
             attend: The attention function of its module.
             module: The module.
-            query: ``[batch, query_heads, query_len, head_dim]``.
-            key: ``[batch, kv_heads, key_len, head_dim]``.
-            value: ``[batch, kv_heads, key_len, head_dim]``.
+            inputs: The queries, keys and values that the module gives its function.
             mask: The mask that the module gives its function.
             kwargs: The further arguments that it gives its function.
 
@@ -259,7 +247,11 @@ def _attention(
         return attend(module, query, key, value, attention_mask, **kwargs)
     waiting.set(None)
     forward, index, _ = pending
-    return forward.attend(index, attend, module, query, key, value, attention_mask, **kwargs)
+    scaling = kwargs.get("scaling")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = Scores(scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+    inputs = AttentionInputs(query, key, value, scores)
+    return forward.attend(index, attend, module, inputs, attention_mask, **kwargs)
 
 
 def _as_picked(module: Any, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> Any:

@@ -281,7 +281,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         ragged = any(len(set(row)) > 1 for row in of_heads)
         padded = any(count < width for row in of_heads for count in row)
         counts = None if ragged else tuple(row[0] for row in of_heads)
-        if self._packs(chosen, sum(map(sum, of_heads))):
+        if padded and self._packs(chosen, sum(map(sum, of_heads))):
             appended = 0
             if kept is None:
                 appended = keys.shape[2] - width
@@ -514,8 +514,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.restore(LayerContents(), None, None)
 
 
-# What every layer of a cache holds: its contents, what it holds beside them, and its tokens.
-LayersHeld = tuple[tuple[LayerContents, Any, SeenTokens | None], ...]
+# What a layer holds: its contents, what it holds beside them, and the tokens it has been told.
+Held = tuple[LayerContents, Any, SeenTokens | None]
+LayersHeld = tuple[Held, ...]
 
 
 def held_by(layers: Sequence[PolicyLayer]) -> LayersHeld:
@@ -523,6 +524,12 @@ def held_by(layers: Sequence[PolicyLayer]) -> LayersHeld:
     for layer in layers:
         layer.sort()
     return tuple([(each.contents, each.beside(), each.tokens) for each in layers])
+
+
+def follow(layers: Sequence[PolicyLayer], tokens: SeenTokens) -> None:
+    """Tell layers which tokens have been seen now."""
+    for layer in layers:
+        layer.follow(tokens)
 
 
 def hold_again(layers: Sequence[PolicyLayer], held: LayersHeld) -> None:
