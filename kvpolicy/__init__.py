@@ -8,10 +8,11 @@ parts in `kvpolicy.policies`; `kvpolicy.integrations.transformers.PolicyCache` a
 
 from kvpolicy.budgets import Budget, DefaultRate
 from kvpolicy.context import LayerContext
+from kvpolicy.decision import Decision
 from kvpolicy.decoding import DecodingEviction
 from kvpolicy.interfaces import KVSelector, PropagationPolicy, Scorer
 from kvpolicy.kinds import TokenKind
-from kvpolicy.policy import CachePolicy, Decision
+from kvpolicy.policy import CachePolicy
 from kvpolicy.registry import build, registered
 from kvpolicy.repetition import Repetition
 from kvpolicy.rotary import RotaryEmbedding

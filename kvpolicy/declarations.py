@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from kvpolicy.interfaces import Part
 
@@ -25,11 +26,12 @@ def still_holds(part: Part, declaration: str, *methods: str) -> bool:
         declaration: Name of the property or method that declares something.
         methods: Names of the methods that the declaration is about.
     """
-    return _holds_in(type(part), declaration, methods)
+    kind: object = type(part)
+    return _holds_in(kind, declaration, methods)
 
 
 @functools.lru_cache(maxsize=256)
-def _holds_in(kind: type, declaration: str, methods: tuple[str, ...]) -> bool:
+def _holds_in(kind: Any, declaration: str, methods: tuple[str, ...]) -> bool:
     classes = kind.__mro__
 
     def defined(name: str) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
+from kvpolicy.decision import Decision
 from kvpolicy.decoding import DecodingEviction, check_tail
 from kvpolicy.deferred_selection import DeferredLayer, check_later, kept_of_all
 from kvpolicy.gapless import check_acting, check_gapless
@@ -22,33 +23,6 @@ from kvpolicy.part_calls import DeferredChecks, kept_by, passed_on_by, saliency_
 from kvpolicy.renamed import Renamed, accepts_old
 from kvpolicy.repetition import Repetition
 from kvpolicy.short_repr import brief
-
-
-@attrs.frozen(eq=False)
-class Decision:
-    """What a policy decided at one layer: the tokens it keeps and those it passes on.
-
-    Args:
-        kept: ``[batch, kv_heads, kept_len]``; of one head where all heads share what is stored.
-            None where the policy `decides_later`.
-        passed_on: ``[batch, passed_len]``; None for all.
-        state: The state that the scorer of the policy's `DecodingEviction` keeps for each key, kept
-            or not; None if it keeps no state. See `Scorer.update`.
-        undecided: The layer to pass to `CachePolicy.decide_layers`, if there is no ``kept`` yet.
-        saliency: The saliency of the keys, for later layers that read it; None if the scorer was
-            not called.
-        counts: For each row, how many tokens each head keeps, if this is known without reading
-            ``kept``; see `KVSelector.kept_counts`.
-    """
-
-    kept: Tensor | None
-    passed_on: Tensor | None
-    state: Tensor | None = None
-    saliency: Tensor | None = None
-    undecided: DeferredLayer | None = None
-    counts: tuple[int, ...] | None = None
-
-    carried = Renamed("state")
 
 
 @accepts_old(reading="rereading")

@@ -19,8 +19,8 @@ from kvpolicy.evaluation.commands.terminal import (
 from kvpolicy.evaluation.comparison.latency import Timing
 from kvpolicy.evaluation.comparison.layout import Layout, comparison_legend
 from kvpolicy.evaluation.comparison.rows import ACCURACY_STAGE, Listener, Row
+from kvpolicy.evaluation.comparison.settings import Settings
 from kvpolicy.evaluation.comparison.study import (
-    Settings,
     Study,
     check,
     check_loaded,

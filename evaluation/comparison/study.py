@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import attrs
 import torch
@@ -17,6 +17,7 @@ from kvpolicy.evaluation.comparison.latency import Timing
 from kvpolicy.evaluation.comparison.picture import plot_comparison
 from kvpolicy.evaluation.comparison.plots import plot_sweep
 from kvpolicy.evaluation.comparison.rows import Comparison, Listener, Row, compare
+from kvpolicy.evaluation.comparison.settings import Settings
 from kvpolicy.evaluation.comparison.speed import MIN_ROUNDS
 from kvpolicy.evaluation.comparison.sweep import (
     CALIBRATION_SEED_OFFSET,
@@ -26,23 +27,20 @@ from kvpolicy.evaluation.comparison.sweep import (
     sweep_rates,
     sweep_tsp_layers,
 )
-from kvpolicy.evaluation.comparison.variant import RATES, Variant
+from kvpolicy.evaluation.comparison.variant import Variant
 from kvpolicy.evaluation.extras import require
-from kvpolicy.evaluation.models import NEEDLE, Loaded, default_tsp_layer
-from kvpolicy.evaluation.options import THREADS, TSP_LAYER, ModelOptions, Option, PolicyOptions
+from kvpolicy.evaluation.models import Loaded
 from kvpolicy.evaluation.progress import Progress, silent
 from kvpolicy.evaluation.readable import check_positions, positions_notes
 from kvpolicy.evaluation.results import (
     as_json,
     check_folder,
     check_threads,
-    default_threads,
     environment,
     write_all,
 )
 from kvpolicy.evaluation.tasks.own_prompts import OWN_PROMPTS
 from kvpolicy.evaluation.tasks.prompts import (
-    MIN_NEEDLE_CONTEXT,
     Prompt,
     read_prompts,
     read_text,
@@ -53,108 +51,6 @@ from kvpolicy.policies import FastKV, TokenSelectivePropagation
 CALIBRATION_COUNT = 16
 # The last where TSP layers are swept.
 FILES = ("compare.json", "compare.png", "tsp_layers.png")
-
-
-@attrs.frozen
-class Extent:
-    """The amount that a comparison measures if its options leave it open.
-
-    Args:
-        rates: KV retention rates.
-        count: Needle prompts.
-        rounds: Rounds of timing.
-        timing_seconds: After which no further round is begun; None for no limit. On a busy machine
-            what threads wait for each other can take ten times the work.
-    """
-
-    rates: tuple[float, ...]
-    count: int
-    rounds: int
-    timing_seconds: float | None = None
-
-
-# The first table in two minutes on two cores: the paper's rate. And what is worth reporting.
-QUICK = Extent(rates=(0.1,), count=40, rounds=9, timing_seconds=30.0)
-THOROUGH = Extent(rates=RATES, count=200, rounds=9)
-
-
-@attrs.frozen(kw_only=True)
-class Settings(ModelOptions):
-    """The settings of a comparison: model, prompts, policies, and how much is measured."""
-
-    prompts: Annotated[
-        Path | None,
-        Option(
-            'Lines of {"prompt": "...", "answer": "..."}; default: made for needle and '
-            "long_answers.",
-            metavar="FILE",
-        ),
-    ] = None
-    policies: PolicyOptions = attrs.field(factory=PolicyOptions)
-    tsp_layer: Annotated[int | None, TSP_LAYER] = None
-    thorough: Annotated[bool, Option("More rates and prompts: many minutes, not two.")] = False
-    context: Annotated[
-        int,
-        Option(
-            "Tokens of a prompt that is made, at least 64; default: "
-            + ", ".join(f"{name} {own.context}" for name, own in OWN_PROMPTS.items())
-            + ".",
-            min=MIN_NEEDLE_CONTEXT,
-        ),
-    ] = attrs.field()
-    count: Annotated[
-        int,
-        Option(
-            "Prompts that are made, half of each kind; default: "
-            f"{QUICK.count}, thorough {THOROUGH.count}.",
-            min=2,
-        ),
-    ] = attrs.field()
-    seed: Annotated[int, Option("Of the prompts that are made.")] = 0
-    sweep: Annotated[bool, Option("Also FastKV's accuracy by TSP layer, other prompts.")] = False
-    sweep_rates: Annotated[bool, Option("Also by TSP rate and retention rate.")] = False
-    _rounds: Annotated[
-        int | None,
-        Option(
-            "Rounds of timing; fewer than 5 tell no speed; default: "
-            f"{QUICK.rounds}, fewer after {QUICK.timing_seconds:g} s, thorough {THOROUGH.rounds}.",
-            min=1,
-        ),
-    ] = None
-    new_tokens: Annotated[int, Option("Tokens decoded in a round.", min=1)] = 16
-    threads: Annotated[int, THREADS] = attrs.field(factory=default_threads)
-
-    @context.default
-    def _context(self) -> int:
-        return OWN_PROMPTS.get(self.model, OWN_PROMPTS[NEEDLE]).context
-
-    @count.default
-    def _count(self) -> int:
-        return self._extent.count
-
-    @property
-    def _extent(self) -> Extent:
-        return THOROUGH if self.thorough else QUICK
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """Return the KV retention rates."""
-        return tuple(dict.fromkeys(self.policies.rates)) or self._extent.rates
-
-    @property
-    def rounds(self) -> int:
-        """Return the rounds of timing."""
-        return self._rounds or self._extent.rounds
-
-    @property
-    def timing_seconds(self) -> float | None:
-        """Return the time after which no further round is begun; None for no limit."""
-        return None if self._rounds else self._extent.timing_seconds
-
-    @property
-    def effective_tsp_layer(self) -> int | None:
-        """Return the TSP layer that policies are built with; None for their default."""
-        return default_tsp_layer(self.model) if self.tsp_layer is None else self.tsp_layer
 
 
 @attrs.frozen

@@ -21,7 +21,7 @@ from kvpolicy.integrations.lm_eval.scoring import CacheScorer, Continuation
 from kvpolicy.integrations.lm_eval.splitters import document_end
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.integrations.transformers.document import beams_of, left_padded, read
-from kvpolicy.integrations.transformers.forward.dispatcher import keeps_everything
+from kvpolicy.integrations.transformers.forward.facts import keeps_everything
 from kvpolicy.policy import CachePolicy
 
 Question = Literal["with", "later"]

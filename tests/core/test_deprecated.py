@@ -18,6 +18,7 @@ from kvpolicy import (
     known,
     part_calls,
 )
+from kvpolicy.decision import Decision
 from kvpolicy.declarations import declares
 from kvpolicy.description import describe, from_description
 from kvpolicy.policies import (
@@ -31,7 +32,6 @@ from kvpolicy.policies import (
     SnapKV,
     SumScorer,
 )
-from kvpolicy.policy import Decision
 from kvpolicy.repetition import Repetition
 from kvpolicy.testing import check_scorer
 

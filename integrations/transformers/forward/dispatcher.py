@@ -12,41 +12,28 @@ import attrs
 from torch import Tensor, nn
 
 from kvpolicy.checks import check_count
-from kvpolicy.declarations import declares
 from kvpolicy.errors import CacheInUseError, UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.added_features import span_with_features
 from kvpolicy.integrations.transformers.forward.arriving import Arriving
 from kvpolicy.integrations.transformers.forward.chunks import Chunks
-from kvpolicy.integrations.transformers.forward.facts import Call, ModelFacts
+from kvpolicy.integrations.transformers.forward.facts import ModelFacts, keeps_everything
 from kvpolicy.integrations.transformers.forward.fixed_answer import FixedAnswer
+from kvpolicy.integrations.transformers.forward.forward_run import ForwardRun
 from kvpolicy.integrations.transformers.forward.inputs import inputs_of
 from kvpolicy.integrations.transformers.forward.outer_call import OuterCall
 from kvpolicy.integrations.transformers.forward.output_order import joined_outputs
 from kvpolicy.integrations.transformers.forward.pass_run import PassRun
-from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass
+from kvpolicy.integrations.transformers.forward.passes import KeyUse
 from kvpolicy.integrations.transformers.forward.plan import Arrival
 from kvpolicy.integrations.transformers.forward.read_state import ReadState
-from kvpolicy.integrations.transformers.forward.staging import Passes
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.attachment import Attachment
-from kvpolicy.integrations.transformers.state.layer import PolicyLayer, held_by, hold_again
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.layers import held_by, hold_again
 from kvpolicy.integrations.transformers.state.recurrent import link
 from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.policy import CachePolicy
-
-
-def keeps_everything(policy: CachePolicy, num_layers: int) -> bool:
-    """True if a policy keeps and passes on every token of any prompt.
-
-    Args:
-        policy: The policy; its layers may still be open.
-        num_layers: Number of layers of the model.
-    """
-    selector = policy.selector
-    whole = selector.budget is not None and selector.budget.rate == 1
-    keeps = whole or declares(selector, "keeps_all")
-    return keeps and not policy.propagation.acting_layers(num_layers)
 
 
 class ForwardDispatcher:
@@ -88,7 +75,7 @@ class ForwardDispatcher:
         self.attachment: Attachment | None = None
         self.filled_by: weakref.ref[nn.Module] | None = None
         self.appends = False
-        self._passes: Passes | None = None  # those of the forward that are still to come
+        self._forward: ForwardRun | None = None
         self._in_generate = False  # it may pass the whole conversation again
         self._first_output: Any = None  # of the prompt, if draft tokens came with it
         self._undo: ReadState | None = None  # of the forward under way
@@ -346,20 +333,12 @@ class ForwardDispatcher:
             chunks=self.now.chunks if starts else None,
             remember=self._remember,
         )
-        self._passes = passes = arrival.passes()
-        made = next(passes)
-        while not made.main:
-            self._run_through(call, made)
-            assert self.run is not None
-            made = passes.send(self.run)
-        self.run = PassRun(call, self.layers, made)
-        return made.incoming.arguments
+        decoder = self.attachment.parts.decoder
+        self._forward = ForwardRun(arrival.passes(), call, self.layers, decoder, self._begin)
+        return self._forward.up_to_main().made.incoming.arguments
 
-    def _run_through(self, call: Call, made: Pass) -> None:
-        """Run a pass of our own."""
-        assert self.attachment is not None
-        self.run = PassRun(call, self.layers, made)
-        self.run.through(self.attachment.parts.decoder)
+    def _begin(self, run: PassRun) -> None:
+        self.run = run
 
     def _remember(self, chunks: Chunks) -> None:
         self.now = attrs.evolve(self.now, chunks=chunks, starts_turn=True)
@@ -395,12 +374,12 @@ class ForwardDispatcher:
         Raises:
             UnsupportedModelError: A layer did not use the cache.
         """
-        run, passes = self.run, self._passes
+        run, forward = self.run, self._forward
         assert run is not None
-        assert passes is not None
+        assert forward is not None
         try:
             self.tokens = run.finish()
-            self._run_rest(run, passes)
+            forward.rest(run)
         except BaseException:
             self.abandon_forward()
             raise
@@ -409,20 +388,9 @@ class ForwardDispatcher:
         if run.made.keys is KeyUse.SELECT:
             self.now = ReadState(self.now.tokens, run.propagated)
         first, self._first_output = self._first_output, None
-        self.run = self._undo = self._passes = None
+        self.run = self._undo = self._forward = None
         output = run.in_order(output)
         return output if first is None else joined_outputs(first, output)
-
-    def _run_rest(self, run: PassRun, passes: Passes) -> None:
-        """Run the passes behind the main one."""
-        main = run
-        try:
-            while True:
-                self._run_through(main.call, passes.send(run))
-                assert self.run is not None
-                run = self.run
-        except StopIteration:
-            self.run = main
 
     def fail_forward(self) -> None:
         """Undo a forward of the decoder, unless it was refused as another thread's."""
@@ -445,7 +413,7 @@ class ForwardDispatcher:
         if before is not None:
             self._go_back(before)
             routing.waiting.set(None)
-        self.run = self._undo = self._first_output = self._passes = None
+        self.run = self._undo = self._first_output = self._forward = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy: everything except the attachment to a model."""

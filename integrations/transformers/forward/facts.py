@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from kvpolicy.declarations import declares
 from kvpolicy.integrations.transformers.forward.attentions import AttendedKeys
 from kvpolicy.integrations.transformers.forward.layer_probe import LayerProbe
 from kvpolicy.integrations.transformers.model.masks import FLASH
@@ -129,3 +130,16 @@ class Call:
             attended=AttendedKeys(attending) if weights else None,
             probe=LayerProbe.of(parts, model.policy),
         )
+
+
+def keeps_everything(policy: CachePolicy, num_layers: int) -> bool:
+    """True if a policy keeps and passes on every token of any prompt.
+
+    Args:
+        policy: The policy; its layers may still be open.
+        num_layers: Number of layers of the model.
+    """
+    selector = policy.selector
+    whole = selector.budget is not None and selector.budget.rate == 1
+    keeps = whole or declares(selector, "keeps_all")
+    return keeps and not policy.propagation.acting_layers(num_layers)

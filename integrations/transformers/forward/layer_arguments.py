@@ -28,6 +28,13 @@ def cut_arguments(kwargs: dict[str, Any], slots: Tensor, length: int) -> dict[st
     }
 
 
+def cut_alike(value: Any, hidden: Tensor, slots: Tensor) -> Any:
+    """Cut a layer's further output to some tokens, if it has an entry for each token."""
+    # Attention weights have four axes, the second of which are heads.
+    like = isinstance(value, Tensor) and value.ndim == 3 and value.shape[:2] == hidden.shape[:2]
+    return take_columns(value, slots) if like else value
+
+
 def _cut(value: Any, slots: Tensor, length: int) -> Any:
     if isinstance(value, tuple):
         return tuple(_cut(part, slots, length) for part in value)

@@ -217,6 +217,30 @@ class LayerMasks:
             self._own_blocks[id(mask)] = mask, block  # keeps the mask, so that its id stays unique
         return self._own_blocks[id(mask)][1]
 
+    def check_order(self, kwargs: dict[str, Any], *, in_chunks: bool) -> None:
+        """Check that a prompt that is read both ways comes whole, and without padding.
+
+        Args:
+            kwargs: The arguments of its first layer, by name.
+            in_chunks: Whether more chunks of the prompt follow.
+
+        Raises:
+            UnsupportedModelError: It does not.
+        """
+        if not self.sees_all:
+            return
+        if in_chunks and kwargs.get("attention_mask") is None:
+            raise UnsupportedModelError(
+                "a prompt must come in one forward where all of its tokens see each other, as with "
+                "PaliGemma without token_type_ids; leave prefill_chunk_size at None"
+            )
+        if self._reach.padded and self.own_block(kwargs) is None:
+            raise UnsupportedModelError(
+                "rows must not be padded where the model sees a prompt both ways without padding "
+                "and one way with it, as PaliGemma without token_type_ids; give rows of one "
+                "length, or one row at a time"
+            )
+
     def own_visibility(
         self, block: Tensor | None, positions: Tensor, order: Tensor | None
     ) -> OwnVisibility | None:

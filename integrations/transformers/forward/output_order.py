@@ -133,3 +133,11 @@ def joined_outputs(first: Any, second: Any) -> Any:
         pairs = zip(first.hidden_states, second.hidden_states, strict=True)
         second.hidden_states = tuple(torch.cat(pair, dim=1) for pair in pairs)
     return second
+
+
+def without_states(output: Any) -> Any:
+    """Return a decoder's output without hidden states."""
+    if isinstance(output, tuple):
+        return (output[0][:, :0], *output[1:])
+    output["last_hidden_state"] = output["last_hidden_state"][:, :0]
+    return output

@@ -16,12 +16,21 @@ from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.attending import LayerAttention
 from kvpolicy.integrations.transformers.forward.facts import Call
 from kvpolicy.integrations.transformers.forward.indexers import new_places
-from kvpolicy.integrations.transformers.forward.inputs import take_columns
-from kvpolicy.integrations.transformers.forward.layer_arguments import cut_arguments
+from kvpolicy.integrations.transformers.forward.layer_arguments import cut_alike, cut_arguments
 from kvpolicy.integrations.transformers.forward.narrowing import Narrowed, few_go_on
-from kvpolicy.integrations.transformers.forward.output_order import Filling, InputOrder
+from kvpolicy.integrations.transformers.forward.output_order import (
+    Filling,
+    InputOrder,
+    without_states,
+)
 from kvpolicy.integrations.transformers.forward.packed_attention import Unpacked
-from kvpolicy.integrations.transformers.forward.passes import KeyUse, Pass, PassEnded, PassState
+from kvpolicy.integrations.transformers.forward.passes import (
+    KeyUse,
+    Pass,
+    PassEnded,
+    PassState,
+    may_narrow,
+)
 from kvpolicy.integrations.transformers.forward.stage_run import StageRun
 from kvpolicy.integrations.transformers.model import routing
 from kvpolicy.integrations.transformers.model.routing import (
@@ -31,12 +40,8 @@ from kvpolicy.integrations.transformers.model.routing import (
 )
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
-from kvpolicy.integrations.transformers.state.layer import (
-    PolicyLayer,
-    follow,
-    held_by,
-    hold_again,
-)
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.layers import follow
 from kvpolicy.integrations.transformers.state.recurrent import (
     EmptyLayer,
 )
@@ -89,7 +94,7 @@ class PassRun:
         # columns that were asked for would then be confused with later tokens.
         moved = made.incoming.order is not None
         self._keep_last = None if moved and call.keep_last != 1 else call.keep_last
-        self._may_narrow = self._layers_that_may_narrow()
+        self._may_narrow = may_narrow(call, made, at.masks, self._keep_last)
         self._looking = False  # whether a layer is run until its queries are known
         self._attention = LayerAttention(call, made, at)
         self.columns = self._attention.columns
@@ -99,16 +104,6 @@ class PassRun:
         self._probe = call.probe if self._queries.asks else None
         if self._probe is not None:
             self._probe.check_places(at.before)
-
-    def _layers_that_may_narrow(self) -> frozenset[int]:
-        """Return the layers that may be run for only some of their tokens."""
-        made, last = self.made, len(self.layers) - 1
-        if not (self.call.narrows and made.in_prompt) or made.ends_inside is not None:
-            return frozenset()
-        ends = self._keep_last is not None and (made.stage is None or made.stage.is_output)
-        acting = self.call.model.acting - {last} if made.narrows else frozenset()
-        found = acting | ({last} if ends else frozenset[int]())
-        return frozenset(i for i in found if self._masks.may_narrow(i))
 
     # Before a layer.
 
@@ -149,28 +144,12 @@ class PassRun:
         if stage is not None and index == stage.looked:
             return self._end_stage(index, module, hidden, kwargs)
         if index == 0:
-            self._check_order(kwargs)
+            self._masks.check_order(kwargs, in_chunks=bool(self.made.missing))
         if index in self._may_narrow and self._narrows(index, kwargs):
             return self._enter_narrowed(index, module, hidden, kwargs)
         if isinstance(layer, IndexedLayer):
             layer.taking = functools.partial(self.update_index, index)
         return hidden, self._attention.arguments(index, layer, hidden, kwargs)
-
-    def _check_order(self, kwargs: dict[str, Any]) -> None:
-        """Check that a prompt that is read both ways comes whole, and without padding."""
-        if not self._masks.sees_all:
-            return
-        if self.made.missing and kwargs.get("attention_mask") is None:
-            raise UnsupportedModelError(
-                "a prompt must come in one forward where all of its tokens see each other, as with "
-                "PaliGemma without token_type_ids; leave prefill_chunk_size at None"
-            )
-        if self._reach.padded and self._masks.own_block(kwargs) is None:
-            raise UnsupportedModelError(
-                "rows must not be padded where the model sees a prompt both ways without padding "
-                "and one way with it, as PaliGemma without token_type_ids; give rows of one "
-                "length, or one row at a time"
-            )
 
     def _ask(self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> None:
         """Find what the policy's parts ask for of a layer beside its keys."""
@@ -402,7 +381,7 @@ class PassRun:
         passed = None if ends else self._take_passed()
         if passed is not None:
             self._pass_on(index, passed)
-            others = [_cut_alike(each, hidden, passed) for each in others]
+            others = [cut_alike(each, hidden, passed) for each in others]
             hidden = self._reach.taken(hidden, passed)
         self._reach.beside = tuple(each for each in others if isinstance(each, Tensor))
         if features is not None and features.after:
@@ -455,24 +434,6 @@ class PassRun:
             self.stage.finish(tokens)
         return tokens
 
-    def through(self, decoder: nn.Module) -> None:
-        """Run the decoder for a pass of our own, up to where the pass ends."""
-        discards = self.made.keys is KeyUse.DISCARD
-        before = held_by(self.layers) if discards else ()
-        try:
-            # `forward` is called directly, since this code runs inside a hook of the decoder. What
-            # is discarded is a choice of tokens, which has no gradient.
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not discards):
-                decoder.forward(**self.made.incoming.arguments)
-        except PassEnded:
-            if not discards:
-                self.finish()
-            return
-        finally:
-            if discards:  # recurrent layers have read the tokens
-                hold_again(self.layers, before)
-        raise AssertionError("the layer at which the pass ends was never reached")
-
     def in_order(self, output: Any) -> Any:
         """Return the decoder's output in the order of the input's columns; see `InputOrder`.
 
@@ -481,21 +442,6 @@ class PassRun:
         if self._filling is not None:
             output = self._filling.cut(output)
         if self.stage is not None and not self.stage.is_output:
-            output = _without_states(output)  # it is not yet known which are passed on
+            output = without_states(output)  # it is not yet known which are passed on
         order = self.made.incoming.order
         return InputOrder(self.tokens, order, self.propagated, self.call.attended).restored(output)
-
-
-def _without_states(output: Any) -> Any:
-    """Return a decoder's output without hidden states."""
-    if isinstance(output, tuple):
-        return (output[0][:, :0], *output[1:])
-    output["last_hidden_state"] = output["last_hidden_state"][:, :0]
-    return output
-
-
-def _cut_alike(value: Any, hidden: Tensor, slots: Tensor) -> Any:
-    """Cut a layer's further output to some tokens, if it has an entry for each token."""
-    # Attention weights have four axes, the second of which are heads.
-    like = isinstance(value, Tensor) and value.ndim == 3 and value.shape[:2] == hidden.shape[:2]
-    return take_columns(value, slots) if like else value

@@ -194,3 +194,21 @@ class Pass:
     no_later: str = ""
     no_columns: str = ""
     propagated: dict[int, Tensor] = attrs.field(factory=dict)
+
+
+def may_narrow(call: Call, made: Pass, masks: LayerMasks, keep_last: int | None) -> frozenset[int]:
+    """Return the layers of a pass that may be run for only some of their tokens.
+
+    Args:
+        call: What the forward asks for.
+        made: The pass.
+        masks: Its masks.
+        keep_last: Number of last tokens whose outputs are asked for; None for all.
+    """
+    if not (call.narrows and made.in_prompt) or made.ends_inside is not None:
+        return frozenset()
+    last = len(masks.windows) - 1
+    ends = keep_last is not None and (made.stage is None or made.stage.is_output)
+    acting = call.model.acting - {last} if made.narrows else frozenset[int]()
+    found = acting | ({last} if ends else frozenset[int]())
+    return frozenset(index for index in found if masks.may_narrow(index))

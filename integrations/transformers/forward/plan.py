@@ -28,11 +28,12 @@ from kvpolicy.integrations.transformers.forward.decoding.bounded import Bound
 from kvpolicy.integrations.transformers.forward.deferred_layers import choose
 from kvpolicy.integrations.transformers.forward.facts import Call
 from kvpolicy.integrations.transformers.forward.inputs import Incoming
+from kvpolicy.integrations.transformers.forward.later_stages import Passes
 from kvpolicy.integrations.transformers.forward.passes import Ignore, KeyUse, Pass
 from kvpolicy.integrations.transformers.forward.restart import choosing_pass, chosen_tokens
 from kvpolicy.integrations.transformers.forward.second_reading import SecondReading
 from kvpolicy.integrations.transformers.forward.selecting import Select
-from kvpolicy.integrations.transformers.forward.staging import Passes, StagedPrefill
+from kvpolicy.integrations.transformers.forward.staging import StagedPrefill
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 
 

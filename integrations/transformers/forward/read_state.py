@@ -8,7 +8,7 @@ import attrs
 from torch import Tensor
 
 from kvpolicy.integrations.transformers.forward.chunks import Chunks
-from kvpolicy.integrations.transformers.state.layer import LayersHeld
+from kvpolicy.integrations.transformers.state.layers import LayersHeld
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.context import LayerContext
+from kvpolicy.decision import Decision
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.chunks import AtEnd, Chunks
 from kvpolicy.integrations.transformers.forward.closing_gaps import closed_up, without_gaps
@@ -21,7 +22,6 @@ from kvpolicy.integrations.transformers.model.routing import AttentionInputs
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
-from kvpolicy.policy import Decision
 from kvpolicy.selection import gather_positions, gather_slots
 
 

@@ -14,7 +14,7 @@ from kvpolicy.integrations.transformers.forward.layer_arguments import cut_argum
 from kvpolicy.integrations.transformers.forward.passes import PassEnded, PassState
 from kvpolicy.integrations.transformers.forward.stage import StagePiece
 from kvpolicy.integrations.transformers.model.masks import causal_mask
-from kvpolicy.integrations.transformers.state.layer import Held, follow, held_by, hold_again
+from kvpolicy.integrations.transformers.state.layers import Held, follow, held_by, hold_again
 from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 

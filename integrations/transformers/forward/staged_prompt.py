@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.integrations.transformers.forward.added_features import AddedFeatures
 from kvpolicy.integrations.transformers.forward.stage import PrefillStage
-from kvpolicy.integrations.transformers.state.layer import LayersHeld
+from kvpolicy.integrations.transformers.state.layers import LayersHeld
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 

@@ -23,6 +23,7 @@ from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
 from kvpolicy.integrations.transformers.model import unseen
 from kvpolicy.integrations.transformers.model.dense import (
     dense_outputs,
+    left_by,
     plain_outputs,
     reaching_by_layer,
     visible_to,
@@ -318,7 +319,7 @@ def _of_row(
         ids: ``[len]``, ids of the row's tokens.
     """
     end, prompt = len(ids), len(ids) - len(found) + 1
-    left = _left(cache, row, prompt)
+    left = left_by(cache, row, prompt)
     whole = [(kept[:, :0], list(range(end))) for kept, _ in left]
     placed = _places_given()
 
@@ -432,20 +433,6 @@ def _read_by_hand(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> tuple[Te
             said.append(new)
             mask = torch.cat([mask, torch.ones_like(new)], dim=1)
     return torch.stack(found, dim=1), torch.cat(said, dim=1)
-
-
-def _left(cache: Any, row: int, prompt: int) -> list[tuple[Tensor, list[int]]]:
-    """Return, by layer, the kept positions of a row's prompt, and the ones that reached it."""
-    reached = list(range(prompt))
-    found: list[tuple[Tensor, list[int]]] = []
-    for index, layer in enumerate(cache.layers):
-        # For a layer without attention only the tokens that reached it matter.
-        kept = torch.tensor([reached]) if layer.positions is None else layer.positions[row]
-        own = kept.masked_fill(kept >= prompt, -1), reached
-        found.append(own if layer.producer is None else found[layer.producer])
-        if index in cache.propagated:
-            reached = [each for each in cache.propagated[index][row].tolist() if each >= 0]
-    return found
 
 
 def _dtype(parts: ModelParts) -> torch.dtype:

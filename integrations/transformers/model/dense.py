@@ -350,3 +350,17 @@ def reaching_by_layer(
         there[reached] = True
         found.append(there)
     return found
+
+
+def left_by(cache: Any, row: int, prompt: int) -> list[tuple[Tensor, list[int]]]:
+    """Return, by layer, the kept positions of a row's prompt, and the ones that reached it."""
+    reached = list(range(prompt))
+    found: list[tuple[Tensor, list[int]]] = []
+    for index, layer in enumerate(cache.layers):
+        # For a layer without attention only the tokens that reached it matter.
+        kept = torch.tensor([reached]) if layer.positions is None else layer.positions[row]
+        own = kept.masked_fill(kept >= prompt, -1), reached
+        found.append(own if layer.producer is None else found[layer.producer])
+        if index in cache.propagated:
+            reached = [each for each in cache.propagated[index][row].tolist() if each >= 0]
+    return found

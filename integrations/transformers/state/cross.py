@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.integrations.transformers.state.layer import LayerContents, PolicyLayer
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.layer_contents import LayerContents
 from kvpolicy.integrations.transformers.state.storage import Storage, own_storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
@@ -24,6 +25,7 @@ class CrossLayer(PolicyLayer):
     """
 
     attends = False
+    holds_more = True
 
     def __init__(self, storage: Storage | None = None, room: int = 0) -> None:
         super().__init__(storage, room)

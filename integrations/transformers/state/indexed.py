@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import NotAttachedError
-from kvpolicy.integrations.transformers.state.layer import LayerContents, PolicyLayer
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.layer_contents import LayerContents
 from kvpolicy.integrations.transformers.state.storage import Storage, StoredKV
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_slots
@@ -36,6 +37,7 @@ class IndexedLayer(PolicyLayer):
     """
 
     one_choice = True
+    holds_more = True
     new_places: Tensor | None = None
     taking: Callable[[Tensor], Tensor] | None = None
 

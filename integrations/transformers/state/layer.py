@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -11,80 +11,14 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvpolicy.errors import NotAttachedError
-from kvpolicy.integrations.transformers.model.parallel import HeadSharding
-from kvpolicy.integrations.transformers.model.projection import OutputProjection
-from kvpolicy.integrations.transformers.model.rotary import RotaryChannels
-from kvpolicy.integrations.transformers.model.routing import Scores
+from kvpolicy.integrations.transformers.state.layer_contents import LayerContents, LayerFacts
 from kvpolicy.integrations.transformers.state.packed import Packed, wastes_slots
 from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
 from kvpolicy.integrations.transformers.state.storage import Plain, PlainStorage, Storage, StoredKV
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 from kvpolicy.selection import gather_positions, gather_slots
 
-# Keys, values, and positions of what the policy kept, in ascending order; see `PolicyLayer.store`.
 Loose = Callable[[], tuple[Tensor, Tensor, Tensor]]
-
-
-@attrs.define(eq=False)
-class LayerFacts:
-    """What is known of a model's layer, found when a cache is attached or when the layer runs.
-
-    Args:
-        query_heads: Number of query heads; 0 if unknown.
-        spread: How the layer's heads are spread over processes.
-        scores: How its attention turns products of queries and keys into scores; None before the
-            first forward on which a policy acts.
-        expands: Whether attention computes keys and values of more heads from the tensors held, as
-            latent attention does.
-        shows_queries: Whether the queries of its attention can be observed.
-        turns: How rotary embedding rotates its keys, if the policy asks for it.
-        projection: Its output projection, if the policy asks for it.
-    """
-
-    query_heads: int = 0
-    spread: HeadSharding = attrs.field(factory=HeadSharding)
-    scores: Scores | None = None
-    expands: bool = False
-    shows_queries: bool = True
-    turns: RotaryChannels | None = None
-    projection: OutputProjection | None = None
-
-    def of_copy(self) -> LayerFacts:
-        """Return the facts of a copy of the layer, which is not bound to a model."""
-        return attrs.evolve(self, shows_queries=True, projection=None)
-
-    def weight(self, values: Tensor) -> Tensor:
-        """Return `LayerContext.output_weight` in the dtype and on the device of ``values``."""
-        assert self.projection is not None
-        return self.projection.weight(values.dtype, values.device)
-
-
-@attrs.frozen(eq=False)
-class LayerContents:
-    """What a layer holds. It is immutable: to undo a forward is to assign what was held before.
-
-    Args:
-        held: The keys and values; None before the first forward.
-        chosen: ``[batch, kv_heads or 1, chosen_len]`` int64, the positions of the tokens that the
-            policy kept, -1 on padding; tokens appended since are not counted.
-        padded: Whether some row or head holds fewer tokens than others.
-        ragged: Whether some head holds fewer tokens than another head of the same row.
-        counts: For each row, the number of tokens that the policy kept in each head; None if heads
-            differ, or if the number is unknown.
-        observed: The decoded queries and scorer state by which the policy evicts during an answer.
-    """
-
-    held: StoredKV | None = None
-    chosen: Tensor | None = None
-    padded: bool = False
-    ragged: bool = False
-    counts: tuple[int, ...] | None = None
-    observed: RecentQueries = attrs.field(factory=RecentQueries)
-
-    def holding(self, held: StoredKV | None) -> LayerContents:
-        """Return contents with other keys and values of the same kept tokens."""
-        kept = self.chosen, self.padded, self.ragged, self.counts
-        return LayerContents(held, *kept, self.observed)
 
 
 class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -105,10 +39,13 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             own.
         one_choice: Whether all heads keep the same tokens, even if attention gets keys of several
             heads.
+        holds_more: Whether the layer may hold more than `contents`; see `beside`.
+        loose: Returns slots that another object keeps unsorted; None without. See `loosen`.
     """
 
     attends = True
     one_choice = False
+    holds_more = False
     producer: int | None = None
     is_sliding = False
     is_compileable = False
@@ -121,7 +58,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.contents = LayerContents()
         self.facts = LayerFacts()
         self.tokens: SeenTokens | None = None
-        self._loose: Loose | None = None
+        self.loose: Loose | None = None
         # The keys that `join` returned, and the object that already holds them.
         self._joined: tuple[Tensor, StoredKV] | None = None
         self.is_initialized = False
@@ -133,13 +70,15 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def held(self) -> StoredKV | None:
         """The keys and values of the layer; None before the first forward."""
-        if self._loose is not None:
+        if self.loose is not None:
             self.sort()
         return self.contents.held
 
     @held.setter
     def held(self, held: StoredKV | None) -> None:
-        self.contents, self._loose = self.contents.holding(held), None
+        was, self.loose = self.contents, None
+        kept = was.chosen, was.padded, was.ragged, was.counts, was.observed
+        self.contents = LayerContents(held, *kept)
 
     @property
     def observed(self) -> RecentQueries:
@@ -155,23 +94,22 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
         ``loose`` returns their keys, values and positions in ascending order of position.
         """
-        self.contents, self._loose = self.contents.holding(None), loose
+        self.held, self.loose = None, loose
 
     def sort(self) -> None:
         """Sort the slots that another object keeps unsorted, so that `contents` holds them."""
-        loose, self._loose = self._loose, None
-        if loose is not None:
-            self._hold(*loose(), room=0)
+        if self.loose is not None:
+            self._hold(*self.loose(), room=0)
 
     @property
     def keys(self) -> Tensor | None:
         """The keys ``[batch, kv_heads, kept_len, head_dim]``; None before the first forward."""
-        return None if self.held is None else self.held.read()[0]
+        return None if (held := self.held) is None else held.read()[0]
 
     @property
     def values(self) -> Tensor | None:
-        """The values ``[batch, kv_heads, kept_len, head_dim]``; None before the first forward."""
-        return None if self.held is None else self.held.read()[1]
+        """The values, like `keys`."""
+        return None if (held := self.held) is None else held.read()[1]
 
     @property
     def positions(self) -> Tensor | None:
@@ -195,8 +133,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def kept_len(self) -> int:
         """The number of slots that the layer holds per row and head."""
-        held = self.held
-        return 0 if held is None else held.shape[2]
+        return 0 if (held := self.held) is None else held.shape[2]
 
     @property
     def capacity(self) -> int:
@@ -299,7 +236,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         held = held.with_room(room) if room else held
         observed = self.contents.observed
         self.contents = LayerContents(held, chosen, padded, ragged, counts, observed)
-        self._joined = self._loose = None
+        self._joined = self.loose = None
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
 
@@ -400,8 +337,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def move_into(self, keys: Tensor, values: Tensor) -> None:
         """Move keys and values into buffers that `claim` gave earlier, and claim these again."""
-        held = self._padded_alike().into(keys, values)
-        self.held = held
+        self.held = held = self._padded_alike().into(keys, values)
         held.claim()
 
     def _padded_alike(self) -> Plain:
@@ -467,7 +403,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def restore(self, contents: LayerContents, beside: Any, tokens: SeenTokens | None) -> None:
         """Hold again what was held before, in ``contents``, `beside` and ``tokens``."""
         self.contents, self.tokens = contents, tokens
-        self._joined = self._loose = None
+        self._joined = self.loose = None
         self.is_initialized = contents.held is not None
 
     def nbytes(self) -> int:
@@ -512,27 +448,3 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget all keys, values and queries."""
         self.restore(LayerContents(), None, None)
-
-
-# What a layer holds: its contents, what it holds beside them, and the tokens it has been told.
-Held = tuple[LayerContents, Any, SeenTokens | None]
-LayersHeld = tuple[Held, ...]
-
-
-def held_by(layers: Sequence[PolicyLayer]) -> LayersHeld:
-    """Record what layers hold, for `hold_again`."""
-    for layer in layers:
-        layer.sort()
-    return tuple([(each.contents, each.beside(), each.tokens) for each in layers])
-
-
-def follow(layers: Sequence[PolicyLayer], tokens: SeenTokens) -> None:
-    """Tell layers which tokens have been seen now."""
-    for layer in layers:
-        layer.follow(tokens)
-
-
-def hold_again(layers: Sequence[PolicyLayer], held: LayersHeld) -> None:
-    """Let layers hold what they held before."""
-    for layer, before in zip(layers, held, strict=True):
-        layer.restore(*before)

@@ -17,7 +17,8 @@ from kvpolicy.integrations.transformers.model.kinds import (
 )
 from kvpolicy.integrations.transformers.state.cross import CrossLayer
 from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
-from kvpolicy.integrations.transformers.state.layer import LayerContents, PolicyLayer
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.layer_contents import LayerContents
 from kvpolicy.integrations.transformers.state.storage import Storage
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
@@ -41,6 +42,7 @@ class RecurrentLayer(PolicyLayer, LinearAttentionLayer):  # type: ignore[misc]
     """
 
     attends = False
+    holds_more = True
     is_croppable = False  # tokens cannot be removed from a state
 
     def __init__(

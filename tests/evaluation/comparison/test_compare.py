@@ -34,9 +34,9 @@ from kvpolicy.evaluation.comparison.layout import Layout, comparison_legend, com
 from kvpolicy.evaluation.comparison.picture import plot_comparison
 from kvpolicy.evaluation.comparison.plots import plot_sweep
 from kvpolicy.evaluation.comparison.rows import Listener
+from kvpolicy.evaluation.comparison.settings import Settings
 from kvpolicy.evaluation.comparison.study import (
     CALIBRATION_COUNT,
-    Settings,
     _timing_notes,
     check,
     run,

@@ -24,7 +24,8 @@ from kvpolicy.evaluation import (
     sweep_tsp_layers,
 )
 from kvpolicy.evaluation.comparison import study
-from kvpolicy.evaluation.comparison.study import CALIBRATION_COUNT, Settings, check, run
+from kvpolicy.evaluation.comparison.settings import Settings
+from kvpolicy.evaluation.comparison.study import CALIBRATION_COUNT, check, run
 from kvpolicy.evaluation.comparison.sweep import CALIBRATION_SEED_OFFSET, GRID, SEED_OFFSET
 from kvpolicy.evaluation.comparison.tables import held_out_legend, held_out_table, rate_sweep_table
 from kvpolicy.evaluation.options import PolicyOptions

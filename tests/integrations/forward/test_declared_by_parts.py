@@ -14,7 +14,7 @@ from kvpolicy.integrations.transformers.forward.decoding.static_rolling import (
     RollingDecoding,
     takes_places,
 )
-from kvpolicy.integrations.transformers.forward.dispatcher import keeps_everything
+from kvpolicy.integrations.transformers.forward.facts import keeps_everything
 from kvpolicy.policies import (
     AccumulatedAttentionScorer,
     GQAGroupSelector,

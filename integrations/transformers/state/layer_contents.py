@@ -1,0 +1,70 @@
+"""Record what is known of one layer of a model, and what a cache holds of it."""
+
+from __future__ import annotations
+
+import attrs
+from torch import Tensor
+
+from kvpolicy.integrations.transformers.model.parallel import HeadSharding
+from kvpolicy.integrations.transformers.model.projection import OutputProjection
+from kvpolicy.integrations.transformers.model.rotary import RotaryChannels
+from kvpolicy.integrations.transformers.model.routing import Scores
+from kvpolicy.integrations.transformers.state.recent_queries import RecentQueries
+from kvpolicy.integrations.transformers.state.storage import StoredKV
+
+
+@attrs.define(eq=False)
+class LayerFacts:
+    """What is known of a model's layer, found when a cache is attached or when the layer runs.
+
+    Args:
+        query_heads: Number of query heads; 0 if unknown.
+        spread: How the layer's heads are spread over processes.
+        scores: How its attention turns products of queries and keys into scores; None before the
+            first forward on which a policy acts.
+        expands: Whether attention computes keys and values of more heads from the tensors held, as
+            latent attention does.
+        shows_queries: Whether the queries of its attention can be observed.
+        turns: How rotary embedding rotates its keys, if the policy asks for it.
+        projection: Its output projection, if the policy asks for it.
+    """
+
+    query_heads: int = 0
+    spread: HeadSharding = attrs.field(factory=HeadSharding)
+    scores: Scores | None = None
+    expands: bool = False
+    shows_queries: bool = True
+    turns: RotaryChannels | None = None
+    projection: OutputProjection | None = None
+
+    def of_copy(self) -> LayerFacts:
+        """Return the facts of a copy of the layer, which is not bound to a model."""
+        return attrs.evolve(self, shows_queries=True, projection=None)
+
+    def weight(self, values: Tensor) -> Tensor:
+        """Return `LayerContext.output_weight` in the dtype and on the device of ``values``."""
+        assert self.projection is not None
+        return self.projection.weight(values.dtype, values.device)
+
+
+@attrs.frozen(eq=False)
+class LayerContents:
+    """What a layer holds. It is immutable: to undo a forward is to assign what was held before.
+
+    Args:
+        held: The keys and values; None before the first forward.
+        chosen: ``[batch, kv_heads or 1, chosen_len]`` int64, the positions of the tokens that the
+            policy kept, -1 on padding; tokens appended since are not counted.
+        padded: Whether some row or head holds fewer tokens than others.
+        ragged: Whether some head holds fewer tokens than another head of the same row.
+        counts: For each row, the number of tokens that the policy kept in each head; None if heads
+            differ, or if the number is unknown.
+        observed: The decoded queries and scorer state by which the policy evicts during an answer.
+    """
+
+    held: StoredKV | None = None
+    chosen: Tensor | None = None
+    padded: bool = False
+    ragged: bool = False
+    counts: tuple[int, ...] | None = None
+    observed: RecentQueries = attrs.field(factory=RecentQueries)

@@ -1,0 +1,42 @@
+"""Record what the layers of a cache hold, and let them hold it again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvpolicy.integrations.transformers.state.layer import PolicyLayer
+from kvpolicy.integrations.transformers.state.layer_contents import LayerContents
+from kvpolicy.integrations.transformers.state.tokens import SeenTokens
+
+# What a layer holds: its contents, what it holds beside them, and the tokens it has been told.
+Held = tuple[LayerContents, Any, SeenTokens | None]
+LayersHeld = tuple[Held, ...]
+
+
+def held_by(layers: Sequence[PolicyLayer]) -> LayersHeld:
+    """Record what layers hold, for `hold_again`."""
+    for layer in layers:
+        if layer.loose is not None:
+            layer.sort()
+    return tuple(
+        [
+            (each.contents, each.beside() if each.holds_more else None, each.tokens)
+            for each in layers
+        ]
+    )
+
+
+def follow(layers: Sequence[PolicyLayer], tokens: SeenTokens) -> None:
+    """Tell layers which tokens have been seen now."""
+    for layer in layers:
+        if layer.holds_more:
+            layer.follow(tokens)
+        else:
+            layer.tokens = tokens
+
+
+def hold_again(layers: Sequence[PolicyLayer], held: LayersHeld) -> None:
+    """Let layers hold what they held before."""
+    for layer, before in zip(layers, held, strict=True):
+        layer.restore(*before)
