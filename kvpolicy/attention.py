@@ -59,14 +59,18 @@ def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = 
     Raises:
         ShapeError: The layer shows no queries; see `LayerContext.queries`.
     """
-    sums = _nothing(context)
+    sums: Tensor | None = None
     for block, shown, weights in _blocks(context):
         if query_weights is None:
             summed = weights.sum(dim=2)
         else:
             summed = (query_weights[:, None, None, shown] @ weights)[:, :, 0]
+        if sums is None and summed.shape[1:] == (context.query_heads, context.key_len):
+            sums = summed  # of all heads and keys, as where few queries are looked at
+            continue
+        sums = _nothing(context) if sums is None else sums
         sums[:, block, : weights.shape[-1]] += summed
-    return sums
+    return _nothing(context) if sums is None else sums
 
 
 def causal_attention_peaks(context: LayerContext) -> Tensor:
@@ -102,14 +106,16 @@ def _blocks(context: LayerContext) -> Iterator[tuple[slice, slice, Tensor]]:
     padded = _is_padded(context)
     for head in range(0, context.kv_heads, heads):
         keys = context.keys[:, head : head + heads].float()
-        valid = context.valid[:, head : head + heads].repeat_interleave(group, dim=1)
+        valid = None
+        if padded:
+            valid = context.valid[:, head : head + heads].repeat_interleave(group, dim=1)
         block = slice(head * group, (head + heads) * group)
         for start in range(0, context.query_len, count):
             shown = slice(start, start + count)
             yield (
                 block,
                 shown,
-                _block_weights(context, block, keys, valid if padded else None, shown),
+                _block_weights(context, block, keys, valid, shown),
             )
 
 

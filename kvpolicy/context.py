@@ -79,6 +79,7 @@ class LayerContext:
         key_len: The number of slots of keys, padding included.
         query_len: The number of trailing queries in this context.
         new_len: The number of slots of the layer's new tokens, padding included.
+        unpadded: Whether every slot of every head is known to hold a token.
 
     Raises:
         TypeError: An argument is no tensor, or a tensor has the wrong dtype.
@@ -114,6 +115,7 @@ class LayerContext:
     key_len: int = attrs.field(init=False)
     query_len: int = attrs.field(init=False)
     new_len: int = attrs.field(init=False)
+    unpadded: bool = attrs.field(init=False)
     # What selectors have said of their counts, by id; see `known_counts`.
     _counts: dict[int, tuple[int, ...] | None] = attrs.field(init=False, factory=dict, repr=False)
 
@@ -171,6 +173,8 @@ class LayerContext:
         sizes = batch, kv_heads, self._queries.shape[1], key_len, self._queries.shape[2]
         for name, size in zip(_SIZES, (*sizes, self.new_valid.shape[1]), strict=True):
             object.__setattr__(self, name, size)  # the class is frozen to everyone else
+        unpadded = self.held_len is not None and min(self.held_len, default=0) == key_len
+        object.__setattr__(self, "unpadded", unpadded)
         placed = self.query_positions
         if not self.new_len <= key_len or (placed is None and self.query_len > self.new_len):
             raise ShapeError(

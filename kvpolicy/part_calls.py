@@ -63,8 +63,16 @@ def shown_to(part: Part, context: LayerContext) -> LayerContext:
     )
 
 
-def saliency_of(scorer: Scorer, context: LayerContext, checks: DeferredChecks) -> Tensor:
+def saliency_of(
+    scorer: Scorer, context: LayerContext, checks: DeferredChecks, *, tested: bool = False
+) -> Tensor:
     """Call a scorer on a layer with the queries it declares, and check the saliency.
+
+    Args:
+        scorer: The scorer.
+        context: The layer.
+        checks: Collects the conditions to check later.
+        tested: Whether the saliency needs no check; see `is_tested`.
 
     Raises:
         TypeError: The saliency is no tensor of floats.
@@ -73,7 +81,8 @@ def saliency_of(scorer: Scorer, context: LayerContext, checks: DeferredChecks) -
     shown = context.showing(scorer.num_queries)
     shown = shown if shown.state is None else attrs.evolve(shown, state=None)
     saliency = scorer.score(shown_to(scorer, shown))
-    _check_saliency(scorer, saliency, context, checks)
+    if not tested:
+        _check_saliency(scorer, saliency, context, checks)
     return saliency
 
 
@@ -98,9 +107,21 @@ def updated(scorer: Scorer, context: LayerContext, checks: DeferredChecks) -> tu
 
 
 def kept_by(
-    selector: KVSelector, saliency: Tensor | None, context: LayerContext, checks: DeferredChecks
+    selector: KVSelector,
+    saliency: Tensor | None,
+    context: LayerContext,
+    checks: DeferredChecks,
+    *,
+    tested: bool = False,
 ) -> tuple[Tensor, tuple[int, ...] | None]:
     """Call a selector on a layer, and check the indices it keeps.
+
+    Args:
+        selector: The selector.
+        saliency: The layer's saliency, if the selector needs it.
+        context: The layer.
+        checks: Collects the conditions to check later.
+        tested: Whether the indices need no check; see `is_tested`.
 
     Returns:
         The indices; and, for each row, the number of tokens that every head keeps, or None if it is
@@ -119,9 +140,10 @@ def kept_by(
     saliency, context = as_stored(saliency, shown_to(selector, context))
     kept = selector.select(saliency, context)
     rows = context.batch, context.kv_heads
-    kept = check_indices(selector, kept, rows, context.key_len, checks)
+    if not tested:
+        kept = check_indices(selector, kept, rows, context.key_len, checks)
     counts = known_counts(selector, context)
-    if counts is not None:
+    if counts is not None and not tested:
         _check_counts(selector, kept, counts, checks)
     return kept, counts
 
@@ -158,16 +180,25 @@ def passed_on_by(
     saliency: Tensor | None,
     context: LayerContext,
     checks: DeferredChecks,
+    *,
+    tested: bool = False,
 ) -> Tensor | None:
     """Call a propagation policy on a layer, and check the new tokens that go on; None for all.
+
+    Args:
+        propagation: The propagation policy.
+        saliency: The layer's saliency, if the propagation policy needs it.
+        context: The layer.
+        checks: Collects the conditions to check later.
+        tested: Whether the indices need no check; see `is_tested`.
 
     Raises:
         TypeError: The propagation policy returns neither a tensor nor None.
         ShapeError: The axes are not those of indices into the new tokens.
     """
     passed = propagation.propagate(saliency, shown_to(propagation, context))
-    if passed is None:
-        return None
+    if passed is None or tested:
+        return passed
     passed = check_indices(propagation, passed, (context.batch,), context.new_len, checks)
     new_len = context.new_len
     last = pad(passed, (1, 0), value=-1)[:, -1]  # -1 where nothing is passed on

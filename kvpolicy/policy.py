@@ -15,6 +15,7 @@ from torch import Tensor
 from kvpolicy.checks import check_count, check_kind
 from kvpolicy.context import LayerContext
 from kvpolicy.decision import Decision
+from kvpolicy.declarations import is_tested
 from kvpolicy.decoding import DecodingEviction, check_tail
 from kvpolicy.deferred_selection import DeferredLayer, check_later, kept_of_all
 from kvpolicy.gapless import check_acting, check_gapless
@@ -299,15 +300,23 @@ class CachePolicy:
             saliency = own if later == self.scorer else saliency
         if needed and saliency is None:
             assert self.scorer is not None
-            saliency = saliency_of(self.scorer, context, checks)
+            saliency = saliency_of(self.scorer, context, checks, tested=self.is_tested(self.scorer))
         kept = undecided = counts = None
         if self.decides_later:
             undecided = DeferredLayer.of(context, saliency if selects else None)
         else:
-            kept, counts = kept_by(self.selector, saliency, context, checks)
+            kept, counts = kept_by(
+                self.selector, saliency, context, checks, tested=self.is_tested(self.selector)
+            )
         passed = None
         if propagates:
-            passed = passed_on_by(self.propagation, saliency, context, checks)
+            passed = passed_on_by(
+                self.propagation,
+                saliency,
+                context,
+                checks,
+                tested=self.is_tested(self.propagation),
+            )
         return Decision(kept, passed, state, saliency, undecided, counts)
 
     def score(self, context: LayerContext) -> Tensor:
@@ -321,7 +330,7 @@ class CachePolicy:
         assert self.scorer is not None
         checks = DeferredChecks()
         with torch.autocast(context.keys.device.type, enabled=False):
-            saliency = saliency_of(self.scorer, context, checks)
+            saliency = saliency_of(self.scorer, context, checks, tested=self.is_tested(self.scorer))
         checks.look()
         return saliency
 
@@ -367,8 +376,16 @@ class CachePolicy:
         with torch.autocast(context.keys.device.type, enabled=False):
             if self.propagation.needs_saliency and saliency is None:
                 assert self.scorer is not None
-                saliency = saliency_of(self.scorer, context, checks)
-            passed = passed_on_by(self.propagation, saliency, context, checks)
+                saliency = saliency_of(
+                    self.scorer, context, checks, tested=self.is_tested(self.scorer)
+                )
+            passed = passed_on_by(
+                self.propagation,
+                saliency,
+                context,
+                checks,
+                tested=self.is_tested(self.propagation),
+            )
         checks.look()
         return passed
 
@@ -389,6 +406,21 @@ class CachePolicy:
         if count not in known:
             known[count] = self.propagation.acting_layers(count)
         return context.layer_idx in known[count]
+
+    def is_tested(self, part: Part) -> bool:
+        """True if what a part of this policy returns needs no check; see `declarations.is_tested`.
+
+        Args:
+            part: The policy's scorer, selector or propagation policy.
+        """
+        known = self._tested
+        if id(part) not in known:
+            known[id(part)] = is_tested(part)
+        return known[id(part)]
+
+    @functools.cached_property
+    def _tested(self) -> dict[int, bool]:
+        return {}  # by the id of the part
 
     # Declarations of the parts, which are frozen: asked for once, and not at every layer.
 

@@ -118,6 +118,39 @@ def select_top(
     return compress(chosen, most)
 
 
+def select_between(saliency: Tensor, count: int, *, first: int = 0, tail: int = 0) -> Tensor:
+    """Choose the first tokens, the last ones and the most salient others of unpadded rows.
+
+    Chooses what `select_top` chooses if these are the protected tokens and all others are valid,
+    with fewer operations.
+
+    Args:
+        saliency: float ``[batch, heads, length]``, larger means keep.
+        count: Number of tokens to choose in every head, at least ``first + tail``.
+        first: Number of first tokens to keep.
+        tail: Number of last tokens to keep.
+
+    Returns:
+        int64 ``[batch, heads, count]``, ascending.
+
+    Example:
+        >>> select_between(torch.tensor([[[0.1, 0.9, 0.5, 0.9, 0.0]]]), 2, tail=1)
+        tensor([[[1, 4]]])
+    """
+    length, free = saliency.shape[-1], count - first - tail
+    middle = saliency[..., first : length - tail]
+    lowest = torch.finfo(saliency.dtype).min
+    order = middle.nan_to_num(nan=lowest, neginf=lowest)
+    order = order.argsort(dim=-1, descending=True, stable=True)[..., :free]
+    chosen = order.sort(dim=-1).values
+    parts = [chosen.add_(first) if first else chosen]
+    for start, stop in ((0, first), (length - tail, length)):
+        if start < stop:
+            own = torch.arange(start, stop, device=saliency.device)
+            parts.insert(1 if start else 0, own.expand(*saliency.shape[:2], -1))
+    return torch.cat(parts, dim=-1) if len(parts) > 1 else chosen
+
+
 def highest(saliency: Tensor, candidates: Tensor, counts: Sequence[int]) -> Tensor:
     """Choose the most salient candidates of every row; of equals the earlier, NaN last.
 
@@ -169,28 +202,35 @@ def compress(chosen: Tensor, length: int) -> Tensor:
     return indices[..., chosen.shape[-1] - length :]
 
 
-def gather_slots(tensor: Tensor, indices: Tensor) -> Tensor:
+def gather_slots(tensor: Tensor, indices: Tensor, *, padded: bool = True) -> Tensor:
     """Gather slots of keys or values by index; index -1 gives zeros.
 
     Args:
         tensor: ``[batch, heads, length, head_dim]``.
         indices: int64 ``[batch, heads or 1, count]``; 1 if all heads use the same indices.
+        padded: Whether any index may be -1.
 
     Returns:
         ``[batch, heads, count, head_dim]``, a copy.
     """
+    if not padded:
+        index = indices[..., None].expand(-1, tensor.shape[1], -1, tensor.shape[-1])
+        return tensor.gather(2, index)
     index = indices.clamp(min=0)[..., None].expand(-1, tensor.shape[1], -1, tensor.shape[-1])
     return tensor.gather(2, index).masked_fill_((indices < 0)[..., None], 0)
 
 
-def gather_positions(positions: Tensor, indices: Tensor) -> Tensor:
+def gather_positions(positions: Tensor, indices: Tensor, *, padded: bool = True) -> Tensor:
     """Gather entries of the last axis by index; index -1 gives -1.
 
     Args:
         positions: int64 ``[..., length]``.
         indices: int64 ``[..., count]``.
+        padded: Whether any index may be -1.
 
     Returns:
         int64 ``[..., count]``.
     """
+    if not padded:
+        return positions.gather(-1, indices)
     return positions.gather(-1, indices.clamp(min=0)).masked_fill_(indices < 0, -1)

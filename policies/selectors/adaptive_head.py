@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 import attrs
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvpolicy.attention import group_mean
 from kvpolicy.checks import check_count, check_rate
 from kvpolicy.context import LayerContext
 from kvpolicy.host_counts import on_device
+from kvpolicy.interfaces import KVSelector
 from kvpolicy.policies.documentation import documented
 from kvpolicy.policies.selectors.shared_budget import SharedBudgetSelector
 from kvpolicy.selection import compress, ranks
@@ -65,6 +68,8 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
         Heads that keep fewer than others are filled with -1 on the left.
         """
         assert saliency is not None
+        if context.unpadded and context.heads.shares == 1 and self._protects_by_slot(context):
+            return self._selected(group_mean(saliency, context.kv_heads), context)
         scores = context.heads.gather(group_mean(saliency, context.kv_heads))
         valid = context.heads.gather(context.valid)
         protected = context.heads.gather(self.protected(context))
@@ -85,3 +90,29 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
         free = mean.maximum(fixed) - fixed
         own = (free.double() * self.floor).long()
         return own, protected.shape[1] * (free - own)
+
+    def _protects_by_slot(self, context: LayerContext) -> bool:
+        """True if the protected tokens are the first slots and the last, and are not all."""
+        whole = not self.protect or context.held_len == context.seen_len
+        own = type(self).protected is KVSelector.protected
+        alike = len(set(context.seen_len)) == 1
+        return whole and own and alike and self.protect + self.window_size < context.key_len
+
+    def _selected(self, scores: Tensor, context: LayerContext) -> Tensor:
+        """Select as `select` does, of rows of one length without padding."""
+        fixed, heads = self.protect + self.window_size, context.kv_heads
+        free = max(self._free(context.seen_len[0], 0), fixed) - fixed
+        own = int(free * self.floor)
+        last = context.key_len - self.window_size
+        lowest = torch.finfo(scores.dtype).min
+        middle = scores[..., self.protect : last].nan_to_num(nan=lowest, neginf=lowest)
+        chosen = torch.zeros_like(middle, dtype=torch.bool)
+        if own:
+            order = middle.argsort(dim=-1, descending=True, stable=True)[..., :own]
+            chosen.scatter_(-1, order, True)
+            middle = middle.masked_fill(chosen, -torch.inf)
+        order = middle.flatten(1).argsort(dim=-1, descending=True, stable=True)
+        shared = min(heads * (free - own), middle.shape[-1] * heads - heads * own)
+        chosen.view(len(chosen), -1).scatter_(-1, order[:, : max(shared, 0)], True)
+        chosen = pad(chosen, (self.protect, self.window_size), value=True)
+        return compress(chosen, int(chosen.sum(dim=-1).max()))

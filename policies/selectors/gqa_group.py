@@ -15,7 +15,7 @@ from kvpolicy.context import LayerContext
 from kvpolicy.host_counts import counts_under, known_counts, protected_counts
 from kvpolicy.interfaces import KVSelector
 from kvpolicy.policies.documentation import documented
-from kvpolicy.selection import head_budgets, select_top
+from kvpolicy.selection import head_budgets, select_between, select_top
 
 
 @documented
@@ -80,9 +80,25 @@ class GQAGroupSelector(KVSelector):
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
         assert saliency is not None
+        count = self._count_of_unpadded(context)
+        if count is not None:
+            scores = group_mean(saliency, context.kv_heads)
+            return select_between(scores, count, first=self.protect, tail=self.window_size)
         valid, protected = context.valid, self.protected(context)
         budgets = known_counts(self, context) or head_budgets(
             self.budget, context.seen_len, valid=valid, protected=protected
         )
         scores = group_mean(saliency, context.kv_heads)
         return select_top(scores, budgets, valid=valid, protected=protected)
+
+    def _count_of_unpadded(self, context: LayerContext) -> int | None:
+        """Return the count of every head, if no slot is padding and slots say what is protected.
+
+        In a later turn, the first tokens of a context may be gone.
+        """
+        whole = not self.protect or context.held_len == context.seen_len
+        counts = known_counts(self, context) if context.unpadded and whole else None
+        own = type(self).protected is KVSelector.protected
+        if counts is None or not own or len(set(counts)) > 1:
+            return None
+        return counts[0] if self.protect + self.window_size <= counts[0] else None

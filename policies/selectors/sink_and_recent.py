@@ -83,9 +83,22 @@ class SinkAndRecentSelector(KVSelector):
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
         """Return the kept indices ``[batch, kv_heads, kept_len]``; see `KVSelector.select`."""
+        counts = known_counts(self, context)
+        if counts is not None and self._by_slots(context, counts):
+            first = min(self.protected_first, counts[0])
+            device, length = context.keys.device, context.key_len
+            recent = torch.arange(length - counts[0] + first, length, device=device)
+            kept = torch.cat([torch.arange(first, device=device), recent])
+            return kept.expand(context.batch, context.kv_heads, -1)
         valid, protected = context.valid, self.protected(context)
-        budgets = known_counts(self, context) or head_budgets(
+        budgets = counts or head_budgets(
             self.budget, context.seen_len, valid=valid, protected=protected
         )
         recency = torch.arange(context.key_len, dtype=torch.float64, device=valid.device)
         return select_top(recency.expand(valid.shape), budgets, valid=valid, protected=protected)
+
+    def _by_slots(self, context: LayerContext, counts: tuple[int, ...]) -> bool:
+        """True if slots alone say what is kept: no padding, and no protected token has gone."""
+        held = self.protect <= self.num_sinks or context.held_len == context.seen_len
+        own = type(self).protected is SinkAndRecentSelector.protected
+        return context.unpadded and held and own and len(set(counts)) == 1

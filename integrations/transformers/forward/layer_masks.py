@@ -84,6 +84,7 @@ class LayerMasks:
         self._causal: dict[tuple[int, int, bool], Mask] = {}  # by lengths, and if None is allowed
         self._own_blocks: dict[int, tuple[Any, Tensor | None]] = {}  # by the id of the mask
         self._lower_right = LowerRight()
+        self._new_positions: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def enter(self, layer: PolicyLayer) -> None:
         """Work out where the keys of a layer stand, before it runs."""
@@ -139,7 +140,12 @@ class LayerMasks:
         """Return the positions ``[batch, kv_heads, key_len]`` of all keys that the layer sees."""
         if self._combined is not None:
             return self._combined.to(device).expand(-1, kv_heads, -1)
-        new = self._reach.positions.to(device)[:, None].expand(-1, kv_heads, -1)
+        places, how = self._reach.positions, (kv_heads, device)
+        known = self._new_positions.get(how)  # the same at all layers until some pass on fewer
+        if known is None or known[0] is not places:
+            known = places, places.to(device)[:, None].expand(-1, kv_heads, -1)
+            self._new_positions[how] = known
+        new = known[1]
         held = None if layer.contents.held is None else layer.positions
         return new if held is None else torch.cat([held.expand(-1, kv_heads, -1), new], dim=2)
 
@@ -287,6 +293,9 @@ class LayerMasks:
         query_len = self._reach.valid.shape[1]
         spare = self._spares and not layer.one_choice
         if plain and spare and query_len == 1:
+            return None
+        same = self._implementation == "sdpa" and layer.contents.held is None
+        if plain and spare and same:  # its kernels know causal order
             return None
         if blocks and own is None and self._may_attend_in_blocks(index):
             self.blocks = self._blocks_of(index, hidden.device)

@@ -51,6 +51,8 @@ class ReachingTokens:
         self.beside: tuple[Tensor, ...] = ()
         self._streams_axis = 1
         self._lengths: tuple[int, ...] | None = None
+        # What the layer before was given, by name, and cut to the tokens that reach it.
+        self._cut: dict[tuple[str, int], tuple[Any, Any]] = {}
 
     def token_axis(self, hidden: Tensor) -> int:
         """Return the axis of tokens in hidden states, which follows the axis of rows."""
@@ -86,12 +88,18 @@ class ReachingTokens:
         """Return a layer's arguments ``kwargs``, made for all tokens, for those that reach it."""
         if self.slots is None:
             return kwargs
-        ours = {
-            name: each
-            for name, each in kwargs.items()
-            if any(each is beside for beside in self.beside)
-        }
-        return {**cut_arguments(kwargs, self.slots, self.count), **ours}
+        known, self._cut = self._cut, {}  # layers mostly get the same tensors
+        found = {}
+        for name, each in kwargs.items():
+            if any(each is beside for beside in self.beside):
+                found[name] = each
+                continue
+            cut = known.get((name, id(each)))
+            if cut is None or cut[0] is not each:
+                cut = each, cut_arguments({name: each}, self.slots, self.count)[name]
+            self._cut[name, id(each)] = cut
+            found[name] = cut[1]
+        return found
 
     def taken(self, hidden: Tensor, slots: Tensor) -> Tensor:
         """Take the hidden states of the tokens in ``slots`` ``[batch, count]``."""
@@ -120,7 +128,7 @@ class ReachingTokens:
     def pass_on(self, passed: Tensor) -> None:
         """Go on with the tokens in ``passed`` ``[batch, count]``, -1 on padding."""
         self.positions = gather_positions(self.positions, passed)
-        self.valid = self.positions >= 0
+        self.valid, self._cut = self.positions >= 0, {}
         self._lengths = tuple(self.valid.sum(dim=1).tolist())
         self.padded = min(self._lengths) < self.valid.shape[1] or self.padded
         self.slots = passed if self.slots is None else gather_positions(self.slots, passed)

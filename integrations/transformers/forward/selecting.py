@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvpolicy.context import LayerContext
 from kvpolicy.decision import Decision
+from kvpolicy.declarations import declares
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.forward.chunks import AtEnd, Chunks
 from kvpolicy.integrations.transformers.forward.closing_gaps import closed_up, without_gaps
@@ -73,6 +74,11 @@ class Select(AtEnd):
         """Let the policy decide at a layer."""
         layer, window = at.layers[index], at.masks.windows[index]
         layer.facts.query_heads, layer.facts.scores = inputs.queries.shape[1], inputs.scores
+        if window is None and self._keeps_all(at, index, inputs, stored):
+            positions = at.masks.positions(layer, stored[0].shape[1], stored[0].device)
+            layer.facts.expands = False
+            layer.store_all(*stored, positions, at.held_len(layer))
+            return
         context = self.context(at, index, inputs, stored)
         if at.policy.decoding is not None:
             context = self._with_carried(at, layer, context)
@@ -86,6 +92,16 @@ class Select(AtEnd):
             self._choose(at, layer, candidates)
         else:
             self._keep_window(at, layer, candidates, window)
+
+    def _keeps_all(
+        self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
+    ) -> bool:
+        """True if a layer keeps and passes on all tokens without asking any part."""
+        policy, layer = at.policy, at.layers[index]
+        plain = type(layer) is PolicyLayer and inputs.keys.shape[1] == stored[0].shape[1]
+        asks = policy.decoding is not None or policy.gapless or index in self.history.layers
+        acts = index in at.call.model.acting or policy.decides_later
+        return plain and not asks and not acts and declares(policy.selector, "keeps_all")
 
     def _keep_window(
         self, at: PassState, layer: PolicyLayer, candidates: _Candidates, window: int
@@ -130,8 +146,13 @@ class Select(AtEnd):
         borrows = isinstance(layer, IndexedLayer) and layer.borrows
         if not borrows or self._kept is None:
             assert decision.kept is not None
-            # Clamped, since the parts' answers are checked only later and may be out of range.
-            self._kept = decision.kept.clamp(min=-1, max=keys.shape[2] - 1), decision.counts
+            kept = decision.kept
+            if not at.policy.is_tested(at.policy.selector):
+                # What the parts return is checked only later, and may be out of range.
+                said = decision.counts
+                full = said is not None and min(said) == kept.shape[2]
+                kept = kept.clamp(min=0 if full else -1, max=keys.shape[2] - 1)
+            self._kept = kept, decision.counts
         kept, counts = self._kept
         if at.policy.gapless:
             self._store_closed_up(at, layer, candidates, kept, counts)

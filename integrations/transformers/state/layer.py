@@ -174,8 +174,16 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._is_whole(keys, positions, kept, whole):
             self._hold(keys, values, positions, room, counts=counts)
         else:
-            chosen = gather_positions(positions, kept)
+            padded = counts is None or min(counts) < kept.shape[2]
+            chosen = gather_positions(positions, kept, padded=padded)
             self._hold(keys, values, chosen, room, kept, counts=counts)
+
+    def store_all(
+        self, keys: Tensor, values: Tensor, positions: Tensor, counts: tuple[int, ...] | None
+    ) -> None:
+        """Keep all slots that the layer sees; see `store`."""
+        self.contents = LayerContents()
+        self._hold(keys, values, positions, self.room, counts=counts)
 
     @staticmethod
     def _is_whole(keys: Tensor, positions: Tensor, kept: Tensor, whole: bool | None) -> bool:
@@ -232,7 +240,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         elif kept is None:
             held = self.storage.hold(keys, values)
         else:
-            held = self.storage.hold(gather_slots(keys, kept), gather_slots(values, kept))
+            taken = (gather_slots(each, kept, padded=padded) for each in (keys, values))
+            held = self.storage.hold(*taken)
         held = held.with_room(room) if room else held
         observed = self.contents.observed
         self.contents = LayerContents(held, chosen, padded, ragged, counts, observed)
