@@ -1,4 +1,4 @@
-"""Say of which passes a forward is made, by situation.
+"""List the passes that a forward is made of, situation by situation.
 
 | situation | passes |
 |---|---|
@@ -39,7 +39,7 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 
 @attrs.frozen(eq=False)
 class Arrival:
-    """A forward that is about to run.
+    """A forward that is about to run, with all that decides its passes.
 
     Args:
         call: What it asks for.

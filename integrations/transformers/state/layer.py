@@ -90,7 +90,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.contents = attrs.evolve(self.contents, observed=observed)
 
     def loosen(self, loose: Loose) -> None:
-        """Hold slots that another object keeps unsorted; they are sorted when first read.
+        """Let another object hold the slots, unsorted; they are sorted when first read.
 
         ``loose`` returns their keys, values and positions in ascending order of position.
         """
@@ -397,17 +397,17 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.follow(tokens)
 
     def beside(self) -> Any:
-        """Return what the layer holds beside keys and values, unchanged by later forwards."""
+        """Return what the layer holds in addition to `contents`, unchanged by later forwards."""
         return None
 
     def restore(self, contents: LayerContents, beside: Any, tokens: SeenTokens | None) -> None:
-        """Hold again what was held before, in ``contents``, `beside` and ``tokens``."""
+        """Restore what was recorded: ``contents``, the result of `beside`, and ``tokens``."""
         self.contents, self.tokens = contents, tokens
         self._joined = self.loose = None
         self.is_initialized = contents.held is not None
 
     def nbytes(self) -> int:
-        """Return the bytes of the storages behind keys and values, reserved memory included."""
+        """Return the bytes of all memory for keys and values, reserved memory included."""
         return 0 if self.held is None else self.held.nbytes()
 
     def taken_nbytes(self) -> int:
@@ -415,7 +415,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return 0 if self.held is None else self.held.taken_nbytes()
 
     def beside_nbytes(self) -> int:
-        """Return the bytes held per slot beside its keys and values, in one row."""
+        """Return the bytes held per slot in addition to keys and values, in one row."""
         return 0
 
     def state_nbytes(self) -> int:
