@@ -151,7 +151,7 @@ class Arriving:
         """Check that the call and the configuration let the decoder use a cache.
 
         Raises:
-            UnsupportedGenerationError: It is told to use none.
+            UnsupportedGenerationError: ``use_cache`` is False.
         """
         asked, config = arguments.get("use_cache"), self.model.parts.config
         name = "use_cache" if asked is not None else "use_cache of the model's config"

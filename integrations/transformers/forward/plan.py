@@ -52,7 +52,7 @@ class Arrival:
         missing: Number of columns of the prompt that are still to be read, those of the forward
             included; 0 if its end is unknown.
         chunks: The chunks of the prompt before it; None if it is the first.
-        remember: Called with the chunks of the prompt so far, if the prompt goes on.
+        remember: Called with the chunks of the prompt so far, if more of the prompt follows.
     """
 
     call: Call

@@ -50,7 +50,7 @@ class ModelParts:
         attentions: The attention module of each layer; None if a layer does not attend, or attends
             with a function of its own.
         own_caches_only: Whether the decoder refuses caches of other classes than its own. It does
-            not check the class if it is told to use no cache, and its layers use the one they are
+            not check the class if ``use_cache`` is False, and its layers use the one they are
             given.
         windows: For each layer, how many tokens its sliding window sees, the token itself included;
             None if it sees all.

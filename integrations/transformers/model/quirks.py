@@ -9,8 +9,8 @@ import attrs
 class ModelQuirks:
     """A set of flags for shortcuts that are right on nearly all models.
 
-    If the self-check finds wrong results on a model, it switches shortcuts off one after the other
-    and keeps the setting that helps. What is wrong even then is refused.
+    If the self-check finds wrong results on a model, it tries again without some shortcuts, and
+    keeps the set of flags with the fewest faults. What is still wrong is refused.
 
     Args:
         narrows: Whether a layer may be run for only some of the tokens that reach it.
