@@ -169,13 +169,12 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             whole: Whether ``kept`` is all slots; None if unknown.
         """
         observed = RecentQueries(carried=None if carried is None else gather_slots(carried, kept))
-        self.contents = LayerContents(observed=observed)
         room = self.room if room is None else room
         if self._is_whole(keys, positions, kept, whole):
-            self._hold(keys, values, positions, room, counts=counts)
+            self._hold(keys, values, positions, room, counts=counts, observed=observed)
         else:
             chosen = gather_positions(positions, kept)
-            self._hold(keys, values, chosen, room, kept, counts=counts)
+            self._hold(keys, values, chosen, room, kept, counts=counts, observed=observed)
 
     @staticmethod
     def _is_whole(keys: Tensor, positions: Tensor, kept: Tensor, whole: bool | None) -> bool:
@@ -204,6 +203,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         kept: Tensor | None = None,
         *,
         counts: tuple[int, ...] | None = None,
+        observed: RecentQueries | None = None,
     ) -> None:
         """Hold the slots ``kept`` of these keys and values, or all slots if ``kept`` is None.
 
@@ -234,7 +234,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         else:
             held = self.storage.hold(gather_slots(keys, kept), gather_slots(values, kept))
         held = held.with_room(room) if room else held
-        observed = self.contents.observed
+        observed = self.contents.observed if observed is None else observed
         self.contents = LayerContents(held, chosen, padded, ragged, counts, observed)
         self._joined = self.loose = None
         self.dtype, self.device = keys.dtype, keys.device
