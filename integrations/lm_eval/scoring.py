@@ -203,7 +203,7 @@ class CacheScorer:
 def _costs(
     held: RowsHeld, row: int, request: Continuation, prefill: float, total: float
 ) -> RequestCosts:
-    """Return a continuation's costs, context tokens behind its document included.
+    """Return a continuation's costs, context tokens after its document included.
 
     Those tokens are all kept; each is taken to need as many bytes as a kept token of the document.
     """

@@ -1,4 +1,4 @@
-"""Define what Transformers asks of a cache, answered by the dispatcher of its forwards."""
+"""Define the methods that Transformers calls on a cache; the cache's dispatcher does the work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
     Models and `generate` call its methods. `PolicyCache` adds what users call.
 
     Args:
-        reader: Handles the forwards.
+        reader: The dispatcher of the cache's forwards.
     """
 
     def __init__(self, reader: ForwardDispatcher) -> None:
@@ -32,7 +32,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         self.layers: list[PolicyLayer] = reader.layers
 
     def _run(self) -> PassRun:
-        """Return the run of the decoder that is under way.
+        """Return the current run of the decoder.
 
         Raises:
             NotAttachedError: There is none, since the cache is not attached to the model that
@@ -115,7 +115,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        """Add the new inputs of a layer's convolution; return them behind the earlier ones.
+        """Add the new inputs of a layer's convolution; return the earlier inputs and the new ones.
 
         Raises:
             NotAttachedError: The cache is not attached to the model that calls.
@@ -163,7 +163,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
 
     @property
     def static(self) -> StaticDecoding | RollingDecoding | None:
-        """The decoding into fixed buffers that is under way, or None; compiled hooks use it."""
+        """The current decoding into fixed buffers, or None; compiled hooks use it."""
         return self._reader.fixed.buffers
 
     @property

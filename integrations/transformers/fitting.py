@@ -1,4 +1,4 @@
-"""Check that what a cache holds, and its policy, fit a model, and adapt its layers to the model."""
+"""Check that a cache and its policy fit a model, and prepare the cache's layers for the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvpolicy.integrations.transformers.state.storage import PlainStorage
 
 
 def fit(reader: ForwardDispatcher, parts: ModelParts, loaded_for: ModelFingerprint | None) -> None:
-    """Make the layers of an empty cache, or check that those of a filled one fit a model.
+    """Make the layers of an empty cache, or check that the layers of a filled one fit a model.
 
     Args:
         reader: The dispatcher of the cache.
@@ -112,7 +112,7 @@ def _check_kinds(reader: ForwardDispatcher, parts: ModelParts) -> None:
 
 
 def find_heads(reader: ForwardDispatcher, parts: ModelParts) -> None:
-    """Find how the heads of a model's layers are spread, and whether they show queries."""
+    """Find how layers' heads are spread over processes, and whether queries can be observed."""
     tp_size = getattr(parts.model, "tp_size", None) or 1
     for layer, attention in zip(reader.layers, parts.attentions, strict=True):
         layer.facts.shows_queries = attention is not None or not layer.attends

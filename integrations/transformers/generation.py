@@ -45,7 +45,8 @@ def wrap_generate() -> None:
     """Wrap `GenerationMixin.generate`, once, so that a policy cache is attached while it runs.
 
     `generate` does not tell a user's cache which model it belongs to, and no other public place
-    does. Calls without a policy cache pass straight through.
+    does. Calls without a policy cache pass straight through. Only importing this package wraps
+    `generate`; other imports of the library change nothing in Transformers.
     """
     with _lock:
         original = GenerationMixin.generate
@@ -89,7 +90,9 @@ def _check_is_no_policy(cache: Any) -> None:
 
 @attrs.frozen
 class Turn:
-    """The turn that a call of `generate` starts; see `ForwardDispatcher.new_turn`.
+    """A turn: the new prompt of one `generate` call and the answer to it.
+
+    See `ForwardDispatcher.new_turn`.
 
     Args:
         given: The inputs of the call.
@@ -121,7 +124,7 @@ class Turn:
         return cache.reader.new_turn(prompt_end, may_be_static=self.may_be_static)
 
     def note_answer(self, cache: PolicyCache, output: Any) -> None:
-        """Tell a cache the ids of an answer, which forwards into fixed buffers do not show."""
+        """Give a cache the ids of an answer, which decoding into fixed buffers does not record."""
         sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", None)
         first = self.given.context_len
         if self.may_be_static and isinstance(sequences, Tensor) and first:

@@ -117,7 +117,7 @@ class UndeclaredDrop(TokenSelectivePropagation):
 def test_neither_are_selectors_and_propagation_shown_more() -> None:
     policy = CachePolicy(TurnedBackScorer(), Undeclared(0.5), UndeclaredDrop(2, 0.5))
     assert policy.decide(context_of()).passed_on is not None
-    assert CachePolicy.history_layers.fget(policy) == 0  # type: ignore[attr-defined]
+    assert policy.history_layers == 0
     assert policy.needs_rotary
     assert not policy.needs_output_weight
 

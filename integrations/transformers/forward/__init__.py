@@ -1,1 +1,1 @@
-"""Run one forward of a model under a policy: read inputs, let layers attend, keep and drop."""
+"""Run the forwards of a model under a policy; `plan` lists the passes of each."""

@@ -1,4 +1,4 @@
-"""Read and check a forward that a cache is about to take up."""
+"""Read and check the arguments of a forward before the forward runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvpolicy.integrations.transformers.model.both_ways import cuts_of
 
 @attrs.frozen(eq=False)
 class Arriving:
-    """A forward that a cache is about to take up.
+    """A forward of which nothing is read yet: the call around it, and what the cache has read.
 
     Args:
         model: What is known of the model and of the policy placed on it.
@@ -148,10 +148,10 @@ class Arriving:
             )
 
     def check_cache_is_used(self, arguments: dict[str, Any]) -> None:
-        """Check that the decoder is told to use a cache.
+        """Check that the call and the configuration let the decoder use a cache.
 
         Raises:
-            UnsupportedGenerationError: It is told to use none.
+            UnsupportedGenerationError: ``use_cache`` is False.
         """
         asked, config = arguments.get("use_cache"), self.model.parts.config
         name = "use_cache" if asked is not None else "use_cache of the model's config"

@@ -1,4 +1,4 @@
-"""Say how the layers of a pass attend: which arguments they get, and how attention is computed."""
+"""Prepare the arguments of each layer in a pass, and compute its attention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvpolicy.integrations.transformers.state.recurrent import RecurrentLayer, S
 
 
 class LayerAttention:
-    """How the current layer of a pass attends.
+    """The attention of a pass's current layer: its arguments, and how it is computed.
 
     Args:
         call: What the forward asks for.
@@ -38,8 +38,8 @@ class LayerAttention:
         packed: Whether the layer must still attend to packed keys.
         places: The positions at which it reads its tokens.
         narrowed: Its second run, for some of its tokens; None if it runs once.
-        told: The columns that its attention was told for its keys and queries; None if it has not
-            asked.
+        told: The columns that the cache has given its attention for keys and queries; None if its
+            attention has not asked.
     """
 
     def __init__(self, call: Call, made: Pass, at: PassState) -> None:
@@ -165,7 +165,7 @@ class LayerAttention:
         self.places = given if isinstance(given, Tensor) and usable else self._reach.positions
 
     def columns(self, index: int) -> Columns | None:
-        """Return the key and query columns that a layer's attention is told, if it asks for them.
+        """Return the columns of keys and queries to give a layer's attention, if it asks for them.
 
         None means that the columns held are right, before anything was dropped or evicted.
 

@@ -70,7 +70,7 @@ class LowerRight:
 
 @attrs.frozen(eq=False)
 class Blocks:
-    """A rule for how a layer's queries see its keys, the last of which are their own.
+    """A way to attend in blocks: each block of queries sees the keys up to its last token.
 
     Args:
         implementation: The model's attention implementation; its masks must be tensors.

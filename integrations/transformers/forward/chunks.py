@@ -2,6 +2,9 @@
 
 Each chunk leaves the queries that the policy looks at. If the scorer sums over all queries, each
 chunk leaves the sums instead: its queries have then seen the same keys as in one forward.
+
+With the first chunk, layers reserve memory for the whole prompt (`Pass.missing`). Later chunks are
+written behind the slots that a recorded state holds, so that undoing a chunk needs no second copy.
 """
 
 from __future__ import annotations
@@ -133,7 +136,7 @@ class Chunks:
 
 
 class InPrompt(AtQueries):
-    """A base for what is done at a prompt's queries: it makes what a layer shows the parts.
+    """A base class for passes over a prompt: it builds the `LayerContext` of each layer.
 
     Args:
         history: The saliency that layers of earlier passes gave to the tokens of this one; None if
@@ -166,7 +169,7 @@ class InPrompt(AtQueries):
     def context(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> LayerContext:
-        """Make what a layer shows; see `AtQueries.observe`."""
+        """Build the `LayerContext` of a layer; see `AtQueries.observe`."""
         layer, policy = at.layers[index], at.policy
         queries, new_valid = self.shown(at, index, inputs.queries)
         positions = at.masks.positions(layer, inputs.keys.shape[1], inputs.keys.device)
@@ -195,7 +198,7 @@ class InPrompt(AtQueries):
 
 
 class Remember(InPrompt):
-    """Remember a chunk's queries; the policy acts at the end of the prompt.
+    """Remember a chunk's queries until the end of the prompt, when the policy acts.
 
     Args:
         chunks: The chunks before it.
@@ -255,7 +258,7 @@ class Remember(InPrompt):
 
 
 class AtEnd(InPrompt):
-    """A base for what is done at the end of a prompt, which may have come in chunks.
+    """A base class for the pass that ends a prompt, which may have come in chunks.
 
     Args:
         chunks: The chunks before the last; None if the prompt came in one forward.

@@ -1,8 +1,10 @@
 """Rotate kept keys to positions without gaps, if the policy is ``gapless``.
 
 The keys of a layer are then at the rotary positions 0, 1, ... in the order of slots, in every row
-and head. This holds before a row's first act; each act closes the gaps it makes, and appended
-tokens follow. So only the number of tokens held must be known.
+and head. This is true before the policy first acts on a row. Whenever the policy acts, kept keys
+are rotated back by as many places as were left out before them, and appended tokens follow directly
+(`SeenTokens.skipped`, as after a restart). So the slots say where keys are, and nothing more is
+saved, copied or reordered. All heads of all layers must keep equal numbers of a row's tokens.
 """
 
 from __future__ import annotations

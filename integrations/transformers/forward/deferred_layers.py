@@ -1,4 +1,12 @@
-"""Let layers keep all of a prompt until every layer was scored, and choose then."""
+"""Let layers keep all of a prompt until every layer was scored, and choose then.
+
+This is needed if a selector decides for all layers together, or if the policy reads its prompt
+twice. The keys and values to choose among are held apart from the layer, with an outline of its
+context but without queries. Once the decoder's output is known, `choose` stores what each layer
+keeps. Where a sliding window bounds a row of a layer, there is nothing to choose. A layer behind a
+drop has fewer tokens, and so gets a smaller part of the budget, which is the sum of what every head
+would keep by itself.
+"""
 
 from __future__ import annotations
 

@@ -39,10 +39,10 @@ from kvpolicy.policy import CachePolicy
 class ForwardDispatcher:
     """A dispatcher that a model's hooks call; it holds the state that forwards change.
 
-    A cache has one dispatcher. A forward appends its tokens, unless it starts a turn: then the
-    policy acts on them. If the end of the prompt is known, a forward that ends before it is one
-    chunk of the prompt, and is appended until the end comes. A forward that goes beyond the end
-    brings draft tokens, and is read as two.
+    A cache has one dispatcher. The policy acts on a forward that starts a turn, as the first one of
+    a `generate` call does; other forwards append. If the end of the prompt is known, a forward that
+    ends before it brings one chunk, and the policy acts on the forward that reaches the end. A
+    forward that goes beyond the end brings draft tokens, and is read as two.
 
     Args:
         policy: Which tokens to keep.
@@ -96,7 +96,7 @@ class ForwardDispatcher:
 
     @property
     def chunks(self) -> Chunks | None:
-        """What the chunks of a prompt that has not ended left; None without any."""
+        """The record of an unfinished prompt's chunks; None if there are none."""
         return self.now.chunks
 
     @property
@@ -139,7 +139,7 @@ class ForwardDispatcher:
 
     @property
     def room(self) -> int:
-        """The number of slots to reserve in each layer behind the kept ones."""
+        """The number of slots to reserve in each layer after the kept ones."""
         return self.room_for(self.max_new_tokens)
 
     def room_for(self, longest: int | None) -> int:
@@ -154,7 +154,7 @@ class ForwardDispatcher:
         return every if longest is None else min(longest, every)
 
     def recorded(self) -> ReadState:
-        """Record all that forwards change."""
+        """Record everything that forwards change."""
         return attrs.evolve(self.now, layers=held_by(self.layers))
 
     def _go_back(self, before: ReadState) -> None:
@@ -172,7 +172,7 @@ class ForwardDispatcher:
         self.now = ReadState()
 
     def take_tokens(self, tokens: SeenTokens) -> None:
-        """Go on as if ``tokens`` had been seen; the layers hold what belongs to them."""
+        """Replace the record of the tokens seen, in the dispatcher and in all layers."""
         self.tokens = tokens
         for layer in self.layers:
             layer.follow(tokens)
@@ -317,7 +317,7 @@ class ForwardDispatcher:
         return Arriving(self.facts, self._outer, self.now, self.acts_next, ends)
 
     def _take_up(self, arguments: dict[str, Any], *, ends: bool) -> dict[str, Any]:
-        """Run the passes of a forward up to the main one; return the arguments of that."""
+        """Run the passes of a forward up to the main one; return the main one's arguments."""
         assert self.attachment is not None
         starts, end = self.acts_next, self.now.prompt_end
         call, incoming, features = self._arriving(ends=ends).read(arguments)
@@ -357,7 +357,7 @@ class ForwardDispatcher:
         }
 
     def _read_prompt(self, arguments: dict[str, Any], missing: int, columns: int) -> dict[str, Any]:
-        """Read the prompt in a forward of its own; return the arguments of the drafts behind it."""
+        """Read the prompt in a separate forward; return the arguments of the drafts after it."""
         assert self.attachment is not None
         seen = self.seen
         prompt = {**span_with_features(arguments, seen, 0, missing), "return_dict": True}

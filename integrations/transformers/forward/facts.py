@@ -1,4 +1,4 @@
-"""Record what is known of a model and its policy, and what one call of the model asks for."""
+"""Record the facts of a model and its policy, and the settings of one forward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpolicy.policy import CachePolicy
 
 @attrs.frozen(eq=False)
 class ModelFacts:
-    """What is known of a model and of the policy placed on it, as long as a cache is attached.
+    """The facts of a model and of the policy placed on it, as long as a cache is attached.
 
     Args:
         parts: The model's modules.
@@ -71,7 +71,7 @@ class ModelFacts:
 
 @attrs.frozen(eq=False)
 class Call:
-    """What one forward of the decoder asks for.
+    """The settings of one forward of the decoder, read from its arguments.
 
     Args:
         model: What is known of the model and of the policy placed on it.
@@ -101,7 +101,7 @@ class Call:
     def of(
         model: ModelFacts, arguments: dict[str, Any], *, own_masks: bool, keep_last: int | None
     ) -> Call:
-        """Read what a forward asks for from the decoder's arguments.
+        """Read the settings of a forward from the decoder's arguments.
 
         Args:
             model: See the class.

@@ -1,7 +1,13 @@
 """Begin, continue and end the decoding of an answer into buffers of a fixed size.
 
+With ``max_new_tokens`` every layer reserves memory for the answer when it reads the prompt. At the
+first decoded token of a greedy or sampled `generate`, the hooks on the model are replaced by two
+(`BeforeLayer` and `before_decoder`) that find the cache in the call, so that the code compiled with
+one cache serves all caches. A compiled step reads only buffers, a counter and a mask.
+
 `generate` asks for a mask before every token. At that moment, between two steps of which any part
-may be compiled, the token is counted and layers choose what they keep.
+may be compiled, the token is counted and layers choose what they keep. When the answer ends, the
+counters say which slots were written.
 """
 
 from __future__ import annotations
@@ -75,7 +81,7 @@ class FixedAnswer:
 
     @property
     def reader(self) -> Answered:
-        """The reader whose answers are decoded."""
+        """The dispatcher of the cache whose answers are decoded."""
         reader = self._reader()
         assert reader is not None
         return reader
@@ -190,7 +196,7 @@ class FixedAnswer:
         return buffers.go_on(layers, self.reader.tokens)
 
     def copied(self, layers: list[PolicyLayer], tokens: SeenTokens) -> SeenTokens:
-        """Bring copies of the layers to a state outside of the buffers.
+        """Bring copies of the layers to the state that the cache has between two steps.
 
         The copies lose a token that not every layer has written, and make the choice that was due
         before the next token.
@@ -237,7 +243,7 @@ class FixedAnswer:
         self._settle(choice)
 
     def _settle(self, choice: StaticChoice) -> None:
-        """Store the pending choices in the layers, and count no token as appended."""
+        """Store the layers' choices; after that, no token counts as appended."""
         choice.take()
         assert self.reader.tokens is not None
         self.reader.tokens = self.reader.tokens.settled()

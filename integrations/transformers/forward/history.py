@@ -1,4 +1,8 @@
-"""Remember the saliency of a prompt's tokens at earlier layers, for use at later layers."""
+"""Remember the saliency of a prompt's tokens at earlier layers, for use at later layers.
+
+`CachePolicy.remembered_layers` says which layers must compute it. It is cut together with the
+tokens that layers pass on, and forgotten once no later layer looks at it.
+"""
 
 from __future__ import annotations
 

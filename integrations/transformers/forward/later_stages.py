@@ -1,4 +1,4 @@
-"""Read the stages of a prompt behind the first one, once the prompt has ended."""
+"""Run the stages of a prompt after the first one, once the prompt has ended; see `stage`."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class SurvivingTokens:
 
 @attrs.frozen(eq=False)
 class LaterStages:
-    """A reader of the stages of a prompt that has ended.
+    """The stages after the first, of a prompt that has ended.
 
     Args:
         call: What the forward asks for.
@@ -125,7 +125,7 @@ class LaterStages:
     def end(
         self, stage: PrefillStage, reach: SurvivingTokens, propagated: dict[int, Tensor]
     ) -> Passes:
-        """Yield the passes of the last stage, whose output is that of the decoder."""
+        """Yield the passes of the last stage, which gives the decoder's output."""
         run = yield from self._passes(stage, reach, [], is_output=True)
         run.propagated.update(propagated)
         passed = run.made.at_queries.passed

@@ -14,8 +14,9 @@ _WHOLE = ("attention_mask", "cross_attention_states")
 def cut_arguments(kwargs: dict[str, Any], slots: Tensor, length: int) -> dict[str, Any]:
     """Return the arguments of a layer for some of its tokens.
 
-    Tensors with an entry for each token, such as rotary embeddings, are cut. The mask is not cut,
-    and neither are tensors with an entry for each image patch.
+    Tensors with an entry for each token, such as rotary embeddings, are cut along the axis of
+    tokens, which may follow other axes. The mask is not cut, and neither are tensors with an entry
+    for each image patch.
 
     Args:
         kwargs: By name, for ``length`` tokens.

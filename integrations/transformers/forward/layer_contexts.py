@@ -1,4 +1,4 @@
-"""Make what a layer shows the parts of a policy."""
+"""Build the `LayerContext` that the parts of a policy get from a layer."""
 
 from __future__ import annotations
 

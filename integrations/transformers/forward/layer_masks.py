@@ -1,4 +1,8 @@
-"""Make each layer's mask in a pass: where its keys stand, what windows and padding hide."""
+"""Make each layer's mask in a pass: where its keys are, and what windows and padding hide.
+
+The model's own mask is right until layers hold or have dropped tokens. After that each layer gets a
+mask of its own length, made from positions. A decoded token without padding needs no mask.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +91,7 @@ class LayerMasks:
         self._new_positions: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def enter(self, layer: PolicyLayer) -> None:
-        """Work out where the keys of a layer stand, before it runs."""
+        """Find the positions of a layer's keys, before the layer runs."""
         self.order = self._combined = None
         if not (self._reach.padded or layer.contents.padded):
             return
@@ -329,7 +333,7 @@ class LayerMasks:
         return self._causal[key]
 
     def _mask_behind_prompt(self, layer: PolicyLayer, window: int, hidden: Tensor) -> Mask:
-        """Make the mask of tokens behind a prompt: they see the kept prompt and a window."""
+        """Make the mask of tokens after a prompt: they see the kept prompt and a window."""
         positions = self.positions(layer, layer.choices, hidden.device)
         heads = layer.facts.query_heads if positions.shape[1] > 1 else 1
         before, since = self._before, self._before.rows_since

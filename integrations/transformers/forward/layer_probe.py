@@ -3,6 +3,10 @@
 When a layer is first entered under a policy whose parts need them, its last tokens are run through
 it as far as necessary. Running them at other positions shows which channels are rotated. Replacing
 the outputs of its heads shows which module takes these outputs.
+
+The channels and the module are found once. The frequencies are found at every forward: the rotary
+embedding that a layer is given is compared with the frequencies that the decoder holds, at the
+tokens' own positions. A layer whose results are not as expected is refused by name.
 """
 
 from __future__ import annotations
@@ -221,7 +225,7 @@ class LayerProbe:
         return RotaryChannels(frequencies, scale, channels.to(frequencies.device))
 
     def _are_those(self, turns: RotaryChannels, frequencies: Tensor, scale: float) -> bool:
-        """True if a layer rotated by these frequencies before.
+        """True if the layer rotated by the same frequencies in an earlier forward.
 
         Layers that share a tensor of frequencies are compared once.
         """

@@ -1,8 +1,10 @@
-"""Run a layer for some of its tokens only, after its queries and keys have shown which.
+"""Run a layer for some of its tokens only, once the policy knows which, from queries and keys.
 
 If a layer passes on a fifth of its tokens, its attention, output projection and MLP are needed for
 that fifth only. The layer runs twice. The first run ends when its queries and keys are known, which
-is all that the policy needs. The second run is for the tokens that are passed on, against all keys.
+is all that the policy needs. The second run is for the tokens that are passed on, against all keys
+of the first run. The last layer runs in the same way for the tokens whose logits a call asks for.
+Only outputs that nobody reads are left out, so that all others are the same as without narrowing.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def few_go_on(
     """True if a layer passes on so few tokens that running it twice is worth it.
 
     Args:
-        propagation: Which tokens layers pass on; it acts at the layer.
+        propagation: Which tokens layers pass on; it acts at the layer. If it decides by content,
+            the number of these tokens is unknown, and the answer is True.
         index: Index of the layer.
         num_layers: Number of layers of the model.
         seen: Number of tokens of the longest row's context.

@@ -1,4 +1,4 @@
-"""Remember what the modules around a decoder were called with."""
+"""Remember the arguments of the modules around a decoder, such as the model itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpolicy.integrations.transformers.model.both_ways import types_in
 
 @attrs.define(eq=False)
 class OuterCall:
-    """A call of a model, as far as its decoder is not told.
+    """The arguments of a model's call that the model does not pass to its decoder.
 
     Args:
         keep_last: Number of last tokens whose outputs are asked for; None for all.

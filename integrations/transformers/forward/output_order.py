@@ -87,7 +87,10 @@ class InputOrder:
 
 @attrs.frozen
 class Filling:
-    """Padding behind which a decoder's output has the shape of its input.
+    """Padding on the left that gives a decoder's output the shape of its input.
+
+    The last layer's output is padded, and the padding is cut off the decoder's output again; see
+    `ModelQuirks.refills`.
 
     Args:
         count: Number of tokens of the input.

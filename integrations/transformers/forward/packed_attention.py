@@ -1,4 +1,10 @@
-"""Attend with one decoded token to packed keys and values, without unpacking them."""
+"""Attend with one decoded token to packed keys and values, without unpacking them.
+
+`update` gives a model a stand-in tensor for packed keys. If the stand-in reaches sdpa attention
+unchanged, the attention of one token is computed on the packed form, on a CPU and without a mask.
+All other code reads the layer unpacked: later turns, draft tokens, choices in a bounded answer, and
+other devices. Fixed buffers are padded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a pass: give each layer the tokens that reach it, and its queries to what is done with them.
+"""Run a pass: give each layer the tokens that reach it, and observe its queries.
 
 The hooks on a model's layers and the attention functions call a `PassRun` while it is under way.
 """
@@ -50,7 +50,7 @@ from kvpolicy.selection import gather_slots
 
 
 class PassRun:
-    """A pass under way: its state from the decoder's first layer to the last.
+    """A pass that is running, from the decoder's first layer to the last.
 
     The layers of a model may be on several devices. Tensors about the tokens are on the device of
     the inputs. A layer's tensors, and its context, are on the device of its keys.
@@ -152,7 +152,7 @@ class PassRun:
         return hidden, self._attention.arguments(index, layer, hidden, kwargs)
 
     def _ask(self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> None:
-        """Find what the policy's parts ask for of a layer beside its keys."""
+        """Find a layer's rotary embedding and output projection, if the policy needs them."""
         assert self._probe is not None
         self._probe.enter(
             index,
@@ -240,7 +240,7 @@ class PassRun:
         return self.stage.stub(index, hidden, kwargs)
 
     def _resume(self, index: int, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a layer inside which the stage before has ended."""
+        """Return the arguments of a layer inside which the previous stage ended."""
         assert self.made.stage is not None
         self._attention.narrowed = resumed = self.made.stage.resumed
         assert resumed is not None
@@ -313,7 +313,7 @@ class PassRun:
         self._updated.add(index)
 
     def waits_for(self, keys: Tensor, *, own: bool) -> bool:
-        """True if this call of an attention function is the awaited one.
+        """True if an attention function is called with the keys that `update` returned.
 
         A module with latent attention computes its keys from the tensors it got, one key for each
         token; see `AttentionCallbacks`.
@@ -333,7 +333,7 @@ class PassRun:
         mask: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute a layer's attention, and show its queries; see `AttentionCallbacks`.
+        """Compute a layer's attention, and observe its queries; see `AttentionCallbacks`.
 
         Raises:
             PassEnded: The queries are all that was needed.

@@ -1,6 +1,6 @@
 """Define a pass: one run of the decoder over some tokens, and what is done in its layers.
 
-`plan` says of which passes a forward is made, and `pass_run` runs one.
+`plan` lists the passes of a forward, and `pass_run` runs one of them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class KeyUse(enum.Enum):
 
 
 class PassEnded(Exception):  # noqa: N818 -- not an error: it ends a run early
-    """A signal that ends a run of a layer or of the decoder, once what it is for is known."""
+    """A signal that ends a run of a layer or of the decoder early, once its result is known."""
 
 
 class PassState:
-    """The tokens of a pass under way, and where they stand at the current layer.
+    """The state of a running pass: its tokens, and which of them reach the current layer.
 
     Args:
         call: What the forward asks for.
@@ -97,7 +97,7 @@ class PassState:
 
     @functools.cached_property
     def seen_len(self) -> tuple[int, ...]:
-        """The number of tokens seen in each row, those of the pass included."""
+        """The number of tokens seen in each row, the pass's tokens included."""
         return tuple(self.tokens.lengths.tolist())
 
     def held_len(self, layer: PolicyLayer) -> tuple[int, ...] | None:
@@ -111,7 +111,10 @@ class PassState:
 
 
 class AtQueries:
-    """What is done in every layer of a pass, once its queries and keys are known.
+    """A base class for what a pass does in each layer, once the layer's queries are known.
+
+    By itself it does nothing. Its subclasses are `Ignore`, `Remember`, `Select`, `ChooseTokens`,
+    `ScoreChunk` and `Bound`.
 
     Attributes:
         asks: Whether parts of the policy look at layers, now or at the end of the prompt.
@@ -146,15 +149,15 @@ class AtQueries:
         """
 
     def drop(self, slots: Tensor) -> None:
-        """Note that only the tokens in ``slots`` ``[batch, count]`` go on, -1 on padding."""
+        """Note that a layer passes on only ``slots`` ``[batch, count]``, -1 on padding."""
 
     def finish(self, at: PassState) -> SeenTokens:
-        """Finish behind the last layer; return the tokens seen."""
+        """Finish the pass after its last layer; return the tokens seen."""
         return at.tokens
 
 
 class Ignore(AtQueries):
-    """The choice of a pass whose tokens are only appended."""
+    """Do nothing in the layers of a pass, whose tokens are only appended."""
 
 
 @attrs.frozen(eq=False)
@@ -166,7 +169,7 @@ class Pass:
         keys: What becomes of the keys and values that it makes.
         at_queries: What is done in a layer, once its queries and keys are known.
         in_prompt: Whether its tokens belong to a prompt.
-        main: Whether it is the run that the model itself has called, and not one of our own.
+        main: Whether it is the run that the model itself has called; the cache calls all others.
         narrows: Whether layers that pass on few tokens may be run for these only. Otherwise only
             the last layer may, for the tokens whose outputs are asked for.
         ends_inside: Index of a layer; the pass ends once the queries of that layer are known.

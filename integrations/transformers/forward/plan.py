@@ -1,4 +1,4 @@
-"""Say of which passes a forward is made, by situation.
+"""List the passes that a forward is made of, situation by situation.
 
 | situation | passes |
 |---|---|
@@ -39,7 +39,7 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 
 @attrs.frozen(eq=False)
 class Arrival:
-    """A forward that is about to run.
+    """A forward that is about to run, with all that decides its passes.
 
     Args:
         call: What it asks for.
@@ -52,7 +52,7 @@ class Arrival:
         missing: Number of columns of the prompt that are still to be read, those of the forward
             included; 0 if its end is unknown.
         chunks: The chunks of the prompt before it; None if it is the first.
-        remember: Called with the chunks of the prompt so far, if the prompt goes on.
+        remember: Called with the chunks of the prompt so far, if more of the prompt follows.
     """
 
     call: Call

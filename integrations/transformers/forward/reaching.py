@@ -85,7 +85,7 @@ class ReachingTokens:
             )
 
     def arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return a layer's arguments ``kwargs``, made for all tokens, for those that reach it."""
+        """Cut a layer's arguments ``kwargs``, made for all tokens, to the tokens that reach it."""
         if self.slots is None:
             return kwargs
         known, self._cut = self._cut, {}  # layers mostly get the same tensors
@@ -126,7 +126,7 @@ class ReachingTokens:
         return torch.where(self.valid, slots, -1)
 
     def pass_on(self, passed: Tensor) -> None:
-        """Go on with the tokens in ``passed`` ``[batch, count]``, -1 on padding."""
+        """Keep only the tokens in ``passed`` ``[batch, count]`` for later layers, -1 on padding."""
         self.positions = gather_positions(self.positions, passed)
         self.valid, self._cut = self.positions >= 0, {}
         self._lengths = tuple(self.valid.sum(dim=1).tolist())
@@ -144,7 +144,7 @@ class ReachingTokens:
 
     @functools.cached_property
     def appended(self) -> tuple[int, ...]:
-        """The number of tokens that layers hold behind the kept ones, for each row."""
+        """The number of tokens that layers hold after the kept ones, for each row."""
         appended: Tensor = self._before.appended
         if self._before.padded:
             return tuple((appended >= 0).sum(dim=1).tolist())

@@ -1,8 +1,9 @@
 """Support scores that depend on the distance of key and query, where tokens have gaps.
 
 Some attention modules ask the cache for the columns of their queries and keys, count on from there
-without gaps, and give their attention function a bias for every pair. Here they are told all
-columns seen. From the bias, the entries of the keys that are held are then taken.
+without gaps, and give their attention function a bias for every pair. Here the cache answers with
+all columns seen. From the bias, the entries of the keys that are held are then taken, head by head.
+Scorers do not see the bias, and restarts are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 @attrs.frozen(eq=False)
 class Columns:
-    """A record of the columns that an attention module is told for its queries and keys.
+    """A record of the columns that the cache gives an attention module for queries and keys.
 
     Keys are said to be in all columns seen, from 0 on. Rows may have different gaps, but a module
     takes one column for the queries of all rows: the largest one of any row.

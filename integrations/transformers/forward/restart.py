@@ -1,4 +1,10 @@
-"""Restart a prefill: a first pass chooses tokens at a layer, a second one reads them."""
+"""Restart a prefill: a first pass chooses tokens at a layer, a second one reads them.
+
+The first pass comes before the decoder's own call, ends inside the filter layer and stores nothing.
+The decoder is then given the chosen tokens, at rotary positions without gaps. Their original
+positions do not change. `SeenTokens.skipped` counts the tokens of a row that its restarts left out:
+later tokens are read at rotary positions that are smaller than their original ones by this number.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Read a prompt a second time, and score its keys by the attention of the repeated tokens."""
+"""Read a prompt a second time, and score its keys by the attention of the repeated tokens.
+
+After the prompt has been read, the decoder runs once more for each chunk of it, on the ids that the
+cache remembers. Its layers then hold all keys of the prompt and are discarded afterwards; recurrent
+layers get their states back. Each run ends inside the last layer to be scored. The scorer sees a
+chunk as a prompt of its own, whose keys are those of the first tokens, of the chunk and of the
+repeated tokens, so that any scorer of queries can be used. A row without this chunk is padding.
+"""
 
 from __future__ import annotations
 

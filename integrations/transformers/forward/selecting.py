@@ -43,7 +43,7 @@ class _Candidates:
     context: LayerContext
 
     def deferred(self, decision: Decision, near: WindowSurvivors | None = None) -> DeferredKV:
-        """Return the layer as one that chooses when all layers were scored."""
+        """Return the layer in a form that chooses after all layers were scored."""
         undecided = decision.undecided
         assert undecided is not None
         undecided = undecided if near is None else undecided.among(near.short)
@@ -77,7 +77,7 @@ class Select(AtEnd):
         if window is None and self._keeps_all(at, index, inputs, stored):
             positions = at.masks.positions(layer, stored[0].shape[1], stored[0].device)
             layer.facts.expands = False
-            layer.store_all(*stored, positions, at.held_len(layer))
+            layer.store(*stored, positions, None, counts=at.held_len(layer))
             return
         context = self.context(at, index, inputs, stored)
         if at.policy.decoding is not None:
@@ -223,7 +223,7 @@ class Select(AtEnd):
         return attrs.evolve(context, state=decoding.update_state(since))
 
     def finish(self, at: PassState) -> SeenTokens:
-        """Check what parts have answered; see `AtQueries.finish`.
+        """Check what the policy's parts have returned; see `AtQueries.finish`.
 
         Under a ``gapless`` policy later tokens are read directly behind the tokens held.
 

@@ -1,10 +1,15 @@
-"""Describe the stages of a prompt in chunks of which tokens are dropped.
+"""Describe the stages of a prompt that is read in chunks under a policy that drops tokens.
 
-A stage is the layers that one set of tokens reads. The tokens that are passed on are known only at
-the end of the prompt, so layers behind a drop cannot run before. A pass over a chunk runs the
-layers of the first stage, and leaves the hidden states that go into the next stage. The passes of
-the other stages follow at the end of the prompt. A decoder always runs all of its layers: layers
-outside of the current stage get one token, of which nothing is kept.
+A stage is a range of layers that the same tokens pass through. The tokens that a layer drops are
+known only at the end of the prompt, so layers behind a drop cannot run before. A pass over a chunk
+runs the layers of the first stage, and leaves the hidden states that go into the next stage. If the
+dropping layer passes on few tokens, the stage ends inside this layer, once its queries and keys are
+computed. The passes of the other stages follow at the end of the prompt. The last of them is the
+call of the decoder that the model has made. A restart has two stages, and the second one begins
+with the embeddings.
+
+A decoder always runs all of its layers: layers outside of the current stage get one token, of which
+nothing is kept.
 """
 
 from __future__ import annotations
@@ -78,8 +83,8 @@ class StagePiece:
         states: ``[batch, new_len, hidden]``, the input of the stage's first layer; None for the
             input from the decoder.
         resumed: The second run of the first layer, if the previous stage ended inside it.
-        begun: The tokens seen before the prompt, for layers behind the stage; None if these have
-            been told.
+        begun: The tokens seen before the prompt, for the layers behind the stage; None if these
+            layers already have this record.
     """
 
     stage: PrefillStage

@@ -20,7 +20,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
 class StageRun:
-    """The stage of a pass under way.
+    """The stage that a pass runs, and what it leaves for the next stage.
 
     Args:
         piece: The stage, and the tokens of it that the pass reads.
@@ -116,7 +116,7 @@ class StageRun:
         return hidden, here
 
     def end_inside(self, hidden: Tensor, seen: tuple[Tensor, Tensor], valid: Tensor | None) -> None:
-        """End inside a layer, whose keys and values are ``seen``; see ``attended``.
+        """End the stage inside a layer, whose keys and values are ``seen``; see ``attended``.
 
         Args:
             hidden: The layer's input.
@@ -133,7 +133,7 @@ class StageRun:
             raise PassEnded
 
     def end_behind(self, hidden: Tensor) -> None:
-        """End behind a layer, whose output is ``hidden``.
+        """End the stage after a layer, whose output is ``hidden``.
 
         Raises:
             PassEnded: The decoder runs for this stage only.
@@ -143,7 +143,7 @@ class StageRun:
             raise PassEnded
 
     def finish(self, tokens: SeenTokens) -> None:
-        """Tell layers which tokens they have seen; those of the pass are ``tokens``.
+        """Update the layers' record of seen tokens, which is ``tokens`` after the pass.
 
         Layers outside of the stage hold what they held: some have read their one token.
         """

@@ -1,4 +1,4 @@
-"""Record the inputs of a prompt's further stages, chunk by chunk, if tokens are dropped."""
+"""Record the inputs of the stages after the first, chunk by chunk; see `stage`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.frozen(eq=False)
 class StagedPrompt:
-    """A record of the chunks of a prompt so far, for its further stages.
+    """A record of a prompt's chunks so far, which the stages after the first will read.
 
     Args:
         stages: All stages of the prompt.

@@ -1,4 +1,4 @@
-"""Read a prompt in chunks of which tokens are dropped: all passes of its stages.
+"""Read a prompt in chunks under a policy that drops tokens: all passes of all stages.
 
 Each stage reads the tokens that the previous one passes on, in pieces no longer than the chunks
 were. The decoder gets the ids and positions of these tokens, so that all arguments of its layers
@@ -47,7 +47,7 @@ _KINDS = (PolicyLayer, RecurrentLayer, EmptyLayer)
 
 
 def _why_whole(layer: PolicyLayer) -> str | None:
-    """Return why a layer cannot be left out and resumed; None if it can."""
+    """Return why a layer cannot be skipped and run later; None if it can."""
     kinds: dict[type[PolicyLayer], str] = {
         SharedLayer: "borrows keys of another",
         IndexedLayer: "has an indexer",
@@ -64,7 +64,7 @@ def _why_whole(layer: PolicyLayer) -> str | None:
 
 @attrs.frozen(eq=False)
 class StagedPrefill:
-    """A prefill in chunks, of a prompt of which tokens are dropped.
+    """A prefill in chunks under a policy that drops tokens.
 
     Args:
         call: What the forward asks for.
@@ -118,7 +118,7 @@ class StagedPrefill:
         )
 
     def with_chunk(self, chunks: Chunks, run: PassRun) -> Chunks:
-        """Add the chunk to those that were read.
+        """Add the chunk to the record of chunks.
 
         Args:
             chunks: All chunks so far, this one included, but for its part in ``staged``.

@@ -30,7 +30,7 @@ class LayerCallbacks(Protocol):
 
     @property
     def pending(self) -> object | None:
-        """What a layer's attention function still has to be called with; None if it was."""
+        """The keys and values that wait for a call of a layer's attention function; or None."""
 
     @property
     def cuts(self) -> bool:
@@ -41,7 +41,7 @@ class LayerCallbacks(Protocol):
 
 
 class ModelCallbacks(Protocol):
-    """A protocol for what hooks report a model's calls to: the cache's dispatcher."""
+    """A protocol for the object that hooks report a model's calls to: the cache's dispatcher."""
 
     @property
     def policy(self) -> CachePolicy:
@@ -61,7 +61,7 @@ class ModelCallbacks(Protocol):
 
     @property
     def run(self) -> LayerCallbacks | None:
-        """The run of the decoder that is under way; None without one."""
+        """The current run of the decoder; None without one."""
 
     def begin_call(self, keep_last: int | None) -> None:
         """Begin a call of the model, which runs the decoder and then a head.
@@ -107,7 +107,7 @@ class LayerHooks(_Hooks):
 
     Args:
         cache: The cache.
-        listener: Who is told of the calls that carry it.
+        listener: The object that the hooks call when a call carries the cache.
         index: Index of the layer.
     """
 
@@ -158,9 +158,12 @@ class LayerHooks(_Hooks):
 class Attachment(_Hooks):
     """A set of hooks on a model that act only on calls that carry one cache.
 
+    Several caches, several models and calls without a cache do not affect each other. `detach`
+    leaves no hook and no attribute on the model.
+
     Args:
         cache: The cache.
-        listener: Who is told of the calls that carry it.
+        listener: The object that the hooks call when a call carries the cache.
         parts: The model's modules.
     """
 

@@ -373,7 +373,7 @@ def _rows(parts: ModelParts) -> list[Tensor]:
 
 
 def _places_given() -> bool:
-    """True if the check that is under way gives the model positions."""
+    """True if the current check gives the model positions."""
     quirks = _checking.get()
     return quirks is not None and quirks.placed
 

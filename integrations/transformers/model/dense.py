@@ -202,7 +202,7 @@ class _Picked:
 
     @contextmanager
     def among_what_is_seen(self, parts: ModelParts, index: int) -> Iterator[None]:
-        """Replace a layer's outputs by the outputs of these runs, inside the block.
+        """Replace a layer's output for each token by that of its own run, inside the block.
 
         Calls of other threads pass through.
         """
@@ -279,7 +279,7 @@ class _Dense:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend under both masks; ``mask`` is the model's own."""
+        """Attend under the model's own ``mask`` and the layer's mask together."""
         eager, see = routing.eager_function(module), _visible.get()
         assert see is not None
         visible = see[self.index].to(query.device)

@@ -1,4 +1,10 @@
-"""Find a model's decoder, its layers, and the attention module of each layer."""
+"""Find a model's decoder, its layers, and the attention module of each layer.
+
+The decoder is the innermost module around the layers that is called with tokens or embeddings. In
+BERT and similar models the layers are deeper, inside a module that is called with hidden states. If
+a layer attends several times (LongCat Flash), each of its attention modules counts as a layer: it
+can evict tokens, but drops none, since no token can leave between two of them.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +167,7 @@ def layers_within(decoder: nn.Module) -> list[nn.Module]:
 
 
 def attending_in_turn(decoder: nn.Module) -> list[nn.Module]:
-    """Return the attention modules in order, or none if their number is not that of the layers.
+    """Return the attention modules in order, or none unless there is one for each layer.
 
     The number of layers is that of the configuration, and the modules must count them from 0.
     """

@@ -82,7 +82,7 @@ class LayerTrial:
         )
 
     def projection(self) -> OutputProjection | None:
-        """Find the output projection of all heads, even behind a gate; None if there is none."""
+        """Find the output projection of all heads, even after a gate; None if there is none."""
         drawn: list[Tensor] = []
         taken: list[tuple[nn.Module, Tensor]] = []
         generator = torch.Generator().manual_seed(0)

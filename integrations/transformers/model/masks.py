@@ -42,7 +42,10 @@ def first_seen(places: Places, window: int) -> Places:
 
 @attrs.frozen(eq=False)
 class OwnVisibility:
-    """A part of the model's own mask: which tokens of a forward see which of each other.
+    """A part of the model's own mask: which tokens of a forward see which others of it.
+
+    It decides among the new tokens of a forward, for example where the tokens of an image see later
+    ones. Which held tokens a new token sees is decided by positions.
 
     Args:
         block: ``[batch, new_len, new_len]`` bool: True if a token (second axis) sees another (third

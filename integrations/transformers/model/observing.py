@@ -119,7 +119,7 @@ def observed_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Show the queries to the object that the mask names, then call the module's own function."""
+    """Give the queries to the object that the mask names, then call the module's own function."""
     attend = module.config.attend
     ring = getattr(attention_mask, "_kvpolicy_ring", None)
     if ring is not None and attention_mask is not None:

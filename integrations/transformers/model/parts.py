@@ -50,7 +50,7 @@ class ModelParts:
         attentions: The attention module of each layer; None if a layer does not attend, or attends
             with a function of its own.
         own_caches_only: Whether the decoder refuses caches of other classes than its own. It does
-            not check the class if it is told to use no cache, and its layers use the one they are
+            not check the class if ``use_cache`` is False, and its layers use the one they are
             given.
         windows: For each layer, how many tokens its sliding window sees, the token itself included;
             None if it sees all.
@@ -175,6 +175,8 @@ class ModelParts:
 
         They see the whole context, and no later layer uses slots that their indexer picked. If
         there are none, all layers that see the whole context are returned, or else all that attend.
+        The layers that a policy leaves open are chosen among these, mostly the one nearest to half
+        depth; see `CachePolicy.placed`.
         """
         attending = self.attending
         whole = [index for index in attending if self.windows[index] is None]
@@ -249,7 +251,7 @@ class ModelParts:
             )
 
     def check_turn(self, seen: int) -> None:
-        """Check that a new turn can begin behind the columns seen.
+        """Check that a new turn can begin after the columns seen.
 
         Raises:
             UnsupportedModelError: Layers see only a window of the tokens behind the first prompt.
@@ -262,7 +264,7 @@ class ModelParts:
             )
 
     def check_queries(self, policy: CachePolicy) -> None:
-        """Check that a policy needs no queries if some layer shows none.
+        """Check that a policy needs no queries if those of some layer cannot be observed.
 
         Raises:
             UnsupportedModelError: It needs queries.

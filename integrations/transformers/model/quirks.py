@@ -9,7 +9,8 @@ import attrs
 class ModelQuirks:
     """A set of flags for shortcuts that are right on nearly all models.
 
-    A shortcut is switched off for a model where it gives wrong results.
+    If the self-check finds wrong results on a model, it tries again without some shortcuts, and
+    keeps the set of flags with the fewest faults. What is still wrong is refused.
 
     Args:
         narrows: Whether a layer may be run for only some of the tokens that reach it.
@@ -21,10 +22,11 @@ class ModelQuirks:
             models the recurrent layers then start again from an empty state, with any cache.
         counts: Whether a model that is given no positions counts a row's tokens from 0. Models like
             RoBERTa count from another number, so that only the caller knows where a padded row
-            begins.
+            begins. A model that counts columns (BART) is refused with padded rows and restarts.
         placed: Whether ``generate`` gives such a model positions that count from 0.
         refills: Whether the last layer's output is padded to the input's length. A model needs this
-            if it reshapes that output to the shape of the input, although tokens were dropped.
+            if it reshapes that output to the shape of the input (GPT-2), or compares it with the
+            input (Inkling 2), although tokens were dropped; see `Filling`.
     """
 
     narrows: bool = True

@@ -2,8 +2,13 @@
 
 Transformers looks the attention function up by a name in the module's configuration. While a cache
 is attached, the attention modules of its model read a configuration that names `routed_attention`.
-This function calls the original one, and shows the queries to the cache that the keys come from.
-Calls with any other cache pass straight through.
+This function calls the original one, and gives the queries to the cache that the keys come from.
+Calls with any other cache pass straight through. The attention implementation in the model's own
+configuration, by which masks are made, does not change.
+
+A call is recognised by its keys: they are the tensor that `update` returned, which a context
+variable holds. A module with latent attention computes other keys from that tensor, one for each
+token; its call is recognised by the module.
 """
 
 from __future__ import annotations
@@ -81,7 +86,7 @@ class AttentionCallbacks(Protocol):
     """A protocol for a forward that needs the queries of a layer to which it gave keys."""
 
     def waits_for(self, keys: Tensor, *, own: bool) -> bool:
-        """True if this call of an attention function, with ``keys``, is the awaited one.
+        """True if an attention function with ``keys`` is called for the layer that waits.
 
         Args:
             keys: Keys that the function was given.
@@ -223,7 +228,7 @@ def routed_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Call the module's own attention function; show the queries to the cache of the keys."""
+    """Call the module's own attention function; give the queries to the cache of the keys."""
     inside = _inside.set(True)
     try:
         return _attention(module, query, key, value, attention_mask, **kwargs)

@@ -1,6 +1,6 @@
 """List the models that the library's tests compare with dense attention.
 
-They need no self-check.
+These models need no self-check.
 """
 
 _NAMES = """

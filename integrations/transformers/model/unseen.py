@@ -1,7 +1,15 @@
 """Support layers with an attention function of their own, whose queries cannot be seen.
 
+Such layers (in Falcon, GPT-J, GPT-Neo, XGLM and others) call no function of `AttentionInterface`.
 Their keys and values still go through the cache. A policy that needs no queries can choose among
 them when the cache gets them. The layer attends to all of them in that forward.
+
+Policies that look at queries, or restart, are refused before anything is computed. The self-check
+always runs on these models, with the two policies below; its dense attention is the model's own,
+under a mask given to the layer. The layers always run for all tokens that reach them, and nothing
+is compiled. Layers are refused if they count in columns (alibi and other biases of scores, blocks),
+but a local window in columns (GPT-Neo) is allowed: columns are never further apart than positions,
+so that the mask, which is made from positions, hides at least as much.
 """
 
 from __future__ import annotations
@@ -81,7 +89,7 @@ def column_bias(layer: nn.Module) -> str | None:
 
 
 def check_policy(model: nn.Module, policy: CachePolicy) -> None:
-    """Check that a policy asks for no queries of a model that shows none.
+    """Check that a policy needs no queries, which this model does not let the cache observe.
 
     Raises:
         UnsupportedModelError: The policy looks at queries, restarts the prefill or reads the prompt

@@ -17,7 +17,7 @@ from kvpolicy.selection import gather_slots
 
 
 class IndexedLayer(PolicyLayer):
-    """A cache layer that holds an index key for every slot, beside its keys and values.
+    """A cache layer that holds an index key for every slot, in addition to keys and values.
 
     A layer that uses the slots picked by an earlier layer's indexer has no index keys of its own.
     If the model rotates index keys only when it scores them, their position ids are held beside
@@ -60,7 +60,7 @@ class IndexedLayer(PolicyLayer):
         return self._shown is None and self.index is None
 
     def index_tensors(self) -> tuple[Tensor, Tensor]:
-        """Return the index keys, and the position ids held beside them.
+        """Return the index keys, and the position ids held with them.
 
         Both have one row per slot: ``[batch, 1, kept_len, index_dim]`` and ``[batch, 1, kept_len,
         axes]``, of width 0 if there are none.
@@ -167,7 +167,7 @@ class IndexedLayer(PolicyLayer):
         keys: Tensor,
         values: Tensor,
         positions: Tensor,
-        kept: Tensor,
+        kept: Tensor | None,
         carried: Tensor | None = None,
         *,
         room: int | None = None,
@@ -175,6 +175,7 @@ class IndexedLayer(PolicyLayer):
         whole: bool | None = None,
     ) -> None:
         """Keep some slots, with their index keys; see `PolicyLayer.store`."""
+        assert kept is not None
         shown, self._shown = self._shown, None
         positions, kept = positions[:, :1], kept[:, :1]
         super().store(keys, values, positions, kept, carried, room=room, counts=counts, whole=whole)

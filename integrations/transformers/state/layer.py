@@ -90,7 +90,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.contents = attrs.evolve(self.contents, observed=observed)
 
     def loosen(self, loose: Loose) -> None:
-        """Hold slots that another object keeps unsorted; they are sorted when first read.
+        """Let another object hold the slots, unsorted; they are sorted when first read.
 
         ``loose`` returns their keys, values and positions in ascending order of position.
         """
@@ -145,7 +145,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         keys: Tensor,
         values: Tensor,
         positions: Tensor,
-        kept: Tensor,
+        kept: Tensor | None,
         carried: Tensor | None = None,
         *,
         room: int | None = None,
@@ -159,7 +159,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
                 expands the tensors held, as the module gave them to the cache.
             values: See ``keys``.
             positions: ``[batch, kv_heads or 1, key_len]``; 1 if all heads keep the same tokens.
-            kept: ``[batch, kv_heads or 1, kept_len]``, the slots to keep, -1 on padding.
+            kept: ``[batch, kv_heads or 1, kept_len]``, the slots to keep, -1 on padding; None keeps
+                all slots.
             carried: ``[batch, heads, key_len, carries]``, the scorer's state for each key; None if
                 the scorer has none.
             room: Slots for which memory is reserved behind the kept slots; None takes the layer's
@@ -168,22 +169,16 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
                 the number is unknown, so that it must be read from the tensors.
             whole: Whether ``kept`` is all slots; None if unknown.
         """
-        observed = RecentQueries(carried=None if carried is None else gather_slots(carried, kept))
-        self.contents = LayerContents(observed=observed)
+        observed = RecentQueries(
+            carried=None if carried is None or kept is None else gather_slots(carried, kept)
+        )
         room = self.room if room is None else room
-        if self._is_whole(keys, positions, kept, whole):
-            self._hold(keys, values, positions, room, counts=counts)
+        if kept is None or self._is_whole(keys, positions, kept, whole):
+            self._hold(keys, values, positions, room, counts=counts, observed=observed)
         else:
             padded = counts is None or min(counts) < kept.shape[2]
             chosen = gather_positions(positions, kept, padded=padded)
-            self._hold(keys, values, chosen, room, kept, counts=counts)
-
-    def store_all(
-        self, keys: Tensor, values: Tensor, positions: Tensor, counts: tuple[int, ...] | None
-    ) -> None:
-        """Keep all slots that the layer sees; see `store`."""
-        self.contents = LayerContents()
-        self._hold(keys, values, positions, self.room, counts=counts)
+            self._hold(keys, values, chosen, room, kept, counts=counts, observed=observed)
 
     @staticmethod
     def _is_whole(keys: Tensor, positions: Tensor, kept: Tensor, whole: bool | None) -> bool:
@@ -212,6 +207,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         kept: Tensor | None = None,
         *,
         counts: tuple[int, ...] | None = None,
+        observed: RecentQueries | None = None,
     ) -> None:
         """Hold the slots ``kept`` of these keys and values, or all slots if ``kept`` is None.
 
@@ -243,7 +239,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             taken = (gather_slots(each, kept, padded=padded) for each in (keys, values))
             held = self.storage.hold(*taken)
         held = held.with_room(room) if room else held
-        observed = self.contents.observed
+        observed = self.contents.observed if observed is None else observed
         self.contents = LayerContents(held, chosen, padded, ragged, counts, observed)
         self._joined = self.loose = None
         self.dtype, self.device = keys.dtype, keys.device
@@ -406,17 +402,17 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.follow(tokens)
 
     def beside(self) -> Any:
-        """Return what the layer holds beside keys and values, unchanged by later forwards."""
+        """Return what the layer holds in addition to `contents`, unchanged by later forwards."""
         return None
 
     def restore(self, contents: LayerContents, beside: Any, tokens: SeenTokens | None) -> None:
-        """Hold again what was held before, in ``contents``, `beside` and ``tokens``."""
+        """Restore what was recorded: ``contents``, the result of `beside`, and ``tokens``."""
         self.contents, self.tokens = contents, tokens
         self._joined = self.loose = None
         self.is_initialized = contents.held is not None
 
     def nbytes(self) -> int:
-        """Return the bytes of the storages behind keys and values, reserved memory included."""
+        """Return the bytes of all memory for keys and values, reserved memory included."""
         return 0 if self.held is None else self.held.nbytes()
 
     def taken_nbytes(self) -> int:
@@ -424,7 +420,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return 0 if self.held is None else self.held.taken_nbytes()
 
     def beside_nbytes(self) -> int:
-        """Return the bytes held per slot beside its keys and values, in one row."""
+        """Return the bytes held per slot in addition to keys and values, in one row."""
         return 0
 
     def state_nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Record what is known of one layer of a model, and what a cache holds of it."""
+"""Record the facts of one layer of a model, and what a cache holds for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpolicy.integrations.transformers.state.storage import StoredKV
 
 @attrs.define(eq=False)
 class LayerFacts:
-    """What is known of a model's layer, found when a cache is attached or when the layer runs.
+    """The facts of a model's layer, found when a cache is attached or when the layer runs.
 
     Args:
         query_heads: Number of query heads; 0 if unknown.
@@ -49,7 +49,7 @@ class LayerFacts:
 
 @attrs.frozen(eq=False)
 class LayerContents:
-    """What a layer holds. It is immutable: to undo a forward is to assign what was held before.
+    """The immutable contents of a layer; assigning earlier contents undoes a forward.
 
     Args:
         held: The keys and values; None before the first forward.

@@ -1,4 +1,4 @@
-"""Record what the layers of a cache hold, and let them hold it again."""
+"""Record what the layers of a cache hold, and restore it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvpolicy.integrations.transformers.state.layer import PolicyLayer
 from kvpolicy.integrations.transformers.state.layer_contents import LayerContents
 from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
-# What a layer holds: its contents, what it holds beside them, and the tokens it has been told.
+# What a layer holds: its contents, what it holds in addition, and the record of the tokens seen.
 Held = tuple[LayerContents, Any, SeenTokens | None]
 LayersHeld = tuple[Held, ...]
 
@@ -28,7 +28,7 @@ def held_by(layers: Sequence[PolicyLayer]) -> LayersHeld:
 
 
 def follow(layers: Sequence[PolicyLayer], tokens: SeenTokens) -> None:
-    """Tell layers which tokens have been seen now."""
+    """Give layers the new record of the tokens seen."""
     for layer in layers:
         if layer.holds_more:
             layer.follow(tokens)
@@ -37,6 +37,6 @@ def follow(layers: Sequence[PolicyLayer], tokens: SeenTokens) -> None:
 
 
 def hold_again(layers: Sequence[PolicyLayer], held: LayersHeld) -> None:
-    """Let layers hold what they held before."""
+    """Restore what layers held when `held_by` recorded it."""
     for layer, before in zip(layers, held, strict=True):
         layer.restore(*before)

@@ -67,7 +67,7 @@ class StoredKV(abc.ABC):
 
     @abc.abstractmethod
     def nbytes(self) -> int:
-        """Return the bytes of the storages behind it, reserved memory included."""
+        """Return the bytes of the underlying torch storages, reserved memory included."""
 
     def taken_nbytes(self) -> int:
         """Return how many of `nbytes` belong to taken slots."""
@@ -91,7 +91,7 @@ class Storage(abc.ABC):
         """
 
     def beside(self) -> Storage:
-        """Return the storage for tensors beside keys and values, which must not lose precision."""
+        """Return the storage for a layer's other tensors, which must not lose precision."""
         return self
 
 
@@ -284,7 +284,7 @@ class Plain(StoredKV):
         return self if self._has_room(after) else self._in_buffers(after)
 
     def has_room_for(self, keys: Tensor, values: Tensor) -> bool:
-        """True if these tokens can be written behind the slots held, without a copy."""
+        """True if these tokens can be written after the slots held, without a copy."""
         return self._may_write(keys, values) and self._has_room(self.length + keys.shape[2])
 
     def moved(self, capacity: int) -> Plain:
@@ -298,7 +298,7 @@ class Plain(StoredKV):
         return Plain(keys, values, self.device, self.length, _Used(self.length))
 
     def claim(self) -> tuple[Tensor, Tensor]:
-        """Return the whole buffers, and let only the caller write behind the slots held."""
+        """Return the whole buffers, and let only the caller write after the slots held."""
         self.used.slots = self.capacity
         return self.keys, self.values
 
@@ -345,6 +345,8 @@ class Plain(StoredKV):
 
 @attrs.frozen(eq=False)
 class _Quantized(StoredKV):
+    """The keys and values of one layer, of which a cache layer of Transformers quantises most."""
+
     storage: QuantizedStorage
     layer: Any  # of Transformers; only copies of it are updated; None if it is empty
     keys: Tensor  # of the tokens appended since

@@ -1,4 +1,15 @@
-"""Keep an answer bounded: layers remember decoded queries, and evict when it is time."""
+"""Keep an answer bounded: layers remember decoded queries, and evict when it is time.
+
+A layer remembers as many queries as the scorer of the rule looks at (`RecentQueries`). If the
+scorer sums over all steps, its state is not updated at each step: no token is evicted between two
+choices, so that all queries since the last choice can be added at once (`Scorer.update`), and
+removing a token again means forgetting its query. A query may outlive the key of its token, so that
+queries have positions of their own (`LayerContext.query_positions`).
+
+A layer whose queries cannot be observed chooses when the cache is given its keys. A layer that
+attends to another layer's keys sees what that layer saw, and follows its choice. A layer that uses
+the slots of another layer's indexer also follows its choice, but sums scorer state of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Let a layer choose among the tokens it holds, also behind a first prompt."""
+"""Choose among the tokens that a layer holds, during an answer or under a sliding window."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Due:
 
     @staticmethod
     def of(rows: Sequence[int], tokens: SeenTokens) -> Due | None:
-        """Record some ``rows``; None if they are all rows of the batch, or none."""
+        """Record the ``rows`` that choose now; None if they are all rows of the batch, or none."""
         if len(rows) in (0, tokens.batch):
             return None
         which = on_device(rows, tokens.lengths.device)

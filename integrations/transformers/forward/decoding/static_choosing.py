@@ -1,4 +1,9 @@
-"""Let layers evict between two steps of a decoding into fixed buffers."""
+"""Let layers evict between two steps of a decoding into fixed buffers.
+
+Attention is given nothing of a cache but keys, values and a mask. So the mask of a layer names the
+ring buffer that its attention writes queries into (`observed_attention`). The tokens that a layer
+keeps are moved into the same buffers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.define(eq=False)
 class StaticChoice:
-    """The state by which an answer in fixed buffers stays bounded.
+    """The rule and the recent queries by which layers evict from fixed buffers.
 
     Args:
         decoding: The rule that bounds the answer.
@@ -92,7 +97,7 @@ class StaticChoice:
                 layer.observed = ring.read(begun, steps, seen, layer.observed)
 
     def check_shown(self, layers: Sequence[PolicyLayer]) -> None:
-        """Check that attention has shown the queries of every step.
+        """Check that the queries of every step were observed.
 
         Raises:
             UnsupportedModelError: Queries are missing.
@@ -107,7 +112,7 @@ class StaticChoice:
             raise not_shown()
 
     def choose(self, layers: Sequence[PolicyLayer], tokens: SeenTokens) -> None:
-        """Let every layer choose, and hold the choices as pending."""
+        """Let every layer choose; `take` stores the choices later."""
         self.pending = [
             self._of_layer(index, layer, len(layers), tokens)
             for index, layer in enumerate(layers)
@@ -139,7 +144,7 @@ class StaticChoice:
         return held.choose(self.decoding, near, self.implementation)
 
     def take(self) -> None:
-        """Store the pending choices in the layers, each in its own memory.
+        """Store the choices made by `choose` in the layers, each in its own memory.
 
         If this is interrupted, the next call continues with the remaining choices.
         """
@@ -181,7 +186,7 @@ class StaticChoice:
 
 
 def not_shown() -> UnsupportedModelError:
-    """Make the error for a model whose attention has not shown the queries of every step."""
+    """Make the error for a model whose queries were not observed at every step."""
     return UnsupportedModelError(
         "model must hand the mask of a layer to its attention function as it is where a policy "
         "looks at the queries of an answer, but did not show them all; leave max_new_tokens of the "

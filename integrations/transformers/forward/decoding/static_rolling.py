@@ -1,8 +1,9 @@
 """Decode into slots that are freed one by one: a new token takes the slot of an evicted one.
 
-If a rule evicts one token at every step by the attention of the last query, nothing must be moved:
-the next token is written into the slot of the evicted one. So slots are unordered while an answer
-is decoded. Code that reads a layer meanwhile gets them sorted (`PolicyLayer.loosen`).
+If a rule evicts one token at every step by the attention of the last query (TOVA), nothing must be
+moved: the next token is written into the slot of the evicted one, in each head into its own slot.
+One computation finds the evicted tokens of all heads and layers. Slots are unordered while an
+answer is decoded. Code that reads a layer meanwhile gets them sorted (`PolicyLayer.loosen`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,12 @@ class Indexed(LayerKind):
     A latent may take the place of keys and values. The indexer scores the index keys for each
     query, which then attends to the best few. The keys, values and index key of a token are kept or
     evicted together, so that all heads keep the same tokens. Afterwards the indexer picks among the
-    tokens that the layer holds.
+    tokens that the layer holds, and blocks of tokens are formed anew from these. Policies see all
+    keys, not only the picked ones.
+
+    No tokens are dropped between a layer and a later one that uses the slots picked by its indexer.
+    Layers with an indexer run for all tokens that reach them, and nothing is compiled. Where blocks
+    are counted with padding, padded rows are refused.
 
     Args:
         borrows: Whether the layer has no indexer, and attends to the slots picked by an earlier

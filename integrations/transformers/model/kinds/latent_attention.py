@@ -14,10 +14,12 @@ class LatentAttention(LayerKind):
     """A layer that holds a latent and a rotary key of every token (MLA).
 
     Attention computes keys and values from them. A policy's scorer sees these keys and values, head
-    by head. All heads keep the same tokens, chosen by the mean of their saliency, and the layer
-    holds the latents. This behaviour does not depend on this class: it follows from the inputs of
-    the attention function, for any layer whose module makes more heads from the tensors that the
-    cache returns.
+    by head. All heads keep the same tokens, chosen by the mean of their saliency: the selector gets
+    a context of one head, with what the layer holds as its keys (`LayerContext.for_selector`). The
+    layer holds the latents, the report counts them, and positions are ``[batch, 1, kept_len]``. The
+    module's call is recognised as `routing` says. This behaviour does not depend on this class: it
+    follows from the inputs of the attention function, for any layer whose module makes more heads
+    from the tensors that the cache returns.
     """
 
     name: ClassVar[str] = "latent attention"

@@ -13,8 +13,14 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 class Recurrent(LayerKind):
     """A layer that holds a state of fixed size, so that there is nothing to choose.
 
-    Tokens cannot be dropped after it, since it has no queries. After an earlier layer has dropped
-    tokens, it reads the remaining ones in their order.
+    Tokens cannot be dropped after it, since it has no queries. After a restart, or after an earlier
+    layer has dropped tokens, it reads the remaining ones in their order, as if there were no
+    others. Its mask tells tokens from padding, and is made for the tokens that reach it.
+
+    No mask makes a state skip padding between tokens, and no token can be removed from a state. So
+    draft tokens, `crop` and turns with padding behind tokens are refused. Memory for an answer
+    grows in a model with such layers, and nothing is compiled. A model that keeps states in its own
+    modules, where calls with another cache change them, is refused.
     """
 
     name: ClassVar[str] = "recurrent"

@@ -11,10 +11,12 @@ from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, Laye
 
 @attrs.frozen
 class SharedKeys(LayerKind):
-    """A layer without keys of its own: it sees its producer's keys, later the kept ones.
+    """A layer that makes no keys: it sees an earlier layer's keys, after the prompt the kept ones.
 
-    Only the producer's queries decide what is kept, so that tokens cannot be dropped after this
-    layer. After an earlier layer has dropped tokens, it has queries for the remaining ones only.
+    Its positions are those of the earlier layer, the producer. Only the producer's queries decide
+    what is kept, so that tokens cannot be dropped after this layer. If tokens were dropped between
+    the two layers, this one has queries for the remaining ones only. The producer always runs for
+    all tokens that reach it, since others need all keys. Nothing is compiled.
     """
 
     name: ClassVar[str] = "shared keys"

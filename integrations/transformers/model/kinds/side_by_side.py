@@ -22,7 +22,9 @@ class SideBySide(LayerKind):
     this layer, since its queries are seen: both parts have then read all tokens that reached the
     layer, and the state is not changed back. After an earlier layer has dropped tokens, both parts
     read the remaining ones. The layer always runs for all tokens that reach it, also those that it
-    drops, since the state needs them.
+    drops, since the state needs them. Whatever else it returns for each token is cut together with
+    its hidden states. It is given two masks, one for each part; see `MaskArguments`. If several
+    layers share a module's weights, a call is assigned to the layer in which it happens.
     """
 
     name: ClassVar[str] = "attention and recurrent"

@@ -14,7 +14,8 @@ class SlidingWindow(LayerKind):
     """A layer that holds keys and values of its window only, so that it needs no policy.
 
     In a context longer than the window the policy chooses nothing in this layer. Tokens cannot be
-    dropped after it, since it has not seen all of them.
+    dropped after it, since it has not seen all of them. Windows are measured in original positions,
+    even after tokens were dropped in earlier layers.
     """
 
     name: ClassVar[str] = "sliding window"
