@@ -143,11 +143,13 @@ def select_between(saliency: Tensor, count: int, *, first: int = 0, tail: int = 
     order = middle.nan_to_num(nan=lowest, neginf=lowest)
     order = order.argsort(dim=-1, descending=True, stable=True)[..., :free]
     chosen = order.sort(dim=-1).values
-    parts = [chosen.add_(first) if first else chosen]
-    for start, stop in ((0, first), (length - tail, length)):
-        if start < stop:
-            own = torch.arange(start, stop, device=saliency.device)
-            parts.insert(1 if start else 0, own.expand(*saliency.shape[:2], -1))
+
+    def slots(start: int, stop: int) -> list[Tensor]:
+        found = torch.arange(start, stop, device=saliency.device) if start < stop else None
+        return [] if found is None else [found.expand(*saliency.shape[:2], -1)]
+
+    chosen = chosen.add_(first) if first else chosen
+    parts = [*slots(0, first), chosen, *slots(length - tail, length)]
     return torch.cat(parts, dim=-1) if len(parts) > 1 else chosen
 
 

@@ -9,6 +9,7 @@ from kvpolicy.selection import (
     gather_slots,
     highest,
     ranks,
+    select_between,
     select_top,
 )
 
@@ -98,3 +99,23 @@ def test_the_highest_are_those_of_the_first_ranks(scores: list[float], data: st.
     places = ranks(saliency, candidates)
     assert torch.equal(taken[0], candidates[0] & (places[0] < count))
     assert bool(taken[1].all())
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 1.0, 2.0, float("nan"), float("-inf")]), min_size=3, max_size=9),
+    st.integers(0, 2),
+    st.integers(0, 2),
+    st.data(),
+)
+def test_between_protected_slots_as_with_masks(
+    scores: list[float], first: int, tail: int, data: st.DataObject
+) -> None:
+    length = len(scores)
+    first, tail = min(first, length), min(tail, length - min(first, length))
+    count = data.draw(st.integers(max(first + tail, 1), length))
+    saliency = torch.tensor([[scores, scores[::-1]]])
+    slots = torch.arange(length).expand_as(saliency)
+    protected = (slots < first) | (slots >= length - tail)
+    valid = torch.ones_like(protected)
+    expected = select_top(saliency, [count], valid=valid, protected=protected)
+    assert torch.equal(select_between(saliency, count, first=first, tail=tail), expected)
