@@ -37,7 +37,7 @@ STORAGES = {
 # Tokens of the rows in the first and in the second prompt, and before a gap.
 LENGTHS: dict[str, tuple[tuple[tuple[int, int], int], ...]] = {
     "one": (((34, 17), 0),),
-    "padded": (((34, 13), 0), ((21, 19), 0)),
+    "padded": (((34, 13), 0), ((16, 19), 0)),  # the second as long as the sliding windows
     "alike": (((29, 17), 0), ((29, 17), 0)),
     "gaps": (((31, 9), 0), ((22, 17), 5)),
 }
@@ -95,14 +95,17 @@ class Play:
         batch = self.side.batch
         rows = LENGTHS[self.situation.rows]
         rows = tuple(rows[index % len(rows)] for index in range(batch or len(rows)))
-        kind = KINDS.get(self.situation.model)
-        alike = turn and kind is not None and kind.states  # a state skips no padding
+        alike = turn and self._has_states()  # a state skips no padding
         counts = [rows[0][0][turn] if alike else lengths[turn] for lengths, _ in rows]
         drawn = tuple(
             (count, 10 * self.said + row, count // 2 + 3, gap)
             for row, (count, (_, gap)) in enumerate(zip(counts, rows, strict=True))
         )
         return Drawn(drawn).columns
+
+    def _has_states(self) -> bool:
+        kind = KINDS.get(self.situation.model)
+        return kind is not None and kind.states
 
     def _turn(self, turn: int, how: str) -> None:
         new = self.columns(turn)
@@ -149,10 +152,18 @@ class Play:
     def pickle(self) -> None:
         self.side.fork("pickle", take_copy=True)
 
+    def _part(self) -> None:
+        """The last row pauses once, so that rows choose at unlike times."""
+        if self.side.batch > 1 and not self._has_states():
+            rows: Columns = [[11 + row] for row in range(self.side.batch - 1)]
+            self.side.append([*rows, [None]], Call())
+
     def save(self) -> None:
+        self._part()
         self.side.save_and_load(self.folder / "cache")
 
     def reorder(self) -> None:
+        self._part()
         self.side.take_rows([*range(self.side.batch)][::-1], reorder=True)
 
     def repeat(self) -> None:
