@@ -137,6 +137,38 @@ def _model_forbids(told: Mapping[str, Any]) -> bool:
     return any(rules)
 
 
+# A policy by the score of the bound: what a bounded answer leaves behind decides in a later turn.
+ALIKE = {
+    "none": "snapkv",
+    "rolling": "streaming_llm",
+    "sums": "h2o",
+    "last": "tova",
+    "window": "snapkv",
+    "unlike": "key_diff",
+    "redundancy": "ada_kv",
+}
+
+
+def in_buffers() -> list[Situation]:
+    """Returns, for each plain model and bound, answers into reserved buffers in two turns."""
+    return [
+        Situation(
+            model=model,
+            policy=ALIKE[bound],
+            bound=bound,
+            rows="alike" if bound == "last" else "padded",
+            first="generate",
+            storage="plain",
+            buffers="reserved",
+            event="crop",
+            second="generate",
+        )
+        for model in PLAIN
+        for bound in AXES["bound"]
+    ]
+
+
 def situations() -> list[Situation]:
-    """Returns all rows of the table."""
-    return [Situation(**cast(Any, row)) for row in covering_pairs(AXES, forbidden)]
+    """Returns all rows of the table, each once."""
+    rows = [Situation(**cast(Any, row)) for row in covering_pairs(AXES, forbidden)]
+    return list(dict.fromkeys([*rows, *in_buffers()]))
