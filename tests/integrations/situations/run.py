@@ -19,6 +19,7 @@ from tests.integrations.fuzz.side_by_side import Interrupted, SideBySide
 from tests.integrations.situations.models import KINDS, PLAIN, model_of, weights_of
 from tests.integrations.situations.policies import (
     BOUNDS,
+    EVERY,
     GAPLESS,
     TOGETHER,
     method_of,
@@ -140,7 +141,8 @@ class Play:
         event()
         self.side.check()
         if not self.side.starts:
-            self._decode(2)
+            # A bounded answer ends between two choices.
+            self._decode(1 if self.situation.bound == "none" else 1 + EVERY)
             self.side.check()
 
     def nothing(self) -> None:
