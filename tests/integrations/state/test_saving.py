@@ -25,6 +25,8 @@ from kvpolicy.policies import (
     PassAllPropagation,
     SinkAndRecentSelector,
     SnapKV,
+    SumScorer,
+    WindowMaxPoolScorer,
 )
 from tests.integrations.fuzz.drawing import windowed
 from tests.integrations.support.conversation import left_padded
@@ -143,8 +145,8 @@ def test_what_cannot_be_saved(model: PreTrainedModel, tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["taken"]  # nothing half-written
 
 
-def held(model: PreTrainedModel, policy: CachePolicy = POLICIES["snapkv"]) -> PolicyCache:
-    cache = PolicyCache(policy)
+def held(model: PreTrainedModel, policy: CachePolicy | None = None) -> PolicyCache:
+    cache = PolicyCache(policy or SnapKV(0.4))
     ids = torch.tensor([random_tokens(0, 60)])
     generate(model, cache, ids, torch.ones_like(ids))
     return cache
@@ -481,7 +483,9 @@ def test_a_sliding_window_that_leaves_nothing(tmp_path: Path) -> None:
 def test_a_file_that_names_a_policy_in_earlier_words(
     model: PreTrainedModel, tmp_path: Path, given: bool
 ) -> None:
-    path, policy = tmp_path / "earlier.safetensors", POLICIES["composed"]
+    path = tmp_path / "earlier.safetensors"
+    scorer = SumScorer([WindowMaxPoolScorer(), LastQueryScorer()], [1.0, 8.0])
+    policy = CachePolicy(scorer, GQAGroupSelector(0.4), PassAllPropagation())
     held(model, policy).save(path)
     with safe_open(path, "pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
