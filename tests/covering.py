@@ -1,6 +1,7 @@
-"""Which cases of a test run where not all do: few, with every value of every parameter."""
+"""Which cases of a test run: few, with every value of every axis, or every pair of values."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ WHOLE = {
     "test_kinds_page.py",
     "test_readme.py",
     "test_reproduce.py",
+    "situations",
 }
 
 Case = Mapping[str, Hashable]
@@ -67,3 +69,65 @@ def _hashable(value: Any) -> Hashable:
     except TypeError:
         return id(value)
     return value
+
+
+def covering_pairs(
+    axes: Mapping[str, Sequence[Hashable]], forbidden: Callable[[Case], bool]
+) -> list[dict[str, Hashable]]:
+    """Returns rows, a value of each axis, among which are all pairs of values that go together.
+
+    Greedily: each row begins with the first pair that no row has, and takes on every other axis the
+    value that brings the most pairs, the first of equals.
+
+    Args:
+        axes: by name, the values; the first of each is the plainest.
+        forbidden: whether some values do not go together; it is given rows, and parts of rows.
+
+    Returns:
+        The rows, the same each time. A pair that no row can have is in none.
+    """
+    names = list(axes)
+    missing = {
+        ((one, a), (other, b)): None
+        for one, other in combinations(names, 2)
+        for a in axes[one]
+        for b in axes[other]
+    }
+    rows = []
+    for pair in list(missing):
+        if pair in missing:
+            row = _row_with(dict(pair), axes, missing, forbidden)
+            if row is not None:
+                rows.append(row)
+                for own in combinations(row.items(), 2):
+                    missing.pop(own, None)
+    return rows
+
+
+def _row_with(
+    part: dict[str, Hashable],
+    axes: Mapping[str, Sequence[Hashable]],
+    missing: Container[object],
+    forbidden: Callable[[Case], bool],
+) -> dict[str, Hashable] | None:
+    """Returns a whole row that begins with `part`; None if there is none."""
+    if forbidden(part):
+        return None
+    name = next((name for name in axes if name not in part), None)
+    if name is None:
+        return {name: part[name] for name in axes}
+
+    own = list(axes).index(name)
+    others = [((axis, value), list(axes).index(axis) < own) for axis, value in part.items()]
+
+    def gain(value: Hashable) -> int:
+        new = name, value
+        return sum(
+            ((other, new) if before else (new, other)) in missing for other, before in others
+        )
+
+    for value in sorted(axes[name], key=gain, reverse=True):
+        row = _row_with({**part, name: value}, axes, missing, forbidden)
+        if row is not None:
+            return row
+    return None

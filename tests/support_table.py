@@ -32,6 +32,7 @@ REASONS = (
     ("some layer must hold", "refused: no layer attends, so that there is nothing to choose"),
     ("keeps it in the model itself", "refused: states are held in the model, not in its cache"),
     ("compressed attention", "refused: layers hold compressed tokens, several to an entry"),
+    ("reference window", "refused: layers see a prompt whole, of an answer only a window"),
     ("sparse", "refused: attention is sparse by blocks"),
     ("self-check found", "refused: the self-check finds it wrong"),
     ("text alone", "not judged: the model reads no prompt without an image"),

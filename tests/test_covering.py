@@ -5,14 +5,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Hashable
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.covering import WHOLE, case_of, chosen_items, covering
+from tests.covering import WHOLE, Case, case_of, chosen_items, covering, covering_pairs
 
 VALUES = st.one_of(st.integers(0, 3), st.booleans(), st.sampled_from("abc"), st.none())
 
@@ -39,6 +39,24 @@ def test_a_product_needs_as_many_cases_as_its_longest_axis() -> None:
     grid = [{"x": x, "y": y, "z": z} for x, y, z in product("abc", "de", range(3))]
     chosen = [tuple(grid[at].values()) for at in covering(grid)]
     assert chosen == [("a", "d", 0), ("b", "e", 1), ("c", "d", 2)]
+
+
+def test_every_pair_that_can_be_is_in_a_row() -> None:
+    axes = {"w": [0, 1, 2], "x": "abcd", "y": [True, False], "z": "pq"}
+
+    def forbidden(row: Case) -> bool:
+        return row.get("w") == 2 and row.get("y", True) and row.get("x") in ("a", None)
+
+    def pairs(row: dict[str, object]) -> set[tuple[tuple[str, object], ...]]:
+        return set(combinations(row.items(), 2))
+
+    every = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+    possible = set().union(*(pairs(row) for row in every if not forbidden(row)))
+    rows = covering_pairs(axes, lambda row: len(row) == 4 and forbidden(row))
+    assert not any(map(forbidden, rows))
+    assert set().union(*map(pairs, rows)) == possible
+    assert len(rows) <= 16
+    assert rows == covering_pairs(axes, lambda row: len(row) == 4 and forbidden(row))
 
 
 def test_equal_values_of_unlike_types_are_two() -> None:

@@ -38,6 +38,7 @@ from kvpolicy.integrations.transformers.model.finding import (
     stateful_parts,
     takes_own_caches_only,
 )
+from kvpolicy.integrations.transformers.model.kinds import check_kinds, kinds_of
 
 NAME = "kvpolicy_shapes"
 TOKENS = 2
@@ -53,7 +54,8 @@ def trace_layers(config: Any, name: str) -> tuple[LayerShape, ...]:
         name: What to call it in messages.
 
     Raises:
-        UnsupportedModelError: Transformers cannot make or run it so, or its attention is its own.
+        UnsupportedModelError: Transformers cannot make or run it so, its attention is its own, or
+            it has layers of a kind that no policy can be applied to.
     """
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, eager_mask)
@@ -76,6 +78,7 @@ def trace_layers(config: Any, name: str) -> tuple[LayerShape, ...]:
             f"{name} must be a decoder that runs without weights, but that ended in {reason}; "
             "describe it by a ModelShape"
         ) from error
+    check_kinds(kinds_of(text, len(layers)))
     cache = output.past_key_values if given is None else given
     held = [*cache.layers, *[None] * len(layers)][: len(layers)]  # fewer where some hold nothing
     places = _place_bytes(held)
@@ -320,7 +323,5 @@ def _window(config: Any, index: int, cached: Any) -> tuple[int | None, bool]:
         return own, False
     if kinds[index] == "chunked_attention":
         return config.attention_chunk_size, True
-    if kinds[index] == "reference_sliding_attention":  # a window behind the prompt, which is held
-        return None, False
     # A layer that has another's keys has no window of its own in the cache.
     return config.sliding_window if kinds[index] == "sliding_attention" else own, False

@@ -155,7 +155,7 @@ class PolicyCache(DispatchedCache):
         find_heads(self._reader, parts)
         check_bounded(self._reader)
         if placed.decides_later:
-            check_layers(placed, self.layers, reference=any(parts.answer_windows))
+            check_layers(placed, self.layers)
         self._reader.facts = ModelFacts.of(parts, placed, verdict.quirks)
         self._reader.attachment = Attachment(self, self._reader, parts)
         self._thread = threading.current_thread()

@@ -101,44 +101,6 @@ def test_drafts_with_scores_and_hidden_states(model: PreTrainedModel, policy: Ca
     assert torch.allclose(torch.stack(plain.logits), torch.stack(assisted.logits), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", EVICTING)
-@pytest.mark.parametrize("chunk", [7, 25, 64])
-def test_a_prompt_in_chunks_is_the_prompt(model: PreTrainedModel, name: str, chunk: int) -> None:
-    whole, chunked = PolicyCache(EVICTING[name]), PolicyCache(EVICTING[name])
-    first = generate(model, whole)
-    assert torch.equal(generate(model, chunked, prefill_chunk_size=chunk), first)
-    assert_same_state(whole, chunked)
-    if not CHUNKS_GO_ON:
-        return
-    second = generate(model, whole, continued(first))
-    again = generate(model, chunked, continued(first), prefill_chunk_size=chunk)
-    assert torch.equal(again, second)
-    assert_same_state(whole, chunked)
-
-
-@pytest.mark.parametrize("name", EVICTING)
-@pytest.mark.parametrize("chunk", [5, 16])
-def test_a_padded_batch_in_chunks(model: PreTrainedModel, name: str, chunk: int) -> None:
-    """The first chunks of short rows are padding only; a later turn has padding in the middle."""
-    ids, mask = left_padded([random_tokens(row, length) for row, length in enumerate((50, 31, 9))])
-    whole, chunked = PolicyCache(EVICTING[name]), PolicyCache(EVICTING[name])
-    first = generate(model, whole, ids, attention_mask=mask)
-    how = {"attention_mask": mask, "prefill_chunk_size": chunk}
-    assert torch.equal(generate(model, chunked, ids, **how), first)
-    assert_same_state(whole, chunked)
-    if not CHUNKS_GO_ON:
-        return
-    added, added_mask = left_padded([random_tokens(5 + row, 3 + 9 * row) for row in range(3)])
-    ids = torch.cat([first, added], dim=1)
-    said = torch.ones(3, NEW, dtype=mask.dtype)
-    said[1, 8:] = 0  # the row ended early
-    mask = torch.cat([mask, said, added_mask], dim=1)
-    second = generate(model, whole, ids, attention_mask=mask)
-    how = {"attention_mask": mask, "prefill_chunk_size": chunk}
-    assert torch.equal(generate(model, chunked, ids, **how), second)
-    assert_same_state(whole, chunked)
-
-
 @torch.no_grad()
 def test_chunks_in_a_loop_by_hand(model: PreTrainedModel) -> None:
     whole, chunked = PolicyCache(SnapKV(0.3)), PolicyCache(SnapKV(0.3))
@@ -153,30 +115,6 @@ def test_chunks_in_a_loop_by_hand(model: PreTrainedModel) -> None:
         assert_same_state(whole, chunked)
         model(IDS[:, :2], past_key_values=chunked)
         assert chunked.layers[0].kept_len == 18 + 2
-
-
-@pytest.mark.parametrize("turn", [1, 2] if CHUNKS_GO_ON else [1])
-def test_a_failure_between_chunks_takes_the_turn_back(model: PreTrainedModel, turn: int) -> None:
-    cache, other = PolicyCache(SnapKV(0.4)), PolicyCache(SnapKV(0.4))
-    ids = IDS
-    if turn == 2:
-        ids = continued(generate(model, cache))
-        generate(model, other)
-    calls = []
-
-    def fail_later(*args: Any) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise RuntimeError("out of memory")
-
-    handle = model.model.layers[2].mlp.register_forward_hook(fail_later)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        generate(model, cache, ids, prefill_chunk_size=16)
-    handle.remove()
-    assert cache.get_seq_length() == other.get_seq_length()
-    expected = generate(model, other, ids)
-    assert torch.equal(generate(model, cache, ids, prefill_chunk_size=16), expected)
-    assert_same_state(cache, other)
 
 
 @pytest.mark.parametrize("when", ["prompt", "drafts"])
@@ -245,34 +183,6 @@ def test_beams_score_as_the_reference_scores_them(
         logits = torch.cat([turn.prefill_logits[None], turn.decode_logits])
         total = logits.log_softmax(-1)[torch.arange(NEW), said].sum()
         assert abs(float(total) - float(score)) < 1e-3
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_rows_may_be_repeated_chosen_and_reordered(model: PreTrainedModel, name: str) -> None:
-    ids, mask = left_padded([random_tokens(0, 50), random_tokens(1, 31)])
-    cache = PolicyCache(POLICIES[name])
-    with torch.no_grad(), cache.attached(model):
-        model(ids, attention_mask=mask, past_key_values=cache)
-        alone = []
-        for row in range(2):
-            single = PolicyCache(POLICIES[name])
-            with single.attached(model):
-                length = int(mask[row].sum())
-                model(ids[row : row + 1, 50 - length :], past_key_values=single)
-                token = torch.tensor([[3]])
-                alone.append(model(token, past_key_values=single).logits[0, -1])
-        cache.batch_repeat_interleave(2)  # 0 0 1 1
-        cache.batch_select_indices(torch.tensor([0, 2, 3]))  # 0 1 1
-        cache.reorder_cache(torch.tensor([2, 0, 1]))  # 1 0 1
-        assert cache.batch_size == 3
-        for positions in cache.propagated.values():
-            assert positions.shape[0] == 3
-        rows = [1, 0, 1]
-        longer = torch.cat([mask[rows], torch.ones(3, 1, dtype=mask.dtype)], dim=1)
-        tokens = torch.full((3, 1), 3)
-        logits = model(tokens, attention_mask=longer, past_key_values=cache).logits[:, -1]
-    for index, row in enumerate(rows):
-        assert torch.allclose(logits[index], alone[row], atol=1e-4)
 
 
 def test_several_samples_of_one_prompt(model: PreTrainedModel) -> None:

@@ -65,9 +65,6 @@ class Arriving:
         model, parts, outer, starts = self.model, self.model.parts, self.outer, self.starts
         if parts.own_caches_only:
             arguments = {**arguments, "use_cache": False}
-        seen = 0 if self.now.tokens is None else self.now.tokens.seen
-        if starts and self.now.chunks is None:
-            parts.check_turn(seen)
         made = arguments.get("attention_mask")
         outside, arguments = outer.masks_made_outside(arguments)
         features = AddedFeatures.of(arguments) if starts else None

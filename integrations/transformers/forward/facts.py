@@ -25,8 +25,6 @@ class ModelFacts:
         policy: The policy, with the layers that it leaves open chosen for the model.
         quirks: Which shortcuts are right on the model.
         windows: Each layer's sliding window or chunk; None if it sees all tokens.
-        answer_windows: Each layer's window over the tokens that follow a prompt which it sees
-            whole; None if it has none.
         temperatures: By layer, how its queries depend on counted positions; None if they do not.
         causal: Whether a token sees no later token in a layer without a mask; else it sees all of a
             prompt.
@@ -39,7 +37,6 @@ class ModelFacts:
     policy: CachePolicy
     quirks: ModelQuirks
     windows: list[int | None]
-    answer_windows: list[int | None]
     temperatures: list[Temperature | None]
     causal: bool
     rotary: Any
@@ -60,7 +57,6 @@ class ModelFacts:
             policy,
             quirks,
             parts.windows,
-            parts.answer_windows,
             parts.temperatures,
             parts.causal,
             getattr(parts.decoder, "rotary_emb", None),

@@ -101,9 +101,8 @@ class FixedAnswer:
         parts, decoding = None, reader.policy.decoding
         if reader.attachment is not None:
             parts = reader.attachment.parts
-            # Attention that counts positions itself would count wrong ones in a step. And a window
-            # over the answer only has no mask here.
-            fixed = fixed and not any((*parts.temperatures, *parts.answer_windows))
+            # Attention that counts positions itself would count wrong ones in a step.
+            fixed = fixed and not any(parts.temperatures)
         if decoding is not None:
             # A step does not report the frequencies by which its key was rotated.
             if decoding.needs_rotary and parts is not None:

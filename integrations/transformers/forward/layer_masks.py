@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import UnsupportedModelError
-from kvpolicy.host_counts import on_device
 from kvpolicy.integrations.transformers.forward.blocks import Blocks, LowerRight
 from kvpolicy.integrations.transformers.forward.facts import Call
 from kvpolicy.integrations.transformers.forward.inputs import Incoming
@@ -67,7 +66,7 @@ class LayerMasks:
         padding_first: bool,
     ) -> None:
         self._call, self._layers, self._reach = call, layers, reach
-        self._before, self._tokens = incoming.tokens, tokens
+        self._tokens = tokens
         self._first, self._in_prompt, self._padding_first = first, in_prompt, padding_first
         self._moved, self._order_of_columns = incoming.moved, incoming.order
         self._columns = incoming.columns
@@ -128,7 +127,6 @@ class LayerMasks:
             and self._call.attended is None
             and self._moved is None
             and self.windows[index] is None
-            and self._call.model.answer_windows[index] is None
             and not self._has_gaps
         )
         if packed:
@@ -291,9 +289,6 @@ class LayerMasks:
         """
         layer, window = self._layers[index], self.windows[index]
         plain = self._combined is None and window is None and own is None
-        answer = self._call.model.answer_windows[index]
-        if answer is not None and not self._in_prompt and max(self._tokens.since) > answer:
-            return self._mask_behind_prompt(layer, answer, hidden)
         query_len = self._reach.valid.shape[1]
         spare = self._spares and not layer.one_choice
         if plain and spare and query_len == 1:
@@ -331,18 +326,6 @@ class LayerMasks:
                 spare=spare,
             )
         return self._causal[key]
-
-    def _mask_behind_prompt(self, layer: PolicyLayer, window: int, hidden: Tensor) -> Mask:
-        """Make the mask of tokens after a prompt: they see the kept prompt and a window."""
-        positions = self.positions(layer, layer.choices, hidden.device)
-        heads = layer.facts.query_heads if positions.shape[1] > 1 else 1
-        before, since = self._before, self._before.rows_since
-        behind = (before.appended >= 0).sum(dim=1)
-        behind = behind if since is None else on_device(since, behind.device)
-        prompt = (before.lengths - behind).to(hidden.device)
-        places = self._reach.positions.to(hidden.device)
-        seen = Visibility(positions, places, heads, window, prompt)
-        return seen.mask(self._implementation, hidden.dtype)
 
     def may_narrow(self, index: int) -> bool:
         """True if a layer may be run for only some of its tokens.

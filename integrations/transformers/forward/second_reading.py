@@ -224,13 +224,12 @@ def _holding(waiting: DeferredKV, layer: PolicyLayer, tokens: SeenTokens) -> Pol
     return whole
 
 
-def check_layers(policy: CachePolicy, layers: list[PolicyLayer], *, reference: bool) -> None:
+def check_layers(policy: CachePolicy, layers: list[PolicyLayer]) -> None:
     """Check that all layers of a model can defer their selection.
 
     Args:
         policy: A policy that `decides_later`.
         layers: The layers of the cache.
-        reference: Whether the layers see all of a first prompt, and a window of later tokens.
 
     Raises:
         UnsupportedModelError: A layer cannot.
@@ -241,16 +240,15 @@ def check_layers(policy: CachePolicy, layers: list[PolicyLayer], *, reference: b
         index
         for index, layer in enumerate(layers)
         if layer.one_choice
-        or (again and (reference or type(layer) not in plain or not layer.facts.shows_queries))
+        or (again and (type(layer) not in plain or not layer.facts.shows_queries))
     ]
     if not unlike:
         return
     if again:
         raise UnsupportedModelError(
             f"rereading of {policy} must be None with a model whose layers share keys, have an "
-            "indexer, attend to images, hold a state beside their keys, see a prompt and a window "
-            f"of what follows, or show no queries, as layers {unlike} do: a prompt is not read "
-            "twice there yet"
+            "indexer, attend to images, hold a state beside their keys, or show no queries, as "
+            f"layers {unlike} do: a prompt is not read twice there yet"
         )
     raise UnsupportedModelError(
         f"selector of {policy} must choose layer by layer with a model whose layers have an "

@@ -118,8 +118,6 @@ class Visibility:
         query_heads: Number of query heads; each head of ``keys`` has a group of them.
         window: Number of places a query sees, its own included, or its `Chunk`; None for all places
             up to its own.
-        reference: ``[batch]`` int64, the first place behind the prompt: earlier places are seen in
-            spite of the window. None if the window applies everywhere.
         own: The model's own mask of the new tokens, if it is not causal, as where the tokens of an
             image see each other in both directions; None if it is causal.
     """
@@ -128,7 +126,6 @@ class Visibility:
     queries: Tensor
     query_heads: int
     window: int | None = None
-    reference: Tensor | None = None
     own: OwnVisibility | None = None
 
     def mask(self, implementation: str, dtype: torch.dtype) -> Mask:
@@ -172,10 +169,7 @@ class Visibility:
         keys, queries = places[:, :, None, :], self.queries[:, None, :, None]
         visible = (keys >= 0) & (keys <= queries)
         if self.window is not None:
-            near = keys >= first_seen(queries, self.window)
-            if self.reference is not None:
-                near |= keys < self.reference[:, None, None, None]
-            visible &= near
+            visible &= keys >= first_seen(queries, self.window)
         if self.own is not None:
             visible = self.own.over(visible, self.query_heads)
         # A padded query sees everything. Its output is not used, but must be finite: a later weight
@@ -187,15 +181,13 @@ class Visibility:
         group = self.query_heads // heads
         none = torch.zeros_like(self.queries)
         first = none if self.window is None else first_seen(self.queries, self.window)
-        reference = none[:, 0] if self.reference is None else self.reference
 
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             # The kernel passes every row and head, even if one mask is used for all of them.
             row = row if batch > 1 else torch.zeros_like(row)
             own = self.queries[row, query]
             place = self.keys[row, head // group if heads > 1 else torch.zeros_like(head), key]
-            near = (place >= first[row, query]) | (place < reference[row])
-            seen = (place >= 0) & (place <= own) & near
+            seen = (place >= 0) & (place <= own) & (place >= first[row, query])
             return seen | (own < 0)
 
         each = self.query_heads if heads > 1 else None

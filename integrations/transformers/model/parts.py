@@ -25,7 +25,7 @@ from kvpolicy.integrations.transformers.model.finding import (
 from kvpolicy.integrations.transformers.model.kinds import (
     FullAttention,
     Indexed,
-    ReferenceWindow,
+    check_kinds,
     kinds_of,
 )
 from kvpolicy.integrations.transformers.model.masks import DENSE, FLASH, IMPLEMENTATIONS
@@ -54,8 +54,6 @@ class ModelParts:
             given.
         windows: For each layer, how many tokens its sliding window sees, the token itself included;
             None if it sees all.
-        answer_windows: For each layer that sees a whole first prompt but only a window of later
-            tokens, the length of that window; None for other layers.
         temperatures: For each layer, how it scales queries by positions that it counts itself; None
             if it does not.
 
@@ -80,21 +78,13 @@ class ModelParts:
         for layer in self.layers:
             check_uncompiled(layer)
         self.kinds = kinds_of(self.config, len(self.layers))
-        for index, kind in enumerate(self.kinds):
-            if kind.refusal is not None:
-                raise UnsupportedModelError(
-                    "every layer must hold keys and values of its own, one for each token, but "
-                    f"layer {index} {kind.refusal}; a policy has nothing to choose there"
-                )
+        check_kinds(self.kinds)
         if not any(kind.attends for kind in self.kinds):
             raise UnsupportedModelError(
                 "some layer must hold keys and values, but all of them hold a recurrent state or "
                 "nothing; a policy has nothing to choose there"
             )
         self.windows = [kind.window for kind in self.kinds]
-        self.answer_windows = [
-            kind.answer_window if isinstance(kind, ReferenceWindow) else None for kind in self.kinds
-        ]
         self.attentions = [
             find_attention(layer, index) if kind.attends or kind.producer is not None else None
             for index, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True))
@@ -248,19 +238,6 @@ class ModelParts:
                 f"rows must not be padded with {type(self.model).__name__}, which reads a padded "
                 "row otherwise than alone, with any cache; give rows of one length, or one row at "
                 "a time"
-            )
-
-    def check_turn(self, seen: int) -> None:
-        """Check that a new turn can begin after the columns seen.
-
-        Raises:
-            UnsupportedModelError: Layers see only a window of the tokens behind the first prompt.
-        """
-        if seen and any(self.answer_windows):
-            raise UnsupportedModelError(
-                f"there can be no second turn with {type(self.model).__name__}, whose layers see a "
-                "first prompt whole and a window of what follows; give the conversation to a new "
-                "PolicyCache"
             )
 
     def check_queries(self, policy: CachePolicy) -> None:

@@ -23,7 +23,7 @@ nemotron_h nemotron_h_omni olmo olmo2 olmo3 olmo_hybrid olmoe opt ovis2 paddleoc
 persimmon phi phi3 phi4_multimodal phimoe pp_chart2table qianfan_ocr qwen2 qwen2_5_omni_thinker
 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe
 qwen3_next qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp qwen4_exp_text roc_bert seed_oss
-shieldgemma2 smollm3 smolvlm solar_open stablelm starcoder2 step3p7 unlimited_ocr vaultgemma
+shieldgemma2 smollm3 smolvlm solar_open stablelm starcoder2 step3p7 vaultgemma
 video_llama_3 video_llava vipllava whisper youtu zamba2 zaya
 """
 

@@ -5,8 +5,6 @@ scores the index keys of what it holds one by one, and each family's own layers,
 they held and nothing else.
 """
 
-import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +19,10 @@ from kvpolicy.policies import H2O, RKV, TOVA, ExpectedAttention, KeyDiff, SnapKV
 from tests.integrations.decoding.reading import Kept, Reading, held, padded, read
 from tests.integrations.decoding.rules import EVERY, KEEPING_ALL, RULES, bounded, with_every
 from tests.integrations.decoding.seen import seen_at_every_step
-from tests.integrations.decoding.test_state import go_on
 from tests.integrations.hybrids.models import apart, generate
 from tests.integrations.hybrids.models import tokens as random_ids
-from tests.integrations.model.builds.dense import decoder_layers, dense_logits
+from tests.integrations.model.builds.dense import dense_logits
 from tests.integrations.model.test_indexed import BLOCKS, FAMILY_NAMES, STATES, indexed, model_of
-from tests.integrations.model.test_indexed import held as tensors_of
 from tests.reference import VOCAB_SIZE, random_tokens
 from tests.reference.decoding import BoundedState
 from tests.reference.latent_decoding import WatchedIndexedState, of_latents
@@ -40,7 +36,6 @@ POLICIES: dict[str, CachePolicy] = {
 } | {"TOVA": bounded(TOVA, SHORT, 1)}
 # That turns queries and keys back, by how the layer turns them.
 ASKING = {"ExpectedAttention": bounded(ExpectedAttention, SHORT, SHORT_EVERY)}
-PLAIN: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 # One of each way to hold index keys: in every layer, lent, turned late, of blocks. The others hold
 # them as the first or the third does, among windows or states.
 WAYS = [
@@ -49,7 +44,6 @@ WAYS = [
     if name in FAMILY_NAMES
 ]
 WITHOUT_STATES = [name for name in WAYS if name not in STATES]
-CARRYING = ("H2O", "SnapKV")  # sums, and queries
 LENDING = [name for name in ("hy_v4",) if name in FAMILY_NAMES]
 CASES = [(name, rule) for name in FAMILY_NAMES for rule in POLICIES]
 CASES += [("deepseek_v32", rule) for rule in ASKING]
@@ -185,99 +179,6 @@ def test_layers_that_borrow_slots_keep_what_the_lender_keeps(name: str, rule: st
     assert last[0] != last[2]
 
 
-@pytest.mark.parametrize("rule", CARRYING)
-@pytest.mark.parametrize("name", WAYS)
-def test_copies_and_files_go_on_where_the_answer_was(name: str, rule: str, tmp_path: Path) -> None:
-    """Between two choices."""
-    model, answer, rows = model_of(name), forced(SHORT_STEPS), rows_of(name)
-    whole = read(model, POLICIES[rule], rows, answer)
-    first = read(model, POLICIES[rule], rows, answer[:, :33]).cache
-    first.save(tmp_path / "cache")
-    for other in (copy.copy(first), PolicyCache.load(tmp_path / "cache"), first):
-        found = go_on(model, other, answer[:, 33:])
-        assert (found - whole.logits[:, 33:]).abs().max() <= TOLERANCE
-        assert held(other, 2) == held(whole.cache, 2)
-        pairs = zip(tensors_of(other), tensors_of(whole.cache), strict=True)
-        assert all(torch.allclose(a, b, atol=TOLERANCE) for a, b in pairs)
-
-
-@pytest.mark.parametrize("rule", CARRYING)
-@pytest.mark.parametrize("name", WAYS)
-def test_rows_that_are_reordered_take_their_index_keys_along(name: str, rule: str) -> None:
-    model, rows, answer, later = model_of(name), rows_of(name), forced(23), forced(25, seed=8)
-    cache = read(model, POLICIES[rule], rows, answer).cache
-    cache.reorder_cache(torch.tensor([1, 1]))
-    found = go_on(model, cache, later)
-    alone = read(model, POLICIES[rule], rows[1:], answer[1:]).cache
-    for row in range(2):
-        other = copy.deepcopy(alone)
-        want = go_on(model, other, later[row : row + 1])
-        assert apart(found[row], want[0]) < TOLERANCE
-        assert held(cache, 2)[row] == held(other, 1)[0]
-
-
-@pytest.mark.parametrize("rule", CARRYING)
-@pytest.mark.parametrize("name", WITHOUT_STATES)
-def test_what_was_taken_back_was_never_there(name: str, rule: str) -> None:
-    model, rows = model_of(name), rows_of(name)
-    cache = read(model, POLICIES[rule], rows, forced(2 * SHORT_EVERY)).cache
-    with pytest.raises(ValueError, match="only 0 tokens were appended"):
-        cache.crop(-1)
-    want = go_on(model, copy.deepcopy(cache), forced(20, seed=8))
-    go_on(model, cache, forced(3, seed=9))
-    cache.crop(-3)
-    assert torch.equal(go_on(model, cache, forced(20, seed=8)), want)
-
-
-@pytest.mark.parametrize("rule", CARRYING)
-@pytest.mark.parametrize("name", WAYS)
-def test_a_choice_that_fails_changes_nothing(name: str, rule: str) -> None:
-    model, rows, answer = model_of(name), rows_of(name), forced(SHORT_EVERY + 12)
-    cache = read(model, POLICIES[rule], rows, answer).cache  # the next token lets layers choose
-    before, report = tensors_of(cache), str(cache.report())
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    handle = decoder_layers(model)[-1].register_forward_hook(fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        go_on(model, cache, forced(1, seed=8))
-    handle.remove()
-    assert all(map(torch.equal, tensors_of(cache), before))
-    assert str(cache.report()) == report
-    later = forced(20, seed=8)
-    whole = read(model, POLICIES[rule], rows, torch.cat([answer, later], dim=1))
-    assert torch.equal(go_on(model, cache, later), whole.logits[:, SHORT_EVERY + 12 :])
-
-
-@pytest.mark.parametrize("rule", ["H2O", "SnapKV", "KeyDiff"])
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("name", WITHOUT_STATES)
-def test_rows_of_a_batch_say_what_they_say_alone(name: str, beams: int, rule: str) -> None:
-    """Over two turns, the second in the middle of an interval."""
-    model, rows = model_of(name), rows_of(name)
-    how = {"max_new_tokens": 25, "num_beams": beams, "eos_token_id": None}
-    cache, alone = PolicyCache(POLICIES[rule]), PolicyCache(POLICIES[rule])
-    ids, mask = padded(rows)
-    own = torch.tensor(rows[1:])
-    said = model.generate(ids, attention_mask=mask, past_key_values=cache, **PLAIN, **how)
-    said_alone = model.generate(own, past_key_values=alone, **PLAIN, **how)
-    assert torch.equal(said[1, ids.shape[1] :], said_alone[0, own.shape[1] :])
-    if beams > 1:
-        return
-    question = torch.tensor([random_ids(3, 12)])
-    mask = torch.cat([mask, torch.ones(2, 25 + 12, dtype=mask.dtype)], dim=1)
-    whole = torch.cat([said, question.expand(2, -1)], dim=1)
-    whole_alone = torch.cat([said_alone, question], dim=1)
-    again = model.generate(whole, attention_mask=mask, past_key_values=cache, **PLAIN, **how)
-    every = torch.ones_like(whole_alone)  # 0 may have been said, which stands for padding as well
-    again_alone = model.generate(
-        whole_alone, attention_mask=every, past_key_values=alone, **PLAIN, **how
-    )
-    assert torch.equal(again[1, whole.shape[1] :], again_alone[0, whole_alone.shape[1] :])
-    assert held(cache, 2)[1] == held(alone, 1)[0]
-
-
 @pytest.mark.parametrize("rule", ["SnapKV", "TOVA"])
 @pytest.mark.parametrize("name", WAYS)
 def test_memory_had_in_advance_is_that_of_the_bound(name: str, rule: str) -> None:
@@ -296,17 +197,6 @@ def test_memory_had_in_advance_is_that_of_the_bound(name: str, rule: str) -> Non
     for layer in indexed(roomy).values():
         assert layer.index is not None
         assert layer.capacity == layer.index.capacity == SHORT + decoding.every
-
-
-@pytest.mark.parametrize("rule", CARRYING)
-@pytest.mark.parametrize("name", WAYS)
-def test_a_prompt_in_chunks_is_remembered_whole(name: str, rule: str) -> None:
-    model, ids = model_of(name), torch.tensor(rows_of(name)[:1])
-    whole, chunked = PolicyCache(POLICIES[rule]), PolicyCache(POLICIES[rule])
-    how = {"max_new_tokens": 40, "eos_token_id": None}
-    said, _ = generate(model, whole, ids, **how)
-    assert torch.equal(generate(model, chunked, ids, prefill_chunk_size=13, **how)[0], said)
-    assert held(whole, 1) == held(chunked, 1)
 
 
 @pytest.mark.parametrize("storage", [OffloadedStorage(), QuantizedStorage(q_group_size=8)])

@@ -1,8 +1,6 @@
 """Kinds of layers under a bound on answers: against dense attention, or refused by name."""
 
-import copy
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from kvpolicy.policies import H2O, RKV, KeyDiff, KeyNorm, SnapKV, StreamingLLM
 from tests.integrations.decoding.reading import Kept, held, padded, read
 from tests.integrations.decoding.rules import bounded
 from tests.integrations.decoding.seen import seen_at_every_step
-from tests.integrations.decoding.test_state import go_on
 from tests.integrations.hybrids.models import apart, generate, hybrid
 from tests.integrations.hybrids.models import tokens as random_ids
 from tests.integrations.model.builds.catalogue import builds
@@ -28,15 +25,7 @@ ROWS = [random_ids(0, 41), random_ids(1, 29)]
 TOLERANCE = 1e-4
 LOOKING = {each.__name__: bounded(each, TOKENS, EVERY) for each in (H2O, SnapKV, RKV)}
 BLIND = {each.__name__: bounded(each, TOKENS, EVERY) for each in (StreamingLLM, KeyDiff)}
-# A state beside the keys; keys of another layer.
-WITH_STATES = ("falcon_h1", "zamba2", "zaya", "inkling_text")
 SHARED = ("gemma3n_text", "gemma4_text_shared")
-# Of one key head for all queries, of one for each; windows in columns; one mask for all heads.
-UNSEEN = ("falcon", "falcon_grouped", "gptj", "gpt_neo", "xglm")
-CASES = [
-    *((name, rule) for name in (*WITH_STATES, *SHARED, "mllama") for rule in LOOKING | BLIND),
-    *((name, rule) for name in UNSEEN for rule in BLIND),
-]
 
 
 def model_of(name: str) -> PreTrainedModel:
@@ -50,23 +39,6 @@ def check_bounded(kept: dict[int, Kept], most: Sequence[int]) -> None:
     last = [head for layer in kept[max(kept)][0] for head in layer]
     assert last
     assert all(len(head) <= TOKENS or head[0] > 0 for head in last)  # the window's, or chosen
-
-
-@pytest.mark.parametrize(("name", "rule"), CASES)
-def test_a_long_answer_is_dense_attention_under_what_was_held(name: str, rule: str) -> None:
-    if name not in builds():
-        pytest.skip(f"this Transformers has no {name}")
-    model, policy = model_of(name), (LOOKING | BLIND)[rule]
-    forced = torch.randint(1, 90, (2, STEPS), generator=torch.Generator().manual_seed(7))
-    found = read(model, policy, ROWS, forced)
-    check_bounded(found.kept, found.most)
-    for row, prompt in enumerate(ROWS):
-        whole = prompt + forced[row].tolist()
-        seen = seen_at_every_step(found.kept, row, len(prompt), len(whole))
-        want = dense_logits(model, whole, len(prompt), seen)[len(prompt) :]
-        assert apart(found.logits[row], want) < TOLERANCE
-    full = dense_logits(model, whole, len(prompt))[len(prompt) :]
-    assert apart(full, want) > 1e-3  # what went is missed
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -117,20 +89,3 @@ def test_rules_of_queries_where_attention_shows_none() -> None:
     with torch.no_grad(), free.attached(model):
         model(input_ids=torch.arange(5, 45)[None], past_key_values=free)
     assert free.get_seq_length() == 40
-
-
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [("falcon_h1", "H2O"), ("gemma3n_text", "H2O"), ("gptj", "KeyDiff"), ("mllama", "SnapKV")],
-)
-def test_copies_and_files_go_on_where_the_answer_was(name: str, rule: str, tmp_path: Path) -> None:
-    """Between two choices; fixed buffers are not had there, and nothing is lost by asking."""
-    model, policy = model_of(name), (LOOKING | BLIND)[rule]
-    forced = torch.randint(1, 90, (2, STEPS), generator=torch.Generator().manual_seed(7))
-    whole = read(model, PolicyCache(policy, max_new_tokens=STEPS), ROWS, forced)
-    first = read(model, policy, ROWS, forced[:, :33]).cache
-    first.save(tmp_path / "cache")
-    for other in (copy.copy(first), PolicyCache.load(tmp_path / "cache"), first):
-        found = go_on(model, other, forced[:, 33:])
-        assert (found - whole.logits[:, 33:]).abs().max() <= TOLERANCE
-        assert held(other, 2) == held(whole.cache, 2)

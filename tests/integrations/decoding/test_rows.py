@@ -7,7 +7,6 @@ tokens at once, and begin another turn. Compared with every row alone, forward b
 import copy
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -25,17 +24,12 @@ from kvpolicy.policies import (
     AdaKV,
     ExpectedAttention,
     KeyDiff,
-    Method,
     SnapKV,
     StreamingLLM,
 )
-from tests.families import FAMILIES
 from tests.integrations.decoding.reading import held, padded
 from tests.integrations.decoding.rules import bounded
-from tests.integrations.hybrids.models import hybrid
 from tests.integrations.lm_eval.support import char_tokenizer
-from tests.integrations.model.builds.catalogue import builds
-from tests.integrations.model.test_indexed import model_of as indexed_model
 from tests.reference import random_tokens, tiny_model
 
 TOKENS, EVERY, TOLERANCE = 14, 5, 1e-4
@@ -53,7 +47,6 @@ POLICIES: dict[str, CachePolicy] = {
 STEP = (1, 1, 1, 1)
 ANSWER = [QUESTIONS, *[STEP] * 12]
 PAUSES = [(0, 1, 1, 0)] * 7 + [STEP] * 2 + [(1, 0, 1, 1)] * 3 + [(3, 1, 6, 2)] + [STEP] * 9
-TURN = (4, 11, 6, 2)
 
 
 @pytest.fixture(scope="module")
@@ -149,84 +142,6 @@ def test_each_row_chooses_as_it_does_alone(model: PreTrainedModel, name: str) ->
     cache = check(model, POLICIES[name], [*ANSWER, *PAUSES])
     for layer in cache.layers:
         assert layer.observed.count <= 9 + EVERY  # of the rule with the longest window
-
-
-@pytest.mark.parametrize("name", ["SnapKV", "H2O", "TOVA"])
-def test_with_memory_for_the_answer(model: PreTrainedModel, name: str) -> None:
-    """In loops of one's own, buffers grow behind it."""
-    check(model, POLICIES[name], ANSWER, max_new_tokens=20)
-
-
-# Windows; windows, caps and sinks; latents; keys of other layers.
-KINDS = {name: FAMILIES[name].build for name in ("gemma3", "gpt_oss", "deepseek_v3")} | {
-    "gemma3n_text": lambda: hybrid("gemma3n_text"),
-    "glm_moe_dsa": lambda: indexed_model("glm_moe_dsa"),
-    "gptj": lambda: builds()["gptj"].model(),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("gemma3", "SnapKV"),
-        ("gemma3", "H2O"),
-        ("gpt_oss", "SnapKV"),
-        ("deepseek_v3", "H2O"),
-        ("deepseek_v3", "TOVA"),
-        ("gemma3n_text", "H2O"),
-        ("glm_moe_dsa", "H2O"),
-        ("glm_moe_dsa", "SnapKV"),
-        ("gptj", "KeyDiff"),
-    ],
-)
-def test_kinds_of_layers(kind: str, name: str) -> None:
-    check(KINDS[kind](), POLICIES[name], [*ANSWER, *PAUSES[:14]])
-
-
-@pytest.mark.parametrize("method", [H2O, SnapKV, AdaKV])
-def test_a_turn_behind_rows_that_chose_at_unlike_times(
-    model: PreTrainedModel, method: type[Method]
-) -> None:
-    rule = method(window_size=4).decoding_rule(TOKENS, EVERY)
-    document = read_document(model, method(retention_tokens=20, window_size=4, decoding=rule))
-    forwards, turn = forwards_of(ANSWER), rows_of(70, TURN)
-    later = forwards_of([STEP] * 8, 80)
-    together = copy.copy(document)
-    together.batch_repeat_interleave(4)
-    go_on(model, together, forwards)
-    together.start_turn()
-    said = go_on(model, together, [turn, *later])
-    for row in range(4):
-        own = copy.copy(document)
-        go_on(model, own, alone(forwards, row))
-        own.start_turn()
-        assert_same(said, row, go_on(model, own, alone([turn, *later], row)))
-
-
-@pytest.mark.parametrize("name", ["H2O", "SnapKV", "window_of_9", "ExpectedAttention", "AdaKV"])
-@pytest.mark.parametrize("steps", [2, 6])
-def test_what_rows_count_goes_along(
-    model: PreTrainedModel, name: str, steps: int, tmp_path: Path
-) -> None:
-    """Into copies and files, with rows that are reordered, and back where tokens are taken back."""
-    document, cache = (read_document(model, POLICIES[name]) for _ in range(2))
-    first, later = forwards_of(ANSWER[: 1 + steps]), forwards_of([*PAUSES[4:14], *[STEP] * 5], 50)
-    cache.batch_repeat_interleave(4)
-    go_on(model, cache, first)
-    wrong, before = copy.copy(cache), held(cache, 4)
-    go_on(model, wrong, [[[], [], [7], []]])  # which lets no row choose
-    wrong.crop(-1)
-    assert held(wrong, 4) == before
-    cache.save(tmp_path / "cache")
-    order = [2, 0, 3, 1]
-    for other in (wrong, copy.deepcopy(cache), PolicyCache.load(tmp_path / "cache"), cache):
-        other.reorder_cache(torch.tensor(order))
-        moved = [[rows[row] for row in order] for rows in later]
-        said = go_on(model, other, moved)
-        for place, row in enumerate(order):
-            own = copy.copy(document)
-            go_on(model, own, alone(first, row))
-            assert_same(said, place, go_on(model, own, alone(later, row)))
 
 
 TEXT = "it was a dark night, and the rain fell in torrents; the street lamps were dim."

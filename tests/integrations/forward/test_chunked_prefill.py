@@ -1,6 +1,5 @@
 """Prompts in chunks, whatever the policy: what the prompt read at once gives, and the reference."""
 
-import copy
 import itertools
 from functools import cache
 from typing import Any
@@ -12,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvpolicy
-from kvpolicy import CachePolicy, DecodingEviction
+from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedGenerationError, UnsupportedModelError
-from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache
+from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import (
     FastKV,
     GemFilter,
@@ -123,11 +122,6 @@ def test_families(family: str, name: str) -> None:
     assert_as_whole(model_of(family), DROPPING[name], ALL_ROWS, (11,))
 
 
-@pytest.mark.parametrize("name", DROPPING)
-def test_eager_attention(name: str) -> None:
-    assert_as_whole(model_of("llama", "eager"), DROPPING[name], ALL_ROWS, (11,))
-
-
 @pytest.mark.parametrize("name", ["fastkv", "gem_filter"])
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "nemotron_h"])
 def test_hybrids(family: str, name: str) -> None:
@@ -216,89 +210,6 @@ def test_by_hand(name: str) -> None:
     assert (found - want[:, -found.shape[1] :]).abs().max() < TOLERANCE
     assert chunked.get_seq_length() == 50
     assert str(chunked.report()) == str(whole.report())
-
-
-@pytest.mark.parametrize("name", DROPPING)
-@torch.no_grad()
-def test_a_copy_between_chunks_goes_its_own_way(name: str) -> None:
-    model, policy = model_of("llama"), DROPPING[name]
-    want = generate(model, PolicyCache(policy))
-    cache = PolicyCache(policy)
-    with cache.attached(model):
-        cache.start_turn(prompt_len=50)
-        model(PROMPT[:, :30], past_key_values=cache)
-    twin = copy.deepcopy(cache)
-    for each in (cache, twin):
-        with each.attached(model):
-            logits = model(PROMPT[:, 30:], past_key_values=each).logits
-            assert int(logits[0, -1].argmax()) == int(want[0, 50])
-    again = torch.cat([want[:, :51], PROMPT], dim=1)
-    said = generate(model, cache, again)
-    assert torch.equal(generate(model, twin, again, prefill_chunk_size=17), said)
-
-
-@pytest.mark.parametrize("name", DROPPING)
-@pytest.mark.parametrize("layer", [0, 1, 3])
-@pytest.mark.parametrize("chunk", [1, 2])
-def test_a_failure_takes_the_whole_prompt_back(name: str, layer: int, chunk: int) -> None:
-    model, cache = tiny_model("llama", seed=3), PolicyCache(DROPPING[name])
-    first = generate(model, cache)
-    held = [(each.positions.clone(), each.keys.clone()) for each in cache.layers]
-    again = torch.cat([first, PROMPT], dim=1)
-
-    def fail(*_: Any) -> None:
-        if cache.reader.seen >= 55 + 25 * (chunk - 1) and cache.reader.seen > 55:
-            raise RuntimeError("broken")
-
-    handle = model.model.layers[layer].mlp.register_forward_hook(fail)
-    with pytest.raises(RuntimeError, match="broken"):
-        generate(model, cache, again, prefill_chunk_size=25)
-    handle.remove()
-    assert cache.get_seq_length() == 55
-    for each, (positions, keys) in zip(cache.layers, held, strict=True):
-        assert torch.equal(each.positions, positions)
-        assert torch.equal(each.keys, keys)
-    other = PolicyCache(DROPPING[name])
-    generate(model, other)
-    want = generate(model, other, again)
-    assert torch.equal(generate(model, cache, again, prefill_chunk_size=25), want)
-
-
-@pytest.mark.parametrize("name", DROPPING)
-def test_drafts_and_fixed_answers(name: str) -> None:
-    model, policy = model_of("llama"), DROPPING[name]
-    ids = torch.tensor([random_tokens(0, 20) * 3])
-    want = generate(model, PolicyCache(policy), ids, max_new_tokens=12)
-    ways: list[tuple[PolicyCache, dict[str, Any]]] = [
-        (PolicyCache(policy), {"prompt_lookup_num_tokens": 4}),
-        (PolicyCache(policy, max_new_tokens=12), {}),
-    ]
-    for store, how in ways:
-        found = generate(model, store, ids, max_new_tokens=12, prefill_chunk_size=13, **how)
-        assert torch.equal(found, want)
-
-
-@pytest.mark.parametrize("name", ["fastkv", "two_stages"])
-def test_bounded_answers(name: str) -> None:
-    ids = torch.tensor([random_tokens(0, 20) * 3])
-    model, propagation = model_of("llama"), DROPPING[name].propagation
-    selector = GQAGroupSelector(retention_tokens=14, window_size=4)
-    bounded = DecodingEviction(WindowMaxPoolScorer(4, 3), selector, every=5)
-    policy = CachePolicy(WindowMaxPoolScorer(4, 3), selector, propagation, decoding=bounded)
-    whole, chunked = PolicyCache(policy), PolicyCache(policy)
-    want = generate(model, whole, ids, max_new_tokens=14)
-    found = generate(model, chunked, ids, max_new_tokens=14, prefill_chunk_size=13)
-    assert torch.equal(found, want)
-    for one, other in zip(whole.layers, chunked.layers, strict=True):
-        assert torch.equal(one.positions, other.positions)
-
-
-@pytest.mark.parametrize("name", DROPPING)
-def test_offloaded_storage(name: str) -> None:
-    model, policy = model_of("llama"), DROPPING[name]
-    want = generate(model, PolicyCache(policy))
-    cache = PolicyCache(policy, OffloadedStorage())
-    assert torch.equal(generate(model, cache, prefill_chunk_size=13), want)
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,8 @@ from tests.integrations.support.conversation import (
     TOLERANCE,
     assert_same,
     expected_turns,
-    left_padded,
     run_conversation,
 )
-from tests.integrations.support.versions import OLD
 from tests.reference import GaplessState, ReferenceState, random_tokens, tiny_model
 
 SNAPKV = CachePolicy(
@@ -84,21 +82,6 @@ def same_as_reference(model: PreTrainedModel, name: str, rows: tuple[int, ...], 
 @pytest.mark.parametrize("rows", [(0,), ALL_ROWS], ids=["single", "padded"])
 def test_two_turns(rows: tuple[int, ...], family: str, name: str) -> None:
     same_as_reference(model_of(family), name, rows)
-
-
-@pytest.mark.parametrize("family", ["mistral", "qwen2"])
-def test_other_families(family: str) -> None:
-    same_as_reference(model_of(family), "snapkv", ALL_ROWS)
-
-
-def test_eager_attention() -> None:
-    same_as_reference(model_of("llama", "eager"), "streaming_llm", ALL_ROWS)
-
-
-@pytest.mark.skipif(OLD, reason="this Transformers cuts the masks of later chunks wrongly")
-@pytest.mark.parametrize("name", ["streaming_llm", "snapkv"])
-def test_a_prompt_in_chunks(name: str) -> None:
-    same_as_reference(model_of("llama"), name, ALL_ROWS, prefill_chunk_size=9)
 
 
 @pytest.mark.parametrize("name", ["streaming_llm", "snapkv"])
@@ -160,37 +143,6 @@ def test_short_turns_never_leave_what_was_trained() -> None:
     assert positions == [*range(4), *range(170, 200)]  # original ones
 
 
-def test_copies_and_files_go_on_alike(tmp_path: Path) -> None:
-    model, store = model_of("qwen3"), PolicyCache(SNAPKV)
-    decode(model, store, prompt(60), 3)
-    fork = copy.deepcopy(store)
-    with store.attached(model):
-        store.save(tmp_path / "cache")
-    loaded = PolicyCache.load(tmp_path / "cache")
-    assert loaded.policy.gapless
-    question = prompt(20, seed=7)
-    for acts in (False, True):  # appended, then a turn of its own
-        stores = [copy.deepcopy(each) for each in (store, fork, loaded)]
-        if acts:
-            for each in stores:
-                each.start_turn()
-        found = [decode(model, each, question, 4) for each in stores]
-        assert torch.equal(found[0], found[1])
-        assert torch.equal(found[0], found[2])
-        state = GaplessState(model, METHODS["snapkv"][1])
-        first = state.turn(prompt(60)[0].tolist(), 3)
-        assert first.tokens[:3] == state_tokens(store)[-3:]
-        if acts:
-            turn = state.turn(question[0].tolist(), 4)
-            want = torch.cat([turn.prefill_logits[None], turn.decode_logits])
-            torch.testing.assert_close(found[0][0], want, atol=TOLERANCE, rtol=0)
-
-
-def state_tokens(store: PolicyCache) -> list[int]:
-    assert store.reader.tokens is not None
-    return store.reader.tokens.ids[0].tolist()
-
-
 def test_a_file_says_where_the_next_token_stands(tmp_path: Path) -> None:
     model, store, path = model_of("llama"), PolicyCache(STREAMING), tmp_path / "cache"
     decode(model, store, prompt(40), 2)
@@ -206,62 +158,6 @@ def test_a_file_says_where_the_next_token_stands(tmp_path: Path) -> None:
         save_file(tensors | (change or {}), path, metadata)
         with pytest.raises(ValueError, match=r"tokens.skipped must be how many .* \[26\], got \["):
             PolicyCache.load(path)
-
-
-def test_appended_questions_are_those_of_the_reference() -> None:
-    model, store = model_of("llama"), PolicyCache(STREAMING)
-    state = GaplessState(model, METHODS["streaming_llm_tokens"][1])
-    decode(model, store, prompt(60), 0)
-    question = prompt(9, seed=5)
-    want = state.turn(prompt(60)[0].tolist(), 9, forced=question[0].tolist()).decode_logits
-    fork = copy.deepcopy(store)
-    found = decode(model, store, question, 0)[0, 0]
-    torch.testing.assert_close(found, want[-1], atol=TOLERANCE, rtol=0)
-    # Taken back, and read again at the same positions.
-    store.crop(-9)
-    again = decode(model, store, question[:, :4], 0)[0, 0]
-    torch.testing.assert_close(again, want[3], atol=TOLERANCE, rtol=0)
-    both = copy.deepcopy(fork)
-    both.batch_repeat_interleave(2)
-    rows = decode(model, both, question.repeat(2, 1), 0)
-    for row in rows[:, 0]:
-        torch.testing.assert_close(row, want[-1], atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.parametrize("max_new_tokens", [None, 17])
-def test_fixed_buffers_and_ragged_ends(max_new_tokens: int | None) -> None:
-    """Rows whose answers end early: their padding stands behind what is held."""
-    model, policy = model_of("llama"), SNAPKV
-    store = PolicyCache(policy, max_new_tokens=max_new_tokens)
-    rows = [random_tokens(row, count) for row, count in enumerate((40, 25))]
-    ids, mask = left_padded(rows)
-    first = model.generate(
-        ids, attention_mask=mask, past_key_values=store, max_new_tokens=6, do_sample=False
-    )
-    answers = first[:, ids.shape[1] :]
-    added, added_mask = left_padded([random_tokens(8, 7), random_tokens(9, 3)])
-    ended = torch.ones_like(answers)
-    ended[1, 3:] = 0  # the second row's answer has ended after three tokens
-    whole = torch.cat([first, added], dim=1)
-    seen = torch.cat([mask, ended, added_mask], dim=1)
-    output = model.generate(
-        whole,
-        attention_mask=seen,
-        past_key_values=store,
-        max_new_tokens=6,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    logits = torch.stack(output.logits, dim=1)
-    for row, (own, answered, new) in enumerate(((rows[0], 6, 7), (rows[1], 3, 3))):
-        state = GaplessState(model, METHODS["snapkv"][1])
-        said = answers[row, :answered].tolist()
-        fed = min(answered, 5)  # the last one of six was not read
-        state.turn(own, fed, forced=said[:fed])
-        turn = state.turn([*said[fed:], *added[row, -new:].tolist()], 5)
-        want = torch.cat([turn.prefill_logits[None], turn.decode_logits])
-        torch.testing.assert_close(logits[row], want, atol=TOLERANCE, rtol=0)
 
 
 YARN = {

@@ -131,52 +131,6 @@ def test_a_loop_by_hand_gives_what_generate_gives_over_two_turns(model: PreTrain
         assert torch.equal(one.positions, other.positions)
 
 
-def test_inputs_embeds_give_what_input_ids_give(model: PreTrainedModel) -> None:
-    ids = prompt(60)
-    expected = tokens_of(model, ids, PolicyCache(GEM))
-    embeds = model.get_input_embeddings()(ids)
-    output = model.generate(
-        inputs_embeds=embeds, past_key_values=PolicyCache(GEM), max_new_tokens=7, do_sample=False
-    )
-    assert output[0].tolist() == expected
-
-
-@pytest.mark.parametrize("place", ["first pass", "second pass"])
-@pytest.mark.parametrize("turn", [1, 2])
-def test_a_failure_in_either_pass_takes_nothing_with_it(
-    model: PreTrainedModel, turn: int, place: str
-) -> None:
-    cache, other = PolicyCache(GEM), PolicyCache(GEM)
-    ids = prompt(60)
-    if turn == 2:
-        said = tokens_of(model, ids, cache)
-        tokens_of(model, ids, other)
-        ids = torch.cat([ids, torch.tensor([said]), prompt(70, seed=4)], dim=1)
-    before = [layer.positions for layer in cache.layers] or [None] * 4
-
-    def fail(*args: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    # Layer 3 lies above the filter layer: only the second pass gets there.
-    layer = 1 if place == "first pass" else 3
-    handle = model.model.layers[layer].mlp.register_forward_hook(fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        tokens_of(model, ids, cache)
-    handle.remove()
-    for held, kept in zip(cache.layers, before, strict=True):
-        assert (held.positions is None) if kept is None else torch.equal(held.positions, kept)
-    assert tokens_of(model, ids, cache) == tokens_of(model, ids, other)
-
-
-def test_crop_takes_back_what_was_appended(model: PreTrainedModel) -> None:
-    cache = PolicyCache(GEM)
-    with torch.no_grad(), cache.attached(model):
-        model(prompt(60), past_key_values=cache)
-        logits = model(prompt(3, seed=5), past_key_values=cache).logits
-        cache.crop(-3)
-        assert torch.equal(model(prompt(3, seed=5), past_key_values=cache).logits, logits)
-
-
 def test_hidden_states_are_those_of_the_second_pass(model: PreTrainedModel) -> None:
     ids, mask = left_padded([random_tokens(0, 60), random_tokens(1, 40)])
     cache = PolicyCache(GEM)

@@ -11,13 +11,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy import CachePolicy, Repetition
-from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache
+from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import (
     GlobalThresholdSelector,
     KVzip,
     PassAllPropagation,
     PeakAttentionScorer,
-    SnapKV,
     TokenSelectivePropagation,
 )
 from tests.families import FAMILIES
@@ -168,43 +167,6 @@ def generated(store: PolicyCache, **options: Any) -> tuple[list[int], list[Any]]
         for layer in store.layers
     ]
     return out[0, 45:].tolist(), kept
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"prefill_chunk_size": 11},
-        {"prompt_lookup_num_tokens": 3},
-    ],
-    ids=["chunks", "drafts"],
-)
-def test_however_the_prompt_comes(options: dict[str, Any]) -> None:
-    policy = KVzip(0.3, chunk_size=17)
-    assert generated(PolicyCache(policy), **options) == generated(PolicyCache(policy))
-
-
-def test_into_fixed_buffers_and_elsewhere() -> None:
-    policy = KVzip(0.3, chunk_size=17)
-    plain = generated(PolicyCache(policy))
-    assert generated(PolicyCache(policy, max_new_tokens=9)) == plain
-    assert generated(PolicyCache(policy, OffloadedStorage())) == plain
-
-
-def test_a_bounded_answer() -> None:
-    rule = SnapKV(window_size=2).decoding_rule(12, every=4)
-    bounded = PolicyCache(KVzip(0.3, chunk_size=17, decoding=rule))
-    generated(bounded)
-    assert all(layer.kept_len <= 12 + 4 for layer in bounded.layers)
-
-
-def test_saved_and_loaded(tmp_path: Any) -> None:
-    store = PolicyCache(KVzip(0.3, chunk_size=17, instruction_ids=[4]))
-    generated(store)
-    store.save(tmp_path / "cache.safetensors")
-    loaded = PolicyCache.load(tmp_path / "cache.safetensors")
-    assert loaded.policy == store.policy
-    for own, other in zip(store.layers, loaded.layers, strict=True):
-        assert own.positions.equal(other.positions)
 
 
 def test_a_composition_with_a_reading_is_saved_too(tmp_path: Any) -> None:

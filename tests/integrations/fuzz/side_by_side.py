@@ -10,11 +10,12 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvpolicy.errors import UnsupportedGenerationError
 from kvpolicy.integrations.transformers import PolicyCache
-from tests.integrations.support.comparison import TOLERANCE, Columns, tensors
+from tests.integrations.model.builds.dense import decoder_layers
+from tests.integrations.support.comparison import Columns, tensors
 from tests.integrations.support.reading_both import Call, ReadingBoth
 from tests.reference import PAD_TOKEN_ID
 
@@ -130,7 +131,7 @@ class SideBySide(ReadingBoth):
             if len(calls) > call:
                 raise error
 
-        module = self.model.get_submodule(f"model.layers.{layer}{place}")
+        module = self._module(layer, place)
         handle = module.register_forward_pre_hook(fail)
         try:
             with pytest.raises(error):
@@ -141,6 +142,9 @@ class SideBySide(ReadingBoth):
                 self.cache.crop(0)  # what was interrupted is taken back at the next use
             if not self.rows:
                 self.columns = []
+
+    def _module(self, layer: int, place: str) -> nn.Module:
+        return decoder_layers(self.model)[layer].get_submodule(place.removeprefix("."))
 
     def _read_in_vain(self, new: Columns, how: str) -> None:
         if not self.rows:
@@ -184,7 +188,7 @@ class SideBySide(ReadingBoth):
             if len(said.tokens) == step:
                 raise error
 
-        module = self.model.get_submodule(f"model.layers.{layer}{place}")
+        module = self._module(layer, place)
         handle = module.register_forward_pre_hook(fail)
         try:
             with pytest.raises(error):
@@ -240,7 +244,7 @@ class SideBySide(ReadingBoth):
                 logits = own.feed(token)
                 own.settle()
             difference = abs(total - found)
-            assert difference <= 2 * TOLERANCE * count, f"differs by {difference}"
+            assert difference <= 2 * self.tolerance * count, f"differs by {difference}"
 
     def refuses(self, new: Columns) -> None:
         """What a cache that has read something refuses leaves it as it was."""

@@ -179,29 +179,6 @@ def test_a_restart_leaves_nothing_of_its_first_pass(name: str) -> None:
         assert apart(found[row], want) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_prompt_in_chunks(name: str) -> None:
-    model, (ids, mask) = hybrid(name), padded(ROWS)
-    whole, chunked = (PolicyCache(SnapKV(0.4, window_size=4)) for _ in range(2))
-    _, want = generate(model, whole, ids, mask)
-    _, found = generate(model, chunked, ids, mask, prefill_chunk_size=9)
-    assert apart(found, want) < TOLERANCE
-    for one, other in zip(chunked.layers, whole.layers, strict=True):
-        assert (one.positions is None) == (other.positions is None)
-        assert one.positions is None or torch.equal(one.positions, other.positions)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_memory_for_an_answer(name: str) -> None:
-    model, ids = hybrid(name), torch.tensor(ROWS[:1])
-    fixed = PolicyCache(SnapKV(0.4, window_size=4), max_new_tokens=8)
-    found_tokens, found = generate(model, fixed, ids)
-    want_tokens, want = generate(model, PolicyCache(SnapKV(0.4, window_size=4)), ids)
-    assert not fixed.is_compileable
-    assert torch.equal(found_tokens, want_tokens)
-    assert torch.equal(found, want)
-
-
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in OWN_CACHE])
 def test_attentions_are_those_of_the_layers_that_attend(name: str) -> None:
     """By the columns of the input, as from the model's own cache, also in a turn after padding."""

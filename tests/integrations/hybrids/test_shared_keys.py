@@ -1,8 +1,6 @@
 """Layers that attend to the keys and values of an earlier one: what they see, and what is held."""
 
-import copy
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FastKV, FullContext, PyramidInfer, SnapKV
 from tests.integrations.hybrids.models import TOLERANCE, apart, generate, hybrid, padded, tokens
-from tests.integrations.model.builds.dense import decoder_layers
 from tests.integrations.model.builds.judge import Judge
 from tests.integrations.support.versions import OLD
 
@@ -77,58 +74,6 @@ def test_a_second_turn_is_that_of_the_models_own_cache(name: str) -> None:
     assert apart(answers[1], answers[0]) < TOLERANCE
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_padded_row_is_what_it_is_alone(name: str, policy: str) -> None:
-    """Over two turns."""
-    model = hybrid(name)
-    cache, said, mask = read(model, policy)
-    found = goes_on(model, cache, said, mask)
-    for row, ids in enumerate(ROWS):
-        own = PolicyCache(POLICIES[policy])
-        answer, _ = generate(model, own, torch.tensor([ids]))
-        want = goes_on(model, own, answer, torch.ones_like(answer))
-        assert torch.equal(answer[0, len(ids) :], said[row, 47:])
-        assert apart(found[row], want[0]) < TOLERANCE
-        for one, other in zip(cache.layers, own.layers, strict=True):
-            assert one.positions is not None
-            assert other.positions is not None
-            held = one.positions[row]
-            for padded_head, head in zip(held, other.positions[0], strict=True):
-                assert padded_head[padded_head >= 0].tolist() == head[head >= 0].tolist()
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copy_goes_its_own_way(name: str, how: Any) -> None:
-    model = hybrid(name)
-    cache, said, mask = read(model, "fastkv")
-    before = [layer.positions for layer in cache.layers]
-    fork = how(cache)
-    found = goes_on(model, fork, said, mask)
-    for layer, positions in zip(cache.layers, before, strict=True):
-        assert layer.positions is not None
-        assert positions is not None
-        assert torch.equal(layer.positions, positions)
-    assert fork.layers[3].positions.shape != cache.layers[3].positions.shape
-    assert torch.equal(fork.layers[3].positions, fork.layers[1].positions)
-    assert torch.equal(found, goes_on(model, cache, said, mask))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_saved_cache_goes_on(name: str, tmp_path: Path) -> None:
-    """Also where layers have heads of unlike sizes, as in Gemma 4."""
-    model = hybrid(name)
-    cache, said, mask = read(model, "fastkv")
-    cache.save(tmp_path / "cache")
-    loaded = PolicyCache.load(tmp_path / "cache")
-    assert [layer.producer for layer in loaded.layers] == [None, None, 0, 1]
-    assert str(loaded.report()) == str(cache.report())
-    for one, other in zip(loaded.layers, cache.layers, strict=True):
-        assert torch.equal(one.positions, other.positions)
-    assert torch.equal(goes_on(model, loaded, said, mask), goes_on(model, cache, said, mask))
-
-
 BROKEN = {
     "producers must be JSON": ("producers", "{"),
     "producers must be layers by layer, got 3": ("producers", "3"),
@@ -156,77 +101,6 @@ def test_a_file_that_does_not_fit_together(message: str, tmp_path: Path) -> None
     save_file(tensors, path, {**metadata, name: value})
     with pytest.raises(ValueError, match=message):
         PolicyCache.load(path)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_are_reordered(name: str) -> None:
-    model = hybrid(name)
-    cache, said, mask = read(model, "snapkv")
-    want = goes_on(model, copy.copy(cache), said, mask)
-    cache.reorder_cache(torch.tensor([1, 0, 1]))
-    found = goes_on(model, cache, said[[1, 0, 1]], mask[[1, 0, 1]])
-    assert apart(found, want[[1, 0, 1]]) < TOLERANCE
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_tokens_are_taken_back(name: str) -> None:
-    model = hybrid(name)
-    cache, said, mask = read(model, "snapkv")
-    before = copy.copy(cache)
-    with torch.no_grad(), cache.attached(model):
-        model(said[:, -1:], attention_mask=mask, past_key_values=cache)
-    cache.crop(-1)
-    for one, other in zip(cache.layers, before.layers, strict=True):
-        assert torch.equal(one.positions, other.positions)
-    assert torch.equal(goes_on(model, cache, said, mask), goes_on(model, before, said, mask))
-
-
-def fail(*_: Any) -> None:
-    raise ArithmeticError
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_failure_in_a_borrower_is_undone(name: str) -> None:
-    model = hybrid(name)
-    cache, said, mask = read(model, "fastkv")
-    want = goes_on(model, copy.copy(cache), said, mask)
-    handle = decoder_layers(model)[2].register_forward_hook(fail)
-    with pytest.raises(ArithmeticError):
-        goes_on(model, cache, said, mask)
-    handle.remove()
-    assert torch.equal(goes_on(model, cache, said, mask), want)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_prompt_in_chunks(name: str) -> None:
-    model, (ids, mask) = hybrid(name), padded(ROWS)
-    whole, chunked = (PolicyCache(POLICIES["snapkv"]) for _ in range(2))
-    _, want = generate(model, whole, ids, mask)
-    _, found = generate(model, chunked, ids, mask, prefill_chunk_size=9)
-    assert apart(found, want) < TOLERANCE
-    for one, other in zip(chunked.layers, whole.layers, strict=True):
-        assert torch.equal(one.positions, other.positions)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_drafts(name: str) -> None:
-    """Several tokens appended at a time, some taken back."""
-    model, ids = hybrid(name), torch.tensor([ROWS[0][:20] * 2])
-    plain, drafted = (PolicyCache(POLICIES["snapkv"]) for _ in range(2))
-    want, _ = generate(model, plain, ids, max_new_tokens=8)
-    found, _ = generate(model, drafted, ids, max_new_tokens=8, prompt_lookup_num_tokens=3)
-    assert torch.equal(found, want)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_memory_for_an_answer(name: str) -> None:
-    model, ids = hybrid(name), torch.tensor(ROWS[:1])
-    fixed = PolicyCache(POLICIES["snapkv"], max_new_tokens=8)
-    found_tokens, found = generate(model, fixed, ids)
-    want_tokens, want = generate(model, PolicyCache(POLICIES["snapkv"]), ids)
-    assert not fixed.is_compileable
-    assert torch.equal(found_tokens, want_tokens)
-    assert torch.equal(found, want)
 
 
 @pytest.mark.parametrize("name", NAMES)

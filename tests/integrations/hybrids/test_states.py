@@ -2,7 +2,6 @@
 
 import copy
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from kvpolicy.integrations.transformers.state.recurrent import (
 from kvpolicy.policies import FastKV, SnapKV
 from tests.integrations.hybrids.models import (
     KINDS,
-    TOLERANCE,
-    apart,
     generate,
     hybrid,
     padded,
@@ -30,7 +27,6 @@ from tests.integrations.hybrids.models import (
     states_of,
     tokens,
 )
-from tests.integrations.model.builds.dense import decoder_layers
 
 ROWS = [tokens(0, 47), tokens(1, 31)]
 POLICY = FastKV(tsp_rate=0.5, retention_rate=0.3, window_size=4)
@@ -41,40 +37,6 @@ def read(name: str, rows: list[list[int]]) -> tuple[PolicyCache, Tensor]:
     cache = PolicyCache(POLICY)
     said, _ = generate(hybrid(name), cache, *padded(rows))
     return cache, said
-
-
-def goes_on(name: str, cache: Any, said: Tensor, mask: Tensor, question: int) -> Tensor:
-    """Logits of an answer to one more question."""
-    added = torch.tensor([tokens(question, 12)]).expand(len(said), -1)
-    whole = torch.cat([mask, mask.new_ones(len(said), said.shape[1] + 12 - mask.shape[1])], dim=1)
-    return generate(hybrid(name), cache, torch.cat([said, added], dim=1), whole)[1]
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copy_goes_its_own_way(name: str, how: Any) -> None:
-    (cache, said), (_, mask) = read(name, ROWS), padded(ROWS)
-    before, fork = states_of(cache), how(cache)
-    assert same(states_of(fork), before)
-    other = goes_on(name, fork, said, mask, 8)
-    assert same(states_of(cache), before)
-    assert not same(states_of(fork), before)
-    after = goes_on(name, cache, said, mask, 9)
-    again, _ = read(name, ROWS)
-    assert torch.equal(after, goes_on(name, again, said, mask, 9))
-    assert not torch.equal(after, other)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_saved_cache_goes_on(name: str, tmp_path: Path) -> None:
-    (cache, said), (_, mask) = read(name, ROWS), padded(ROWS)
-    cache.save(tmp_path / "cache")
-    loaded = PolicyCache.load(tmp_path / "cache")
-    assert str(loaded.report()) == str(cache.report())
-    assert same(states_of(loaded), states_of(cache))
-    assert [type(each) for each in loaded.layers] == [type(each) for each in cache.layers]
-    want, found = (goes_on(name, each, said, mask, 7) for each in (cache, loaded))
-    assert torch.equal(found, want)
 
 
 BROKEN: dict[str, dict[str, Any]] = {
@@ -145,20 +107,6 @@ def test_a_saved_state_in_another_precision_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_rows_are_reordered_repeated_and_selected(name: str) -> None:
-    (cache, said), (_, mask) = read(name, ROWS), padded(ROWS)
-    alone = [goes_on(name, *read(name, [row]), torch.ones(1, len(row)), 7) for row in ROWS]
-    rows = torch.tensor([1, 0])
-    cache.reorder_cache(rows)
-    cache.batch_repeat_interleave(2)  # 1, 1, 0, 0
-    cache.batch_select_indices(torch.tensor([0, 1, 3]))
-    kept = [1, 1, 0]
-    found = goes_on(name, cache, said[kept], mask[kept], 7)
-    for row, of_row in zip(kept, found, strict=True):
-        assert apart(of_row, alone[row][0]) < TOLERANCE
-
-
-@pytest.mark.parametrize("name", KINDS)
 def test_beams_are_those_of_the_models_own_cache(name: str) -> None:
     model, ids = hybrid(name), torch.tensor(ROWS[:1])
     common = {"max_new_tokens": 5, "do_sample": False, "num_beams": 3, "pad_token_id": 0}
@@ -176,32 +124,6 @@ class Broken(Exception):  # noqa: N818
 
 def fail(*_: Any) -> None:
     raise Broken
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("when", ["prompt", "step", "second turn"])
-def test_a_failure_in_a_late_layer_is_undone(name: str, when: str) -> None:
-    model, ids = hybrid(name), torch.tensor(ROWS[:1])
-    calls: list[Tensor] = [ids, torch.tensor([[5]]), torch.tensor([tokens(3, 11)])]
-    at = ["prompt", "step", "second turn"].index(when)
-    said = []
-    for fails in (False, True):
-        cache = PolicyCache(POLICY)
-        with torch.no_grad(), cache.attached(model):
-            for call, new in enumerate(calls):
-                if call == 2:
-                    cache.start_turn()
-                if fails and call == at:
-                    before = [] if call == 0 else states_of(cache)
-                    handle = decoder_layers(model)[-1].register_forward_hook(fail)
-                    with pytest.raises(Broken):
-                        model(new, past_key_values=cache)
-                    handle.remove()
-                    assert call == 0 or same(states_of(cache), before)
-                output = model(new, past_key_values=cache)
-        said.append((output.logits, states_of(cache)))
-    assert torch.equal(said[0][0], said[1][0])
-    assert same(said[0][1], said[1][1])
 
 
 def test_a_failure_behind_the_decoder_is_undone() -> None:

@@ -1,8 +1,6 @@
 """Decoders whose layers lie in a module that reads no tokens, as BERT's and its like's."""
 
-import copy
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from kvpolicy import CachePolicy
 from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers import PolicyCache
 from kvpolicy.policies import FastKV, FullContext, GemFilter, SnapKV
-from tests.integrations.hybrids.models import TOLERANCE, apart, generate, padded, tokens
+from tests.integrations.hybrids.models import TOLERANCE, generate, padded, tokens
 from tests.integrations.model.builds.catalogue import Build, builds
 from tests.integrations.model.builds.judge import Judge
 from tests.integrations.support.own_beams import assert_beams_are_dense
@@ -52,34 +50,6 @@ def test_two_turns_of_padded_rows(name: str, policy: str) -> None:
 @pytest.mark.parametrize("name", ["bert", "roberta"])
 def test_beams(name: str) -> None:
     assert_beams_are_dense(decoder(name), torch.tensor(ROWS[:1]))
-
-
-def test_copies_and_files_go_on_alike(tmp_path: Path) -> None:
-    model, (ids, mask) = decoder("roberta"), padded(ROWS)
-    store = PolicyCache(SnapKV(0.4, window_size=4))
-    said, _ = generate(model, store, ids, mask)
-    store.save(tmp_path / "cache")
-    others = [copy.deepcopy(store), PolicyCache.load(tmp_path / "cache")]
-    longer = torch.cat([said, torch.tensor([tokens(5, 7), tokens(6, 7)])], dim=1)
-    ones = torch.ones(2, longer.shape[1] - ids.shape[1], dtype=torch.long)
-    whole = torch.cat([mask, ones], dim=1)
-    want_tokens, want = generate(model, store, longer, whole)
-    for other in others:
-        found_tokens, found = generate(model, other, longer, whole)
-        assert torch.equal(found_tokens, want_tokens)
-        assert torch.equal(found, want)
-
-
-def test_a_prompt_in_chunks_and_memory_for_an_answer() -> None:
-    model, (ids, mask) = decoder("bert"), padded(ROWS)
-    want_tokens, want = generate(model, PolicyCache(SnapKV(0.4, window_size=4)), ids, mask)
-    chunked = PolicyCache(SnapKV(0.4, window_size=4))
-    assert apart(generate(model, chunked, ids, mask, prefill_chunk_size=9)[1], want) < TOLERANCE
-    fixed = PolicyCache(SnapKV(0.4, window_size=4), max_new_tokens=8)
-    found_tokens, found = generate(model, fixed, ids, mask)
-    assert fixed.is_compileable
-    assert torch.equal(found_tokens, want_tokens)
-    assert apart(found, want) < TOLERANCE
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ Every family of `make families` is held against its own code on what a layer hol
 two turns against the same, and what else a cache has to do with index keys.
 """
 
-import copy
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -25,10 +24,8 @@ from kvpolicy.integrations.transformers.state.indexed import IndexedLayer
 from kvpolicy.policies import AdaKV, FastKV, FullContext, GemFilter, SnapKV, StreamingLLM
 from tests.integrations.hybrids.models import apart, generate, padded, tokens
 from tests.integrations.model.builds.catalogue import Build, builds
-from tests.integrations.model.builds.dense import decoder_layers
 from tests.integrations.support.read_twice import read_two_turns
 from tests.integrations.support.versions import OLD
-from tests.integrations.test_generation import CHUNKS_GO_ON
 
 # An indexer in every layer; in every other, whose slots the next borrows; among sliding windows;
 # of blocks of tokens, turned to their positions late; of blocks, told what is padding by a mask; of
@@ -99,14 +96,6 @@ def rows_of(name: str) -> list[list[int]]:
     return [ROWS[0], tokens(1, 47)] if name in BLOCKS else ROWS
 
 
-def goes_on(name: str, sequences: Tensor) -> tuple[Tensor, Tensor]:
-    """What was said, and as many tokens more in every row."""
-    more = torch.tensor([tokens(7 + row, 9) for row in range(2)])
-    mask = torch.ones(2, sequences.shape[1] + 9, dtype=torch.int64)
-    mask[1, : len(ROWS[0]) - len(rows_of(name)[1])] = 0
-    return torch.cat([sequences, more], dim=1), mask
-
-
 @pytest.mark.parametrize("policy", ["snapkv", "full_context"])
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_two_turns_against_the_models_own_code(name: str, policy: str) -> None:
@@ -149,31 +138,6 @@ def test_index_keys_are_those_of_the_tokens_kept(name: str, storage: Any) -> Non
         assert line.full_bytes == full.keys.nbytes + full.values.nbytes + beside * 47 // 10
 
 
-@pytest.mark.parametrize("storage", [None, OffloadedStorage()])
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_a_file_and_a_copy_go_on_alike(name: str, storage: Any, tmp_path: Path) -> None:
-    model, store = model_of(name), PolicyCache(SNAPKV, storage)
-    said, _ = generate(model, store, *padded(rows_of(name)))
-    store.save(tmp_path / "cache")
-    loaded, fork = PolicyCache.load(tmp_path / "cache", storage=storage), copy.deepcopy(store)
-    turn = goes_on(name, said)
-    _, want = generate(model, store, *turn)
-    for other in (loaded, fork):
-        assert torch.equal(generate(model, other, *turn)[1], want)
-        assert_same(store, other)
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name not in STATES])
-def test_rows_are_taken_and_tokens_taken_back(name: str) -> None:
-    store = PolicyCache(SNAPKV)
-    generate(model_of(name), store, *padded(rows_of(name)))
-    whole = held(copy.deepcopy(store))
-    store.crop(-2)
-    store.batch_select_indices(torch.tensor([1, 0, 1]))
-    for found, before in zip(held(store), whole, strict=True):
-        assert torch.equal(found, before[[1, 0, 1], :, :-2])
-
-
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_beams_are_the_models_own(name: str) -> None:
     model = model_of(name)
@@ -181,28 +145,6 @@ def test_beams_are_the_models_own(name: str) -> None:
     want, _ = generate(model, own, *padded(rows_of(name)), num_beams=3)
     found, _ = generate(model, PolicyCache(FullContext()), *padded(rows_of(name)), num_beams=3)
     assert torch.equal(found, want)
-
-
-@pytest.mark.parametrize("policy", ["snapkv", "full_context"])
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_chunks_and_drafts_change_nothing(name: str, policy: str) -> None:
-    model, plain = model_of(name), PolicyCache(POLICIES[policy])
-    said, want = generate(model, plain, *padded(rows_of(name)))
-    store = PolicyCache(POLICIES[policy])
-    found, _ = generate(model, store, *padded(rows_of(name)), prefill_chunk_size=16)
-    assert torch.equal(found, said)
-    assert_same(plain, store)
-    if CHUNKS_GO_ON:
-        turn = goes_on(name, said)
-        generate(model, plain, *turn)
-        generate(model, store, *turn, prefill_chunk_size=4)
-        assert_same(plain, store)
-    if name in STATES:
-        return
-    row = torch.tensor(ROWS[:1])
-    want, _ = generate(model, PolicyCache(POLICIES[policy]), row, max_new_tokens=8)
-    drafts = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 8}
-    assert torch.equal(generate(model, PolicyCache(POLICIES[policy]), row, **drafts)[0], want)
 
 
 # Whose indexers pick `index_topk` of all keys that there are, hidden ones last.
@@ -256,53 +198,6 @@ def test_chunks_change_nothing_where_equals_have_an_order(
     want = logits_of(model, stores[0], 47)
     assert apart(logits_of(model, stores[1], chunk)[:, -1], want[:, -1]) < TOLERANCE
     assert_same(*stores)
-
-
-@pytest.mark.parametrize("policy", ["snapkv", "ada_kv", "fastkv", "full_context"])
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_memory_had_in_advance_changes_nothing(name: str, policy: str) -> None:
-    """Nothing is decoded into buffers of a fixed size there, which index keys do not have."""
-    model = model_of(name)
-    grows, roomy = PolicyCache(POLICIES[policy]), PolicyCache(POLICIES[policy], max_new_tokens=8)
-    want, found = (generate(model, each, *padded(rows_of(name)))[1] for each in (grows, roomy))
-    assert torch.equal(found, want)
-    assert_same(grows, roomy)
-    assert not roomy.is_compileable
-
-
-class Broken(Exception):  # noqa: N818
-    pass
-
-
-def fail(*_: Any) -> None:
-    raise Broken
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("when", ["prompt", "step", "second turn"])
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_a_failure_in_a_late_layer_is_undone(name: str, when: str) -> None:
-    model = model_of(name)
-    calls = [torch.tensor(ROWS[:1]), torch.tensor([[5]]), torch.tensor([tokens(3, 11)])]
-    at, ends = ["prompt", "step", "second turn"].index(when), []
-    for fails in (False, True):
-        store = PolicyCache(SNAPKV)
-        with store.attached(model):
-            for call, new in enumerate(calls):
-                if call == 2:
-                    store.start_turn()
-                if fails and call == at:
-                    before = held(store)
-                    handle = decoder_layers(model)[-1].register_forward_hook(fail)
-                    with pytest.raises(Broken):
-                        model(new, past_key_values=store)
-                    handle.remove()
-                    assert all(map(torch.equal, held(store), before))
-                    assert store.get_seq_length() == sum(each.shape[1] for each in calls[:call])
-                output = model(new, past_key_values=store)
-        ends.append((output.logits, held(store)))
-    assert torch.equal(ends[0][0], ends[1][0])
-    assert all(map(torch.equal, ends[0][1], ends[1][1]))
 
 
 @torch.no_grad()

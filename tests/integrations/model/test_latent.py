@@ -4,11 +4,9 @@ Every family of `make families` is held against its own dense attention there; h
 choice is, against a slow one, and what else a cache has to do with what it stores.
 """
 
-import copy
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,16 +14,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvpolicy import CachePolicy
-from kvpolicy.integrations.transformers import OffloadedStorage, PolicyCache, QuantizedStorage
+from kvpolicy.integrations.transformers import PolicyCache, QuantizedStorage
 from kvpolicy.policies import (
     AdaKV,
     FastKV,
     FullContext,
-    GemFilter,
     KeyNorm,
-    PyramidInfer,
-    PyramidKV,
     SnapKV,
     StreamingLLM,
 )
@@ -33,22 +27,13 @@ from tests.families import FAMILIES
 from tests.integrations.forward.test_static import Counting, everywhere
 from tests.integrations.model.builds.catalogue import builds
 from tests.integrations.support.own_attention import dense, window_choice
-from tests.integrations.test_generation import CHUNKS_GO_ON, assert_same_state
+from tests.integrations.test_generation import assert_same_state
 from tests.reference.dense import Act
 
 FAMILY_NAMES = ("deepseek_v2", "deepseek_v3", "mistral4", "jetmoe")
 WINDOW, KERNEL, RATE = 4, 3, 0.4
 SNAPKV = SnapKV(RATE, window_size=WINDOW, kernel_size=KERNEL)
 PROMPTS, DECODED, TURNS = (41, 29), 2, (13, 7)
-POLICIES: dict[str, CachePolicy] = {
-    "snapkv": SNAPKV,
-    "ada_kv": AdaKV(RATE),
-    "pyramid_kv": PyramidKV(RATE, beta=3),
-    "fastkv": FastKV(tsp_rate=0.6, retention_rate=0.3),
-    "gem_filter": GemFilter(retention_rate=RATE),
-    "pyramid_infer": PyramidInfer(0.2, 0.5, min_context=4),
-    "full_context": FullContext(),
-}
 
 
 @cache
@@ -85,16 +70,6 @@ def generate(model: PreTrainedModel, store: Any, rows: Any = None, **how: Any) -
         ids, mask = rows
     given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     return model.generate(ids, attention_mask=mask, past_key_values=store, **given, **how)
-
-
-def again(sequences: Tensor) -> tuple[Tensor, Tensor]:
-    """What was said, and a few tokens more in every row."""
-    rows = sequences.shape[0]
-    more = torch.tensor([tokens(7 + row, 9) for row in range(rows)])
-    mask = torch.ones(rows, sequences.shape[1] + 9, dtype=torch.int64)
-    for row, count in enumerate(PROMPTS[:rows]):
-        mask[row, : PROMPTS[0] - count] = 0
-    return torch.cat([sequences, more], dim=1), mask
 
 
 @torch.no_grad()
@@ -216,73 +191,11 @@ def test_latents_are_what_is_held(name: str) -> None:
         assert line.held_bytes == held
 
 
-@pytest.mark.parametrize("storage", [None, OffloadedStorage()])
-@pytest.mark.parametrize("name", ["deepseek_v3", "jetmoe"])
-def test_a_file_and_a_copy_go_on_alike(name: str, storage: Any, tmp_path: Path) -> None:
-    model = model_of(name)
-    store = PolicyCache(SNAPKV, storage)
-    said = generate(model, store)
-    store.save(tmp_path / "cache")
-    loaded, fork = PolicyCache.load(tmp_path / "cache"), copy.deepcopy(store)
-    turn = again(said)
-    want = generate(model, store, turn)
-    for other in (loaded, fork):
-        assert torch.equal(generate(model, other, turn), want)
-        assert_same_state(store, other)
-
-
-@pytest.mark.parametrize("name", ["deepseek_v3", "jetmoe"])
-def test_rows_are_taken_and_tokens_taken_back(name: str) -> None:
-    model = model_of(name)
-    store = PolicyCache(SNAPKV)
-    generate(model, store)
-    whole = copy.deepcopy(store)
-    store.crop(-2)
-    store.batch_select_indices(torch.tensor([1, 0, 1]))
-    for layer, twin in zip(store.layers, whole.layers, strict=True):
-        assert torch.equal(layer.positions, twin.positions[[1, 0, 1], :, :-2])
-        assert torch.equal(layer.keys, twin.keys[[1, 0, 1], :, :-2])
-        assert torch.equal(layer.values, twin.values[[1, 0, 1], :, :-2])
-
-
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_beams_are_the_models_own(name: str) -> None:
     model = model_of(name)
     own = generate(model, DynamicCache(config=model.config), num_beams=3)
     assert torch.equal(generate(model, PolicyCache(FullContext()), num_beams=3), own)
-
-
-@pytest.mark.parametrize("policy", ["snapkv", "ada_kv", "pyramid_kv", "full_context"])
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_chunks_and_drafts_change_nothing(name: str, policy: str) -> None:
-    model = model_of(name)
-    plain = PolicyCache(POLICIES[policy])
-    want = generate(model, plain)
-    later = generate(model, plain, again(want))
-    store = PolicyCache(POLICIES[policy])
-    assert torch.equal(generate(model, store, prefill_chunk_size=16), want)
-    chunks = {"prefill_chunk_size": 5} if CHUNKS_GO_ON else {}
-    assert torch.equal(generate(model, store, again(want), **chunks), later)
-    assert_same_state(plain, store)
-    row = torch.tensor([tokens(0, 40)])
-    alone = (row, torch.ones_like(row))
-    want = generate(model, PolicyCache(POLICIES[policy]), alone)
-    found = generate(model, PolicyCache(POLICIES[policy]), alone, prompt_lookup_num_tokens=3)
-    assert torch.equal(found, want)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_fixed_decoding_over_two_turns(name: str, policy: str) -> None:
-    model = model_of(name)
-    grows, fixed = PolicyCache(POLICIES[policy]), PolicyCache(POLICIES[policy], max_new_tokens=8)
-    turn = None
-    for _ in range(2):
-        want, found = (generate(model, each, turn) for each in (grows, fixed))
-        assert torch.equal(want, found)
-        assert_same_state(grows, fixed)
-        assert fixed.layers[0].capacity > grows.layers[0].kept_len
-        turn = again(want)
 
 
 def test_fixed_decoding_is_one_graph() -> None:

@@ -1,8 +1,6 @@
 """Models with attention functions of their own, which show no queries: policies without work."""
 
-import copy
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +25,7 @@ from kvpolicy.policies import (
     StreamingLLM,
     TokenSelectivePropagation,
 )
-from tests.integrations.hybrids.models import TOLERANCE, apart, generate, padded, tokens
+from tests.integrations.hybrids.models import TOLERANCE, generate, padded, tokens
 from tests.integrations.model.builds.catalogue import Build, builds
 from tests.integrations.model.builds.judge import Judge
 from tests.integrations.support.own_beams import assert_beams_are_dense
@@ -104,40 +102,6 @@ def test_evicted_keys_are_freed() -> None:
 
 def test_beams() -> None:
     assert_beams_are_dense(decoder("falcon"), torch.tensor(ROWS[:1]))
-
-
-@pytest.mark.parametrize("name", ["falcon", "gpt_neo"])
-def test_copies_and_files_go_on_alike(name: str, tmp_path: Path) -> None:
-    model, (ids, mask) = decoder(name), padded(ROWS)
-    store = PolicyCache(KeyDiff(0.4))
-    said, _ = generate(model, store, ids, mask)
-    store.save(tmp_path / "cache")
-    others = [copy.deepcopy(store), PolicyCache.load(tmp_path / "cache")]
-    more = torch.tensor([tokens(5, 7), tokens(6, 7)])
-    longer = torch.cat([said, more], dim=1)
-    ones = torch.ones(2, longer.shape[1] - ids.shape[1], dtype=torch.long)
-    whole = torch.cat([mask, ones], dim=1)
-    want_tokens, want = generate(model, store, longer, whole)
-    for other in others:
-        found_tokens, found = generate(model, other, longer, whole)
-        assert torch.equal(found_tokens, want_tokens)
-        assert torch.equal(found, want)
-
-
-@pytest.mark.parametrize("name", ["gptj", "xglm"])
-def test_a_prompt_in_chunks_and_memory_for_an_answer(name: str) -> None:
-    model, (ids, mask) = decoder(name), padded(ROWS)
-    whole, chunked = (PolicyCache(KeyDiff(0.4)) for _ in range(2))
-    want_tokens, want = generate(model, whole, ids, mask)
-    _, found = generate(model, chunked, ids, mask, prefill_chunk_size=9)
-    assert apart(found, want) < TOLERANCE
-    for one, other in zip(chunked.layers, whole.layers, strict=True):
-        assert torch.equal(one.positions, other.positions)
-    fixed = PolicyCache(KeyDiff(0.4), max_new_tokens=8)
-    found_tokens, found = generate(model, fixed, ids, mask)
-    assert not fixed.is_compileable
-    assert torch.equal(found_tokens, want_tokens)
-    assert torch.equal(found, want)
 
 
 @pytest.mark.skipif(OLD, reason="this Transformers cuts the masks of later chunks wrongly")

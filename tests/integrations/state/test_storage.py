@@ -1,7 +1,6 @@
 """A policy over keys and values that are quantised, or held away from the device."""
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,14 +65,6 @@ def turns(model: PreTrainedModel, cache: PolicyCache) -> tuple[list[Tensor], lis
     return logits, kept
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_offloaded_storage_changes_nothing(model: PreTrainedModel, name: str) -> None:
-    plain = turns(model, PolicyCache(POLICIES[name]))
-    offloaded = turns(model, PolicyCache(POLICIES[name], OffloadedStorage()))
-    for one, other in zip(plain[0], offloaded[0], strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -111,19 +102,6 @@ def test_beams_over_quantised_storage(model: PreTrainedModel, backend: str) -> N
         do_sample=False,
     )
     assert output.shape[1] == 66
-
-
-def test_storage_survives_saving(model: PreTrainedModel, tmp_path: Path) -> None:
-    ids = torch.tensor([random_tokens(0, 60)])
-    cache = PolicyCache(SnapKV(0.4))
-    with torch.no_grad(), cache.attached(model):
-        model(ids, past_key_values=cache)
-        cache.save(tmp_path / "cache")
-        expected = model(ids[:, :1], past_key_values=cache).logits
-    loaded = PolicyCache.load(tmp_path / "cache", storage=OffloadedStorage())
-    with torch.no_grad(), loaded.attached(model):
-        assert torch.equal(model(ids[:, :1], past_key_values=loaded).logits, expected)
-    assert loaded.storage == OffloadedStorage()
 
 
 def test_bad_storage() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpolicy.integrations.transformers import PolicyCache
 from tests.integrations.support.bounded_row import Bound, BoundedRow
-from tests.integrations.support.comparison import Columns, Comparison, Row, assert_close, tensors
+from tests.integrations.support.comparison import Columns, Comparison, Row, tensors
 from tests.reference import PAD_TOKEN_ID
 
 
@@ -40,14 +40,16 @@ class ReadingBoth(Comparison):
 
     Attributes:
         bound: how the policy bounds answers, for the reference; None if it does not bound them.
+        row_kind: the reference's rows, where answers are not bounded.
     """
 
     bound: Bound | None = None
+    row_kind: type[Row] = Row
 
     def new_row(self) -> Row:
         """Returns a reference row that has read nothing."""
         how = self.weights, self.method, self.windows
-        return Row(*how) if self.bound is None else BoundedRow(*how, bound=self.bound)
+        return self.row_kind(*how) if self.bound is None else BoundedRow(*how, bound=self.bound)
 
     def prompt(
         self,
@@ -79,7 +81,7 @@ class ReadingBoth(Comparison):
                 if fork and not start:
                     self._go_on_with(copy.deepcopy(self.cache))
         self._acted()
-        assert_close(logits[:, -1], torch.stack(expected))
+        self.assert_close(logits[:, -1], torch.stack(expected))
 
     def generate(
         self,
@@ -123,7 +125,7 @@ class ReadingBoth(Comparison):
         said = output.sequences[:, ids.shape[1] :].tolist()
         self._acted()
         assert len(said[0]) == count or ends
-        assert_close(output.logits[0], torch.stack(expected))
+        self.assert_close(output.logits[0], torch.stack(expected))
         # The last token has not been read.
         self._fed_one_by_one([row[:-1] for row in said], torch.stack(output.logits, dim=1)[:, 1:])
 
@@ -173,11 +175,10 @@ class ReadingBoth(Comparison):
             zip(self.rows, self.columns, new, strict=True)
         ):
             columns.extend(tokens)
-            for step, token in enumerate(tokens):
-                expected = row.feed(token)
+            for step, expected in enumerate(row.feed_all(tokens)):
                 from_end = step - len(tokens)
                 if expected is not None and -from_end <= logits.shape[1]:
-                    assert_close(logits[index, from_end], expected)
+                    self.assert_close(logits[index, from_end], expected)
         self.appended += len(new[0])
         self.filled = True
         settled = [row.settle() for row in self.rows]
@@ -199,7 +200,10 @@ class ReadingBoth(Comparison):
         if not call.mask and bool(mask.all()):
             del inputs["attention_mask"]
         inputs["past_key_values"] = self.cache
-        inputs |= {"logits_to_keep": call.keep, "output_hidden_states": call.states}
+        if call.keep:
+            inputs["logits_to_keep"] = call.keep
+        if call.states:
+            inputs["output_hidden_states"] = True
         if self.block is not None:
             output = self.model(**inputs)
         else:

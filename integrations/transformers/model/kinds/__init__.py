@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import DynamicCache
 
+from kvpolicy.errors import UnsupportedModelError
 from kvpolicy.integrations.transformers.model.kinds.base import LayerFacts, LayerKind
 from kvpolicy.integrations.transformers.model.kinds.chunked import ChunkedAttention
 from kvpolicy.integrations.transformers.model.kinds.cross_attention import CrossAttention
@@ -14,7 +15,6 @@ from kvpolicy.integrations.transformers.model.kinds.full_attention import FullAt
 from kvpolicy.integrations.transformers.model.kinds.indexed import Indexed
 from kvpolicy.integrations.transformers.model.kinds.latent_attention import LatentAttention
 from kvpolicy.integrations.transformers.model.kinds.recurrent import Recurrent
-from kvpolicy.integrations.transformers.model.kinds.reference_window import ReferenceWindow
 from kvpolicy.integrations.transformers.model.kinds.refused import Refused
 from kvpolicy.integrations.transformers.model.kinds.shared_keys import SharedKeys
 from kvpolicy.integrations.transformers.model.kinds.side_by_side import SideBySide
@@ -31,12 +31,12 @@ __all__ = [
     "LayerFacts",
     "LayerKind",
     "Recurrent",
-    "ReferenceWindow",
     "Refused",
     "SharedKeys",
     "SideBySide",
     "SlidingWindow",
     "Tokenwise",
+    "check_kinds",
 ]
 
 # In the order in which they are tried; the last one accepts every layer.
@@ -48,7 +48,6 @@ KINDS: tuple[type[LayerKind], ...] = (
     Indexed,
     SlidingWindow,
     ChunkedAttention,
-    ReferenceWindow,
     Tokenwise,
     Recurrent,
     SideBySide,
@@ -91,6 +90,18 @@ def kinds_of(config: Any, num_layers: int) -> list[LayerKind]:
         )
         kinds.append(next(kind for each in KINDS if (kind := each.of(facts)) is not None))
     return kinds
+
+
+def check_kinds(kinds: Sequence[LayerKind]) -> None:
+    """Check that a policy can be applied to layers of these kinds.
+
+    Raises:
+        UnsupportedModelError: It cannot.
+    """
+    for index, kind in enumerate(kinds):
+        refusal = kind.refusal(index)
+        if refusal is not None:
+            raise UnsupportedModelError(refusal)
 
 
 def _producers(config: Any, called: Sequence[str]) -> dict[int, int]:

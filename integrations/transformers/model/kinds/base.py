@@ -37,9 +37,11 @@ class LayerKind(abc.ABC):
     def of(cls, layer: LayerFacts) -> LayerKind | None:
         """Return this kind with the layer's settings if the layer is of this kind; else None."""
 
-    @property
-    def refusal(self) -> str | None:
-        """The reason why no policy can be applied to a model with this layer; None if it can."""
+    def refusal(self, index: int) -> str | None:
+        """Return why no policy can be applied to a model with this layer; None if it can.
+
+        ``index`` is the index of the layer.
+        """
         return None
 
 

@@ -12,6 +12,12 @@ _COMPRESSED = "holds its tokens compressed, several to an entry, and a window of
 _REASONS = {
     "compressed_sparse_attention": ("compressed attention", _COMPRESSED),
     "heavily_compressed_attention": ("compressed attention", _COMPRESSED),
+    "reference_sliding_attention": (
+        "reference window",
+        "sees a first prompt whole and of what follows only a window",
+        "see the tokens of an answer as it sees those of a prompt",
+        "use Transformers' own cache with this model",
+    ),
 }
 _CACHED_AS = {
     "DummyLayer": ("without a cache", "holds nothing, and is of no kind that is known"),
@@ -25,11 +31,15 @@ class Refused(LayerKind):
     Args:
         called: A few words for the kind.
         reason: Why no policy can choose there.
+        needed: What every layer must do.
+        remedy: What the reason means for the user.
     """
 
     name: ClassVar[str] = "unknown"
     called: str = ""
     reason: str = ""
+    needed: str = "hold keys and values of its own, one for each token"
+    remedy: str = "a policy has nothing to choose there"
 
     @classmethod
     def of(cls, layer: LayerFacts) -> LayerKind | None:
@@ -37,7 +47,7 @@ class Refused(LayerKind):
         found = _REASONS.get(layer.kind) or _CACHED_AS.get(layer.cached_as or "")
         return cls(*(found or (layer.kind, f"is cached as {layer.cached_as}")))
 
-    @property
-    def refusal(self) -> str | None:
+    def refusal(self, index: int) -> str | None:
         """See `LayerKind.refusal`."""
-        return f"({self.called}) {self.reason}"
+        found = f"layer {index} ({self.called}) {self.reason}"
+        return f"every layer must {self.needed}, but {found}; {self.remedy}"

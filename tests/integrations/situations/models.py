@@ -1,0 +1,82 @@
+"""Models of the table of situations: one of every kind of layer, and what each refuses."""
+
+from functools import cache
+
+import attrs
+from transformers import PreTrainedModel
+
+from tests.integrations.fuzz.drawing import built, windowed
+from tests.integrations.hybrids.models import hybrid
+from tests.integrations.model.builds.catalogue import builds
+
+# Read by the slow reference too: shapes, with the layers' sliding windows.
+WINDOWS = (None, 16, None, 16)
+PLAIN: dict[str, tuple[tuple[object, ...], tuple[int | None, ...]]] = {
+    "llama": (("llama", 4, (4, 2), "sdpa", 3), (None,) * 4),
+    "mistral_eager": (("mistral", 4, (6, 2), "eager", 3), (None,) * 4),
+    "qwen3_windows": (("qwen3", 4, (4, 2), "sdpa", 3), WINDOWS),
+}
+
+
+@attrs.frozen
+class Refuses:
+    """What is not done with a model, beyond what the rules of `table.forbidden` say.
+
+    Attributes:
+        policies: names of policies.
+        states: whether it has recurrent layers, which take nothing back and skip no padding.
+        chunked_drops: whether a prompt of which tokens are dropped must come whole.
+        bounds: names of bounds of answers.
+    """
+
+    policies: frozenset[str] = frozenset()
+    states: bool = False
+    chunked_drops: bool = False
+    bounds: frozenset[str] = frozenset()
+
+
+_WINDOWS = frozenset({"gem_filter", "pyramid_infer"})
+_AGAIN = frozenset({"kvzip"})
+_ASKING = frozenset({"expected_attention", "critical_kv"})
+_LOOKING = frozenset(
+    {"snapkv", "h2o", "tova", "ada_kv", "fastkv", "gem_filter", "pyramid_infer"}
+    | {"kvzip", "expected_attention", "critical_kv"}
+)
+_STATES = frozenset({"pyramid_infer"})
+_WATCHING = frozenset({"sums", "last", "window", "redundancy"})
+KINDS: dict[str, Refuses] = {
+    "gpt_oss": Refuses(_WINDOWS),
+    "gemma3_text": Refuses(_WINDOWS),
+    "llama4_text_mixed": Refuses(_WINDOWS),
+    "deepseek_v3": Refuses(frozenset({"critical_kv"})),
+    "jetmoe": Refuses(frozenset({"critical_kv"})),
+    "qwen3_next": Refuses(_STATES, states=True),
+    "nemotron_h": Refuses(_STATES | _ASKING, states=True),
+    "lfm2": Refuses(_STATES, states=True),
+    "falcon_h1": Refuses(_STATES | _AGAIN, states=True, chunked_drops=True),
+    "inkling_text": Refuses(
+        _STATES | _AGAIN | _ASKING | {"gem_filter"}, states=True, chunked_drops=True
+    ),
+    "gemma3n_text": Refuses(_WINDOWS | _AGAIN, chunked_drops=True),
+    "gpt2": Refuses(_ASKING, chunked_drops=True),
+    "deepseek_v32": Refuses(_AGAIN | {"critical_kv"}, chunked_drops=True),
+    "hy_v4": Refuses(_AGAIN | _ASKING | {"pyramid_infer"}, chunked_drops=True),
+    "bert": Refuses(_ASKING),
+    "gptj": Refuses(_LOOKING, bounds=_WATCHING),
+    "falcon": Refuses(_LOOKING, bounds=_WATCHING),
+}
+KINDS = {name: kind for name, kind in KINDS.items() if name in builds()}
+
+
+@cache
+def model_of(name: str) -> PreTrainedModel:
+    if name not in PLAIN:
+        return hybrid(name)
+    shape, windows = PLAIN[name]
+    return windowed(shape, windows) if any(windows) else built(*shape)  # type: ignore[arg-type]
+
+
+@cache
+def weights_of(name: str) -> PreTrainedModel:
+    """The same model without windows, for the slow reference."""
+    return built(*PLAIN[name][0])  # type: ignore[arg-type]

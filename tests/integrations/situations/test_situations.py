@@ -1,0 +1,25 @@
+"""Every row of the table of situations against its oracle."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.situations.run import Play
+from tests.integrations.situations.table import Situation, situations
+from tests.integrations.support.comparison import NearTieError
+from tests.integrations.support.versions import OLD
+
+pytestmark = [
+    pytest.mark.skipif(OLD, reason="this Transformers cuts the masks of later chunks wrongly"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+
+@pytest.mark.parametrize("situation", situations(), ids=str)
+def test_situation(situation: Situation, tmp_path: Path) -> None:
+    for seed in range(4):
+        with contextlib.suppress(NearTieError):  # of another text then
+            Play(situation, tmp_path, seed)()
+            return
+    raise NearTieError
