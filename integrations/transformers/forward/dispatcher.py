@@ -378,6 +378,7 @@ class ForwardDispatcher:
         assert run is not None
         assert forward is not None
         try:
+            run.at.output = output
             self.tokens = run.finish()
             forward.rest(run)
         except BaseException:

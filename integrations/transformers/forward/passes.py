@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import functools
+from typing import Any
 
 import attrs
 from torch import Tensor
@@ -49,11 +50,13 @@ class PassState:
         first: Whether nothing was read before the pass.
         reach: The tokens that reach the current layer.
         masks: What these tokens see there.
+        output: The decoder's output, once it is known.
         started: ``[batch]`` bool, rows in which layers have read tokens before.
     """
 
     def __init__(self, call: Call, layers: list[PolicyLayer], made: Pass) -> None:
         self.call, self.layers = call, layers
+        self.output: Any = None
         self.policy = call.model.policy
         incoming, stage = made.incoming, made.stage
         self.before = incoming.tokens

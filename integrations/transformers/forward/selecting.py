@@ -222,6 +222,23 @@ class Select(AtEnd):
         since = attrs.evolve(context, queries=queries, query_positions=places)
         return attrs.evolve(context, state=decoding.update_state(since))
 
+    def _check_numbers(self, at: PassState) -> None:
+        """Check that a tested scorer was given numbers: its saliency is not looked at by itself.
+
+        A query or key that is not a number makes the output of the last token none.
+        """
+        scorer, output = at.policy.scorer, at.output
+        if output is None or scorer is None or not at.policy.is_tested(scorer):
+            return
+        hidden = output[0] if isinstance(output, tuple) else output["last_hidden_state"]
+        self.checks.refuse(
+            hidden[:, -1].isnan(),
+            lambda: (
+                f"score of {scorer} must return numbers, but the output of the model is NaN; look "
+                "for NaN in the model's parameters and inputs"
+            ),
+        )
+
     def finish(self, at: PassState) -> SeenTokens:
         """Check what the policy's parts have returned; see `AtQueries.finish`.
 
@@ -230,6 +247,7 @@ class Select(AtEnd):
         Raises:
             ValueError: See `CachePolicy.decide`, of any layer; and `without_gaps`.
         """
+        self._check_numbers(at)
         self.checks.look()
         if not at.policy.gapless:
             return at.tokens

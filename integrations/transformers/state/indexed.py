@@ -175,12 +175,12 @@ class IndexedLayer(PolicyLayer):
         whole: bool | None = None,
     ) -> None:
         """Keep some slots, with their index keys; see `PolicyLayer.store`."""
-        assert kept is not None
         shown, self._shown = self._shown, None
-        positions, kept = positions[:, :1], kept[:, :1]
+        positions, kept = positions[:, :1], None if kept is None else kept[:, :1]
         super().store(keys, values, positions, kept, carried, room=room, counts=counts, whole=whole)
         if shown is not None:
-            self._hold_index(*(gather_slots(each, kept) for each in shown))
+            taken = (each if kept is None else gather_slots(each, kept) for each in shown)
+            self._hold_index(*taken)
 
     def load_index(self, keys: Tensor, beside: Tensor) -> None:
         """Hold the index keys read from a file; see `index_tensors`."""

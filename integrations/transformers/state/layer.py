@@ -161,17 +161,14 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             positions: ``[batch, kv_heads or 1, key_len]``; 1 if all heads keep the same tokens.
             kept: ``[batch, kv_heads or 1, kept_len]``, the slots to keep, -1 on padding; None keeps
                 all slots.
-            carried: ``[batch, heads, key_len, carries]``, the scorer's state for each key; None if
-                the scorer has none.
-            room: Slots for which memory is reserved behind the kept slots; None takes the layer's
-                own number.
+            carried: ``[batch, heads, key_len, state_size]``, the scorer's state; None without one.
+            room: Slots to reserve behind the kept slots; None takes the layer's own number.
             counts: For each row, the number of tokens kept in each head; None if heads differ or
                 the number is unknown, so that it must be read from the tensors.
             whole: Whether ``kept`` is all slots; None if unknown.
         """
-        observed = RecentQueries(
-            carried=None if carried is None or kept is None else gather_slots(carried, kept)
-        )
+        whole_state = carried if carried is None or kept is None else gather_slots(carried, kept)
+        observed = RecentQueries(carried=whole_state)
         room = self.room if room is None else room
         if kept is None or self._is_whole(keys, positions, kept, whole):
             self._hold(keys, values, positions, room, counts=counts, observed=observed)
@@ -282,9 +279,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.held is None:  # the first chunk of a first prompt
             empty = tokens.appended[:, None, :0].expand(-1, keys.shape[1], -1).to(keys.device)
             none = (0,) * len(keys)
-            self.store(
-                keys[:, :, :0], values[:, :, :0], empty, empty, room=room, counts=none, whole=True
-            )
+            self.store(keys[:, :, :0], values[:, :, :0], empty, None, room=room, counts=none)
         elif missing and not keys.requires_grad:
             self.held = self.held.with_room(room)
         assert self.held is not None

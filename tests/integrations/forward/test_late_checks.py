@@ -199,3 +199,18 @@ def test_what_is_known_by_hand() -> None:
         assert counts == [None if each is None else (each,) for each in (whole, part)], selector
         unknown = attrs.evolve(context_of(10, 10), held_len=None)
         assert known_counts(selector, unknown) is None
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj"])
+def test_a_model_that_is_not_of_numbers_is_found(name: str) -> None:
+    """The library's own parts are not looked at layer by layer, but nothing is kept by NaN."""
+    broken = tiny_model("llama", seed=3)
+    cache, policy = PolicyCache(SnapKV(0.3)), SnapKV(0.3)
+    read(broken, cache, 0)
+    with torch.no_grad():
+        getattr(broken.model.layers[1].self_attn, name).weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="score of WindowMaxPoolScorer.* look for NaN"):
+        read(broken, cache, 1)
+    assert cache.get_seq_length() == FIRST
+    assert policy.is_tested(policy.scorer)
+    assert not policy_of(scorer=NoNumber()).is_tested(NoNumber())
