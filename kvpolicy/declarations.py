@@ -50,10 +50,11 @@ def is_tested(part: Part) -> bool:
     Args:
         part: A scorer, a selector or a propagation policy.
     """
-    if not type(part).__module__.startswith("kvpolicy."):
+    kind: Any = type(part)
+    if not kind.__module__.startswith("kvpolicy."):
         return False
     inside: list[object] = []
-    for field in attrs.fields(type(part)) if attrs.has(type(part)) else ():
+    for field in attrs.fields(kind) if attrs.has(kind) else ():
         value = getattr(part, field.name)
         inside += value if isinstance(value, (tuple, list)) else [value]
     return all(is_tested(each) for each in inside if isinstance(each, Part))
