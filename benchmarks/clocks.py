@@ -137,18 +137,21 @@ class TimedPolicy(CachePolicy):
         *,
         remembered: bool = False,
         checks: DeferredChecks | None = None,
+        saliency: Tensor | None = None,
     ) -> Decision:
         """Decide as the wrapped policy does, and add the time; see `CachePolicy.decide`."""
-        how: dict[str, Any] = {"remembered": remembered, "checks": checks}
+        how: dict[str, Any] = {"remembered": remembered, "checks": checks, "saliency": saliency}
         return self._timed(lambda: super(TimedPolicy, self).decide(context, **how))
 
     def decide_layers(self, layers: Sequence[DeferredLayer]) -> list[Tensor]:
         """Choose as the wrapped policy does, and add the time; see `CachePolicy.decide_layers`."""
         return self._timed(lambda: super(TimedPolicy, self).decide_layers(layers))
 
-    def decide_restart(self, context: LayerContext) -> Tensor | None:
+    def decide_restart(
+        self, context: LayerContext, saliency: Tensor | None = None
+    ) -> Tensor | None:
         """Choose as the wrapped policy does, and add the time; see `CachePolicy.decide_restart`."""
-        return self._timed(lambda: super(TimedPolicy, self).decide_restart(context))
+        return self._timed(lambda: super(TimedPolicy, self).decide_restart(context, saliency))
 
     def total_ms(self) -> float:
         """Return the milliseconds of all decisions so far; synchronise the GPU first."""
