@@ -41,7 +41,7 @@ def documented(cls: type[T]) -> type[T]:
     Example:
         >>> from kvpolicy.policies import KeyDiff
         >>> print(inspect.getdoc(KeyDiff))
-        Keeps the keys that resemble the others least; needs no query, prefill is complete.
+        Keeps the tokens whose keys are least similar to the layer's other keys.
         <BLANKLINE>
         Args:
             retention_rate: Fraction of the context every layer keeps, in (0, 1].

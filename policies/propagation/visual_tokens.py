@@ -16,7 +16,7 @@ from kvpolicy.selection import select_top
 
 @attrs.frozen
 class VisualTokenPropagation(PropagationPolicy):
-    """Drops visual tokens after one layer, except the most salient; all text goes on.
+    """Drops visual tokens after one layer, except the most salient; all text tokens go on.
 
     The saliency is the mean over all query heads of the layer; tokens keep their original rotary
     positions. Unlike other rates, ``visual_rate`` is one of the visual tokens that are new and that
@@ -54,11 +54,11 @@ class VisualTokenPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The size of the observation window, whose tokens always go on."""
+        """The number of last tokens that observe the others and always go on."""
         return self.window_size
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Mark the window and all tokens that are not visual; see `PropagationPolicy.protected`."""
+        """Mark the tokens that always go on: the last ones and all that are not visual."""
         return super().protected(context) | (context.new_valid & ~context.is_new_kind(*VISUAL))
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:

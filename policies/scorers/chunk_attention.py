@@ -65,7 +65,7 @@ class ChunkAttentionScorer(Scorer):
 
     @property
     def unscored_tail(self) -> int:
-        """The size of the observation window, which gets no saliency and is always kept."""
+        """The number of last tokens that get no saliency and are always kept."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
@@ -104,7 +104,7 @@ class ChunkAttentionScorer(Scorer):
         return sums, asked
 
     def _chunks(self, context: LayerContext, row: int) -> list[tuple[slice, slice, int]]:
-        """Yield the query slots and the key slots of each chunk that has queries."""
+        """Yield the slices of queries and keys that belong to each chunk."""
         places = context.query_places[row]
         places = places[: max(context.query_len - self.window_size, 0)]
         if len(places) == 0 or int(places[-1]) < self.num_sinks:

@@ -17,7 +17,7 @@ from kvpolicy.policies.scorers.wrapping import WrappingScorer
 
 @attrs.frozen
 class ChunkMeanScorer(WrappingScorer):
-    """Averages a scorer's saliency over chunks of consecutive tokens and over all heads.
+    """Averages another scorer's saliency over chunks of consecutive tokens and over all heads.
 
     ``saliency'[h, j]`` is the mean of ``saliency[h', i]`` over all heads ``h'`` of the layer and
     the tokens ``i`` with ``position_i // chunk_length = position_j // chunk_length`` that a head

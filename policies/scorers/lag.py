@@ -15,7 +15,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class LagKVScorer(Scorer):
-    """Scores tokens by the spread of their channels, scaled to the range of the tokens after them.
+    """Scores tokens by the spread of their channels, scaled to the value range of later tokens.
 
     After the sinks, the tokens that a KV head holds are divided into runs of ``lag_size``, counted
     from the row's first. With ``low`` and ``high`` the smallest and largest value in the next run,
