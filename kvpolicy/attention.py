@@ -123,7 +123,7 @@ def _is_padded(context: LayerContext) -> bool:
 
 
 def _block_sizes(context: LayerContext) -> tuple[int, int]:
-    """Compute how many KV heads and queries to take at a time, so that a block fits in memory."""
+    """Return how many KV heads and queries to process at a time, to limit memory use."""
     limit = BLOCK_BYTES.get(context.keys.device.type, OTHER_BLOCK_BYTES)
     row_bytes = 4 * context.batch * context.key_len
     group = context.query_heads // context.kv_heads

@@ -38,7 +38,7 @@ class DeferredLayer:
         return DeferredLayer.of(self.context, saliency)
 
     def among(self, rows: Tensor) -> DeferredLayer:
-        """Return the layer with tokens in the given rows only, ``rows`` ``[batch, 1, 1]`` bool."""
+        """Return a copy with tokens only in the batch rows that ``rows`` marks."""
         positions = self.context.positions.masked_fill(~rows, -1)
         context = attrs.evolve(self.context, positions=positions, held_len=None)
         return attrs.evolve(self, context=context)

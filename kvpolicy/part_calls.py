@@ -53,7 +53,7 @@ class DeferredChecks:
 
 
 def shown_to(part: Part, context: LayerContext) -> LayerContext:
-    """Remove history, rotary embedding and output weights that a part does not declare to need."""
+    """Return a copy of the layer context with only the inputs that a part declares to read."""
     if not context.history and context.rotary is None and context.output_weight is None:
         return context
     return context.with_no_more(

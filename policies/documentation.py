@@ -64,7 +64,7 @@ def documented(cls: type[T]) -> type[T]:
 
 
 def _sections(doc: str) -> dict[str, str]:
-    """Split a docstring into its sections by heading; text before the first is under ``""``."""
+    """Split a docstring into sections by heading; the text before the first has the key ``""``."""
     parts = re.split(rf"\n+(?=(?:{'|'.join(_SECTIONS)}):)", doc)
     found = {part.partition(":")[0]: part for part in parts[1:]}
     return {"": parts[0], **{name: found.get(name, "") for name in _SECTIONS}}

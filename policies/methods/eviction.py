@@ -58,7 +58,7 @@ class EvictionMethod(Method):
 
 @attrs.frozen
 class WindowEvictionMethod(EvictionMethod):
-    """Base of methods that rank tokens as SnapKV does: by the last tokens' max-pooled attention."""
+    """Base of methods that rank tokens as SnapKV does, by the last tokens' max-pooled attention."""
 
     kernel_size: int = 7
     group_first: bool = attrs.field(default=False, kw_only=True)

@@ -104,7 +104,7 @@ class AgreementPropagation(PropagationPolicy):
         return attrs.evolve(self, drop_layers=tuple(sorted(found)))
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return upper bounds: 1 up to the last layer that may act, the rate after it."""
+        """Return each layer's highest possible rate: 1 up to the last layer that may drop."""
         rate = self._going_on.fraction(context_len, protected=self.window_size)
         last = max(self.acting_layers(num_layers), default=num_layers)
         return [1.0 if index <= last else rate for index in range(num_layers)]

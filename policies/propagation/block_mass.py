@@ -124,7 +124,7 @@ class BlockMassPropagation(PropagationPolicy):
         return compress(goes, max(counts[0]))
 
     def _masses(self, saliency: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """Compute each block's saliency in `UNITS`, ``[batch, blocks]``, and each token's block."""
+        """Return each block's summed saliency ``[batch, blocks]``, and the block of each token."""
         means = super().ranking(saliency, context).double().clamp(min=0)
         means = means.masked_fill(~context.new_valid, 0.0)
         new_len = context.new_len

@@ -63,7 +63,7 @@ class PyramidPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The number of last tokens that always go on; longer prompts protect more."""
+        """The least number of last tokens that always go on; long prompts protect more of them."""
         return self.window_size
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:

@@ -71,7 +71,7 @@ class VisualTokenPropagation(PropagationPolicy):
         return frozenset({self.drop_layer})
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return 1 for every layer: how many tokens of a prompt are visual is not known."""
+        """Return 1 for every layer, since a prompt's share of visual tokens is unknown."""
         self.acting_layers(num_layers)
         return [1.0] * num_layers
 

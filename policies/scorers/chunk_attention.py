@@ -17,7 +17,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class ChunkAttentionScorer(Scorer):
-    """Scores tokens by the attention of earlier and later tokens of their chunk, times value norms.
+    """Scores tokens by other tokens' attention in their chunk, times the norm of their values.
 
     After the sinks, positions are divided into chunks of ``chunk_size``. ``a[h, j] = sum over the
     new queries i of j's chunk of softmax(q_i . k_j)``, with the softmax over the keys of the chunk,
@@ -81,7 +81,7 @@ class ChunkAttentionScorer(Scorer):
         return standardized(pooled, asked).masked_fill_(~asked, 0.0)
 
     def _attention(self, context: LayerContext, scored: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the chunks' attention ``[batch, query_heads, key_len]``, and its valid keys."""
+        """Return attention within chunks ``[batch, query_heads, key_len]``, and its valid keys."""
         group = context.query_heads // context.kv_heads
         sums = torch.zeros(
             context.batch, context.query_heads, context.key_len, device=context.keys.device

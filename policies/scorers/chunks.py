@@ -68,6 +68,6 @@ class ChunkMeanScorer(WrappingScorer):
 
 
 def _sums(numbers: Tensor, chunks: Tensor, count: int) -> Tensor:
-    """Sum a saliency ``[batch, heads, key_len]`` over chunks, to ``[batch, heads, count]``."""
+    """Sum saliency ``[batch, heads, key_len]`` over each chunk's tokens, per batch row and head."""
     sums = torch.zeros(*numbers.shape[:2], count, dtype=numbers.dtype, device=numbers.device)
     return sums.scatter_add_(-1, chunks, numbers)

@@ -66,7 +66,7 @@ class _CombinedScorer(Scorer):
         return self._combined([saliency for saliency, _ in found]), state
 
     def _combined(self, found: list[Tensor]) -> Tensor:
-        """Combine saliencies, some of which may be per KV head."""
+        """Combine the scorers' saliency tensors, of which some may have one head per KV group."""
         heads = max(saliency.shape[1] for saliency in found)
         repeated = [each.repeat_interleave(heads // each.shape[1], dim=1) for each in found]
         return self._of_all(torch.stack(repeated))

@@ -82,7 +82,7 @@ class RedundancyScorer(Scorer):
         return saliency
 
     def _importance(self, context: LayerContext, before: int) -> Tensor:
-        """Compute the attention of the window, ``[batch, kv_heads, before]``."""
+        """Return the last tokens' attention to earlier ones, ``[batch, kv_heads, before]``."""
         products = query_key_products(context.queries, context.keys[:, :, :before])
         grouped = products.view(context.batch, context.kv_heads, -1, *products.shape[2:])
         highest = grouped.amax(dim=2) * context.scaling

@@ -95,7 +95,7 @@ class LeverageScorer(Scorer):
 
 
 def _leverage(keys: Tensor, scored: Tensor, sketch: Tensor) -> Tensor:
-    """Compute the leverage ``[batch, key_len]`` of keys ``[batch, key_len, head_dim]``, in float64.
+    """Return statistical leverage scores ``[batch, key_len]`` of keys, computed in float64.
 
     If there are fewer keys than channels, leverages differ only by small amounts that float32 would
     round away.

@@ -52,7 +52,7 @@ class FirstLayersWholeSelector(WrappingSelector):
 
     @property
     def equal_counts(self) -> bool:
-        """True if no first layers keep all tokens and the other selector's counts are equal."""
+        """True if no layers keep all tokens and the wrapped selector's heads keep equally many."""
         return self.whole_layers == 0 and self.selector.equal_counts
 
     @property

@@ -109,7 +109,7 @@ class _Layer:
         return _Layer(*(context.heads.gather(part).to(device) for part in parts))
 
     def kept(self, taken: Tensor, context: LayerContext) -> Tensor:
-        """Return the kept indices of this process's heads, given which tokens ``taken`` marks."""
+        """Return the indices that this process's heads keep, given ``taken``, the mask over all."""
         chosen = self.protected | taken.view_as(self.protected)
         first = context.heads.share * context.kv_heads
         here = chosen[:, first : first + context.kv_heads, chosen.shape[2] - context.key_len :]
