@@ -198,7 +198,7 @@ def recall_of(saliency: Tensor, ks: Sequence[int]) -> dict[int, tuple[float, ...
 
 
 def top_tokens(saliency: Tensor, count: int, *, protected_tail: int = 0) -> Tensor:
-    """Return the indices of each layer's k most salient tokens.
+    """Return the indices of the ``count`` most salient tokens of a prompt, ascending.
 
     Args:
         saliency: float ``[context_len]``; among equals the earlier token is chosen.

@@ -140,7 +140,7 @@ def answer_attention(
 
 
 def most_of_heads(context: LayerContext, context_len: int, kernel_size: int) -> Tensor:
-    """Return each prompt token's largest attention from any head of a layer, max-pooled.
+    """Return each query's attention to the prompt's tokens, average-pooled, largest over heads.
 
     Args:
         context: The layer; its first ``context_len`` keys are the prompt's. Batch of one.

@@ -147,7 +147,7 @@ def measure_tsp_distances(
 
 @attrs.frozen
 class _Squares:
-    """The squared distances of one input by candidate, and the squared norm of its full state."""
+    """One input's squared output distances by candidate layer, and its output's squared norm."""
 
     distances: list[float]
     norm: float

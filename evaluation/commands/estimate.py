@@ -138,7 +138,7 @@ def headline(shape: ModelShape, context: int, dtype: str) -> str:
 
 
 def _layer_text(layer: LayerShape) -> str:
-    """Describe a layer's attention heads, window and stored state as text."""
+    """Describe a layer as text: its attention heads, window and stored state."""
     if not layer.query_heads:
         return "a state" if layer.state_elements else "experts or an MLP alone"
     text = f"{layer.query_heads} query and {layer.kv_heads} KV heads of {layer.key_dim}"
@@ -236,7 +236,7 @@ def _placed(variant: Variant, shape: ModelShape) -> Variant:
 
 
 def _window_notes(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list[str]:
-    """Return notes on sliding windows shorter than the prompt, which policies do not cut."""
+    """Return notes on sliding windows shorter than the prompt and on policies they rule out."""
     short = [i for i, each in enumerate(shape.layers) if (each.window or context) < context]
     if not short:
         return []

@@ -114,7 +114,7 @@ def _held_lens(draw: st.DrawFn, batch: int, kv_heads: int) -> list[list[int]]:
 
 
 def saliencies(context: LayerContext) -> st.SearchStrategy[Tensor]:
-    """Draw saliencies ``[batch, kv_heads, key_len]`` of a layer, with many ties in some."""
+    """Hypothesis strategy for a layer's saliency ``[batch, kv_heads, key_len]``, some with ties."""
     shape = (context.batch, context.kv_heads, context.key_len)
 
     def make(seed: int, levels: int) -> Tensor:

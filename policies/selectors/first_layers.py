@@ -70,7 +70,7 @@ class FirstLayersWholeSelector(WrappingSelector):
         return [1.0 if layer < self.whole_layers else rate for layer, rate in enumerate(rates)]
 
     def around(self, selector: KVSelector) -> KVSelector:
-        """Return the other selector itself: while decoding, first layers evict as well."""
+        """Return a copy around another selector that evicts in all layers, to use in decoding."""
         return attrs.evolve(self, selector=selector, whole_layers=0)
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
