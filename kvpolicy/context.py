@@ -359,7 +359,7 @@ class LayerContext:
 
     @property
     def query_places(self) -> Tensor:
-        """The position of each query's token: ``[batch, query_len]`` int64, -1 on padding."""
+        """Each query token's position in the prompt: ``[batch, query_len]``, -1 on padding."""
         if self.query_positions is not None:
             return self.query_positions
         last = self.positions[:, 0, self.key_len - self.query_len :]  # new tokens: as in all heads

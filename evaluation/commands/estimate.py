@@ -292,6 +292,6 @@ def _write(
 
 
 def _flop_unit(flops: float) -> tuple[str, float]:
-    """Return the unit, name and size, in which operation counts have at most three digits."""
+    """Return the SI prefix and factor that show an operation count with at most three digits."""
     power = min(max(len(str(int(flops))) - 1, 0) // 3, 6)
     return ("", "k", "M", "G", "T", "P", "E")[power], 1000.0**power

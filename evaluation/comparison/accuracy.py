@@ -89,14 +89,14 @@ def measure_accuracy(
 
 
 def measures(prompts: Sequence[Prompt]) -> list[str]:
-    """Return the names of the prompts' measures without repeats, in order of appearance."""
+    """Return the names of the prompts' scores without repeats, in order of first appearance."""
     return list(dict.fromkeys(name for prompt in prompts for name in prompt.measures))
 
 
 def continuations(
     model: PreTrainedModel, batch: Sequence[Prompt], policy: CachePolicy
 ) -> list[list[int]]:
-    """Generate greedy continuations of prompts of equal length, each as long as its answer."""
+    """Generate greedy continuations of a batch of prompts, as long as its longest answer."""
     from kvpolicy.integrations.transformers import PolicyCache  # Transformers takes seconds
 
     input_ids = torch.tensor([prompt.input_ids for prompt in batch], device=model.device)

@@ -179,7 +179,7 @@ def rendered_of(
 
 
 def _message_spans(messages: Sequence[Message], rendered: Rendered) -> list[Span]:
-    """Return the spans in the rendered prompt of the texts that messages say to keep."""
+    """Return the spans, in the rendered prompt, of texts that the messages mark as to be kept."""
     spans = []
     for message, (start, end) in zip(messages, rendered.contents, strict=True):
         if message.keeps is None:
