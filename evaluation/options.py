@@ -192,7 +192,7 @@ class PrefillOptions:
 
     @property
     def parts(self) -> dict[str, PartOption]:
-        """Return the parts of a composition by kind; empty where none is asked for."""
+        """The policy parts to compose, by kind, such as "scorer"; empty if none is given."""
         parts = {
             "scorer": self.scorer,
             "selector": self.selector,

@@ -170,7 +170,7 @@ def _factory(kind: str, options: PolicyOptions) -> Callable[..., Part]:
 def _retentions(
     options: PolicyOptions, rates: Sequence[float | None], known: Mapping[str, Any]
 ) -> list[tuple[float | None, int | None]]:
-    """Return pairs of rate and token count, at most one not None; one pair of None if unset."""
+    """Return (rate, token count) pairs to build a policy with; one or both of a pair are None."""
     if options.tokens and "retention_tokens" in known:
         return [(None, tokens) for tokens in dict.fromkeys(options.tokens)]
     if not options.tokens and "retention_rate" in known:

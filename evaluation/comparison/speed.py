@@ -58,5 +58,5 @@ class Speed:
 
     @property
     def text(self) -> str:
-        """Return the speed as text, such as ``"x2.00"``, with ``?`` after it if not steady."""
+        """Return the relative speed as text such as ``"x2.00"``, with a ``?`` if it is unsteady."""
         return f"x{self.median:.2f}{'' if self.steady else '?'}"

@@ -52,7 +52,7 @@ def takes(name: str, parameter: str) -> bool:
 
 
 def retention(rate: float | None, tokens: int | None, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the policy arguments for a retention; TSP rates below it are raised to it.
+    """Return policy arguments for a retention rate or token count; a smaller TSP rate is raised.
 
     Args:
         rate: Fraction of the context to keep; None for the policy's own.

@@ -156,7 +156,7 @@ class ChunkedReading(Reading):
     def _end(
         self, stage: PrefillStage, pieces: _Pieces, *, resumes: bool, looks: bool, keeps: bool
     ) -> tuple[int, int]:
-        """Return the peak bytes of the forward that ends a stage, and the bytes it stores."""
+        """Return the peak bytes of a prefill stage's last forward pass, and the bytes it stores."""
         held = pieces.total - pieces.last
         forward = self._forward(pieces.last, held)
         layers = range(stage.first + resumes, stage.last + 1)
@@ -229,7 +229,7 @@ class ChunkedReading(Reading):
         return heads * key_len * STATE_BYTES
 
     def _summing(self, index: int, key_len: int, new: int) -> int:
-        """Return the bytes needed to add a chunk's queries to the attention sums."""
+        """Return the bytes needed to add a chunk's attention to the scorer's attention sums."""
         return self._deciding(index, key_len, new) if self._sums else 0
 
     # What forwards hold.

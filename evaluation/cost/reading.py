@@ -68,7 +68,7 @@ class Reading:
         ]
 
     def when_read(self) -> int:
-        """Return the bytes of all layers once the prompt is read, before deferred choices."""
+        """Return the bytes all layers store when the prompt is read, before deferred choices."""
         return sum(map(self._held_back, range(self.shape.num_layers)))
 
     def _held_back(self, index: int) -> int:
@@ -77,7 +77,7 @@ class Reading:
         return self.stored(index)
 
     def while_answering(self, answer_len: int) -> tuple[int, int]:
-        """Return the layers' bytes at the answer's end, and their peak; states not included."""
+        """Return the bytes layers store at the answer's end, and their peak while decoding."""
         stored = sum(map(self.stored, range(self.shape.num_layers)))
         rule = self.policy.decoding
         if rule is None or answer_len < rule.every:
@@ -104,7 +104,7 @@ class Reading:
         return looks * layer.query_heads * layer.key_dim * self.model.dtype.itemsize
 
     def _deciding(self, index: int, key_len: int, query_len: int | None = None) -> int:
-        """Return the bytes needed to choose a layer's tokens with at most ``query_len`` queries."""
+        """Return the bytes a policy needs to choose a layer's tokens, given its query count."""
         place = index, self.shape.num_layers
         layer = self.shape.layers[index]
         if layer.window is not None and layer.window < self.context_len:
