@@ -41,7 +41,7 @@ def documented(cls: type[T]) -> type[T]:
     Example:
         >>> from kvpolicy.policies import KeyDiff
         >>> print(inspect.getdoc(KeyDiff))
-        Keeps the tokens whose keys are least similar to the layer's other keys.
+        Keeps the keys that resemble the others least; needs no query, prefill is complete.
         <BLANKLINE>
         Args:
             retention_rate: Fraction of the context every layer keeps, in (0, 1].
@@ -64,7 +64,7 @@ def documented(cls: type[T]) -> type[T]:
 
 
 def _sections(doc: str) -> dict[str, str]:
-    """Split a docstring into sections by heading; the text before the first has the key ``""``."""
+    """Split a docstring into its sections by heading; text before the first is under ``""``."""
     parts = re.split(rf"\n+(?=(?:{'|'.join(_SECTIONS)}):)", doc)
     found = {part.partition(":")[0]: part for part in parts[1:]}
     return {"": parts[0], **{name: found.get(name, "") for name in _SECTIONS}}

@@ -15,7 +15,7 @@ from kvpolicy.policies.selectors.adaptive_head import AdaptiveHeadSelector
 @documented
 @attrs.frozen
 class AdaKV(WindowEvictionMethod):
-    """Keeps the tokens that a prompt's last tokens attend to; KV heads share their layer's budget.
+    """Keeps what the last tokens of the prompt attend to; the KV heads of a layer share its budget.
 
     The saliency is SnapKV's. Each head keeps a guaranteed number of tokens, and all heads of a
     layer compete for the other places (see `AdaptiveHeadSelector`). Prefill is complete.

@@ -16,7 +16,7 @@ from kvpolicy.policies.scorers.window import WindowMaxPoolScorer
 @documented
 @attrs.frozen
 class ChunkKV(EvictionMethod):
-    """Keeps whole chunks of neighbouring tokens, those the prompt's last tokens attend to most.
+    """Keeps runs of neighbours that the last tokens of the prompt attend to; prefill is complete.
 
     Every layer keeps the observation window and, of the chunks before it, those with the highest
     window saliency on average, the same for all KV heads (see `ChunkMeanScorer`).

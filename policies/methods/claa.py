@@ -18,7 +18,7 @@ from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 @documented
 @attrs.frozen
 class CLAA(Method):
-    """Drops most tokens half-way through prefill, those with little attention in several layers.
+    """Drops most tokens half-way through prefill, by the attention of several layers.
 
     After layer ``tsp_layer`` only two kinds of tokens go on: the observation window, and the tokens
     to which the window gives the most attention at any KV head of the last ``voting_layers`` layers

@@ -15,7 +15,7 @@ from kvpolicy.policies.selectors.critical import CriticalSelector
 @documented
 @attrs.frozen
 class CriticalKV(WindowEvictionMethod):
-    """Keeps tokens as SnapKV does, but half of them also by their values' effect on the output.
+    """Keeps half of the budget as SnapKV does, the other half by values' effect on the output too.
 
     The first half is chosen by the attention of the last tokens, the second half by this attention
     times the norm of each projected value (see `CriticalSelector`). Prefill is complete.

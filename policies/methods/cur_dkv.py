@@ -15,7 +15,7 @@ from kvpolicy.policies.scorers.leverage import CURScorer
 @documented
 @attrs.frozen
 class CurDKV(EvictionMethod):
-    """Keeps the tokens whose keys and values have large norms compared with their neighbours'.
+    """Keeps the tokens whose keys and values are large among their neighbours; needs no query.
 
     Keys of large norm are kept, the opposite of `KeyNorm` (see `CURScorer`). Prefill is complete.
 

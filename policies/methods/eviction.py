@@ -18,7 +18,7 @@ from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 @documented
 @attrs.frozen
 class EvictionMethod(Method):
-    """Base of methods that run a full prefill and evict tokens by one scorer at every layer.
+    """Base of methods where one scorer ranks the tokens of every layer; prefill is complete.
 
     A subclass returns its scorer, and adds arguments as fields. They come after ``window_size`` in
     its signature; ``retention_tokens`` and ``protect`` are keyword-only.
@@ -43,22 +43,22 @@ class EvictionMethod(Method):
 
     @abstractmethod
     def _scorer(self) -> Scorer:
-        """Make the scorer by which this method ranks tokens."""
+        """Make the scorer that ranks the tokens."""
 
     def _selector(self) -> KVSelector:
-        """Make the selector, which keeps equally many tokens in every layer and KV head."""
+        """Make the selector: the same number of tokens for every layer and KV head."""
         return GQAGroupSelector(
             self.retention_rate, self.window_size, self.retention_tokens, protect=self.protect
         )
 
     def _parts(self) -> Parts:
-        """Make the method's scorer, selector and a propagation policy that drops nothing."""
+        """Make the scorer, the selector and `PassAllPropagation`."""
         return self._scorer(), self._selector(), PassAllPropagation()
 
 
 @attrs.frozen
 class WindowEvictionMethod(EvictionMethod):
-    """Base of methods that rank tokens as SnapKV does, by the last tokens' max-pooled attention."""
+    """Base of methods that rank tokens as SnapKV does: by the last tokens' max-pooled attention."""
 
     kernel_size: int = 7
     group_first: bool = attrs.field(default=False, kw_only=True)

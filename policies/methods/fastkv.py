@@ -17,7 +17,7 @@ from kvpolicy.policies.selectors.gqa_group import GQAGroupSelector
 @documented
 @attrs.frozen
 class FastKV(Method):
-    """Drops most tokens half-way through prefill, and evicts most keys and values at every layer.
+    """Drops most tokens half-way through prefill, and keeps few keys and values at every layer.
 
     After layer ``tsp_layer`` only ``tsp_rate`` of the tokens go on: the observation window and the
     tokens with the highest window saliency, averaged over all query heads. Every layer, before

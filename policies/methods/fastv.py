@@ -16,7 +16,7 @@ from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 @documented
 @attrs.frozen
 class FastV(Method):
-    """Drops half of the image tokens after an early layer of prefill, and evicts nothing else.
+    """Drops half of the image tokens early in prefill; layers keep all tokens that reach them.
 
     After layer ``drop_layer`` only ``visual_rate`` of an image's tokens go on: those to which all
     tokens of the prompt give the most attention, averaged over all query heads. All text goes on.

@@ -14,7 +14,7 @@ from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 @documented
 @attrs.frozen
 class FullContext(Method):
-    """Keeps all tokens in the cache and in prefill: the baseline of every comparison.
+    """Keeps everything and drops nothing: the baseline of every comparison.
 
     Example:
         >>> FullContext().prefill_compute_rate(num_layers=32)

@@ -17,7 +17,7 @@ from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 @documented
 @attrs.frozen
 class GemFilter(Method):
-    """Chooses tokens by the last query at one layer, then runs the prefill again on only these.
+    """Chooses tokens at one layer by the last query, and restarts the prefill on these alone.
 
     Every layer keeps all tokens of the second pass. In that pass the chosen tokens do not attend to
     the others, the price of a prefill that is as short as the cache.

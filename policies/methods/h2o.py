@@ -15,7 +15,7 @@ from kvpolicy.policies.scorers.accumulated import AccumulatedAttentionScorer
 @documented
 @attrs.frozen
 class H2O(EvictionMethod):
-    """Keeps the tokens that received the most attention in total, the "heavy hitters".
+    """Keeps the heavy hitters: tokens with the most attention in total; prefill is complete.
 
     Every layer keeps the last tokens and, per KV head, those with the highest sum of the causal
     attention of all queries (see `AccumulatedAttentionScorer`), averaged over the KV group.

@@ -15,7 +15,7 @@ from kvpolicy.policies.scorers.keys import KeyDiffScorer
 @documented
 @attrs.frozen
 class KeyDiff(EvictionMethod):
-    """Keeps the tokens whose keys are least similar to the layer's other keys.
+    """Keeps the keys that resemble the others least; needs no query, prefill is complete.
 
     Example:
         >>> KeyDiff(retention_tokens=512).selector.budget

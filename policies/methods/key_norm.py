@@ -15,7 +15,7 @@ from kvpolicy.policies.scorers.keys import KeyNormScorer
 @documented
 @attrs.frozen
 class KeyNorm(EvictionMethod):
-    """Keeps the tokens whose keys have the smallest norms.
+    """Keeps the keys of smallest norm; needs no query, prefill is complete.
 
     Example:
         >>> KeyNorm(retention_tokens=512).selector.budget

@@ -27,7 +27,7 @@ def _ids(given: Iterable[int]) -> tuple[int, ...]:
 @documented
 @attrs.frozen
 class KVzip(Method):
-    """Keeps the tokens that the model attends to when it is made to repeat the prompt.
+    """Keeps the tokens that the model attends to when it repeats the prompt; needs no question.
 
     After a complete prefill the prompt is read again in chunks, see `Repetition`. A token's
     saliency is the largest attention that it receives, see `PeakAttentionScorer`. One threshold

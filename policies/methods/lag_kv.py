@@ -15,7 +15,7 @@ from kvpolicy.policies.scorers.lag import LagKVScorer
 @documented
 @attrs.frozen
 class LagKV(EvictionMethod):
-    """Keeps the tokens whose keys and values differ most from those of the tokens after them.
+    """Keeps the tokens that differ most from the tokens after them; needs no query.
 
     The same share of every run of ``lag_size`` tokens is kept; the first tokens and the last run
     rank above all others (see `LagKVScorer`). Prefill is complete.

@@ -21,7 +21,7 @@ DEPTHS = (0.3, 0.6, 0.9)  # after the 9th, 19th and 28th of 32 layers
 @documented
 @attrs.frozen
 class LazyLLM(Method):
-    """Drops tokens after three layers of one prefill, those to which the last token attends least.
+    """Drops some of the tokens three times in one prefill, by the attention of the last token.
 
     After each of ``drop_layers`` a share ``keep_rate`` of the remaining tokens go on: those to
     which the last token gives the most attention, averaged over all query heads. Layers keep all

@@ -20,13 +20,13 @@ Parts = tuple[Scorer | None, KVSelector, PropagationPolicy]
 
 
 def _as_given(decoding: DecodingEviction | int | None) -> DecodingEviction | None:
-    """Return the ``decoding`` argument as it is: a number is made an eviction rule later."""
+    """Return ``decoding`` unchanged, typed as a rule: a number becomes a rule later."""
     return decoding  # type: ignore[return-value]
 
 
 @attrs.frozen
 class Method(CachePolicy):
-    """Base of named methods: policies that build their scorer and other parts from a few arguments.
+    """Base of named methods: a policy that builds its parts from its own arguments.
 
     Two methods are equal if their arguments are equal. A method that only ranks tokens for eviction
     is shorter as an `EvictionMethod`.
@@ -65,10 +65,10 @@ kernel_size=7, group_first=False)
 
     @abstractmethod
     def _parts(self) -> Parts:
-        """Make the method's scorer, selector and propagation policy from its arguments."""
+        """Make the scorer, the selector and the propagation policy from the method's arguments."""
 
     def _rereading(self) -> Repetition | None:
-        """Return the settings of a second reading of the prompt; None if it is read once."""
+        """Return how the prompt is read a second time; None if it is read once."""
         return None
 
     def __attrs_post_init__(self) -> None:
@@ -82,11 +82,11 @@ kernel_size=7, group_first=False)
 
     @property
     def has_decoding_rule(self) -> bool:
-        """True if the method defines its own eviction rule for decoding, `decoding_rule`."""
+        """True if the method has a bound of its own for answers; see `decoding_rule`."""
         return self.rereading is None and under_tokens(self.selector, 1) is not None
 
     def decoding_rule(self, tokens: int, every: int | None = None) -> DecodingEviction:
-        """Make the method's eviction rule for decoding, which keeps a fixed number of tokens.
+        """Make the method's own bound for answers: its scorer and its selector with a token budget.
 
         Args:
             tokens: Entries that a layer keeps of all it holds, at least 1.
@@ -131,7 +131,7 @@ kernel_size=7, group_first=False)
         return self.decoding_rule(tokens)
 
     def _drop_rates_that_gave_way(self) -> None:
-        """Set a default rate to None if a number of tokens was given instead of it."""
+        """Set a default rate to None if a number of tokens replaces it, so the repr omits it."""
         for field in attrs.fields(type(self)):
             tokens = field.name.removesuffix("_rate") + "_tokens"
             yields = isinstance(getattr(self, field.name), DefaultRate)
@@ -140,7 +140,7 @@ kernel_size=7, group_first=False)
 
 
 def _tokens_of(selector: KVSelector) -> int | None:
-    """Return the number of tokens that a selector keeps; None if its budget is not a number."""
+    """Return the number of tokens in a selector's budget; None if it has none."""
     while isinstance(selector, WrappingSelector):
         selector = selector.selector
     tokens: int | None = getattr(selector, "retention_tokens", None)
@@ -148,7 +148,7 @@ def _tokens_of(selector: KVSelector) -> int | None:
 
 
 def under_tokens(selector: KVSelector, tokens: int) -> KVSelector | None:
-    """Return a copy of a selector that keeps ``tokens`` tokens; None if it takes no budget."""
+    """Return the selector with a budget of ``tokens``; None if it takes no budget."""
     if isinstance(selector, WrappingSelector):
         within = under_tokens(selector.selector, tokens)
         return None if within is None else selector.around(within)

@@ -19,7 +19,7 @@ DEPTH = 14 / 32  # layer 13 of 32
 @documented
 @attrs.frozen
 class PromptDistill(Method):
-    """Drops most tokens in the middle of prefill, those to which the last query attends least.
+    """Drops most tokens in the middle of prefill, by the last query's attention.
 
     After layer ``tsp_layer`` the last token goes on, and the tokens whose keys have the largest
     products with its query, averaged over all query heads and pooled over neighbours. Layers keep

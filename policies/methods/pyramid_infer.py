@@ -16,7 +16,7 @@ from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 @documented
 @attrs.frozen
 class PyramidInfer(Method):
-    """Drops a share of the older tokens after every layer of prefill, and evicts nothing else.
+    """Drops a little of the context after every layer; layers keep all tokens that reach them.
 
     Args:
         recent_rate: Fraction of the context that is the tail, in (0, 1]; the tail's queries score

@@ -15,7 +15,7 @@ from kvpolicy.policies.selectors.pyramid import PyramidSelector
 @documented
 @attrs.frozen
 class PyramidKV(WindowEvictionMethod):
-    """Keeps tokens that the prompt's last tokens attend to, more in early layers than in late ones.
+    """Keeps what the prompt's last tokens attend to, and more in early layers than in late ones.
 
     SnapKV's saliency under budgets that fall with depth and have the same total (see
     `PyramidSelector`); prefill is complete.

@@ -15,7 +15,7 @@ from kvpolicy.policies.scorers.redundancy import RedundancyScorer
 @documented
 @attrs.frozen
 class RKV(EvictionMethod):
-    """Keeps tokens that the last tokens attend to, and of tokens with similar keys only the newest.
+    """Keeps what the last tokens attend to; of tokens with similar keys, the newest.
 
     Made for reasoning models, whose long answers repeat themselves. ``decoding`` bounds an answer
     by the same rule as the prompt (see `RedundancyScorer`). Prefill is complete.

@@ -13,7 +13,7 @@ from kvpolicy.policies.scorers.random import RandomScorer
 @documented
 @attrs.frozen
 class Random(EvictionMethod):
-    """Keeps the last tokens and random others: the control that other methods should beat.
+    """Keeps tokens at random, beside the last ones: the control; prefill is complete.
 
     Args:
         seed: Seed of the choice, at least 0.

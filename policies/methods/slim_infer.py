@@ -21,7 +21,7 @@ STAGES = ((11 / 32, 4), (21 / 32, 2), (31 / 32, 1))
 @documented
 @attrs.frozen
 class SlimInfer(Method):
-    """Drops blocks of tokens after three layers of prefill, by their keys' products with queries.
+    """Drops blocks of tokens three times in one prefill, by products with the last queries.
 
     Tokens are dropped after about a third, two thirds and nearly all of the layers. The first block
     of tokens and the last tokens always go on, and the blocks with a run of keys that has the

@@ -13,7 +13,7 @@ from kvpolicy.policies.methods.eviction import WindowEvictionMethod
 @documented
 @attrs.frozen
 class SnapKV(WindowEvictionMethod):
-    """Keeps the tokens that the prompt's last tokens attend to most, in every layer and KV head.
+    """Keeps what the last tokens of the prompt attend to; prefill is complete.
 
     Every layer keeps the observation window and, per KV head, the tokens before it with the
     highest window saliency (see `WindowMaxPoolScorer`), averaged over the KV group.

@@ -18,7 +18,7 @@ LEAST_PASSED = 0.1
 @documented
 @attrs.frozen
 class SpireKV(Method):
-    """Works as FastKV with a smaller window, fewer tokens passed on and smaller late-layer budgets.
+    """FastKV with half the window, half the tokens passed on, and budgets that fall with depth.
 
     After layer ``tsp_layer`` only the observation window and the tokens with the highest window
     saliency, averaged over all query heads, go on, as in `FastKV`. Every layer keeps keys and

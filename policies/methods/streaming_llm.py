@@ -16,7 +16,7 @@ from kvpolicy.policies.selectors.sink_and_recent import SinkAndRecentSelector
 @documented
 @attrs.frozen
 class StreamingLLM(Method):
-    """Keeps the prompt's first ``num_sinks`` tokens and its most recent ones.
+    """Keeps the first ``num_sinks`` tokens and the most recent ones; prefill is complete.
 
     Args:
         num_sinks: First tokens that are always kept, at least 0.

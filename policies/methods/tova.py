@@ -15,7 +15,7 @@ from kvpolicy.policies.scorers.last_query import LastQueryScorer
 @documented
 @attrs.frozen
 class TOVA(EvictionMethod):
-    """Keeps the tokens that the prompt's last token attends to most.
+    """Keeps what the last token of the prompt attends to; prefill is complete.
 
     Example:
         >>> TOVA(retention_tokens=512).selector.budget

@@ -17,7 +17,7 @@ from kvpolicy.policies.selectors.keep_all import KeepAllSelector
 @documented
 @attrs.frozen
 class UniPrefill(Method):
-    """Drops blocks of tokens with little attention after several layers of one prefill.
+    """Drops blocks of tokens with little attention, after several layers of one prefill.
 
     After each of ``drop_layers`` only the first tokens, the last tokens, and the blocks that
     together receive the share ``mass`` of the last ``window_size`` tokens' attention go on (see
