@@ -13,7 +13,7 @@ from kvpolicy.evaluation.extras import MissingExtraError, require
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status.
+    """Run the ``kvpolicy`` command and return its exit status.
 
     Args:
         arguments: What follows the command's name; None for the process's own.

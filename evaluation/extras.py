@@ -6,11 +6,11 @@ import importlib.util
 
 
 class MissingExtraError(ImportError):
-    """A package of an optional extra is not installed; the message says how to install it."""
+    """Raised when a package of an optional extra is missing; says how to install it."""
 
 
 def require(package: str, *, extra: str) -> None:
-    """Check that an optional package is installed.
+    """Check that a package of an optional extra is installed.
 
     Args:
         package: Its import name.

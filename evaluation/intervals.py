@@ -12,7 +12,7 @@ _NORMAL_95 = 1.959964
 
 
 def share_interval(share: float, count: int) -> tuple[float, float]:
-    """Return the 95% interval of a fraction by Wilson's method, which also holds near 0 and 1.
+    """Return the 95% Wilson interval of a fraction, which also holds near 0 and 1.
 
     Args:
         share: Of the samples, in [0, 1].
@@ -29,7 +29,7 @@ def share_interval(share: float, count: int) -> tuple[float, float]:
 
 
 def median_interval(values: Sequence[float], coverage: float) -> tuple[float, float] | None:
-    """Return an interval of the median: two of the values, with equal ranks from both ends.
+    """Return an interval of a median: two of the values, equally far from both ends in rank.
 
     It asks for no distribution.
 
@@ -56,7 +56,7 @@ def median_interval(values: Sequence[float], coverage: float) -> tuple[float, fl
 
 @attrs.frozen
 class Difference:
-    """A mean of paired differences, with its 95% interval.
+    """The mean difference of a method's scores from full context's, with its 95% interval.
 
     Args:
         mean: Of the method's score less full context's, over the prompts.
@@ -70,14 +70,14 @@ class Difference:
 
     @property
     def clear(self) -> bool:
-        """True if the interval does not contain 0."""
+        """True if the interval does not contain 0, so that the methods differ."""
         return self.low > 0 or self.high < 0
 
 
 def paired_difference(
     scores: Sequence[float], baseline: Sequence[float], *, scale: float = 1.0
 ) -> Difference:
-    """Return the mean difference of two methods on the same prompts, with 95% interval.
+    """Return the mean score difference of two methods on the same prompts, with 95% interval.
 
     The interval is the normal one of the differences ``scores - baseline`` and of two more, one of
     ``+scale`` and one of ``-scale`` (Bonett and Price, 2012, for scores of 0 and 1), cut to what

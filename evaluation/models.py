@@ -34,7 +34,7 @@ _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 
 @attrs.frozen(eq=False)
 class Loaded:
-    """A model in evaluation mode, with its tokenizer.
+    """A loaded model in evaluation mode, with its tokenizer.
 
     Args:
         name: What it was asked for as.
@@ -48,17 +48,17 @@ class Loaded:
 
     @property
     def bundled(self) -> bool:
-        """True if it is the bundled needle model."""
+        """True if this is the needle model that comes with the package."""
         return self.name == NEEDLE
 
     @property
     def dtype(self) -> str:
-        """Return the model's dtype, such as ``"float32"``."""
+        """The name of the model's dtype, such as ``"float32"``."""
         return str(self.model.dtype).removeprefix("torch.")
 
 
 def default_tsp_layer(name: str) -> int | None:
-    """Return the TSP layer chosen for a known model; else None, for the policy's default.
+    """Return the layer after which FastKV drops tokens in a known model; else None.
 
     Args:
         name: As for `load`.
@@ -91,7 +91,7 @@ def load(name: str = NEEDLE, *, dtype: str = "auto", device: str = "cpu") -> Loa
 
 
 def load_tokenizer(name: str = NEEDLE) -> Any:
-    """Load only a model's tokenizer.
+    """Load a model's tokenizer, without the model.
 
     Args:
         name: As for `load`.

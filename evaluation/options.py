@@ -15,7 +15,7 @@ from kvpolicy.evaluation.tasks.prompts import MIN_NEEDLE_CONTEXT
 
 @attrs.frozen
 class Option:
-    """What the command line says of a field, written as ``Annotated[type, Option(...)]``.
+    """How a settings field appears on the command line: ``Annotated[type, Option(...)]``.
 
     Args:
         help: What it is.
@@ -36,7 +36,7 @@ class Option:
 
 
 def split_names(names: Iterable[str], option: str) -> tuple[str, ...]:
-    """Split names that may be repeated, comma-separated or both; return each once.
+    """Split command-line names that may be repeated or comma-separated; return each once.
 
     Args:
         names: As the command line has them.
@@ -73,7 +73,7 @@ TSP_LAYER = Option(
 
 @attrs.frozen
 class LoadingOptions:
-    """Which model is loaded, and how; see `kvpolicy.evaluation.models.load`."""
+    """Command-line options that say which model is loaded, and how."""
 
     model: Annotated[str, Option(MODEL, metavar="NAME")] = NEEDLE
     dtype: Annotated[
@@ -86,7 +86,7 @@ class LoadingOptions:
 
 @attrs.frozen
 class ModelOptions(LoadingOptions):
-    """The model that reads prompts."""
+    """Command-line options for the model that reads prompts."""
 
     beyond_positions: Annotated[
         bool,
@@ -96,7 +96,7 @@ class ModelOptions(LoadingOptions):
 
 @attrs.frozen
 class NeedleOptions(ModelOptions):
-    """The model, and the prompts of the needle task."""
+    """Command-line options for the model and the needle task's prompts."""
 
     context: Annotated[
         int, Option("Tokens of a needle prompt, at least 64.", min=MIN_NEEDLE_CONTEXT)
@@ -115,7 +115,7 @@ OWN_OPTIONS = {
 
 @attrs.frozen(kw_only=True)
 class PrefillOptions:
-    """The policies that a command line asks for, and what they keep of a prompt.
+    """Command-line options for the policies and what they keep of a prompt.
 
     Without names it asks for all registered policies, or for a composition alone.
 
@@ -187,12 +187,12 @@ class PrefillOptions:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Return further parameters, for what takes them, ``protect`` among them."""
+        """The parameters given for policies that take them, ``protect`` among them."""
         return self.assignments | ({} if self.protect is None else {"protect": self.protect})
 
     @property
     def parts(self) -> dict[str, PartOption]:
-        """Return the parts of a composition by kind; empty where none is asked for."""
+        """The policy parts to compose, by kind, such as "scorer"; empty if none is given."""
         parts = {
             "scorer": self.scorer,
             "selector": self.selector,
@@ -201,7 +201,7 @@ class PrefillOptions:
         return {kind: part for kind, part in parts.items() if part is not None}
 
     def refuse(self, command: str, **reasons: str) -> None:
-        """Refuse options that make no sense for a command.
+        """Raise ValueError for options that make no sense in a command.
 
         Args:
             command: The command.
@@ -227,7 +227,7 @@ class PrefillOptions:
 
 @attrs.frozen(kw_only=True)
 class PolicyOptions(PrefillOptions):
-    """The policies that a command line asks for, and what they keep of prompts and answers.
+    """Command-line options for the policies and what they keep of prompts and answers.
 
     Raises:
         ValueError: See `PrefillOptions`; or only the interval of a bound is given, or one of its

@@ -23,7 +23,7 @@ _TEXT = 9
 
 @attrs.frozen
 class Cell:
-    """A number to draw on a coloured cell.
+    """A coloured cell of a grid plot, with the number written on it.
 
     Args:
         column: Where it begins, from 0.
@@ -39,7 +39,7 @@ class Cell:
 
 
 def new_figure(width: float, rows: int) -> Figure:
-    """Make a matplotlib figure with room for a number of rows, without pyplot.
+    """Make a matplotlib figure tall enough for a number of rows, without pyplot.
 
     Args:
         width: Inches.
@@ -55,7 +55,7 @@ def new_figure(width: float, rows: int) -> Figure:
 
 
 def row_axis(axes: Axes, names: Sequence[str]) -> None:
-    """Set up axes with a labelled line for each row, the first at the top."""
+    """Set up matplotlib axes with one labelled line per row, the first at the top."""
     axes.set_ylim(len(names), 0)
     axes.set_yticks([index + 0.5 for index in range(len(names))], names, fontsize=_TEXT)
     axes.tick_params(left=False, bottom=False, top=False)
@@ -70,7 +70,7 @@ def draw_grid(
     rows: Sequence[Sequence[Cell]],
     colour: Callable[[float], Colour],
 ) -> None:
-    """Draw a grid of cells; places without a cell stay empty.
+    """Draw a grid of coloured cells on matplotlib axes; missing cells stay empty.
 
     Args:
         axes: Prepared by `row_axis`, or sharing the rows of one that is.
@@ -100,7 +100,7 @@ def draw_grid(
 
 
 def accuracy_colour() -> Callable[[float], Colour]:
-    """Return colours for percentages, darker for larger ones."""
+    """Return a colour map for accuracy in percent, darker for larger values."""
     from matplotlib import colormaps
 
     found = colormaps["YlGnBu"]
@@ -109,7 +109,7 @@ def accuracy_colour() -> Callable[[float], Colour]:
 
 
 def speed_colour() -> Callable[[float], Colour]:
-    """Return colours for speeds: white for the baseline's, green for faster, purple for slower.
+    """Return a colour map for speeds: white at the baseline's, green faster, purple slower.
 
     Twice as fast is as far from white as half as fast; what is beyond four times looks the same.
     """
@@ -122,13 +122,13 @@ def speed_colour() -> Callable[[float], Colour]:
 
 
 def png(figure: Figure) -> bytes:
-    """Return the figure as the content of a PNG file."""
+    """Return a matplotlib figure as the bytes of a PNG file."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=150)
     return picture.getvalue()
 
 
 def _ink(background: Colour) -> str:
-    """Return black or white, whichever is readable on a colour."""
+    """Return black or white, whichever is readable on a background colour."""
     red, green, blue, _ = background
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"

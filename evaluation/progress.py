@@ -9,4 +9,4 @@ Progress = Callable[[str, int, int], None]
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """Do nothing with a progress message."""
+    """Ignore a progress report: the default for functions that report progress."""

@@ -7,7 +7,7 @@ from kvpolicy.evaluation.readable import check_known
 
 
 def encode_prompt(loaded: Loaded, text: str, *, chat: bool | None = None) -> torch.Tensor:
-    """Encode a prompt as the tokens that a model reads.
+    """Encode a prompt's text as the token ids that a model reads.
 
     Args:
         loaded: The model and its tokenizer.

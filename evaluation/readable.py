@@ -17,7 +17,7 @@ _ROWS_BEFORE = 2
 
 
 def check_known(tokenizer: Any, ids: Sequence[int], what: str) -> None:
-    """Refuse a text that a tokenizer turns into no token, or into unknown words only.
+    """Raise ValueError if a tokenizer turns a text into nothing or only unknown words.
 
     A model's folder without a tokenizer is read like that: some classes then make an empty one.
 
@@ -40,7 +40,7 @@ def check_known(tokenizer: Any, ids: Sequence[int], what: str) -> None:
 
 
 def check_whole(tokenizer: Any, ids: Sequence[int], what: str) -> None:
-    """Refuse a text that contains words unknown to a tokenizer.
+    """Raise ValueError if a text contains words unknown to a tokenizer.
 
     Unknown words have no text: an answer with one would count as right where it is left out.
 
@@ -61,7 +61,7 @@ def check_whole(tokenizer: Any, ids: Sequence[int], what: str) -> None:
 
 
 def positions_of(model: PreTrainedModel) -> int | None:
-    """Return the number of positions that a model is made for; None if it does not say."""
+    """Return how many positions a model is made for; None if its configuration does not say."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
@@ -75,7 +75,7 @@ def check_positions(
     what: str = "a prompt",
     remedy: str = "a shorter prompt",
 ) -> None:
-    """Refuse a prompt that is longer, with its answer, than a model has positions for.
+    """Raise ValueError if prompt and answer are longer than the model's positions.
 
     Args:
         loaded: The model.
@@ -107,7 +107,7 @@ def check_positions(
 
 
 def positions_notes(model: PreTrainedModel, longest: int) -> list[str]:
-    """Return a note if the longest prompt exceeds the model's positions."""
+    """Return a note if the longest prompt exceeds the model's positions, else nothing."""
     limit = positions_of(model)
     if limit is None or longest <= limit:
         return []
@@ -118,7 +118,7 @@ def positions_notes(model: PreTrainedModel, longest: int) -> list[str]:
 
 
 def _has_table(model: PreTrainedModel, limit: int) -> bool:
-    """True if a model looks up its positions in an embedding table."""
+    """True if a model looks up position embeddings in a table."""
     words = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
     return any(
         isinstance(module, nn.Embedding)

@@ -40,7 +40,7 @@ def default_threads() -> int:
 
 
 def check_threads(threads: int) -> int:
-    """Check a number of threads against the processors of the machine.
+    """Check a number of threads against the machine's processors.
 
     Returns:
         The number.
@@ -56,7 +56,7 @@ def check_threads(threads: int) -> int:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return the versions and the machine of a measurement, as plain data.
+    """Return the software versions and the machine of a measurement, as a dict for JSON.
 
     Args:
         device: The model's device.
@@ -82,7 +82,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def check_folder(folder: Path, files: Sequence[str] = ()) -> None:
-    """Check, before work begins, that results can be written to a folder, existing or not.
+    """Check, before work begins, that result files can be written to a folder.
 
     Args:
         folder: Where to.
@@ -102,7 +102,7 @@ def check_folder(folder: Path, files: Sequence[str] = ()) -> None:
 
 
 def check_file(option: str, file: Path) -> None:
-    """Check, before work begins, that a file can be written; its folder need not exist.
+    """Check, before work begins, that a result file can be written.
 
     Args:
         option: Whose it is, for messages.
@@ -120,7 +120,7 @@ def check_file(option: str, file: Path) -> None:
 
 
 def _try_to_write(option: str, existing: Path, wanted: Path) -> None:
-    """Write and remove a test file in a folder, to see whether it is writable.
+    """Write and remove a test file in a folder, to find out whether it is writable.
 
     Raises:
         ValueError: It cannot be done, as on a read-only disk or in /proc.
@@ -137,12 +137,12 @@ def _try_to_write(option: str, existing: Path, wanted: Path) -> None:
 
 
 def as_json(data: Mapping[str, Any]) -> bytes:
-    """Return plain data as JSON for a file; what is no number is refused."""
+    """Encode a dict of results as JSON bytes for a file; NaN and infinity are refused."""
     return json.dumps(data, indent=2, allow_nan=False).encode()
 
 
 def write_all(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files into a folder, all or none; make the folder if needed.
+    """Write result files into a folder, all or none; make the folder if needed.
 
     Args:
         folder: Where to.

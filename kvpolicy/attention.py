@@ -21,7 +21,7 @@ FEW_QUERIES = 64
 
 
 def query_key_products(queries: Tensor, keys: Tensor) -> Tensor:
-    """Multiply every query with every key of its KV group, in float32, unscaled.
+    """Return the float32 dot products of every query with every key of its KV group, unscaled.
 
     Args:
         queries: ``[batch, query_heads, query_len, head_dim]``.
@@ -42,7 +42,7 @@ def query_key_products(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = None) -> Tensor:
-    """Sum the attention that each key receives from the context's queries.
+    """Return, for each key, the sum of the causal attention weights from all queries.
 
     The softmax of a query runs over its own key and all earlier keys, without padding, and over
     the head's attention sink if the model has one; no key receives the sink's share. The sums are
@@ -74,7 +74,7 @@ def causal_attention_sums(context: LayerContext, query_weights: Tensor | None = 
 
 
 def causal_attention_peaks(context: LayerContext) -> Tensor:
-    """Find the largest attention that each key receives from any of the context's queries.
+    """Return, for each key, the largest causal attention weight from any query.
 
     Returns:
         float32 ``[batch, query_heads, key_len]``; 0 on padding.
@@ -90,14 +90,14 @@ def causal_attention_peaks(context: LayerContext) -> Tensor:
 
 
 def _nothing(context: LayerContext) -> Tensor:
-    """Return a float32 tensor of zeros ``[batch, query_heads, key_len]``."""
+    """Return float32 zeros ``[batch, query_heads, key_len]`` to add attention weights into."""
     queries = context.queries  # refused where there are none: zeros would pass for an answer
     shape = (*queries.shape[:2], context.key_len)
     return torch.zeros(shape, dtype=torch.float32, device=queries.device)
 
 
 def _blocks(context: LayerContext) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield blocks of heads and queries with their weights ``[batch, heads, queries, keys]``.
+    """Compute causal attention block by block; yield each block's heads, queries and weights.
 
     The keys are those up to the block's last query.
     """
@@ -120,7 +120,7 @@ def _blocks(context: LayerContext) -> Iterator[tuple[slice, slice, Tensor]]:
 
 
 def _is_padded(context: LayerContext) -> bool:
-    """True if any key or query may be padding; if not, two passes over the weights are saved."""
+    """True if any key or query may be padding; without padding, masking the weights is skipped."""
     if context.held_len is not None:
         return min(context.held_len) < context.key_len
     # To ask waits for the device, which few queries' weights are too small for.
@@ -129,7 +129,7 @@ def _is_padded(context: LayerContext) -> bool:
 
 
 def _block_sizes(context: LayerContext) -> tuple[int, int]:
-    """Compute how many KV heads and queries to take at a time, so that a block fits in memory."""
+    """Return how many KV heads and queries to process at a time, to limit memory use."""
     limit = BLOCK_BYTES.get(context.keys.device.type, OTHER_BLOCK_BYTES)
     row_bytes = 4 * context.batch * context.key_len
     group = context.query_heads // context.kv_heads
@@ -142,7 +142,7 @@ def _block_sizes(context: LayerContext) -> tuple[int, int]:
 def _block_weights(
     context: LayerContext, heads: slice, keys: Tensor, valid: Tensor | None, shown: slice
 ) -> Tensor:
-    """Compute the attention of a block of queries over the keys up to the block's last query."""
+    """Compute causal attention weights of a block of queries over all keys up to its last query."""
     queries = context.queries[:, heads, shown].float() * context.scaling
     count = queries.shape[2]
     places = context.query_positions
@@ -175,7 +175,7 @@ def _block_weights(
 
 
 def group_mean(saliency: Tensor, kv_heads: int) -> Tensor:
-    """Average a saliency over the query heads of each KV group; return one per KV head unchanged.
+    """Average per-query-head saliency over each KV group; per-KV-head saliency is returned as is.
 
     Args:
         saliency: ``[batch, query_heads or kv_heads, key_len]``.
@@ -192,7 +192,7 @@ def group_mean(saliency: Tensor, kv_heads: int) -> Tensor:
 
 
 def standardized(saliency: Tensor, scored: Tensor) -> Tensor:
-    """Standardize saliencies to mean 0 and deviation 1 over the scored tokens; 0 if all are equal.
+    """Standardize saliency to mean 0, deviation 1 over a head's scored tokens; 0 if all are equal.
 
     Args:
         saliency: float ``[batch, heads, length]``.

@@ -8,7 +8,7 @@ from kvpolicy.checks import check_count, check_kind, check_rate
 
 
 class DefaultRate(float):
-    """A default retention rate that is ignored when the caller gives a number of tokens.
+    """A float that marks a retention rate as a default, so that a given token count replaces it.
 
     ``SnapKV(retention_tokens=512)`` leaves ``retention_rate`` at its default. This class tells the
     default from a rate that the caller wrote: giving both a rate and a number is an error.
@@ -73,7 +73,7 @@ class Budget:
         return min(available, max(wanted, protected, 1))
 
     def fraction(self, context_len: int | None = None, *, protected: int = 0) -> float:
-        """Return the budget as a fraction of a prompt: the rate, or tokens over prompt length.
+        """Return the budget as a fraction of a prompt's tokens.
 
         Args:
             context_len: Tokens of the prompt, needed where the budget is a number of tokens; None
@@ -96,7 +96,7 @@ class Budget:
         return kept / context_len
 
     def _rate_of(self, context_len: int, protected: int) -> float:
-        """Return the exact fraction kept, at least that of the protected tokens."""
+        """Return the exact fraction of a prompt that is kept, at least that of protected tokens."""
         assert self.rate is not None
         return max(self.rate, min(max(protected, 1), context_len) / context_len)
 
@@ -108,7 +108,7 @@ class Budget:
         return amount
 
     def exceeds(self, other: Budget) -> bool:
-        """True if this budget is larger than ``other`` for every context.
+        """True if this budget keeps more tokens than the ``other`` budget for every context length.
 
         A rate and a number of tokens cannot be compared before the context is known: False.
 

@@ -21,7 +21,7 @@ PARTS = {"scorer": "window_max_pool", "selector": "gqa_group", "propagation": "p
 
 @attrs.frozen
 class PartOption:
-    """A part as written on a command line: a registered name, and parameters.
+    """A policy part as written on a command line: its registered name and its parameters.
 
     Args:
         name: The name under which the part is registered.
@@ -33,7 +33,7 @@ class PartOption:
 
     @staticmethod
     def parse(text: str, option: str) -> PartOption:
-        """Parse the text ``"name"`` or ``"name:parameter=value,..."``.
+        """Parse a policy part from the text ``"name"`` or ``"name:parameter=value,..."``.
 
         Args:
             text: The text.
@@ -75,7 +75,7 @@ def parse_assignments(assignments: Iterable[str], option: str) -> dict[str, Any]
 
 
 def _value(text: str) -> Any:
-    """Convert a text to the number, bool or None it denotes; NaN if it denotes none of these."""
+    """Convert a parameter's text to a number, bool or None; NaN if the text is none of these."""
     named = {"none": None, "true": True, "false": False}
     if text.lower() in named:
         return named[text.lower()]
@@ -87,7 +87,7 @@ def _value(text: str) -> Any:
 
 
 def parameters_of(factory: Callable[..., Any]) -> dict[str, Any]:
-    """List the parameters that a factory takes as keywords, with their defaults.
+    """Return the keyword parameters of a policy's or part's factory, with their default values.
 
     Returns:
         The default of each parameter by name, `inspect.Parameter.empty` if it has none. Empty for a
@@ -102,7 +102,7 @@ def parameters_of(factory: Callable[..., Any]) -> dict[str, Any]:
 
 
 def factory_of(name: str, kind: str = "policy") -> Callable[..., Part]:
-    """Look up the registered factory of a name; ``-`` counts as ``_``.
+    """Look up a policy's or part's factory by its registered name; ``-`` counts as ``_``.
 
     Raises:
         TypeError: ``name`` is not a str.
@@ -116,7 +116,7 @@ def factory_of(name: str, kind: str = "policy") -> Callable[..., Part]:
 
 
 def build_policy(name: str, **parameters: Any) -> CachePolicy:
-    """Build a registered policy; parameters that are None count as not given.
+    """Build a policy by its registered name; parameters that are None count as not given.
 
     Raises:
         ValueError: No policy has the name, the policy takes no such parameter, or a value is out of

@@ -12,7 +12,7 @@ LARGEST = 2**63 - 1
 def check_count(
     name: str, value: object, *, minimum: int = 0, maximum: int | None = LARGEST
 ) -> int:
-    """Return ``value`` if it is an int from ``minimum`` to ``maximum``; None for no end.
+    """Check that an argument is an int from ``minimum`` to ``maximum``, and return it.
 
     Raises:
         TypeError: ``value`` is not an int (bool does not count as one).
@@ -28,7 +28,7 @@ def check_count(
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
-    """Check that ``value`` is an instance of a class.
+    """Raise TypeError unless an argument is an instance of the expected class.
 
     Raises:
         TypeError: ``value`` is not an instance of the class.
@@ -38,7 +38,7 @@ def check_kind(name: str, value: object, kind: type) -> None:
 
 
 def as_tuple(name: str, items: str, value: Any) -> tuple[Any, ...]:
-    """Return the items of any iterable as a tuple.
+    """Convert an argument to a tuple; raise TypeError, naming the argument, if it is not iterable.
 
     Args:
         name: The argument's name, for messages.
@@ -55,7 +55,7 @@ def as_tuple(name: str, items: str, value: Any) -> tuple[Any, ...]:
 
 
 def check_rate(name: str, value: object, *, zero: bool = False) -> float:
-    """Return ``value`` if it is a fraction in (0, 1], or in [0, 1] if ``zero`` is allowed.
+    """Check that an argument is a fraction in (0, 1], or [0, 1] if ``zero`` is allowed; return it.
 
     Raises:
         TypeError: ``value`` is not a real number.
@@ -72,7 +72,7 @@ def check_rate(name: str, value: object, *, zero: bool = False) -> float:
 
 
 def check_amount(name: str, value: object) -> float:
-    """Return ``value`` if it is a finite number of at least 0.
+    """Check that an argument is a finite number of at least 0, and return it.
 
     Raises:
         TypeError: ``value`` is not a real number.
@@ -86,7 +86,7 @@ def check_amount(name: str, value: object) -> float:
 
 
 def check_kernel_size(value: object) -> int:
-    """Return ``value`` if it is an odd int of at least 1.
+    """Check that a pooling kernel size is an odd int of at least 1, and return it.
 
     Raises:
         TypeError: ``value`` is not an int.

@@ -20,7 +20,7 @@ _SIZES = ("batch", "kv_heads", "query_heads", "key_len", "query_len", "new_len")
 
 @attrs.frozen(eq=False)
 class LayerContext:
-    """What one attention layer shows a policy once its keys are known.
+    """The inputs for a policy's decision at one attention layer: keys, values, queries, token data.
 
     The keys are those of all tokens that the layer can attend to, in ascending position: first the
     tokens kept from earlier conversation turns, then the new tokens. Rows and heads that hold
@@ -238,7 +238,7 @@ class LayerContext:
             self._refuse_types()
 
     def _refuse_types(self) -> None:
-        """Raise the error of the first argument that is not of its type."""
+        """Raise TypeError or ValueError if a constructor argument has a wrong type or range."""
         check_count("num_layers", self.num_layers, minimum=1)
         check_count("layer_idx", self.layer_idx, maximum=self.num_layers - 1)
         for name in ("_queries", "keys", "values", "positions", "new_valid"):
@@ -254,7 +254,7 @@ class LayerContext:
         check_kind("heads", self.heads, Heads)
 
     def outlined(self) -> LayerContext:
-        """Return the context without keys, values and queries, to save memory; token data stays.
+        """Return a copy with token data but without keys, values and queries, to save memory.
 
         A policy that chooses for all layers together holds such a context of every layer.
         """
@@ -277,7 +277,7 @@ class LayerContext:
         )
 
     def for_selector(self) -> LayerContext:
-        """Return the context for a selector: this one, or one KV head where heads share storage.
+        """Return the layer as a selector sees it: as one KV head if all heads share their storage.
 
         If heads share storage, the one head's keys and values are the stored tensors (several
         stored heads side by side), there are no queries, and the history is averaged over heads.
@@ -302,7 +302,7 @@ class LayerContext:
         )
 
     def showing(self, num_queries: int | None) -> LayerContext:
-        """Return the context with only the last ``num_queries`` queries; with all if None.
+        """Return a copy with only the last ``num_queries`` queries; all of them if None.
 
         Args:
             num_queries: See `Scorer.num_queries`.
@@ -319,7 +319,7 @@ class LayerContext:
     def with_no_more(
         self, *, history_layers: int, rotary: bool, output_weight: bool
     ) -> LayerContext:
-        """Return the context without the history, rotary embedding or output weights not asked for.
+        """Return a copy without saliency history, rotary embedding or output weights not asked for.
 
         Args:
             history_layers: See `Part.history_layers`.
@@ -351,47 +351,47 @@ class LayerContext:
 
     @property
     def valid(self) -> Tensor:
-        """Which key slots hold a token: ``[batch, kv_heads, key_len]`` bool, False on padding."""
+        """Mask of the keys that are tokens, not padding: bool ``[batch, kv_heads, key_len]``."""
         return self.positions >= 0
 
     @property
     def query_valid(self) -> Tensor:
-        """Which queries belong to a token: ``[batch, query_len]`` bool, False on padding."""
+        """Mask of the queries that are tokens, not padding: bool ``[batch, query_len]``."""
         if self.query_positions is not None:
             return self.query_positions >= 0
         return self.new_valid[:, self.new_len - self.query_len :]
 
     @property
     def query_places(self) -> Tensor:
-        """The position of each query's token: ``[batch, query_len]`` int64, -1 on padding."""
+        """Each query token's position in the prompt: ``[batch, query_len]``, -1 on padding."""
         if self.query_positions is not None:
             return self.query_positions
         last = self.positions[:, 0, self.key_len - self.query_len :]  # new tokens: as in all heads
         return last.masked_fill(~self.query_valid, -1)
 
     def is_tail(self, size: int) -> Tensor:
-        """Mark each head's last ``size`` tokens, ``[batch, kv_heads, key_len]`` bool."""
+        """Mark the last ``size`` tokens of each head: bool ``[batch, kv_heads, key_len]``."""
         tail = torch.arange(self.key_len, device=self.keys.device) >= self.key_len - size
         return tail & self.valid
 
     def is_new_tail(self, size: int) -> Tensor:
-        """Mark each row's last ``size`` new tokens, ``[batch, new_len]`` bool."""
+        """Mark the last ``size`` new tokens of each batch row: bool ``[batch, new_len]``."""
         tail = torch.arange(self.new_len, device=self.keys.device) >= self.new_len - size
         return tail & self.new_valid
 
     def is_first(self, size: int) -> Tensor:
-        """Mark the row's first ``size`` positions, ``[batch, kv_heads, key_len]`` bool.
+        """Mark tokens at the first ``size`` positions: bool ``[batch, kv_heads, key_len]``.
 
         Tokens that the layer does not hold are not replaced by later ones.
         """
         return self.valid & (self.positions < size)
 
     def is_new_first(self, size: int) -> Tensor:
-        """Mark new tokens at the row's first ``size`` positions, ``[batch, new_len]`` bool."""
+        """Mark new tokens at the context's first ``size`` positions: bool ``[batch, new_len]``."""
         return self.new_valid & (self.positions[:, 0, self.key_len - self.new_len :] < size)
 
     def is_kind(self, *kinds: TokenKind) -> Tensor:
-        """Mark the tokens of the given kinds, ``[batch, kv_heads, key_len]`` bool.
+        """Mark the tokens of the given `TokenKind`s: bool ``[batch, kv_heads, key_len]``.
 
         All tokens are text where the model reads text only.
         """
@@ -402,5 +402,5 @@ class LayerContext:
         return self.valid & functools.reduce(torch.logical_or, named, torch.zeros_like(self.valid))
 
     def is_new_kind(self, *kinds: TokenKind) -> Tensor:
-        """Mark the new tokens of the given kinds, ``[batch, new_len]`` bool."""
+        """Mark the new tokens of the given `TokenKind`s: bool ``[batch, new_len]``."""
         return self.new_valid & self.is_kind(*kinds)[:, 0, self.key_len - self.new_len :]

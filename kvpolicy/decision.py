@@ -11,7 +11,7 @@ from kvpolicy.renamed import Renamed
 
 @attrs.frozen(eq=False)
 class Decision:
-    """What a policy decided at one layer: the tokens it keeps and those it passes on.
+    """A policy's decision at one layer: which tokens it keeps, and which go on to the next layer.
 
     Args:
         kept: ``[batch, kv_heads, kept_len]``; of one head where all heads share what is stored.

@@ -19,7 +19,7 @@ ABOUT = {
 
 
 def still_holds(part: Part, declaration: str, *methods: str) -> bool:
-    """True if no subclass overrides a method after the declaration about it was made.
+    """True if no subclass overrides a method after the class that declared a property of it.
 
     A declaration that a class inherits may be false for a method that the class overrides.
 
@@ -61,7 +61,7 @@ def is_tested(part: Part) -> bool:
 
 
 def declares(part: Part, declaration: str) -> bool:
-    """True if a part declares a property, and no subclass has overridden the methods it is about.
+    """True if a part declares a property and no subclass overrides the methods it describes.
 
     Args:
         part: A scorer or a selector.

@@ -16,7 +16,7 @@ from kvpolicy.short_repr import brief
 
 @attrs.frozen
 class DecodingEviction:
-    """Lets every layer evict tokens each time that some tokens have been decoded.
+    """Rule by which every layer evicts tokens while an answer is decoded, every so many tokens.
 
     When ``every`` tokens have been appended since the last choice, the selector chooses among all
     entries of the layer, and the others are dropped. So a layer never holds more than the budget
@@ -83,7 +83,7 @@ class DecodingEviction:
 
     @property
     def num_queries(self) -> int | None:
-        """The number of last queries that a choice reads: 0 none, None all since the last one."""
+        """The number of last queries an eviction reads: 0 none, None all since the last one."""
         needed = self.scorer is not None and (
             self.selector.needs_saliency or self.scorer.state_size
         )
@@ -91,7 +91,7 @@ class DecodingEviction:
 
     @property
     def state_size(self) -> int:
-        """The number of state values that the scorer keeps per key; see `Scorer.state_size`."""
+        """The number of values that the scorer stores per key between evictions."""
         return 0 if self.scorer is None else self.scorer.state_size
 
     @property
@@ -110,14 +110,14 @@ class DecodingEviction:
 
     @property
     def most_tokens(self) -> int | None:
-        """The most tokens that a head holds after a choice; None if it depends on the model."""
+        """The most tokens that a head holds after an eviction; None if it depends on the model."""
         budget, selector = self.selector.budget, self.selector
         if budget is None or budget.tokens is None:
             return None
         return max(budget.tokens, selector.protected_tail + selector.protected_first)
 
     def decide(self, context: LayerContext) -> tuple[Tensor, Tensor | None]:
-        """Choose the tokens that one layer keeps.
+        """Choose the tokens that one layer keeps while an answer is decoded.
 
         Args:
             context: All entries of the layer; its new tokens are those since the last choice.
@@ -144,7 +144,7 @@ class DecodingEviction:
         return kept, state
 
     def update_state(self, context: LayerContext) -> Tensor:
-        """Return the scorer's new state for each key, when no tokens are to be chosen.
+        """Return the scorer's new state for each key at a step that evicts no tokens.
 
         Args:
             context: The layer, with the queries since the last choice.
@@ -161,7 +161,7 @@ class DecodingEviction:
 
 
 def check_tail(scorer: Scorer, part: KVSelector | PropagationPolicy) -> None:
-    """Check that a part keeps the trailing tokens that the scorer gives no saliency.
+    """Check that a part always keeps the last tokens, to which the scorer gives no saliency.
 
     Raises:
         ValueError: The part protects fewer trailing tokens.

@@ -15,7 +15,7 @@ from kvpolicy.repetition import Repetition
 
 @attrs.frozen(eq=False)
 class DeferredLayer:
-    """A scored layer that has not yet chosen the tokens it keeps.
+    """A layer with its saliency, waiting until a selector chooses tokens for all layers at once.
 
     Args:
         context: The layer, see `LayerContext.outlined`; with a saliency, as a selector sees it.
@@ -27,18 +27,18 @@ class DeferredLayer:
 
     @staticmethod
     def of(context: LayerContext, saliency: Tensor | None) -> DeferredLayer:
-        """Record a layer after it was scored; see `LayerContext.outlined`."""
+        """Make a record of a scored layer, without its keys, values and queries."""
         if saliency is None:
             return DeferredLayer(context.outlined())
         saliency, context = as_stored(saliency, context.outlined())
         return DeferredLayer(context, saliency)
 
     def with_saliency(self, saliency: Tensor) -> DeferredLayer:
-        """Return the layer with a saliency computed later, ``[batch, heads, key_len]``."""
+        """Return a copy with another saliency ``[batch, heads, key_len]``, computed later."""
         return DeferredLayer.of(self.context, saliency)
 
     def among(self, rows: Tensor) -> DeferredLayer:
-        """Return the layer with tokens in the given rows only, ``rows`` ``[batch, 1, 1]`` bool."""
+        """Return a copy with tokens only in the batch rows that ``rows`` marks."""
         positions = self.context.positions.masked_fill(~rows, -1)
         context = attrs.evolve(self.context, positions=positions, held_len=None)
         return attrs.evolve(self, context=context)
@@ -47,7 +47,7 @@ class DeferredLayer:
 def kept_of_all(
     selector: KVSelector, layers: Sequence[DeferredLayer], checks: DeferredChecks
 ) -> list[Tensor]:
-    """Ask a selector which tokens every layer keeps.
+    """Return the tokens that each layer keeps, chosen by a selector after all layers are scored.
 
     Args:
         selector: The policy's selector.
@@ -78,7 +78,7 @@ def kept_of_all(
 
 
 def check_later(scorer: Scorer | None, selector: KVSelector, rereading: Repetition | None) -> None:
-    """Check that the parts of a policy can work with a deferred selection.
+    """Check that a policy's parts allow choosing tokens only after all layers are scored.
 
     Args:
         scorer: The policy's scorer.

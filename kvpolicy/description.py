@@ -17,7 +17,7 @@ Description = dict[str, Any]
 
 
 def describe(part: Part) -> Description:
-    """Turn a policy or part into JSON data: its class and fields, with the parts inside it.
+    """Turn a policy or a policy part into JSON data: its class and fields, nested parts included.
 
     Two parts are equal if their descriptions are equal. `from_description` builds the policy again.
 
@@ -55,7 +55,7 @@ def _described(value: Any, names: dict[Any, str]) -> Any:
 
 
 def with_new_names(description: Description) -> Description:
-    """Replace the old name of a field in a policy's description, as earlier versions saved it.
+    """Rename a field in a saved policy's description, for files of earlier versions.
 
     Args:
         description: What `describe` returned in this version or an earlier one.
@@ -89,7 +89,7 @@ def from_description(description: Description) -> CachePolicy:
 
 
 def _own_class(kind: str) -> object:
-    """Find a part class of this package by ``module:name``; None if there is none."""
+    """Find a kvpolicy policy or part class by the text ``module:name``; None if there is none."""
     module, _, name = kind.partition(":")
     if not module.startswith("kvpolicy."):
         return None
@@ -102,7 +102,7 @@ def _own_class(kind: str) -> object:
 
 
 def _attrs_class(kind: type[CachePolicy]) -> Any:
-    """Find the most derived attrs class among a class and its bases."""
+    """Return the first attrs class in a class's method resolution order."""
     return next(each for each in kind.__mro__ if "__attrs_attrs__" in vars(each))
 
 

@@ -13,19 +13,19 @@ class KVPolicyError(ValueError):
 
 
 class ShapeError(KVPolicyError):
-    """A tensor's axes do not fit together; the message names axes and sizes."""
+    """Raised when tensor axes do not fit together; the message names axes and sizes."""
 
 
 class UnknownPolicyError(KVPolicyError):
-    """No policy or part is registered under the given name; the message lists the known names."""
+    """Raised for an unregistered policy or part name; the message lists the known names."""
 
 
 class NotAttachedError(KVPolicyError):
-    """A cache was used without being attached to the model, though its policy needs that."""
+    """Raised when a cache is used without being attached to the model, as its policy needs."""
 
 
 class CacheInUseError(KVPolicyError):
-    """Two threads use the same cache at once."""
+    """Raised when two threads use the same cache at once."""
 
     @classmethod
     def by(cls, thread: threading.Thread) -> CacheInUseError:
@@ -37,8 +37,8 @@ class CacheInUseError(KVPolicyError):
 
 
 class UnsupportedModelError(KVPolicyError):
-    """The model has a structure on which the policy would give wrong results."""
+    """Raised for a model on which the policy would give wrong results."""
 
 
 class UnsupportedGenerationError(KVPolicyError):
-    """A generation mode or cache operation that would give wrong results with a policy."""
+    """Raised for a generation mode or cache operation that would give wrong results."""

@@ -54,7 +54,7 @@ def check_gapless(
 
 
 def check_acting(propagation: PropagationPolicy, acting: Sequence[int]) -> None:
-    """Check that the propagation policy drops no tokens, as ``gapless=True`` requires.
+    """Raise ValueError if the propagation policy drops tokens, which ``gapless=True`` forbids.
 
     Args:
         propagation: The policy's propagation policy.

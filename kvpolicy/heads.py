@@ -11,7 +11,7 @@ from torch import Tensor
 
 @attrs.frozen
 class Heads:
-    """The heads of a layer when all of them are in this process.
+    """A layer's attention heads when one process has all of them: no communication is needed.
 
     Under tensor parallelism each process computes only a share of the heads (`HeadShare`), but all
     processes have to pass on the same tokens. So a part computes everything that concerns all
@@ -21,16 +21,16 @@ class Heads:
 
     @property
     def share(self) -> int:
-        """The index of this process's share of the heads, from 0; shares are equal and in order."""
+        """The index, from 0, of this process's share of the layer's heads."""
         return 0
 
     @property
     def shares(self) -> int:
-        """The number of processes that the heads are split over."""
+        """The number of processes that the layer's heads are split over."""
         return 1
 
     def mean(self, per_head: Tensor) -> Tensor:
-        """Average a tensor over all heads of the layer, in every process.
+        """Average a tensor over all heads of the layer, across all processes.
 
         Args:
             per_head: float ``[batch, heads, length]``, the heads of this process; ``length`` is
@@ -46,7 +46,7 @@ class Heads:
         return sum_of_heads(per_head) / per_head.shape[1]
 
     def gather(self, per_head: Tensor) -> Tensor:
-        """Concatenate this process's heads with those of all other processes.
+        """Concatenate this process's heads of a tensor with those of all other processes.
 
         Args:
             per_head: ``[batch, heads, length]``; processes may differ in ``length``.
@@ -59,7 +59,7 @@ class Heads:
 
 @attrs.frozen(eq=False)
 class HeadShare(Heads, abc.ABC):
-    """The heads of a layer when they are split equally over several processes.
+    """A layer's attention heads when split equally over processes, as under tensor parallelism.
 
     All processes have to call the same methods in the same order, as they do when all of them run
     the same policy on the same batch.
@@ -74,7 +74,7 @@ class HeadShare(Heads, abc.ABC):
 
     @abc.abstractmethod
     def exchange(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all processes in order; all have one shape and dtype, not bool."""
+        """Return the tensors of all processes in their order; all have the same shape and dtype."""
 
     def mean(self, per_head: Tensor) -> Tensor:
         """Average a tensor over all heads of the layer; see `Heads.mean`."""
@@ -95,7 +95,7 @@ class HeadShare(Heads, abc.ABC):
 
 
 def sum_of_heads(per_head: Tensor) -> Tensor:
-    """Sum a tensor over heads in a fixed order, so that all tokens round alike.
+    """Sum a tensor over heads in a fixed order, so that equal tokens get equal rounding.
 
     Tokens with equal values in all heads, such as neighbours after pooling, get equal sums. A sum
     along another axis than the innermost would add up some columns in a different order.

@@ -20,7 +20,7 @@ from kvpolicy.interfaces import KVSelector
 
 
 def known_counts(selector: KVSelector, context: LayerContext) -> tuple[int, ...] | None:
-    """Return how many tokens a selector keeps of each row, or None; see `KVSelector.kept_counts`.
+    """Return how many tokens a selector keeps of each batch row; None if lengths alone do not tell.
 
     None where the number is not known, and where a class overrides `select` or `protected` but not
     `kept_counts`: the inherited counts may then be wrong.
@@ -37,7 +37,7 @@ def known_counts(selector: KVSelector, context: LayerContext) -> tuple[int, ...]
 def protected_counts(
     context: LayerContext, *, tail: int, first: int
 ) -> tuple[tuple[int, int], ...] | None:
-    """Count the smallest and the largest number of tokens of each row that a head protects.
+    """Return the smallest and largest number of protected tokens of any head, per batch row.
 
     Args:
         context: The layer.
@@ -60,7 +60,7 @@ def counts_under(
     context: LayerContext,
     protected: Sequence[tuple[int, int]] | None,
 ) -> tuple[int, ...] | None:
-    """Count the tokens of each row that a head keeps under a budget, without reading a tensor.
+    """Return how many tokens each head keeps per batch row under a budget, from lengths alone.
 
     Args:
         budget: The budget.
@@ -91,7 +91,7 @@ def _counts(
 
 
 def on_device(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Copy numbers to an int64 tensor on a device without waiting for the device."""
+    """Copy Python ints to an int64 tensor on a device without waiting for the device."""
     # What is not pinned is copied aside at once, so that nothing has to stay for the device; but
     # not so with MPS, which reads the numbers later.
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=device.type != "mps")

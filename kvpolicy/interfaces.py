@@ -23,7 +23,7 @@ from kvpolicy.short_repr import brief
 
 
 class Part:
-    """Base of scorers, selectors and propagation policies: declares the inputs a part needs."""
+    """Base of scorers, selectors and propagation policies: declares which layer inputs it reads."""
 
     paper: ClassVar[str] = ""
 
@@ -32,7 +32,7 @@ class Part:
 
     @property
     def history_layers(self) -> int:
-        """The number of earlier layers whose saliency it reads, `LayerContext.history`; 0 for none.
+        """The number of earlier layers whose saliency this part reads; 0 for none.
 
         Only layers at which the policy chooses count.
         """
@@ -40,17 +40,17 @@ class Part:
 
     @property
     def needs_rotary(self) -> bool:
-        """True if the part reads `LayerContext.rotary`."""
+        """True if this part reads the layer's rotary embedding, `LayerContext.rotary`."""
         return False
 
     @property
     def needs_output_weight(self) -> bool:
-        """True if the part reads `LayerContext.output_weight`."""
+        """True if this part reads the attention output weights, `LayerContext.output_weight`."""
         return False
 
 
 class Scorer(Part, abc.ABC):
-    """Decides how much each token matters at this layer."""
+    """Base of scorers: gives every token of a layer a saliency, larger for tokens worth keeping."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -58,22 +58,22 @@ class Scorer(Part, abc.ABC):
 
     @property
     def num_queries(self) -> int | None:
-        """The number of trailing queries that `score` reads: 0 for none, None for all."""
+        """The number of last queries that `score` reads: 0 for none, None for all."""
         return 0
 
     @property
     def unscored_tail(self) -> int:
-        """The number of trailing tokens that `score` leaves out because they are always kept."""
+        """The number of last tokens that `score` leaves out because they are always kept."""
         return 0
 
     @property
     def state_size(self) -> int:
-        """The number of state values that the scorer keeps per key between choices; 0 for none."""
+        """The number of values that the scorer stores per key between evictions; 0 for none."""
         return 0
 
     @property
     def accumulates(self) -> bool:
-        """True if `update`, called for block after block of queries, ends with the full saliency.
+        """True if calling `update` on one block of queries after another gives the full saliency.
 
         After the last block, `update` must return what `score` returns for all queries at once, or
         the mean of it over each KV group. A prompt that is read in chunks then holds the scorer's
@@ -84,7 +84,7 @@ class Scorer(Part, abc.ABC):
 
     @property
     def scores_last_attention(self) -> bool:
-        """True if the saliency is exactly the last query's attention to each key.
+        """True if the saliency is exactly the last query's attention weight on each key.
 
         Compiled decoding may then use the attention that the model computes anyway. A class that
         overrides `score` or `num_queries` has to declare this again; otherwise the declaration is
@@ -93,7 +93,7 @@ class Scorer(Part, abc.ABC):
         return False
 
     def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """Return the saliency and the new state, for a policy that evicts while it decodes.
+        """Return the saliency and the scorer's new state, for eviction while decoding.
 
         Called once for every choice, the prompt's included: ``context.state`` is the state after
         the previous choice, ``context.queries`` are the queries of all tokens since. Nothing is
@@ -128,7 +128,7 @@ class Scorer(Part, abc.ABC):
 
 
 class KVSelector(Part, abc.ABC):
-    """Decides which keys and values this layer keeps for decoding."""
+    """Base of selectors: chooses which keys and values a layer keeps for decoding."""
 
     @property
     def needs_saliency(self) -> bool:
@@ -137,22 +137,22 @@ class KVSelector(Part, abc.ABC):
 
     @property
     def protected_tail(self) -> int:
-        """The number of trailing tokens that are always kept."""
+        """The number of last tokens that are always kept."""
         return 0
 
     @property
     def protected_first(self) -> int:
-        """The number of first tokens of the row's context that are kept if a head holds them."""
+        """The number of the context's first tokens that are always kept."""
         return 0
 
     @property
     def budget(self) -> Budget | None:
-        """The number of tokens kept per row; None if it differs between layers or heads."""
+        """The number or fraction of tokens kept per batch row; None if layers or heads differ."""
         return None
 
     @property
     def decides_together(self) -> bool:
-        """True if the selector chooses for all layers at once, in `select_together`.
+        """True if the selector chooses for all layers at once, with `select_together`.
 
         Every layer then holds all tokens until the last one has been scored.
         """
@@ -160,7 +160,7 @@ class KVSelector(Part, abc.ABC):
 
     @property
     def equal_counts(self) -> bool:
-        """True if all heads of all layers keep the same number of tokens of a row.
+        """True if all heads of all layers keep equally many tokens of a batch row.
 
         Only layers that all tokens reach count. ``CachePolicy(gapless=True)`` needs this.
         """
@@ -176,7 +176,7 @@ class KVSelector(Part, abc.ABC):
 
     @property
     def keeps_highest(self) -> bool:
-        """True if each KV head keeps its protected tokens and then the highest mean saliency.
+        """True if each KV head keeps its protected tokens, then those of highest mean saliency.
 
         The number is the budget's; of two equal tokens the earlier is kept; `protected_tail` and
         `protected_first` are the protected tokens. A class that overrides `select` or `protected`
@@ -194,7 +194,7 @@ class KVSelector(Part, abc.ABC):
         return context.is_tail(self.protected_tail) | context.is_first(self.protected_first)
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the fraction of a prompt's tokens that each layer keeps when all tokens reach it.
+        """Return the fraction of a prompt's tokens that each layer keeps if all tokens reach it.
 
         Averaged over the KV heads; 1 if the selector has no budget, unless it overrides this.
 
@@ -214,7 +214,7 @@ class KVSelector(Part, abc.ABC):
         return [self.budget.fraction(context_len, protected=fixed)] * num_layers
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Count the tokens that each head keeps per row, from lengths alone; None if impossible.
+        """Return how many tokens each head keeps per row, from lengths alone; None if unknown.
 
         Use ``context.held_len``, budgets and other numbers: reading a tensor would wait for the
         device at every layer of a prompt. When the forward ends, the counts are compared with what
@@ -231,7 +231,7 @@ class KVSelector(Part, abc.ABC):
 
     @abc.abstractmethod
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Choose the keys that a layer keeps.
+        """Return the indices of the keys that one layer keeps.
 
         Args:
             saliency: float32 ``[batch, query_heads or kv_heads, key_len]``, larger means keep.
@@ -245,7 +245,7 @@ class KVSelector(Part, abc.ABC):
     def select_together(
         self, saliencies: Sequence[Tensor], contexts: Sequence[LayerContext]
     ) -> list[Tensor]:
-        """Choose the keys that every layer keeps, for a selector that `decides_together`.
+        """Return the indices of the keys that every layer keeps, chosen for all layers at once.
 
         For a single layer the result is that of `select`.
 
@@ -268,7 +268,7 @@ class KVSelector(Part, abc.ABC):
 
 
 class PropagationPolicy(Part, abc.ABC):
-    """Decides which tokens go on to the next layer during prefill.
+    """Base of policies that choose which tokens go on to the next layer during prefill.
 
     A policy acts after the layers in `acting_layers`, in one of two ways. If it *drops* tokens, the
     next layers compute only the tokens that go on. If it *restarts*, the layers so far serve for
@@ -278,7 +278,7 @@ class PropagationPolicy(Part, abc.ABC):
 
     @property
     def restarts(self) -> bool:
-        """True if the prefill runs again on the chosen tokens; then exactly one layer acts."""
+        """True if the prefill runs again on the chosen tokens only; just one layer then chooses."""
         return False
 
     @property
@@ -288,17 +288,17 @@ class PropagationPolicy(Part, abc.ABC):
 
     @property
     def protected_tail(self) -> int:
-        """The number of trailing tokens that always go on, at least 1 to predict the next token."""
+        """The number of last tokens that always go on; at least 1, to predict the next token."""
         return 1
 
     @property
     def protected_first(self) -> int:
-        """The number of first tokens of the row's context that always go on."""
+        """The number of the context's first tokens that always go on."""
         return 0
 
     @property
     def budget(self) -> Budget | None:
-        """The number of tokens of each row that go on; None if it has no fixed number.
+        """The number or fraction of tokens of each batch row that go on; None if not fixed.
 
         If several layers act with different budgets, the smallest.
         """
@@ -314,11 +314,11 @@ class PropagationPolicy(Part, abc.ABC):
         return False
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Mark the new tokens that always go on, bool ``[batch, new_len]``."""
+        """Mark the new tokens that always go on to the next layer: bool ``[batch, new_len]``."""
         return context.is_new_tail(self.protected_tail) | context.is_new_first(self.protected_first)
 
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """Return a score of each new token for ranking: the mean of the saliency over all heads.
+        """Return each new token's score, by which it goes on or not: its mean saliency over heads.
 
         Args:
             saliency: As given to `propagate`.
@@ -331,7 +331,7 @@ class PropagationPolicy(Part, abc.ABC):
         return context.heads.mean(saliency[..., context.key_len - context.new_len :])
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
-        """Return the layers after which `propagate` is asked.
+        """Return the indices of the layers after which tokens may be dropped.
 
         Raises:
             ValueError: The policy's layers do not lie in a model of ``num_layers`` layers.
@@ -339,7 +339,7 @@ class PropagationPolicy(Part, abc.ABC):
         return frozenset()
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Return the policy with its open layer indices chosen for a given model.
+        """Return a copy with layer indices that were left open chosen for a given model.
 
         Args:
             num_layers: Layers of the model.
@@ -365,7 +365,7 @@ class PropagationPolicy(Part, abc.ABC):
     def prefill_passes(
         self, num_layers: int, context_len: int | None = None
     ) -> tuple[list[float], ...]:
-        """Return the fraction of tokens that each layer computes in each pass of the prefill.
+        """Return the fraction of tokens that each layer computes, for every pass of the prefill.
 
         The last pass has the rates of `layer_rates`. A policy that restarts has one pass before
         it, with rate 0 for the layers that this pass does not run.
@@ -381,7 +381,7 @@ class PropagationPolicy(Part, abc.ABC):
 
     @abc.abstractmethod
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Choose the new tokens that go on to the next layer.
+        """Return the indices of the new tokens that go on to the next layer; None for all.
 
         Args:
             saliency: float32 ``[batch, query_heads or kv_heads, key_len]``, larger means pass on;
@@ -396,7 +396,7 @@ class PropagationPolicy(Part, abc.ABC):
 
 
 def nearest_layer(wanted: int, eligible: Sequence[int]) -> int:
-    """Find the eligible layer nearest to a layer index; of two equally near, the later.
+    """Return the allowed layer index nearest to a wanted one; of two equally near, the later.
 
     Example:
         >>> nearest_layer(3, [1, 2, 4, 5])

@@ -9,7 +9,7 @@ from kvpolicy import host_counts
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name from `kvpolicy.host_counts`, with a warning."""
+    """Return a name that moved to `kvpolicy.host_counts`, with a deprecation warning."""
     found = getattr(host_counts, name)
     warnings.warn(
         f"kvpolicy.known.{name} is deprecated, use kvpolicy.host_counts.{name}",

@@ -19,7 +19,7 @@ __getattr__ = old_names(__name__, {"advanced": "updated"})
 
 
 class DeferredChecks:
-    """Collects error conditions on device tensors, to read them all at once later.
+    """Collects error conditions on GPU tensors, to read them all later with one synchronization.
 
     Each read waits for the device. Messages must not hold large tensors, since they may be kept
     until all layers are done.
@@ -30,17 +30,17 @@ class DeferredChecks:
         self._messages: list[Callable[[], str]] = []
 
     def refuse(self, condition: Tensor, message: Callable[[], str]) -> None:
-        """Add a condition: a bool tensor that is an error where it is True."""
+        """Add an error condition: a bool tensor that means an error where it is True."""
         self._conditions.append(condition.any())
         self._messages.append(message)
 
     def join(self, more: DeferredChecks) -> None:
-        """Append the conditions of another collection."""
+        """Append the error conditions of another `DeferredChecks`."""
         self._conditions += more._conditions
         self._messages += more._messages
 
     def look(self) -> None:
-        """Raise ValueError for the first condition that holds, and forget all of them."""
+        """Raise ValueError for the first error condition that is True, and clear all conditions."""
         conditions, messages = self._conditions, self._messages
         self._conditions, self._messages = [], []
         if not conditions:
@@ -53,7 +53,7 @@ class DeferredChecks:
 
 
 def shown_to(part: Part, context: LayerContext) -> LayerContext:
-    """Remove history, rotary embedding and output weights that a part does not declare to need."""
+    """Return a copy of the layer context with only the inputs that a part declares to read."""
     if not context.history and context.rotary is None and context.output_weight is None:
         return context
     return context.with_no_more(
@@ -66,7 +66,7 @@ def shown_to(part: Part, context: LayerContext) -> LayerContext:
 def saliency_of(
     scorer: Scorer, context: LayerContext, checks: DeferredChecks, *, tested: bool = False
 ) -> Tensor:
-    """Call a scorer on a layer with the queries it declares, and check the saliency.
+    """Call a scorer on a layer with only the queries it reads, and check the returned saliency.
 
     Args:
         scorer: The scorer.
@@ -87,7 +87,7 @@ def saliency_of(
 
 
 def updated(scorer: Scorer, context: LayerContext, checks: DeferredChecks) -> tuple[Tensor, Tensor]:
-    """Call `Scorer.update` on a layer, and check the saliency and the state.
+    """Call `Scorer.update` on a layer, and check the returned saliency and state.
 
     Raises:
         TypeError: The saliency is no tensor of floats, or the state no tensor.
@@ -114,7 +114,7 @@ def kept_by(
     *,
     tested: bool = False,
 ) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Call a selector on a layer, and check the indices it keeps.
+    """Call a selector on a layer, and check the returned indices of kept tokens.
 
     Args:
         selector: The selector.
@@ -151,7 +151,7 @@ def kept_by(
 def _check_counts(
     selector: KVSelector, kept: Tensor, counts: tuple[int, ...], checks: DeferredChecks
 ) -> None:
-    """Check that a selector has kept as many tokens as it declared."""
+    """Check that a selector kept as many tokens as its `kept_counts` said."""
 
     def message() -> str:
         found = (kept >= 0).sum(dim=-1).tolist()
@@ -167,7 +167,7 @@ def _check_counts(
 
 
 def as_stored(saliency: Tensor | None, context: LayerContext) -> tuple[Tensor | None, LayerContext]:
-    """Reduce a layer to one head for a selector, if its heads share storage."""
+    """Return layer and saliency for a selector: reduced to one head if all heads share storage."""
     if context.stored is None:
         return saliency, context
     if saliency is not None:
@@ -183,7 +183,7 @@ def passed_on_by(
     *,
     tested: bool = False,
 ) -> Tensor | None:
-    """Call a propagation policy on a layer, and check the new tokens that go on; None for all.
+    """Call a propagation policy on a layer, and check the returned indices of tokens that go on.
 
     Args:
         propagation: The propagation policy.
@@ -239,7 +239,7 @@ def _check_saliency(
 def check_indices(
     part: object, indices: object, rows: tuple[int, ...], length: int, checks: DeferredChecks
 ) -> Tensor:
-    """Check token indices that a part returned.
+    """Check token indices that a selector or propagation policy returned.
 
     Args:
         part: The part, for messages.

@@ -133,12 +133,12 @@ class CachePolicy:
 
     @functools.cached_property
     def decides_later(self) -> bool:
-        """True if layers choose their tokens only after all were scored; see `decide_layers`."""
+        """True if layers choose their tokens only after all layers are scored."""
         return self.selector.decides_together or self.rereading is not None
 
     @functools.cached_property
     def num_queries(self) -> int | None:
-        """The number of trailing queries of a prompt that the policy reads: 0 none, None all.
+        """The number of a prompt's last queries that the policy reads: 0 none, None all.
 
         Queries of a second reading do not count.
         """
@@ -155,7 +155,7 @@ class CachePolicy:
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The policy's parts that act on a prompt: scorer (if any), selector, propagation policy.
+        """The policy's parts for prefill: its scorer (if any), selector and propagation policy.
 
         The scorer of the policy's `DecodingEviction` too, if it keeps a state from the prompt on.
         """
@@ -167,21 +167,21 @@ class CachePolicy:
 
     @functools.cached_property
     def history_layers(self) -> int:
-        """The largest number of earlier layers whose saliency a part reads."""
+        """The largest number of earlier layers whose saliency any part reads."""
         return max(part.history_layers for part in self.parts)
 
     @functools.cached_property
     def needs_rotary(self) -> bool:
-        """True if any part applies the rotary embedding in a prompt."""
+        """True if any part applies the rotary embedding during prefill."""
         return any(part.needs_rotary for part in self.parts)
 
     @functools.cached_property
     def needs_output_weight(self) -> bool:
-        """True if any part reads a layer's output weights in a prompt."""
+        """True if any part reads the attention output weights during prefill."""
         return any(part.needs_output_weight for part in self.parts)
 
     def remembered_layers(self, num_layers: int, choosing: Sequence[int]) -> frozenset[int]:
-        """Return the layers whose saliency a later layer reads.
+        """Return the layers whose saliency must be kept because a later layer reads it.
 
         Args:
             num_layers: Layers of the model.
@@ -195,7 +195,7 @@ class CachePolicy:
         return frozenset(found)
 
     def check_model(self, num_layers: int) -> None:
-        """Check that the policy's layer indices lie in a model of ``num_layers`` layers.
+        """Check that the policy's layer indices exist in a model of ``num_layers`` layers.
 
         Raises:
             TypeError: ``num_layers`` is not an int, or ``acting_layers`` no frozenset.
@@ -230,7 +230,7 @@ class CachePolicy:
             )
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> CachePolicy:
-        """Return the policy with its open layer indices chosen for a given model.
+        """Return a copy with layer indices that were left open chosen for a given model.
 
         Args:
             num_layers: Layers of the model.
@@ -251,7 +251,7 @@ class CachePolicy:
         checks: DeferredChecks | None = None,
         saliency: Tensor | None = None,
     ) -> Decision:
-        """Choose the tokens that one layer keeps and passes on.
+        """Choose the tokens that one layer keeps, and those that go on to the next layer.
 
         The saliency is computed once, if at all. If the policy `decides_later`, the tokens to keep
         are chosen in `decide_layers`.
@@ -320,7 +320,7 @@ class CachePolicy:
         return Decision(kept, passed, state, saliency, undecided, counts)
 
     def score(self, context: LayerContext) -> Tensor:
-        """Compute the saliency of a layer where nothing is chosen, for later layers to read.
+        """Compute the saliency of a layer that chooses no tokens, because later layers read it.
 
         Raises:
             TypeError: See `decide`.
@@ -335,7 +335,7 @@ class CachePolicy:
         return saliency
 
     def decide_layers(self, layers: Sequence[DeferredLayer]) -> list[Tensor]:
-        """Choose the tokens that every layer keeps, for a policy that `decides_later`.
+        """Choose the tokens that every layer keeps, after all layers were scored.
 
         Args:
             layers: The layers that have something to choose, in order, with their saliencies.
@@ -359,7 +359,7 @@ class CachePolicy:
     def decide_restart(
         self, context: LayerContext, saliency: Tensor | None = None
     ) -> Tensor | None:
-        """Choose the tokens on which the prefill restarts; see `PropagationPolicy.propagate`.
+        """Choose the tokens on which the prefill runs again.
 
         Args:
             context: The layer.
@@ -391,7 +391,7 @@ class CachePolicy:
 
     @classmethod
     def get_seq_length(cls, layer_idx: int = 0) -> NoReturn:
-        """Raise an error that says how to put the policy into a cache.
+        """Raise TypeError when a policy is passed to a model as its cache, saying how to make one.
 
         Raises:
             TypeError: Always; says how a policy gets into a cache.
@@ -441,7 +441,7 @@ class CachePolicy:
         return self.propagation.needs_saliency
 
     def prefill_compute_rate(self, num_layers: int, context_len: int | None = None) -> float:
-        """Return the layer-tokens computed in prefill, divided by those of a full prefill.
+        """Return the prefill's computation as a fraction of a full prefill's, in layer-tokens.
 
         Args:
             num_layers: Layers of the model.

@@ -38,7 +38,7 @@ _KINDS: dict[str, type] = {
 
 
 def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
-    """Return the registered factories by name, in alphabetical order.
+    """Return the registered policies' or parts' factories by name, in alphabetical order.
 
     Args:
         kind: ``"policy"``, ``"scorer"``, ``"selector"`` or ``"propagation"``; None for all.
@@ -73,7 +73,7 @@ def registered(kind: str | None = None) -> dict[str, Callable[..., Part]]:
 
 @functools.cache
 def _warn_of(entry: EntryPoint, reason: str) -> None:
-    """Warn of an entry point that cannot be loaded, once per process."""
+    """Warn, once per process, that a plug-in's entry point cannot be loaded."""
     dist = getattr(entry, "dist", None)
     package = f" of {dist.name}" if dist else ""
     warnings.warn(
@@ -84,7 +84,7 @@ def _warn_of(entry: EntryPoint, reason: str) -> None:
 
 
 def kind_of(factory: Callable[..., Part]) -> str:
-    """Return the kind of policy part that a factory builds.
+    """Return whether a factory builds a policy, scorer, selector or propagation policy.
 
     Raises:
         TypeError: The factory cannot be called without arguments, or builds no part of a policy.
@@ -99,7 +99,7 @@ def kind_of(factory: Callable[..., Part]) -> str:
 
 
 def build(name: str, kind: str = "policy", **parameters: Any) -> Part:
-    """Build a registered part by name.
+    """Build a registered policy or part by its name.
 
     Args:
         name: A name from `registered`; ``-`` counts as ``_``.

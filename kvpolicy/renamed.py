@@ -20,7 +20,7 @@ def _warn(old: str, new: str, stacklevel: int) -> None:
 
 
 class Renamed:
-    """A second name of an attribute: reads the attribute of the other name in the same class.
+    """Descriptor that gives an attribute a second name: reading it reads the other name.
 
     It looks no further down than that class, so that ``super().old_name()`` ends.
 
@@ -46,7 +46,7 @@ class Renamed:
 
 
 def take_old_names(cls: type, names: Mapping[str, str]) -> None:
-    """Give a subclass both the old and the new name of each member it defines under one.
+    """Let a subclass that defines a renamed member under one name have it under both names.
 
     To be called by the ``__init_subclass__`` of the base.
 
@@ -95,7 +95,7 @@ def accepts_old(**names: str) -> Callable[[Class], Class]:
 
 
 def old_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Make a module ``__getattr__`` that returns renamed functions by their old names.
+    """Make a module-level ``__getattr__`` that finds renamed functions by their old names.
 
     Args:
         module: The module's ``__name__``.

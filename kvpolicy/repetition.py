@@ -29,7 +29,7 @@ def _answer(given: Iterable[int]) -> tuple[int, ...]:
 
 @attrs.frozen
 class Repetition:
-    """Configures a second reading of every prompt, in chunks, whose attention scores the keys.
+    """Settings of a second reading of the prompt, in chunks, whose attention scores its keys.
 
     After the prompt has been read once, while every layer still holds all of it, it is fed again
     chunk by chunk. Each time an instruction to repeat the prompt is fed first, then the last tokens
@@ -95,7 +95,7 @@ class Repetition:
         later: str = LATER_INSTRUCTION,
         **parameters: Any,
     ) -> Repetition:
-        """Make a repetition with instructions in words, encoded by a tokenizer.
+        """Make the settings with instructions given as text, encoded by a tokenizer.
 
         Args:
             tokenizer: An object whose ``encode(text, add_special_tokens=False)`` returns ids.
@@ -107,12 +107,12 @@ class Repetition:
         return cls(**parameters, **dict(zip(("instruction_ids", "later_ids"), asked, strict=True)))
 
     def spans(self, length: int) -> list[tuple[int, int]]:
-        """Return the start and end position of every chunk of a context; ends are exclusive."""
+        """Return the start and exclusive end position of every chunk that is read again."""
         starts = range(self.unrepeated, length, self.chunk_size)
         return [(start, min(start + self.chunk_size, length)) for start in starts]
 
     def before(self, start: int) -> tuple[tuple[int, ...], int]:
-        """Return the tokens that are fed before the chunk at a position.
+        """Return what the model is fed before the chunk at a position: instruction and overlap.
 
         Args:
             start: The chunk's first position.
@@ -125,7 +125,7 @@ class Repetition:
         return (later if repeated else self.instruction_ids), min(repeated, self.overlap)
 
     def compute_rate(self, context_len: int | None = None) -> float:
-        """Return the tokens computed in the second reading, divided by the context's tokens.
+        """Return the number of tokens fed in the second reading, divided by the prompt's length.
 
         Args:
             context_len: Tokens of the context; None for a long context with a full last chunk.
@@ -136,6 +136,6 @@ class Repetition:
         return sum(stop - start + self._ahead(start) for start, stop in chunks) / context_len
 
     def _ahead(self, start: int) -> int:
-        """Count the tokens that are fed before the chunk at a position."""
+        """Count the tokens that the model is fed before the chunk at a position."""
         ids, overlap = self.before(start)
         return len(ids) + overlap + len(self.answer_ids)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class RotaryEmbedding(abc.ABC):
-    """Applies a layer's rotary embedding to keys and queries, and undoes it.
+    """Interface that applies a layer's rotary embedding to keys and queries, and undoes it.
 
     Parts that declare `Part.needs_rotary` find it in `LayerContext.rotary`. Positions are original
     ones, as in `LayerContext.positions`; after a restarted prefill they are those of the second
@@ -19,7 +19,7 @@ class RotaryEmbedding(abc.ABC):
 
     @abc.abstractmethod
     def turned(self, states: Tensor, positions: Tensor) -> Tensor:
-        """Apply the rotary embedding to states at given positions.
+        """Apply the rotary embedding to keys or queries at given positions.
 
         Args:
             states: ``[batch, heads, length, head_dim]``, before rotary embedding.
@@ -31,12 +31,12 @@ class RotaryEmbedding(abc.ABC):
 
     @abc.abstractmethod
     def turned_back(self, states: Tensor, positions: Tensor) -> Tensor:
-        """Undo the rotary embedding of states at given positions."""
+        """Undo the rotary embedding of keys or queries at given positions."""
 
 
 @attrs.frozen
 class PlainRotary(RotaryEmbedding):
-    """The rotary embedding of Llama: pairs of channels half a head apart, one frequency base.
+    """Llama's rotary embedding: rotates pairs of channels half a head apart.
 
     Args:
         head_dim: Channels of a head, an even number.

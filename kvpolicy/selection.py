@@ -14,7 +14,7 @@ from kvpolicy.host_counts import on_device
 def head_budgets(
     budget: Budget, seen_len: tuple[int, ...], *, valid: Tensor, protected: Tensor
 ) -> list[list[int]]:
-    """Compute how many tokens each head keeps under a budget, from the layer's tensors.
+    """Return how many tokens each head keeps under a budget, computed from the layer's tensors.
 
     Reading the tensors waits for the device; `counts_under` counts without reading them.
 
@@ -41,7 +41,7 @@ def head_budgets(
 def row_budgets(
     budget: Budget, seen_len: tuple[int, ...], *, valid: Tensor, protected: Tensor
 ) -> list[int]:
-    """Compute how many tokens each row keeps under a budget: the smallest number of any head.
+    """Return how many tokens each batch row keeps under a budget: the smallest count of any head.
 
     Args:
         budget: See `head_budgets`.
@@ -54,7 +54,7 @@ def row_budgets(
 
 
 def ranks(saliency: Tensor, candidates: Tensor) -> Tensor:
-    """Rank the candidates of each row by saliency, from 0 for the highest.
+    """Rank the candidate tokens of each row by saliency, 0 for the highest.
 
     Among equals the earlier comes first. NaN counts as lowest.
 
@@ -83,7 +83,7 @@ def select_top(
     valid: Tensor,
     protected: Tensor,
 ) -> Tensor:
-    """Choose the protected tokens and the most salient others, up to each row's budget.
+    """Return indices of the protected and the most salient other tokens, up to each row's budget.
 
     Protection is a set, not a score: the protected take their places first, whatever their
     saliency. Among equals the earlier token wins, so that a larger budget only adds tokens. NaN
@@ -154,7 +154,7 @@ def select_between(saliency: Tensor, count: int, *, first: int = 0, tail: int = 
 
 
 def highest(saliency: Tensor, candidates: Tensor, counts: Sequence[int]) -> Tensor:
-    """Choose the most salient candidates of every row; of equals the earlier, NaN last.
+    """Mark the most salient candidate tokens of every row; of equals the earlier, NaN last.
 
     Marks the same entries as ``ranks(...) < counts``, but faster for the rows of all layers.
 
@@ -185,7 +185,7 @@ def highest(saliency: Tensor, candidates: Tensor, counts: Sequence[int]) -> Tens
 
 
 def compress(chosen: Tensor, length: int) -> Tensor:
-    """Return the indices where ``chosen`` is True, ascending, padded on the left to ``length``.
+    """Return the indices of a mask's True entries, ascending, left-padded to ``length`` with -1.
 
     Args:
         chosen: bool ``[..., size]`` with at most ``length`` True in every row.
@@ -205,7 +205,7 @@ def compress(chosen: Tensor, length: int) -> Tensor:
 
 
 def gather_slots(tensor: Tensor, indices: Tensor, *, padded: bool = True) -> Tensor:
-    """Gather slots of keys or values by index; index -1 gives zeros.
+    """Gather keys or values at cache slot indices; index -1 gives zeros.
 
     Args:
         tensor: ``[batch, heads, length, head_dim]``.
@@ -223,7 +223,7 @@ def gather_slots(tensor: Tensor, indices: Tensor, *, padded: bool = True) -> Ten
 
 
 def gather_positions(positions: Tensor, indices: Tensor, *, padded: bool = True) -> Tensor:
-    """Gather entries of the last axis by index; index -1 gives -1.
+    """Gather entries of a tensor's last axis by index; index -1 gives -1.
 
     Args:
         positions: int64 ``[..., length]``.

@@ -13,7 +13,7 @@ import attrs
 
 
 def brief(value: object, *, instead: Mapping[str, Any] | None = None) -> str:
-    """Return a part as code, without the arguments that are at their defaults.
+    """Return a policy part's repr, without the arguments that have their default values.
 
     Args:
         value: A part, or anything else.
@@ -46,7 +46,7 @@ def brief(value: object, *, instead: Mapping[str, Any] | None = None) -> str:
 
 
 def call(name: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
-    """Return a call as code, without the arguments that are at their defaults.
+    """Return a constructor call as source code, without arguments at their default values.
 
     A rate of None is left out: the number of tokens that took its place is there.
 

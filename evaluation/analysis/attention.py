@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Overlap:
-    """The overlap of every two layers' top-k tokens.
+    """How many of their top-k tokens every two model layers have in common.
 
     Args:
         k: Tokens that each layer names.
@@ -50,11 +50,11 @@ class Overlap:
 
     @property
     def num_layers(self) -> int:
-        """Return the number of layers compared."""
+        """The number of model layers compared."""
         return len(self.pairs)
 
     def by_distance(self, layers: range | None = None) -> tuple[float, ...]:
-        """Return the mean overlap of pairs of layers that are 0, 1, 2, ... layers apart.
+        """Return the mean top-k overlap of layers that are 0, 1, 2, ... layers apart.
 
         Args:
             layers: Consecutive layers, both of a pair among them; None for all.
@@ -70,7 +70,7 @@ class Overlap:
 def window_attention(
     model: PreTrainedModel, input_ids: Sequence[int] | Tensor, window_size: int = 8
 ) -> Tensor:
-    """Return each token's share of the attention of a prompt's last tokens, at each layer.
+    """Return the share of the last tokens' attention that each prompt token gets, per layer.
 
     ``share[l, j] = mean over heads h and window queries i of softmax(q_i . k_j * scaling)``, every
     query over all keys up to its own. No matrix of all queries times keys is computed here; that
@@ -99,7 +99,7 @@ def window_attention(
 def topk_overlap(
     model: PreTrainedModel, input_ids: Sequence[int] | Tensor, k: int, *, window_size: int = 8
 ) -> Overlap:
-    """Measure how far every two layers agree on the k tokens that get most attention.
+    """Measure, for every two layers, the share of their k most attended tokens in common.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -128,7 +128,7 @@ def attention_recall(
     *,
     window_size: int = 8,
 ) -> dict[int, tuple[float, ...]]:
-    """Return the share of attention that each layer's k most attended tokens receive.
+    """Return, per layer, the share of attention that its k most attended tokens receive.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -151,7 +151,7 @@ def attention_recall(
 
 
 def overlap_of(saliency: Tensor, k: int) -> Overlap:
-    """Return the overlap of every two layers' k most salient tokens.
+    """Return, for every two layers, the share of their k most salient tokens in common.
 
     Args:
         saliency: float ``[num_layers, context_len]``; among equals the earlier token is named.
@@ -176,7 +176,7 @@ def overlap_of(saliency: Tensor, k: int) -> Overlap:
 
 
 def recall_of(saliency: Tensor, ks: Sequence[int]) -> dict[int, tuple[float, ...]]:
-    """Return the share of each layer's saliency that its k most salient tokens hold.
+    """Return, per layer, the share of its saliency that its k most salient tokens hold.
 
     Args:
         saliency: float ``[num_layers, context_len]``, not negative, with a positive sum.
@@ -198,7 +198,7 @@ def recall_of(saliency: Tensor, ks: Sequence[int]) -> dict[int, tuple[float, ...
 
 
 def top_tokens(saliency: Tensor, count: int, *, protected_tail: int = 0) -> Tensor:
-    """Return the indices of the most salient tokens.
+    """Return the indices of the ``count`` most salient tokens of a prompt, ascending.
 
     Args:
         saliency: float ``[context_len]``; among equals the earlier token is chosen.

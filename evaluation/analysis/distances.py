@@ -31,7 +31,7 @@ _AVERAGE_POOL = 5
 
 @attrs.frozen
 class OutputDistances:
-    """How far the output differs from full context when tokens are dropped at each layer.
+    """Distances of the model's output from full context if tokens are dropped at each layer.
 
     A distance is ``||h_full - h|| / ||h_full||`` of the last token's final hidden states.
 
@@ -52,16 +52,16 @@ class OutputDistances:
 
     @property
     def mean_propagated(self) -> tuple[float, ...]:
-        """Return, layer by layer, the mean distance over the prompts with dropped tokens."""
+        """Return each layer's mean output distance when tokens are dropped after it."""
         return _means(self.propagated)
 
     @property
     def mean_restarted(self) -> tuple[float, ...]:
-        """Return, layer by layer, the mean distance over the prompts with a restarted prefill."""
+        """Return each layer's mean output distance when prefill restarts on its tokens."""
         return _means(self.restarted)
 
     def as_data(self) -> dict[str, Any]:
-        """Return all numbers as plain data for JSON."""
+        """Return the distances and their settings as a dict for JSON."""
         ways = (
             ("propagation", self.mean_propagated, self.propagated),
             ("restart", self.mean_restarted, self.restarted),
@@ -90,7 +90,7 @@ def output_distances(
     layers: Sequence[int] | None = None,
     progress: Progress = silent,
 ) -> OutputDistances:
-    """Measure the output's distance from full context after a drop or restart at each layer.
+    """Measure how far the output moves when tokens are dropped at each layer, or prefill restarts.
 
     *Propagation*: after the layer only the tokens chosen there go on, as in FastKV (saliency of
     the window, max-pooled with kernel 7, averaged over all query heads; the window always goes on).

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class WindowAttentionScorer(Scorer):
-    """A scorer by the attention that the prompt's last tokens give to all tokens.
+    """Scores all tokens of a prompt by the attention of the prompt's last tokens.
 
     ``saliency[h, j] = sum over window queries i >= j of softmax(q_i . k_j * scaling)`` per query
     head ``h``, in float32. Unlike `kvpolicy.policies.WindowMaxPoolScorer` it is not pooled and the
@@ -53,7 +53,7 @@ class WindowAttentionScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """Return the number of queries in the window."""
+        """The number of last queries whose attention the scorer reads."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
@@ -63,7 +63,7 @@ class WindowAttentionScorer(Scorer):
 
 @attrs.frozen
 class ShowingSelector(KVSelector):
-    """A selector that calls a function with each layer's saliency, and keeps only the last tokens.
+    """Calls a function with each layer's saliency; keeps only the prompt's last tokens.
 
     Eviction comes after a layer's attention, so what a forward computes is what it computes with a
     full cache; where nothing is decoded afterwards, no more needs to be kept.
@@ -88,7 +88,7 @@ class ShowingSelector(KVSelector):
 def layer_saliencies(
     model: PreTrainedModel, input_ids: Tensor, scorer: Scorer
 ) -> tuple[Tensor, Tensor]:
-    """Return the saliency at every layer of a full prefill, and the final hidden state.
+    """Run a full prefill; return every layer's saliency and the final hidden state.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -111,7 +111,7 @@ def layer_saliencies(
 def final_state(
     model: PreTrainedModel, input_ids: Tensor, policy: CachePolicy | None = None
 ) -> Tensor:
-    """Return the last token's final hidden state: the output of the model's last norm.
+    """Return the last token's hidden state after the model's final norm.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_prompt(model: PreTrainedModel, input_ids: Sequence[int] | Tensor) -> Tensor:
-    """Check that a model is in evaluation mode and that a prompt's tokens are valid.
+    """Check that a model is in evaluation mode and that prompt token ids are in its vocabulary.
 
     Args:
         model: The model that is to read them.
@@ -55,7 +55,7 @@ def check_prompt(model: PreTrainedModel, input_ids: Sequence[int] | Tensor) -> T
 
 
 def check_window(window_size: int, context_len: int) -> None:
-    """Check that a prompt is at least as long as an observation window.
+    """Check that a prompt has at least as many tokens as the observation window.
 
     Raises:
         TypeError: ``window_size`` is not an int.
@@ -72,7 +72,7 @@ def check_window(window_size: int, context_len: int) -> None:
 def check_prompts(
     model: PreTrainedModel, inputs: Sequence[Sequence[int] | Tensor], window_size: int
 ) -> list[Tensor]:
-    """Check several prompts' tokens, and that each prompt is as long as the window.
+    """Check several prompts' token ids, and that none is shorter than the observation window.
 
     Returns:
         See `check_prompt`, one for each.
@@ -91,7 +91,7 @@ def check_prompts(
 
 
 def check_saliency(saliency: Tensor, *axes: str) -> None:
-    """Check that a saliency is a tensor of floats with the expected axes.
+    """Check that a saliency is a floating-point tensor with the expected axes.
 
     Raises:
         TypeError: It is none.
@@ -107,7 +107,7 @@ def check_saliency(saliency: Tensor, *axes: str) -> None:
 
 
 def check_k(k: int, context_len: int, name: str = "k") -> None:
-    """Check ``k``, a number of tokens to choose from a prompt.
+    """Check that ``k``, a number of top tokens, is between 1 and a prompt's length.
 
     Raises:
         TypeError: It is not an int.
@@ -122,7 +122,7 @@ def check_k(k: int, context_len: int, name: str = "k") -> None:
 
 
 def check_ks(ks: Sequence[int], context_len: int) -> None:
-    """Check several numbers ``k`` of tokens; see `check_k`.
+    """Check several numbers ``k`` of top tokens; see `check_k`.
 
     Raises:
         TypeError: They are no sequence, or one is not an int.
@@ -136,7 +136,7 @@ def check_ks(ks: Sequence[int], context_len: int) -> None:
 
 
 def check_layers(layers: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
-    """Check that layer indices lie in a model.
+    """Check that layer indices exist in the model.
 
     Args:
         layers: From 0, each once; None for all.

@@ -38,7 +38,7 @@ TOP_SHARE = 0.1
 
 @attrs.frozen(eq=False)
 class AnswerAttention:
-    """The attention that an answer gives the tokens of its prompt.
+    """The attention that an answer's tokens give to the tokens of its prompt.
 
     Args:
         whole: float64 ``[context_len]``: for each token of the prompt the attention that a token of
@@ -54,7 +54,7 @@ class AnswerAttention:
 
 @attrs.frozen
 class Ranking:
-    """A measure of how well a scorer's saliency at each layer ranks a prompt's tokens.
+    """How well a scorer's saliency at each layer ranks a prompt's tokens, against the oracle.
 
     Args:
         spearman: By layer index, the rank correlation with the oracle, in [-1, 1].
@@ -73,7 +73,7 @@ class Ranking:
 def greedy_answer(
     model: PreTrainedModel, input_ids: Sequence[int] | Tensor, max_new_tokens: int
 ) -> tuple[int, ...]:
-    """Return the model's greedy answer to a prompt, with full context.
+    """Generate the model's greedy answer to a prompt with full context.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -99,7 +99,7 @@ def answer_attention(
     *,
     kernel_size: int = 13,
 ) -> AnswerAttention:
-    """Measure the attention that an answer's tokens give the tokens of its prompt.
+    """Measure, per layer, the attention that an answer's tokens give to its prompt's tokens.
 
     ``p[l, h, t, j]`` is the softmax over the prompt's tokens ``j`` alone of the scaled products of
     their keys with the query that predicts the ``t``-th token of the answer, at layer ``l`` and
@@ -140,7 +140,7 @@ def answer_attention(
 
 
 def most_of_heads(context: LayerContext, context_len: int, kernel_size: int) -> Tensor:
-    """Return the largest attention that any head of a layer gives each prompt token, pooled.
+    """Return each query's attention to the prompt's tokens, average-pooled, largest over heads.
 
     Args:
         context: The layer; its first ``context_len`` keys are the prompt's. Batch of one.
@@ -173,7 +173,7 @@ def rank_scorers(
     *,
     window_size: int = 8,
 ) -> dict[str, Ranking]:
-    """Compare each scorer's ranking of the tokens with the ranking by the answer's attention.
+    """Compare how scorers rank a prompt's tokens with the ranking by the answer's attention.
 
     A layer's saliency is the mean over its heads. The last ``window_size`` tokens are left out,
     which most methods keep whatever their saliency.
@@ -211,7 +211,7 @@ def rank_scorers(
 
 
 def spearman(one: Tensor, other: Tensor) -> float:
-    """Return Spearman's rank correlation; equal values share the mean of their ranks.
+    """Return Spearman's rank correlation of two value lists; equal values share a mean rank.
 
     Args:
         one: float ``[count]``.
@@ -240,7 +240,7 @@ def _ranks(values: Tensor) -> Tensor:
 
 
 def found_share(truth: Tensor, saliency: Tensor, share: float = TOP_SHARE) -> float:
-    """Return the share of the truly highest tokens that are also highest by saliency.
+    """Return the share of the truly highest tokens that also have the highest saliency.
 
     Args:
         truth: float ``[count]``.

@@ -30,7 +30,7 @@ FILES = ("oracle.json", "oracle.png")
 
 @attrs.frozen
 class OracleSettings:
-    """The settings of a comparison of scorers with the oracle.
+    """Settings of a study that compares scorers with an oracle, the answer's own attention.
 
     Args:
         analysis: The model and the prompts; the window's tokens are not ranked.
@@ -49,7 +49,7 @@ class OracleSettings:
 
 @attrs.frozen
 class OracleStudy:
-    """The results of a comparison of scorers with the oracle.
+    """Results of a study that compares scorers with an oracle, the answer's own attention.
 
     Args:
         settings: What was asked for.
@@ -69,11 +69,11 @@ class OracleStudy:
 
     @property
     def layers(self) -> list[int]:
-        """Return the layers in which a policy chooses."""
+        """The indices of the model layers at which the scorers were compared."""
         return list(next(iter(self.rankings.values())).spearman)
 
     def as_data(self) -> dict[str, Any]:
-        """Return everything as plain data for JSON."""
+        """Return the study's settings and results as a dict for JSON."""
         settings = attrs.asdict(self.settings)
         files = self.settings.analysis.prompt_files
         settings["analysis"]["prompt_files"] = [str(path) for path in files]
@@ -93,7 +93,7 @@ class OracleStudy:
 
 
 def check_oracle(settings: OracleSettings, out: Path | None = None) -> list[str]:
-    """Check the settings before a model is loaded, and read the prompt files.
+    """Check the study's settings before a model is loaded, and read the prompt files.
 
     Raises:
         ValueError: See `kvpolicy.evaluation.analysis.study.check`.
@@ -112,7 +112,7 @@ def run_oracle(
     scorers: Mapping[str, Scorer],
     progress: Progress = silent,
 ) -> OracleStudy:
-    """Answer every prompt with full context, and rank its tokens by every scorer.
+    """Answer every prompt with full context, and compare all scorers with its attention.
 
     Args:
         settings: What is wanted.
@@ -147,7 +147,7 @@ def run_oracle(
 
 
 def write_oracle(study: OracleStudy, folder: Path) -> list[str]:
-    """Write the numbers and the picture, and return the names of the files."""
+    """Write the study's numbers and plot into its folder; return the files' names."""
     contents = (
         as_json(study.as_data()),
         plot_rankings(study.rankings),

@@ -23,7 +23,7 @@ _LAYER = "layer (index, from 0)"
 
 
 def plot_overlap(overlap: Overlap, parts: Mapping[str, range], chance: float) -> bytes:
-    """Draw the overlap of every two layers, and its mean against their distance.
+    """Plot the top-k overlap of every two layers, and its mean against their distance.
 
     Args:
         overlap: Of the layers' top-k tokens.
@@ -75,7 +75,7 @@ def _heat_map(figure: Figure, axes: Axes, overlap: Overlap) -> None:
 
 
 def plot_recall(recall: Mapping[int, tuple[float, ...]]) -> bytes:
-    """Draw the share of attention in each layer's top-k tokens, with a line for each k.
+    """Plot, by layer, the share of attention in the top-k tokens, with a line for each k.
 
     Args:
         recall: For each k, a fraction for every layer.
@@ -105,7 +105,7 @@ def plot_recall(recall: Mapping[int, tuple[float, ...]]) -> bytes:
 
 
 def plot_distances(distances: Mapping[str, OutputDistances]) -> bytes:
-    """Draw the output's distance from full context by layer, a panel per kind of prompt.
+    """Plot by layer how far dropping tokens moves the output, with a panel per kind of prompt.
 
     Lines are means over the prompts; bands reach from the nearest prompt to the farthest.
 
@@ -137,7 +137,7 @@ def plot_distances(distances: Mapping[str, OutputDistances]) -> bytes:
 
 
 def _ways(axes: Axes, found: OutputDistances) -> None:
-    """Draw lines and bands for dropping tokens and for restarting."""
+    """Plot output distance by layer for dropping tokens and for restarting prefill, with bands."""
     ways = (("propagation (FastKV)", found.propagated), ("restart (GemFilter)", found.restarted))
     for index, (label, rows) in enumerate(ways):
         by_layer = list(zip(*rows, strict=True))
@@ -150,7 +150,7 @@ def _ways(axes: Axes, found: OutputDistances) -> None:
 
 
 def plot_rankings(rankings: Mapping[str, Ranking]) -> bytes:
-    """Draw how well scorers rank tokens by layer: correlation, and share of top tokens found.
+    """Plot by layer how well scorers rank tokens: rank correlation and share of top tokens found.
 
     Args:
         rankings: By scorer.
@@ -191,7 +191,7 @@ def _figure(width: float, height: float, title: str) -> Figure:
 
 
 def _whole_numbers(axes: Any, *, both: bool = False) -> None:
-    """Set ticks at whole numbers only, since layers are whole numbers."""
+    """Set an axis's ticks at whole numbers only, for layer indices."""
     from matplotlib.ticker import MaxNLocator
 
     for axis in (axes.xaxis, axes.yaxis)[: 1 + both]:

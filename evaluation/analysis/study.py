@@ -32,7 +32,7 @@ FILES = ("analyze.json", "overlap.png", "recall.png", "distances.png")
 
 @attrs.frozen(kw_only=True)
 class AnalysisSettings(NeedleOptions):
-    """The model and the prompts of an analysis, and what is measured."""
+    """Settings of an attention analysis: the model, the prompts and what is measured."""
 
     seed: Annotated[int, Option("Of the needle prompts.")] = 0
     prompt_files: Annotated[
@@ -65,14 +65,14 @@ class AnalysisSettings(NeedleOptions):
     ] = ()
 
     def ks(self, context_len: int) -> tuple[int, ...]:
-        """Return the numbers of tokens whose share of attention is measured, ascending."""
+        """The numbers k of top tokens whose share of attention is measured, ascending."""
         spread = {self.k // 4, self.k // 2, self.k, 2 * self.k, 4 * self.k}
         return tuple(sorted(set(self.recall_ks) or {k for k in spread if 1 <= k <= context_len}))
 
 
 @attrs.frozen
 class Analysis:
-    """The results of an analysis, with its settings and environment.
+    """Results of an attention analysis, with its settings and the machine it ran on.
 
     Args:
         settings: What was asked for.
@@ -96,13 +96,13 @@ class Analysis:
 
     @property
     def chance(self) -> float:
-        """Return the mean overlap of two layers that choose k tokens at random."""
+        """The mean overlap of two layers that choose their k tokens at random."""
         lengths = [length for group in self.lengths.values() for length in group]
         return sum(self.overlap.k / length for length in lengths) / len(lengths)
 
     @property
     def parts(self) -> dict[str, range]:
-        """Return the groups of layers over which overlaps are averaged: all, and each half."""
+        """The ranges of layers over which overlap is averaged: all layers, and each half."""
         count = self.overlap.num_layers
         parts = {"all layers": range(count)}
         if count >= 4:
@@ -112,7 +112,7 @@ class Analysis:
         return parts
 
     def as_data(self) -> dict[str, Any]:
-        """Return everything as plain data for JSON."""
+        """Return the analysis's settings and results as a dict for JSON."""
         settings = attrs.asdict(self.settings)
         settings["prompt_files"] = [str(path) for path in self.settings.prompt_files]
         settings["recall_ks"] = list(self.recall)
@@ -138,7 +138,7 @@ class Analysis:
 
 
 def check(settings: AnalysisSettings, out: Path | None = None) -> list[str]:
-    """Check the settings before a model is loaded, and read the prompt files.
+    """Check an analysis's settings before a model is loaded, and read the prompt files.
 
     Args:
         settings: What to analyse.
@@ -177,7 +177,7 @@ def run(
     loaded: Loaded,
     progress: Progress = silent,
 ) -> Analysis:
-    """Analyse a model on the prompts.
+    """Run an attention analysis of a model on the prompts.
 
     Args:
         settings: What to analyse.
@@ -225,7 +225,7 @@ def run(
 
 
 def write(analysis: Analysis, folder: Path) -> list[str]:
-    """Write the numbers and pictures of an analysis, and return the names of the files."""
+    """Write an analysis's numbers and plots into its folder; return the files' names."""
     contents = (
         as_json(analysis.as_data()),
         plot_overlap(analysis.overlap, analysis.parts, analysis.chance),
@@ -239,7 +239,7 @@ def write(analysis: Analysis, folder: Path) -> list[str]:
 def prompts_of(
     settings: AnalysisSettings, texts: Sequence[str], loaded: Loaded, *, answer_len: int = 0
 ) -> dict[str, list[Tensor]]:
-    """Return the prompts ``[1, context_len]`` by kind, from texts or from the needle task.
+    """Return token ids ``[1, context_len]`` of prompts by kind, from texts or the needle task.
 
     Args:
         settings: What to analyse.
@@ -272,7 +272,7 @@ def _attention(
     ks: Sequence[int],
     progress: Progress,
 ) -> tuple[Overlap, dict[int, tuple[float, ...]]]:
-    """Return the layers' overlap and recall of attention, averaged over the prompts."""
+    """Return top-k overlap of layers and the top tokens' attention share, averaged over prompts."""
     pairs, shares = [], []
     for done, prompt in enumerate(prompts):
         progress("attention", done, len(prompts))

@@ -42,7 +42,7 @@ def select_tsp_layer(
     protect: int = 0,
     progress: Progress = silent,
 ) -> Calibration:
-    """Choose the layer after which FastKV drops tokens, by the output on calibration inputs.
+    """Choose the layer after which FastKV drops tokens, by how little the output changes.
 
     For every candidate ``L`` the distance is ``mean over inputs of |h_full - h_L|^2``, where ``h``
     is the hidden state of the input's last token after the final norm: under full context, and with
@@ -121,7 +121,7 @@ def measure_tsp_distances(
     protect: int = 0,
     progress: Progress = silent,
 ) -> TSPDistances:
-    """Return the table from which `select_tsp_layer` chooses; same arguments and errors."""
+    """Return how far a drop after each layer moves the output, the basis of `select_tsp_layer`."""
     scorer = WindowMaxPoolScorer(window_size, kernel_size)
     propagation = TokenSelectivePropagation(0, tsp_rate, window_size, protect=protect)
     num_layers = len(decoder_of(model).layers)
@@ -147,7 +147,7 @@ def measure_tsp_distances(
 
 @attrs.frozen
 class _Squares:
-    """The squared distances of one input by candidate, and the squared norm of its full state."""
+    """One input's squared output distances by candidate layer, and its output's squared norm."""
 
     distances: list[float]
     norm: float
@@ -191,7 +191,7 @@ def _last_candidate(max_layer: int | None, num_layers: int) -> int:
 
 
 def _check_inputs(inputs: object, window_size: int, model: PreTrainedModel) -> list[Tensor]:
-    """Check the calibration inputs, and return them as ``[1, len]``."""
+    """Check the calibration inputs' token ids, and return each as a tensor ``[1, len]``."""
     if isinstance(inputs, Tensor) or not isinstance(inputs, Sequence):
         raise TypeError(
             "calibration_inputs must be a sequence of int64 tensors [len] or [1, len], got "

@@ -16,7 +16,7 @@ TOLERANCE = 0.01
 
 @attrs.frozen
 class LayerDistance:
-    """The distance by which a drop after one layer moves the final hidden state.
+    """How far dropping tokens after one layer moves the final hidden state.
 
     Args:
         tsp_layer: The layer, an index from 0.
@@ -36,7 +36,7 @@ class LayerDistance:
 
 @attrs.frozen
 class TSPDistances:
-    """The distances by which a drop after each candidate layer moves the final hidden state.
+    """How far dropping tokens after each candidate layer moves the final hidden state.
 
     Args:
         layers: One entry for each candidate, from layer 0.
@@ -51,7 +51,7 @@ class TSPDistances:
     input_lengths: tuple[int, ...]
 
     def choose(self, criterion: str = "argmin", tolerance: float = TOLERANCE) -> int:
-        """Choose the TSP layer by a criterion; see `select_tsp_layer`.
+        """Choose the layer after which FastKV drops tokens, by a criterion.
 
         Args:
             criterion: ``"argmin"`` or ``"earliest"``.
@@ -84,7 +84,7 @@ class TSPDistances:
         )
 
     def as_data(self) -> dict[str, Any]:
-        """Return all numbers as plain data for JSON."""
+        """Return the layers' distances as a dict for JSON."""
         return {
             "num_layers": self.num_layers,
             "tsp_rate": self.tsp_rate,
@@ -95,7 +95,7 @@ class TSPDistances:
 
 @attrs.frozen
 class Calibration:
-    """A chosen TSP layer, with the distances and the criterion it was chosen by.
+    """A layer chosen for FastKV's drop, with all layers' distances and the criterion.
 
     Args:
         layer: The chosen layer, an index from 0.
@@ -110,7 +110,7 @@ class Calibration:
     tolerance: float
 
     def as_data(self) -> dict[str, Any]:
-        """Return all numbers as plain data for JSON."""
+        """Return the chosen layer, criterion and distances as a dict for JSON."""
         return {
             "tsp_layer": self.layer,
             "criterion": self.criterion,
@@ -120,7 +120,7 @@ class Calibration:
 
 
 def check_criterion(criterion: str, tolerance: float) -> None:
-    """Check the criterion for choosing a layer, and its tolerance.
+    """Check the name of a criterion for choosing the drop layer, and its tolerance.
 
     Raises:
         TypeError: ``tolerance`` is no number.

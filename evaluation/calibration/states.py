@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class FinalStates:
-    """The final hidden states of one prompt's last token, after the final norm.
+    """The last token's final hidden states: with full context and with a drop after each layer.
 
     Args:
         full: ``[hidden_size]``, under full context.
@@ -46,7 +46,7 @@ def final_states(
     propagation: PropagationPolicy,
     max_layer: int,
 ) -> FinalStates:
-    """Compute the last token's final hidden states under a drop after each of the first layers.
+    """Compute the last token's final hidden state for a drop after each candidate layer.
 
     This runs a full prefill, and then the layers after each candidate on the tokens that it passes
     on, with their own rotary positions and causal attention among them. Meanwhile the hidden states
@@ -84,7 +84,7 @@ def final_states(
 
 @attrs.frozen(eq=False)
 class _Watch(PropagationPolicy):
-    """A propagation policy that records what another one would pass on, and passes everything on.
+    """A propagation policy that records which tokens another policy would pass on, but drops none.
 
     Not a part for policies: it lives for one forward and holds what it noted.
     """
@@ -110,7 +110,7 @@ class _Watch(PropagationPolicy):
 
 
 class _FullPass:
-    """A forward over the full context that records the inputs of all candidate layers.
+    """A full-context forward pass that records the hidden states entering each candidate layer.
 
     Args:
         max_layer: The last candidate.
@@ -139,7 +139,7 @@ class _FullPass:
         scorer: Scorer,
         propagation: PropagationPolicy,
     ) -> Tensor:
-        """Run the forward; return the last token's hidden state after the final norm."""
+        """Run the forward pass; return the last token's hidden state after the final norm."""
         from kvpolicy.integrations.transformers import PolicyCache  # Transformers takes seconds
 
         # A prefill's output does not depend on what is kept for decoding: keep next to nothing.
@@ -181,7 +181,7 @@ class _FullPass:
 
 
 def decoder_of(model: Any) -> Any:
-    """Return the model's decoder, which has ``layers`` and a ``norm`` after them.
+    """Return the model's decoder module, which has ``layers`` and a ``norm`` after them.
 
     Raises:
         UnsupportedModelError: The model has no such decoder.
@@ -197,14 +197,14 @@ def decoder_of(model: Any) -> Any:
 
 
 def _states_of(output: Any) -> Tensor:
-    """Return a layer's hidden states from its output, which may be a tuple."""
+    """Return the hidden states from a decoder layer's output, a tensor or a tuple."""
     states = output[0] if isinstance(output, tuple) else output
     assert isinstance(states, Tensor)
     return states
 
 
 def _check_end(decoder: Any, last: Tensor, full: Tensor) -> None:
-    """Check that nothing but the norm follows the layers, up to rounding."""
+    """Check that a decoder's output is just the final norm of its last layer's output."""
     difference = (decoder.norm(last)[0, 0] - full).float().norm()
     if difference > 0.01 * full.float().norm():
         raise UnsupportedModelError(
@@ -218,7 +218,7 @@ _CUT = ("attention_mask", "position_ids", "position_embeddings")
 
 
 def _check_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that a layer's call has only hidden states and the tensors in `_CUT`."""
+    """Check that a layer was called with hidden states and only those tensors that `_cut` knows."""
     unknown = [str(index) for index in range(1, len(args))]
     unknown += [
         name
@@ -235,7 +235,7 @@ def _check_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _cut(arguments: dict[str, Any], passed: Tensor) -> dict[str, Any]:
-    """Return a layer's keyword arguments for only the tokens ``[passed_len]``."""
+    """Return a decoder layer's call arguments with only the tokens in ``passed`` left."""
     cut = {name: value for name, value in arguments.items() if name != "hidden_states"}
     for name in {"position_ids", "position_embeddings"} & cut.keys():
         cut[name] = _columns(cut[name], passed)
@@ -247,7 +247,7 @@ def _cut(arguments: dict[str, Any], passed: Tensor) -> dict[str, Any]:
 
 
 def _columns(value: Any, passed: Tensor) -> Any:
-    """Return columns ``passed`` of a tensor ``[batch or 1, len, ...]``, or of each in a tuple."""
+    """Select the tokens ``passed`` along axis 1 of a tensor, or of each tensor in a tuple."""
     if isinstance(value, tuple):
         return tuple(_columns(part, passed) for part in value)
     return None if value is None else value.index_select(1, passed.to(value.device))

@@ -21,7 +21,7 @@ MAX_COLUMNS = 6
 
 @attrs.frozen(kw_only=True)
 class AnalyzeOptions:
-    """The options of `kvpolicy analyze`.
+    """The command-line options of `kvpolicy analyze`.
 
     Raises:
         ValueError: An option of ``--oracle`` is given without it.
@@ -82,7 +82,7 @@ def analyze(options: AnalyzeOptions) -> None:
 
 
 def show(analysis: Analysis) -> None:
-    """Print an analysis: its tables, the legends below them, and the notes."""
+    """Print an attention analysis: its tables, their legends and the notes."""
     console = Console(highlight=False, markup=False)
     tables = [*_attention(analysis), _overlaps(analysis), _outputs(analysis)]
     shown = [each for each in tables if each[0].row_count]  # one layer has no other beside it
@@ -98,7 +98,7 @@ def show(analysis: Analysis) -> None:
 
 
 def _attention(analysis: Analysis) -> list[tuple[Table, str]]:
-    """Return as many tables as the shares of attention need, the legend with the last one."""
+    """Return tables of each layer's attention overlap and recall, and the legend after the last."""
     pairs, ks = analysis.overlap.pairs, list(analysis.recall)
     following = [_percent(pairs[layer][layer + 1]) for layer in range(len(pairs) - 1)]
     columns = {"overlap\nwith next %": [*following, "-"]}

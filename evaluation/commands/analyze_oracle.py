@@ -27,7 +27,7 @@ MAX_COLUMNS = 8
 
 
 def analyze_oracle(settings: OracleSettings, names: Sequence[str], out: Path | None) -> None:
-    """Run the study and print it; ``names`` are written as in a composition, none for all."""
+    """Run a study that compares scorers with the answer's own attention, and print it."""
     scorers = chosen_scorers(names)
     texts = check_oracle(settings, out)
     loaded = load_shown(settings.analysis)
@@ -39,7 +39,7 @@ def analyze_oracle(settings: OracleSettings, names: Sequence[str], out: Path | N
 
 
 def chosen_scorers(names: Sequence[str]) -> dict[str, Scorer]:
-    """Build the scorers that are asked for, keyed by the text that asks for them.
+    """Build the scorers named on the command line, keyed by their option text.
 
     Args:
         names: Each a registered name, or ``name:parameter=value,...``; none for all registered.
@@ -66,7 +66,7 @@ def chosen_scorers(names: Sequence[str]) -> dict[str, Scorer]:
 
 
 def show(study: OracleStudy) -> None:
-    """Print both tables, their legend and the notes."""
+    """Print a study's two tables of scorers by layer, their legend and the notes."""
     console = Console(highlight=False, markup=False)
     share = round(100 * TOP_SHARE)
     correlation = _tables(study, "rho", lambda each: each.spearman, 1.0)
@@ -92,7 +92,7 @@ def show(study: OracleStudy) -> None:
 def _tables(
     study: OracleStudy, title: str, values: Callable[[Ranking], dict[int, float]], unit: float
 ) -> list[Table]:
-    """Return tables with a row for each scorer, as many as the layers need."""
+    """Return tables with a row per scorer and a column per layer, split to fit the terminal."""
     tables = []
     layers = study.layers
     for first in range(0, len(layers), MAX_COLUMNS):

@@ -46,7 +46,7 @@ app = typer.Typer(
 
 
 class _Interrupted(Exception):  # noqa: N818 -- no error: the user has stopped a command
-    """A Ctrl-C that typer does not recognise; for KeyboardInterrupt it prints an empty line."""
+    """A Ctrl-C exception that typer does not recognise, so that it prints no empty line."""
 
 
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
@@ -83,7 +83,7 @@ def _options(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the application; for a wrong command line, print one line to stderr and return 2.
+    """Run the command-line application; a wrong command line prints one line and returns 2.
 
     Raises:
         KeyboardInterrupt: The user has stopped it.

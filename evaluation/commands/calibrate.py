@@ -46,7 +46,7 @@ DROP = ("tsp_rate", "window_size", "kernel_size", "protect")
 
 @attrs.frozen(kw_only=True)
 class CalibrateOptions(NeedleOptions):
-    """The options of `kvpolicy calibrate`."""
+    """The command-line options of `kvpolicy calibrate`."""
 
     prompts: Annotated[
         Path | None,
@@ -124,7 +124,7 @@ def calibrate(options: CalibrateOptions) -> None:
 
 
 def _drop(options: PrefillOptions) -> dict[str, Any]:
-    """Return the parameters of the drop that are given; refuse options that a drop does not have.
+    """Return FastKV's given parameters; refuse options that do not concern its drop of tokens.
 
     Raises:
         ValueError: One is given that a drop does not have.
@@ -147,7 +147,7 @@ def _drop(options: PrefillOptions) -> dict[str, Any]:
 
 
 def _check(options: CalibrateOptions, tsp_rate: float) -> None:
-    """Check what can be checked before a model is loaded."""
+    """Check the options of `kvpolicy calibrate` that need no loaded model."""
     check_threads(options.threads)
     if options.out is not None:
         check_folder(options.out, FILES)

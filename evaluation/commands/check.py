@@ -20,7 +20,7 @@ _WIDTH = 80
 
 @attrs.frozen(kw_only=True)
 class CheckOptions(LoadingOptions):
-    """The options of `kvpolicy check`."""
+    """The command-line options of `kvpolicy check`."""
 
     model: Annotated[str, Option(MODEL, metavar="MODEL", positional=True)]
     context: Annotated[int, Option("Tokens of the context to check for.", min=1)] = 32768

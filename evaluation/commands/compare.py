@@ -42,7 +42,7 @@ from kvpolicy.evaluation.options import Option
 
 @attrs.frozen(kw_only=True)
 class CompareOptions:
-    """The options of `kvpolicy compare`."""
+    """The command-line options of `kvpolicy compare`."""
 
     settings: Settings
     out: Annotated[
@@ -83,7 +83,7 @@ def compare(options: CompareOptions) -> None:
 
 
 class Rows(Listener):
-    """A listener that prints a comparison's table, each row when it is done.
+    """Prints a comparison's table row by row, each policy's when it is done.
 
     Args:
         console: The console to print to; it must not wrap lines.
@@ -96,12 +96,12 @@ class Rows(Listener):
     def timed(
         self, variants: Sequence[Variant], timings: Sequence[Timing], kinds: Sequence[str]
     ) -> None:
-        """Print the header."""
+        """Print the table's header once all policies are timed."""
         self.layout = Layout.of(variants, timings, kinds)
         self._print(["", *self.layout.header], "bold")
 
     def row(self, row: Row) -> None:
-        """Print a row."""
+        """Print the table row of a finished policy."""
         assert self.layout is not None
         self._print(self.layout.row(row))
 
@@ -113,14 +113,14 @@ class Rows(Listener):
 
 
 def show_and_write(study: Study, out: Path | None) -> None:
-    """Print a study without its rows, and write it if there is a folder."""
+    """Print a finished comparison except its rows, and write it if a folder is given."""
     show(study)
     if out is not None:
         show_written(out, write(study, out))
 
 
 def show(study: Study) -> None:
-    """Print a study without its rows: legends, notes and the tables of the sweeps."""
+    """Print a comparison except its rows: legends, notes and the tables of the sweeps."""
     console = Console(highlight=False, markup=False)
     console.print()
     for line in comparison_legend(study.comparison):

@@ -36,7 +36,7 @@ from kvpolicy.evaluation.tasks.prompts import read_prompt, read_text
 
 @attrs.frozen(kw_only=True)
 class CompressOptions(ModelOptions):
-    """The options of `kvpolicy compress`; the model is the small one that chooses."""
+    """The command-line options of `kvpolicy compress`; its small model chooses what is cut."""
 
     prompt_file: Annotated[Path | None, Option(PROMPT, metavar="FILE")] = None
     chat_file: Annotated[
@@ -160,7 +160,7 @@ def _scorer(options: CompressOptions) -> PromptScorer:
 
 
 def _prompt(prompt_file: Path | None, chat_file: Path | None) -> tuple[Any, dict[str, Any]]:
-    """Read the prompt, and the other fields of the request body that it came in."""
+    """Read the prompt, and the request body's other fields if it came in one."""
     if (prompt_file is None) == (chat_file is None):
         got = "neither" if prompt_file is None else "both"
         raise ValueError(f"one of --prompt-file and --chat-file must be given, got {got}")
@@ -187,7 +187,7 @@ def _prompt(prompt_file: Path | None, chat_file: Path | None) -> tuple[Any, dict
 
 
 def _check_readable(loaded: Loaded, prompt: Any, chat: bool | None, beyond: bool) -> None:
-    """Check that the model knows words of the prompt and has positions for its tokens."""
+    """Check that the model's vocabulary knows the prompt and its positions suffice for it."""
     _, rendered = rendered_of(loaded.tokenizer, prompt, chat)
     contents = " ".join(rendered.text[start:end] for start, end in rendered.contents)
     check_known(loaded.tokenizer, loaded.tokenizer.encode(contents), "prompt")

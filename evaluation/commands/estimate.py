@@ -49,7 +49,7 @@ LEGEND = (
 
 @attrs.frozen(kw_only=True)
 class EstimateOptions:
-    """The options of `kvpolicy estimate`."""
+    """The command-line options of `kvpolicy estimate`."""
 
     config: Annotated[
         str,
@@ -124,7 +124,7 @@ def _show_memory(console: Console, fitting: MemoryFound) -> None:
 
 
 def headline(shape: ModelShape, context: int, dtype: str) -> str:
-    """Return the model, its shape and the prompt, on a line each."""
+    """Return lines that describe the model, its layers and the prompt of a cost estimate."""
     kinds = Counter(_layer_text(layer) for layer in shape.layers)
     layers = f"{shape.num_layers} layers, hidden size {shape.hidden_size:,}"
     if len(kinds) == 1:
@@ -138,7 +138,7 @@ def headline(shape: ModelShape, context: int, dtype: str) -> str:
 
 
 def _layer_text(layer: LayerShape) -> str:
-    """Describe what a layer attends with and what it holds."""
+    """Describe a layer as text: its attention heads, window and stored state."""
     if not layer.query_heads:
         return "a state" if layer.state_elements else "experts or an MLP alone"
     text = f"{layer.query_heads} query and {layer.kv_heads} KV heads of {layer.key_dim}"
@@ -155,7 +155,7 @@ def _layer_text(layer: LayerShape) -> str:
 
 
 def estimate_table(chosen: Sequence[Variant], found: Sequence[Estimate]) -> Table:
-    """Return a table with a row for each policy, for an 80-column terminal."""
+    """Return a table of estimated costs with a row per policy, for an 80-column terminal."""
     prefix, flops = _flop_unit(max(each.prefill.total for each in found))
     unit, unit_bytes = byte_unit(found[0].full_kv_bytes)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
@@ -188,7 +188,7 @@ def estimate_table(chosen: Sequence[Variant], found: Sequence[Estimate]) -> Tabl
 
 
 def notes_of(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list[str]:
-    """Return notes on the choices made and on what is not counted."""
+    """Return notes on where policies drop tokens and on what the estimate does not count."""
     notes = []
     if shape.max_positions is not None and context > shape.max_positions:
         notes.append(
@@ -231,12 +231,12 @@ def notes_of(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list
 
 
 def _placed(variant: Variant, shape: ModelShape) -> Variant:
-    """Return the variant with its open layers chosen for the model."""
+    """Return a copy of the policy variant with unset layer indices chosen for the model."""
     return attrs.evolve(variant, policy=variant.policy.placed(shape.num_layers, shape.eligible))
 
 
 def _window_notes(shape: ModelShape, context: int, chosen: Sequence[Variant]) -> list[str]:
-    """Return notes on windows shorter than the prompt and their effect on policies."""
+    """Return notes on sliding windows shorter than the prompt and on policies they rule out."""
     short = [i for i, each in enumerate(shape.layers) if (each.window or context) < context]
     if not short:
         return []
@@ -292,6 +292,6 @@ def _write(
 
 
 def _flop_unit(flops: float) -> tuple[str, float]:
-    """Return the prefix and size of the unit with at most three digits before the point."""
+    """Return the SI prefix and factor that show an operation count with at most three digits."""
     power = min(max(len(str(int(flops))) - 1, 0) // 3, 6)
     return ("", "k", "M", "G", "T", "P", "E")[power], 1000.0**power

@@ -27,7 +27,7 @@ DEFAULT_CHUNK = 4096
 
 @attrs.frozen
 class MemoryAsked:
-    """What is asked of memory.
+    """What a memory estimate assumes: bytes of memory and weights, answer and chunk length.
 
     Args:
         memory: Bytes there are.
@@ -46,7 +46,7 @@ class MemoryAsked:
 
 @attrs.frozen(kw_only=True)
 class MemoryOptions:
-    """The memory options of the command line; without ``--memory`` none must be given."""
+    """The command-line options of a memory estimate; none may be given without ``--memory``."""
 
     memory: Annotated[
         str | None,
@@ -73,7 +73,7 @@ class MemoryOptions:
     ] = None
 
     def asked(self, policies: PolicyOptions) -> MemoryAsked | None:
-        """Return what is asked of memory; None without ``--memory``.
+        """Return what the memory estimate assumes; None without ``--memory``.
 
         Raises:
             ValueError: A size or a name is none; or an option makes no sense without ``--memory``.
@@ -105,7 +105,7 @@ class MemoryOptions:
 
 @attrs.frozen
 class MemoryRow:
-    """The session of one policy with one way of reading and one way of answering.
+    """The memory of one session: one policy, prompt read whole or in chunks, answer bounded or not.
 
     Args:
         variant: The policy, its bound while an answer is decoded among its parameters.
@@ -122,7 +122,7 @@ class MemoryRow:
 
 @attrs.frozen
 class MemoryFound:
-    """The memory options, and all rows found for them.
+    """A memory estimate: what was assumed, and the session memory of each policy.
 
     Args:
         asked: What was asked.
@@ -137,7 +137,7 @@ class MemoryFound:
     rows: tuple[MemoryRow, ...]
 
     def as_data(self) -> dict[str, Any]:
-        """Return everything as plain data for JSON."""
+        """Return the memory estimate as a dict for JSON."""
         return {
             **attrs.asdict(self.asked),
             "weights": self.weights,
@@ -169,7 +169,7 @@ def find_memory(
     found: Sequence[Estimate],
     progress: Progress,
 ) -> MemoryFound:
-    """Compute what sessions hold per policy: read whole and in chunks, bounded and unbounded.
+    """Compute each policy's session memory: prompt whole or in chunks, answer bounded or not.
 
     Raises:
         UnsupportedModelError: The model cannot be run without numbers.
@@ -190,7 +190,7 @@ def find_memory(
 def _answering(
     variant: Variant, cost: Estimate, options: PolicyOptions
 ) -> list[tuple[Variant, int | None]]:
-    """Return the policy without a decoding bound, and with one if it has a rule."""
+    """Return the policy without eviction while decoding, and with it if it has such a rule."""
     tokens = options.decoding_tokens or max(_kept(variant, cost), 1)
     rule = decoding_rule(variant.policy, tokens, options.decoding_every)
     if rule is None:
@@ -200,7 +200,7 @@ def _answering(
 
 
 def _kept(variant: Variant, cost: Estimate) -> int:
-    """Return the tokens that a budget keeps of the prompt; without a rate, the layers' mean."""
+    """Return how many prompt tokens a policy keeps by its rate; without one, the layers' mean."""
     selector = variant.policy.selector
     while isinstance(selector, WrappingSelector):
         selector = selector.selector
@@ -209,7 +209,7 @@ def _kept(variant: Variant, cost: Estimate) -> int:
 
 
 def memory_table(found: MemoryFound) -> Table:
-    """Return a table with a row for each policy and way, for an 80-column terminal."""
+    """Return a table of session memory, with a row for each policy and way of reading."""
     sizes = [each.session.peak for each in found.rows]
     unit, unit_bytes = byte_unit(max(sizes))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
@@ -247,7 +247,7 @@ def memory_table(found: MemoryFound) -> Table:
 
 
 def memory_headline(found: MemoryFound) -> str:
-    """Return a line with the memory, the weights, the attention and the answer length."""
+    """Return a line with the memory, weights, attention and answer length of the estimate."""
     asked = found.asked
     return (
         f"memory {_text(asked.memory)}, weights {_text(found.weights)}, attention "
@@ -256,7 +256,7 @@ def memory_headline(found: MemoryFound) -> str:
 
 
 def memory_notes(found: MemoryFound) -> list[str]:
-    """Return notes on the columns and on what is assumed."""
+    """Return notes on what the memory table's columns mean and on what is assumed."""
     asked = found.asked
     notes = [
         f"read: the prompt whole, or in chunks of {asked.chunk:,} tokens (prefill_chunk_size).",
@@ -284,7 +284,7 @@ def memory_notes(found: MemoryFound) -> list[str]:
 
 
 def memory_warnings(found: MemoryFound) -> list[str]:
-    """Return a warning if the weights alone do not fit, so that no session does."""
+    """Return a warning if the weights alone exceed the memory, else nothing."""
     if found.weights <= found.asked.memory:
         return []
     return [

@@ -25,7 +25,7 @@ RATES = (0.1,)
 
 @attrs.frozen(kw_only=True)
 class EvalOptions:
-    """The options of `kvpolicy eval`."""
+    """The command-line options of `kvpolicy eval`."""
 
     settings: Settings
     policies: PolicyOptions
@@ -63,7 +63,7 @@ def eval(options: EvalOptions) -> None:
 
 
 class Rows(Listener):
-    """A listener that prints a line for each finished cell.
+    """Prints a line with the score of each finished cell of an evaluation.
 
     Args:
         console: The console to print to; it must not wrap lines.
@@ -73,7 +73,7 @@ class Rows(Listener):
         self.console = console
 
     def finished(self, cell: Cell, answers: Sequence[Answer], found: int) -> None:
-        """Print a cell's score."""
+        """Print the score of a finished cell: a task at a length under one policy."""
         metric = next(iter(answers[0].scores))
         score = fmean(each.scores[metric] for each in answers)
         seconds = duration(fmean(each.total_seconds for each in answers))

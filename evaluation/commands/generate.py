@@ -25,7 +25,7 @@ DEFAULT = "fastkv"
 
 @attrs.frozen(kw_only=True)
 class GenerateOptions(ModelOptions):
-    """The options of `kvpolicy generate`."""
+    """The command-line options of `kvpolicy generate`."""
 
     prompt_file: Annotated[Path, Option(PROMPT, metavar="FILE")]
     policies: PolicyOptions
@@ -40,7 +40,7 @@ class GenerateOptions(ModelOptions):
     chat: Annotated[bool | None, CHAT] = None
 
     def variant(self) -> Variant:
-        """Build the policy that is asked for."""
+        """Build the policy that the options ask for."""
         own = {"tsp_rate": self.tsp_rate, "tsp_layer": self.tsp_layer}
         given = {name: value for name, value in own.items() if value is not None}
         policies = attrs.evolve(self.policies, assignments=self.policies.assignments | given)

@@ -36,7 +36,7 @@ Options = TypeVar("Options")
 
 
 def with_options(command: Callable[[Options], None]) -> Callable[..., None]:
-    """Return the command as typer takes it: with a parameter for each of its options.
+    """Turn a command into one for typer, with a parameter for each of its options.
 
     Args:
         command: A function whose one parameter is of an attrs class; one without is unchanged.
@@ -57,7 +57,7 @@ def with_options(command: Callable[[Options], None]) -> Callable[..., None]:
 
 
 def _fields(kind: type[Any]) -> Iterator[tuple[str, Any, Any, Option | None]]:
-    """Yield name, default, type and option of each field; no option where it is a class of them."""
+    """Yield each field of an options class: name, default, type and option (None if nested)."""
     hints = get_type_hints(kind, include_extras=True)
     for field in attrs.fields(kind):
         name, hint = field.name.lstrip("_"), hints[field.name]  # as attrs' constructors do
@@ -72,7 +72,7 @@ def _flag(name: str) -> str:
 
 
 def _parameters(kind: type[Any]) -> Iterator[inspect.Parameter]:
-    """Yield a parameter for each option; typer shows the defaults that are plain values."""
+    """Yield a typer parameter for each option of a command, with its default in the help."""
     for name, default, hint, option in _fields(kind):
         if option is None:
             yield from _parameters(hint)
@@ -99,7 +99,7 @@ def _parameters(kind: type[Any]) -> Iterator[inspect.Parameter]:
 
 
 def _built(kind: type[Any], given: dict[str, Any]) -> Any:
-    """Build a class of the options that are given; its own defaults stand for the others."""
+    """Build an options class from the given command-line values; unset ones get its defaults."""
     values: dict[str, Any] = {}
     for name, _, hint, option in _fields(kind):
         if option is None:

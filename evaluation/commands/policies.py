@@ -29,7 +29,7 @@ def policies() -> None:
 
 
 def describe(name: str, factory: Callable[..., Any]) -> str:
-    """Describe a factory in lines of at most 80 columns: name, paper, summary, parameters."""
+    """Describe a policy or part in lines of text: name, paper, summary and parameters."""
     paper = getattr(factory, "paper", "")
     lines = [f"  {name}" + (f"  ({paper})" if paper else "")]
     parameters = ", ".join(
@@ -44,5 +44,5 @@ def describe(name: str, factory: Callable[..., Any]) -> str:
 
 
 def _summary(factory: Callable[..., Any]) -> str:
-    """Return the first line of a factory's docstring."""
+    """Return the first docstring line of a policy's or part's factory."""
     return (inspect.getdoc(factory) or "not described").splitlines()[0]

@@ -17,7 +17,7 @@ PAGE = "report.html"
 
 @attrs.frozen(kw_only=True)
 class ReportOptions:
-    """The options of `kvpolicy report`."""
+    """The command-line options of `kvpolicy report`."""
 
     results: Annotated[
         Path, Option("A folder that kvpolicy eval has written.", metavar="DIR", positional=True)

@@ -15,7 +15,7 @@ _SIZE = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_size(text: str, option: str) -> int:
-    """Parse a number of bytes: ``80GB`` (powers of 1,000), ``24GiB`` (of 1,024) or ``40e9``.
+    """Parse a size in bytes such as ``80GB`` (powers of 1,000), ``24GiB`` (1,024) or ``40e9``.
 
     Args:
         text: The number, with a unit or without, in upper or lower case.

@@ -24,7 +24,7 @@ def stream(
     seed: int = 0,
     on_text: Callable[[], None] = lambda: None,
 ) -> PolicyCache:
-    """Write a completion to stdout as it comes.
+    """Generate a completion and write it to stdout token by token.
 
     Args:
         loaded: The model and its tokenizer.

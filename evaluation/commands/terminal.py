@@ -17,7 +17,7 @@ from kvpolicy.evaluation.progress import Progress
 
 
 def plain_console(*, stderr: bool = False) -> Console:
-    """Return a console that prints text as it is: no markup, no colours of values, no wrapping.
+    """Return a rich console that prints text without markup, colours or wrapping.
 
     Args:
         stderr: Whether it prints to stderr; else to stdout.
@@ -26,13 +26,13 @@ def plain_console(*, stderr: bool = False) -> Console:
 
 
 def show_written(folder: Path, files: Iterable[str]) -> None:
-    """Say which files were written to a folder."""
+    """Print which files were written to a folder."""
     plain_console().print(f"\nwritten to {folder}: {', '.join(files)}")
 
 
 @contextmanager
 def progress_bar(console: Console | None = None) -> Iterator[Progress]:
-    """Show a bar that is removed when the work is done; yield the function that updates it.
+    """Show a progress bar until the work is done; yield the function that updates it.
 
     Args:
         console: Where to: one on which other lines are printed meanwhile; stderr by default.
@@ -65,7 +65,7 @@ def progress_bar(console: Console | None = None) -> Iterator[Progress]:
 
 @contextmanager
 def progress_lines(console: Console, quiet: str) -> Iterator[Progress]:
-    """Print a line when a stage begins, for output to a file; yield the function to call.
+    """Print a line whenever a stage of work begins; yield the function that reports stages.
 
     Args:
         console: Where to.
@@ -84,7 +84,7 @@ def progress_lines(console: Console, quiet: str) -> Iterator[Progress]:
 
 
 def progress_shown(console: Console, quiet: str) -> AbstractContextManager[Progress]:
-    """Show a bar below the lines of a terminal; for other output use `progress_lines`.
+    """Show a progress bar on a terminal, or lines of progress in other output.
 
     Args:
         console: Where results are printed.
@@ -94,7 +94,7 @@ def progress_shown(console: Console, quiet: str) -> AbstractContextManager[Progr
 
 
 def load_shown(options: LoadingOptions) -> Loaded:
-    """Load a model and show on stderr that it is loading.
+    """Load a model, and show on stderr that it is loading.
 
     Raises:
         ValueError: See `kvpolicy.evaluation.models.load`.
@@ -104,7 +104,7 @@ def load_shown(options: LoadingOptions) -> Loaded:
 
 
 def load_quietly(name: str, *, dtype: str, device: str) -> Loaded:
-    """Load a model without any output of Transformers.
+    """Load a model without any output from Transformers.
 
     Raises:
         ValueError: See `kvpolicy.evaluation.models.load`.

@@ -23,7 +23,7 @@ BATCH_TOKENS = 16384
 
 @attrs.frozen
 class Score:
-    """The number of prompts answered correctly, out of all asked.
+    """The number of prompts answered correctly, out of all prompts asked.
 
     Args:
         matches: Prompts answered exactly; or, where each counts by its steps, the sum of their
@@ -41,12 +41,12 @@ class Score:
 
     @property
     def rate(self) -> float:
-        """Return the fraction answered correctly, in [0, 1]."""
+        """The fraction of prompts answered correctly, in [0, 1]."""
         return self.matches / self.count
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Return the 95% interval of the fraction."""
+        """The 95% interval of the fraction of prompts answered correctly."""
         return share_interval(self.rate, self.count)
 
 
@@ -58,7 +58,7 @@ def measure_accuracy(
     progress: Progress = silent,
     stage: str = "accuracy",
 ) -> dict[str, Score]:
-    """Return the scores of greedy generation under a policy, by measure of the prompts.
+    """Measure how many prompts a model answers right under a policy, by kind of score.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -89,14 +89,14 @@ def measure_accuracy(
 
 
 def measures(prompts: Sequence[Prompt]) -> list[str]:
-    """Return the names of the prompts' measures without repeats, in order of appearance."""
+    """Return the names of the prompts' scores without repeats, in order of first appearance."""
     return list(dict.fromkeys(name for prompt in prompts for name in prompt.measures))
 
 
 def continuations(
     model: PreTrainedModel, batch: Sequence[Prompt], policy: CachePolicy
 ) -> list[list[int]]:
-    """Generate greedy continuations of prompts of equal length, as long as their answers."""
+    """Generate greedy continuations of a batch of prompts, as long as its longest answer."""
     from kvpolicy.integrations.transformers import PolicyCache  # Transformers takes seconds
 
     input_ids = torch.tensor([prompt.input_ids for prompt in batch], device=model.device)
@@ -117,7 +117,7 @@ def continuations(
 
 
 def batches(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
-    """Divide prompts into batches of equal length, so that padding cannot affect results."""
+    """Group prompts into batches of equal length, so that no prompt needs padding."""
     by_length: dict[int, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         by_length[len(prompt.input_ids)].append(prompt)

@@ -23,7 +23,7 @@ COMPOSITION = "composition"
 def chosen_variants(
     options: PolicyOptions, rates: Sequence[float | None], *, tsp_layer: int | None = None
 ) -> list[Variant]:
-    """Build every policy that is asked for, at every retention.
+    """Build every policy that the command line asks for, once for each retention.
 
     Args:
         options: What the command line says.
@@ -45,7 +45,7 @@ def chosen_variants(
 
 
 def bounded(found: Sequence[Variant], options: PolicyOptions, tokens: int) -> list[Variant]:
-    """Return each policy with its own decoding rule; one without a rule is unchanged.
+    """Return copies of policies that also evict while decoding, where a method has such a rule.
 
     Args:
         found: Policies without such a rule.
@@ -72,7 +72,7 @@ def bounded(found: Sequence[Variant], options: PolicyOptions, tokens: int) -> li
 
 
 def decoding_rule(policy: CachePolicy, tokens: int, every: int | None) -> DecodingEviction | None:
-    """Return a policy's own decoding rule; None if it has none.
+    """Return a policy's own rule for eviction while decoding; None if it has none.
 
     Args:
         policy: A method, or a composition: its scorer and its selector are the rule then.
@@ -91,7 +91,7 @@ def decoding_rule(policy: CachePolicy, tokens: int, every: int | None) -> Decodi
 def chosen_variant(
     options: PolicyOptions, default: str, *, tsp_layer: int | None = None
 ) -> Variant:
-    """Build the one policy that is asked for.
+    """Build the one policy that the command line asks for.
 
     Args:
         options: What the command line says.
@@ -137,7 +137,7 @@ def _methods(
 
 
 def _names(options: PolicyOptions) -> list[str]:
-    """Return the names of registered policies, each checked and once."""
+    """Check the policy names given on the command line; return each once, all if none is given."""
     names = options.names or tuple(registered("policy"))
     for name in names:
         takes(name, "")  # lists the known ones
@@ -145,7 +145,7 @@ def _names(options: PolicyOptions) -> list[str]:
 
 
 def _compositions(options: PolicyOptions, rates: Sequence[float | None]) -> list[Variant]:
-    """Build the one composition at every retention that its parts take and are not given."""
+    """Build the policy composed on the command line, once for each retention it may have."""
     parts = {kind: _factory(kind, options) for kind in PARTS}
     known: dict[str, Any] = {}
     told: dict[str, dict[str, Any]] = {}
@@ -170,7 +170,7 @@ def _factory(kind: str, options: PolicyOptions) -> Callable[..., Part]:
 def _retentions(
     options: PolicyOptions, rates: Sequence[float | None], known: Mapping[str, Any]
 ) -> list[tuple[float | None, int | None]]:
-    """Return pairs of rate and token count, at most one not None; one pair of None if unset."""
+    """Return (rate, token count) pairs to build a policy with; one or both of a pair are None."""
     if options.tokens and "retention_tokens" in known:
         return [(None, tokens) for tokens in dict.fromkeys(options.tokens)]
     if not options.tokens and "retention_rate" in known:
@@ -186,7 +186,7 @@ def _built(build: Callable[[], CachePolicy]) -> CachePolicy:
 
 
 def _check_taken(options: PolicyOptions, found: Sequence[Variant]) -> None:
-    """Refuse parameters that none of the policies takes, instead of ignoring them."""
+    """Raise ValueError if a given parameter is taken by none of the chosen policies."""
     known = set[str]()
     for each in found:
         if each.name == COMPOSITION:

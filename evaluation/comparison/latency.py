@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Phase:
-    """The times of prefill or decoding, one entry per round.
+    """The measured times of prefill or of decoding, one per round.
 
     Args:
         wall_ms: Milliseconds on the clock.
@@ -37,11 +37,11 @@ class Phase:
 
     @property
     def median_ms(self) -> float:
-        """Return the median of the wall time in milliseconds."""
+        """The median over rounds of the wall time, in milliseconds."""
         return median(self.wall_ms)
 
     def speedups(self, baseline: Phase) -> tuple[float, ...]:
-        """Return the baseline's time divided by this policy's, per round; above 1 is faster.
+        """Return, per round, the baseline's time divided by this policy's; above 1 is faster.
 
         Raises:
             ValueError: The two were not measured in the same rounds.
@@ -61,17 +61,17 @@ class Phase:
         )
 
     def speed(self, baseline: Phase) -> Speed:
-        """Return `speedups` as a `Speed`; a disturbed round affects both times of its ratio."""
+        """Return the speed-ups over a baseline as a `Speed`, with median and interval."""
         return Speed(self.speedups(baseline))
 
     def speedup(self, baseline: Phase) -> float:
-        """Return the median of `speedups`, even if it is unsteady; see `speed`."""
+        """Return the median speed-up over a baseline, even if the rounds vary much."""
         return self.speed(baseline).median
 
 
 @attrs.frozen
 class Timing:
-    """The times of one policy, and what its cache holds after prefill.
+    """One policy's prefill and decoding times, and the tokens its cache holds after prefill.
 
     Args:
         prefill: Reading the prompt, up to the first token.
@@ -86,7 +86,7 @@ class Timing:
 
 @attrs.frozen
 class Latencies:
-    """The times of several policies, measured in turns.
+    """Times of a baseline and several policies, whose measuring rounds were interleaved.
 
     Args:
         baseline: The model without kvpolicy, on Transformers' own cache.
@@ -107,7 +107,7 @@ def measure_latency(
     seconds: float | None = None,
     progress: Progress = silent,
 ) -> Latencies:
-    """Time prefill and decoding of one prompt at batch 1.
+    """Time prefill and decoding of one prompt under several policies, at batch size 1.
 
     In every round each policy has one turn, and so does the model without kvpolicy, so that a
     machine that becomes slower affects all of them. Each round starts with the next policy. One
@@ -149,7 +149,7 @@ def measure_latency(
 def held_after_prefill(
     model: PreTrainedModel, input_ids: Sequence[int], policy: CachePolicy
 ) -> LayerReport:
-    """Return what a policy's cache holds after one prompt at batch 1, over all layers.
+    """Return what a policy's cache holds, over all layers, after one prompt is read.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.
@@ -202,7 +202,7 @@ def _next_token(model: PreTrainedModel, input_ids: Tensor, cache: Any) -> Tensor
 
 
 def _timed(model: PreTrainedModel, run: Callable[[], Tensor]) -> tuple[Tensor, tuple[float, float]]:
-    """Run a function; return its result, and its wall and CPU time in milliseconds."""
+    """Call a function; return its result, and its wall and CPU time in milliseconds."""
     on_cuda = model.device.type == "cuda"
     if on_cuda:
         torch.cuda.synchronize(model.device)

@@ -28,7 +28,7 @@ _ONE = "x1   "
 
 @attrs.frozen
 class Layout:
-    """The column widths of the table, which fit every row and are known before any answer.
+    """The column widths of a comparison's table, fixed before the first row is known.
 
     Args:
         headers: Of every column, with line breaks.
@@ -46,7 +46,7 @@ class Layout:
     def of(
         cls, variants: Sequence[Variant], timings: Sequence[Timing], kinds: Sequence[str]
     ) -> Layout:
-        """Compute the widths for a comparison's table; see `Listener.timed` for the arguments."""
+        """Compute the column widths of a comparison's table from its policies and times."""
         baseline = timings[0]
         assert baseline.held is not None
         unit, unit_bytes = byte_unit(baseline.held.full_bytes)
@@ -78,14 +78,14 @@ class Layout:
 
     @property
     def header(self) -> list[str]:
-        """Return the header's lines: two, or as many as a kind of prompt has words."""
+        """Return the lines of the table's header."""
         stacks = [header.split("\n") for header in self.headers]
         height = max(map(len, stacks))
         padded = [[""] * (height - len(stack)) + stack for stack in stacks]
         return [self._line(cells) for cells in zip(*padded, strict=True)]
 
     def row(self, row: Row) -> list[str]:
-        """Return one line for a row, or two if the policy's name is long."""
+        """Return a policy's table row as one line, or as two if its name is long."""
         name = row.variant.name
         cells = [
             _rate(row.variant),
@@ -103,7 +103,7 @@ class Layout:
 
 
 def comparison_table(comparison: Comparison) -> list[str]:
-    """Return all lines of the table: the header, and a row for each policy."""
+    """Return all lines of a comparison's table: header, and a row for each policy."""
     rows = comparison.rows
     layout = Layout.of(
         [row.variant for row in rows], [row.timing for row in rows], comparison.kinds
@@ -112,7 +112,7 @@ def comparison_table(comparison: Comparison) -> list[str]:
 
 
 def comparison_legend(comparison: Comparison) -> list[str]:
-    """Return what the columns mean, with the numbers that all rows share."""
+    """Return text on what the table's columns mean, and on numbers that all rows share."""
     scores = comparison.rows[0].scores
     exact = [name for name in scores if not name.endswith(STEPS)]
     rounds = len(comparison.baseline.prefill.wall_ms)

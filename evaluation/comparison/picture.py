@@ -31,7 +31,7 @@ _NAME, _COLUMN, _CHART = 1.9, 0.55, 1.9
 
 
 def plot_comparison(data: Mapping[str, Any]) -> bytes:
-    """Draw a comparison as PNG bytes.
+    """Plot a comparison's accuracy and speed; return the picture as PNG bytes.
 
     A row for each policy, full context first and the others by their accuracy. On the left a grid
     for each kind of prompt, a column for each rate; a policy without a rate has one wide cell. On
@@ -73,11 +73,11 @@ def plot_comparison(data: Mapping[str, Any]) -> bytes:
 
 
 def _by_accuracy(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Group the rows by policy, full context first, then by mean accuracy, best first."""
+    """Group a comparison's rows by policy, full context first, then best accuracy first."""
     first = rows[0]["policy"]
 
     def key(row: Mapping[str, Any]) -> tuple[object, ...]:
-        """Return the key by which rows share a line; each number of tokens gets its own line."""
+        """Return what rows of one line in the plot share: policy and number of tokens."""
         rate = row["retention_rate"]
         return (row["policy"], row["tokens"]["kept"] if rate is None else None)
 
@@ -91,13 +91,13 @@ def _by_accuracy(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, An
 
 
 def _scores(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scores of exact answers by kind of prompt, and of steps if there are any."""
+    """Return a row's scores by kind of prompt: exact answers, then right steps if counted."""
     steps = row.get("right_steps", {})
     return {**row["exact_match"], **{kind + STEPS: score for kind, score in steps.items()}}
 
 
 def _title(kind: str) -> str:
-    """Return a column's title as two short lines."""
+    """Return a plot column's title, broken into two short lines."""
     if kind.endswith(STEPS):
         return f"{kind.removesuffix(STEPS)}\n% steps"
     return f"{kind}\n% exact" if "exact" not in kind else f"{kind}\n%"
@@ -122,7 +122,7 @@ def _cells(rows: Sequence[Mapping[str, Any]], kind: str, rates: Sequence[float])
 
 
 def _shown(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the row whose speed is drawn for a policy: the one nearest to the wanted rate."""
+    """Return a policy's row at the retention rate nearest to the one whose speed is drawn."""
     return min(rows, key=lambda row: abs((row["retention_rate"] or 0) - _SPEED_RATE))
 
 
@@ -132,7 +132,7 @@ def _speed(phase: Mapping[str, Any]) -> Speed | None:
 
 
 def _speeds(axes: Axes, speeds: Sequence[Speed | None]) -> None:
-    """Draw one dot with an interval per row; the first row is the baseline."""
+    """Plot each row's speed as a dot with an interval; the first row is the baseline."""
     highest = max([1.0, *(speed.median for speed in speeds[1:] if speed)])
     axes.set_xlim(0, 1.3 * highest)
     axes.axvline(1.0, color="grey", linewidth=1.0, linestyle=":")

@@ -17,7 +17,7 @@ _MARKERS = "osD^vP*X"
 
 
 def plot_sweep(sweep: Sweep) -> bytes:
-    """Draw FastKV's accuracy against TSP layer, with a panel per kind and a line per rate.
+    """Plot FastKV's accuracy by TSP layer, a panel per kind of prompt, a line per retention rate.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -34,7 +34,7 @@ def plot_sweep(sweep: Sweep) -> bytes:
 
 
 def plot_calibration(calibration: Calibration) -> bytes:
-    """Draw the normalised distance by TSP layer, log scale, with the chosen layer marked.
+    """Plot each TSP layer's normalised output distance, log scale; mark the chosen layer.
 
     A distance of 0, as after the last layer, has no place on the axis and is left out.
 

@@ -30,7 +30,7 @@ ACCURACY_STAGE = "accuracy of "
 
 @attrs.frozen
 class Row:
-    """The results of one policy.
+    """One policy's results in a comparison: its scores, its times and what its cache holds.
 
     Args:
         variant: The policy.
@@ -46,7 +46,7 @@ class Row:
 
 @attrs.frozen
 class Comparison:
-    """The results of `compare`.
+    """The results of comparing policies with full context on the same prompts.
 
     Args:
         rows: One for each policy, full context first: speeds are against it.
@@ -58,17 +58,17 @@ class Comparison:
 
     @property
     def baseline(self) -> Timing:
-        """Return full context's times: the model without kvpolicy, on Transformers' cache."""
+        """The times of the model without kvpolicy, on Transformers' own cache."""
         return self.rows[0].timing
 
     @property
     def kinds(self) -> list[str]:
-        """Return the prompts' measures, in the order of the columns."""
+        """The names of the scores, one per table column, in order."""
         return list(self.rows[0].scores)
 
     @property
     def speeds(self) -> list[Speed]:
-        """Return the speeds of prefill and decoding of every policy but full context."""
+        """The prefill and decoding speeds of every policy but full context."""
         before = self.baseline
         return [
             speed
@@ -80,7 +80,7 @@ class Comparison:
         ]
 
     def as_data(self) -> dict[str, Any]:
-        """Return all numbers, with every round's times, as plain data for JSON.
+        """Return the comparison, with every round's times, as a dict for JSON.
 
         ``speedup`` is full context's time over the policy's: above 1 is faster. ``steady`` says
         whether its rounds agree (see `kvpolicy.evaluation.comparison.speed.Speed`). Full context
@@ -114,12 +114,12 @@ class Comparison:
 
 
 class Listener:
-    """Receives a comparison's progress, for display; this base class ignores it."""
+    """Base of listeners told of a comparison's progress, to display it; does nothing."""
 
     def timed(
         self, variants: Sequence[Variant], timings: Sequence[Timing], kinds: Sequence[str]
     ) -> None:
-        """Receive all times and sizes, before any prompt is answered.
+        """Called with all policies' times and sizes, before any prompt is answered.
 
         Args:
             variants: The policies in the order of their rows, full context first.
@@ -128,7 +128,7 @@ class Listener:
         """
 
     def row(self, row: Row) -> None:
-        """Receive a finished row; rows come in order."""
+        """Called with each policy's results when they are complete, in table order."""
 
 
 def compare(
@@ -197,7 +197,7 @@ def compare(
 
 
 def scores_data(scores: Mapping[str, Score]) -> dict[str, Any]:
-    """Return ``exact_match`` by kind, and ``right_steps`` if answers count by steps too."""
+    """Return a row's scores as a dict for JSON: exact answers, and right steps if counted."""
     data: dict[str, Any] = {"exact_match": {}}
     for name, score in scores.items():
         measure = "right_steps" if name.endswith(STEPS) else "exact_match"
@@ -206,7 +206,7 @@ def scores_data(scores: Mapping[str, Score]) -> dict[str, Any]:
 
 
 def score_data(score: Score) -> dict[str, Any]:
-    """Return a score as plain data."""
+    """Return a score as a dict for JSON."""
     return {
         "rate": score.rate,
         "matches": score.matches,
@@ -216,7 +216,7 @@ def score_data(score: Score) -> dict[str, Any]:
 
 
 def phase_data(phase: Phase, baseline: Phase | None = None) -> dict[str, Any]:
-    """Return a phase's times as plain data, with speed-ups if there is a baseline."""
+    """Return prefill or decoding times as a dict for JSON, with speed-ups over a baseline."""
     data: dict[str, Any] = {
         "median_ms": phase.median_ms,
         "min_ms": min(phase.wall_ms),

@@ -17,7 +17,7 @@ from kvpolicy.evaluation.tasks.prompts import MIN_NEEDLE_CONTEXT
 
 @attrs.frozen
 class Extent:
-    """The amount that a comparison measures if its options leave it open.
+    """How much a comparison measures by default: retention rates, prompts and timing rounds.
 
     Args:
         rates: KV retention rates.
@@ -98,20 +98,20 @@ class Settings(ModelOptions):
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Return the KV retention rates."""
+        """The retention rates of keys and values that policies are compared at."""
         return tuple(dict.fromkeys(self.policies.rates)) or self._extent.rates
 
     @property
     def rounds(self) -> int:
-        """Return the rounds of timing."""
+        """The number of times that each policy is timed."""
         return self._rounds or self._extent.rounds
 
     @property
     def timing_seconds(self) -> float | None:
-        """Return the time after which no further round is begun; None for no limit."""
+        """The seconds after which no new round of timing begins; None for no limit."""
         return None if self._rounds else self._extent.timing_seconds
 
     @property
     def effective_tsp_layer(self) -> int | None:
-        """Return the TSP layer that policies are built with; None for their default."""
+        """The layer after which policies drop tokens; None for each policy's default."""
         return default_tsp_layer(self.model) if self.tsp_layer is None else self.tsp_layer

@@ -17,7 +17,7 @@ MIN_ROUNDS = 5
 
 @attrs.frozen
 class Speed:
-    """The speed relative to a baseline, round by round.
+    """A policy's speed relative to a baseline, round by round.
 
     Args:
         rounds: The baseline's time over this one's, one entry a round; at least one.
@@ -31,12 +31,12 @@ class Speed:
 
     @property
     def median(self) -> float:
-        """Return the median of the rounds."""
+        """The median over rounds of the relative speed."""
         return median(self.rounds)
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Return an interval of the median with a confidence of at least 90%.
+        """The interval of the median relative speed, of at least 90% confidence.
 
         Two of the rounds themselves, as many from below as from above: of nine the second and the
         eighth. Times are far from normally distributed, and this asks for no distribution. None
@@ -50,7 +50,7 @@ class Speed:
 
     @property
     def steady(self) -> bool:
-        """True if there is an interval and it is at most a fifth of the median wide."""
+        """True if the median's interval exists and is at most a fifth of the median wide."""
         if self.interval is None:
             return False
         low, high = self.interval
@@ -58,5 +58,5 @@ class Speed:
 
     @property
     def text(self) -> str:
-        """Return the speed as text, such as ``"x2.00"``, with ``?`` after it if not steady."""
+        """Return the relative speed as text such as ``"x2.00"``, with a ``?`` if it is unsteady."""
         return f"x{self.median:.2f}{'' if self.steady else '?'}"

@@ -55,7 +55,7 @@ FILES = ("compare.json", "compare.png", "tsp_layers.png")
 
 @attrs.frozen
 class Study:
-    """The results of a study, with its settings and environment.
+    """The results of a comparison and its sweeps, with the settings and the machine.
 
     Args:
         settings: What was asked for.
@@ -78,7 +78,7 @@ class Study:
     finished: bool = True
 
     def as_data(self) -> dict[str, Any]:
-        """Return everything as plain data for JSON."""
+        """Return the study's settings and results as a dict for JSON."""
         settings = attrs.asdict(self.settings)
         del settings["_rounds"], settings["thorough"]  # what they come to is there
         settings["policies"] = self.settings.policies.names
@@ -99,7 +99,7 @@ class Study:
 
 
 def headline(settings: Settings, loaded: Loaded) -> list[str]:
-    """Return lines on what is about to be measured: versions, model, machine and extent.
+    """Return lines on what a comparison will measure: versions, model, machine and extent.
 
     Args:
         settings: What to compare.
@@ -123,7 +123,7 @@ def headline(settings: Settings, loaded: Loaded) -> list[str]:
 
 
 def check(settings: Settings, out: Path | None = None) -> list[Variant]:
-    """Check what can be checked before a model is loaded, and build the policies.
+    """Check a comparison's settings before a model is loaded, and build the policies.
 
     Args:
         settings: What to compare.
@@ -151,7 +151,7 @@ def check(settings: Settings, out: Path | None = None) -> list[Variant]:
 
 
 def check_loaded(settings: Settings, chosen: Sequence[Variant], loaded: Loaded) -> list[Prompt]:
-    """Check what can be checked before anything is measured, which takes minutes.
+    """Check a comparison's settings against the loaded model, before minutes of measuring.
 
     Args:
         settings: What to compare.
@@ -190,7 +190,7 @@ def run(
     listener: Listener | None = None,
     unfinished: Callable[[Study], None] | None = None,
 ) -> Study:
-    """Compare, and calibrate and sweep if asked to; this sets the number of torch's threads.
+    """Compare policies, and calibrate and sweep if the settings ask; sets torch's thread count.
 
     Args:
         settings: What to compare.
@@ -235,7 +235,7 @@ def run(
 
 @attrs.define
 class _Keeping(Listener):
-    """A listener that keeps what it is told and passes it on to another one.
+    """A listener that stores a comparison's finished rows and passes them to another listener.
 
     Args:
         listener: Whom to.
@@ -259,21 +259,21 @@ class _Keeping(Listener):
 
     @property
     def comparison(self) -> Comparison:
-        """Return the comparison of the rows that are done."""
+        """Return the comparison of the rows finished so far."""
         held = self.rows[0].timing.held
         assert held is not None
         return Comparison(tuple(self.rows), held.seen)
 
     @property
     def said(self) -> str:
-        """Return a note on the rows that are missing."""
+        """Return a note on which rows a stopped comparison lacks."""
         missing = self.labels[len(self.rows) :]
         left = f"without {', '.join(missing)}" if missing else "without the sweep"
         return f"Unfinished: stopped after {len(self.rows)} of {len(self.labels)} rows, {left}."
 
 
 def write(study: Study, folder: Path) -> list[str]:
-    """Write the numbers and pictures of a study, and return the names of the files."""
+    """Write a comparison's numbers and pictures into its folder; return the files' names."""
     contents = [
         as_json(study.as_data()),
         plot_comparison(study.as_data()),
@@ -294,7 +294,7 @@ def _prompts(settings: Settings, loaded: Loaded, seed: int) -> list[Prompt]:
 def _calibration(
     settings: Settings, loaded: Loaded, notes: list[str], progress: Progress
 ) -> Calibration | None:
-    """Choose a TSP layer on prompts not reported on; return None and add a note if impossible."""
+    """Choose FastKV's TSP layer on separate prompts; None, with a note, if impossible."""
     if settings.prompts is None:
         seed = settings.seed + CALIBRATION_SEED_OFFSET
         prompts = OWN_PROMPTS[settings.model].make(settings.context, CALIBRATION_COUNT, seed)
@@ -318,7 +318,7 @@ def _calibration(
 def _sweeps(
     settings: Settings, loaded: Loaded, calibration: Calibration | None, progress: Progress
 ) -> tuple[Sweep | None, RateSweep | None]:
-    """Run the sweeps that are asked for, on other prompts than the comparison's."""
+    """Run the requested sweeps of FastKV's parameters, on prompts the comparison does not use."""
     if not (settings.sweep or settings.sweep_rates):
         return None, None
     model, layer = loaded.model, settings.effective_tsp_layer

@@ -31,7 +31,7 @@ GRID = (0.02, 0.05, 0.1, 0.2, 0.4)
 
 @attrs.frozen
 class HeldOut:
-    """The accuracy of the calibrated layer and of the best layer, at one retention rate.
+    """FastKV's accuracy with the calibrated and with the best TSP layer, at one retention rate.
 
     Args:
         retention_rate: The rate.
@@ -49,7 +49,7 @@ class HeldOut:
     best: dict[str, Score]
 
     def as_data(self) -> dict[str, Any]:
-        """Return all numbers as plain data for JSON."""
+        """Return the two layers' accuracy as a dict for JSON."""
         return {
             "retention_rate": self.retention_rate,
             "calibrated_layer": self.calibrated_layer,
@@ -61,7 +61,7 @@ class HeldOut:
 
 @attrs.frozen
 class Sweep:
-    """The accuracy of FastKV by TSP layer.
+    """FastKV's accuracy for every TSP layer, the layer after which it drops tokens.
 
     Args:
         scores: For every retention rate, one entry a layer: exact match by kind of prompt.
@@ -87,7 +87,7 @@ class Sweep:
         return found
 
     def as_data(self) -> dict[str, Any]:
-        """Return all numbers as plain data for JSON."""
+        """Return the sweep's accuracy by layer as a dict for JSON."""
         data: dict[str, Any] = {
             "full_context": _scores_data(self.full),
             "layers": [
@@ -104,7 +104,7 @@ class Sweep:
 
 @attrs.frozen
 class RateSweep:
-    """The accuracy of FastKV by TSP rate and retention rate.
+    """FastKV's accuracy for every pair of TSP rate and retention rate.
 
     Args:
         scores: By TSP rate and retention rate: exact match by kind of prompt. A retention rate
@@ -119,16 +119,16 @@ class RateSweep:
 
     @property
     def tsp_rates(self) -> list[float]:
-        """Return the TSP rates, in the order given."""
+        """The TSP rates of the sweep, in the order given."""
         return list(dict.fromkeys(tsp_rate for tsp_rate, _ in self.scores))
 
     @property
     def retention_rates(self) -> list[float]:
-        """Return the retention rates, ascending."""
+        """The retention rates of the sweep, ascending."""
         return sorted({rate for _, rate in self.scores})
 
     def as_data(self) -> dict[str, Any]:
-        """Return all numbers as plain data for JSON."""
+        """Return the sweep's accuracy by rates as a dict for JSON."""
         return {
             "tsp_layer": self.tsp_layer,
             "full_context": _scores_data(self.full),
@@ -183,7 +183,7 @@ def sweep_rates(
     tsp_layer: int | None = None,
     progress: Progress = silent,
 ) -> RateSweep:
-    """Measure FastKV's accuracy by TSP rate and retention rate, where the latter is not larger.
+    """Measure FastKV's accuracy for each TSP rate and each retention rate not above it.
 
     Args:
         model: A decoder-only model of Transformers, in evaluation mode.

@@ -14,7 +14,7 @@ from kvpolicy.evaluation.tasks.prompts import STEPS
 
 
 def sweep_table(sweep: Sweep) -> Table:
-    """Return a table with a row for each TSP layer, full context last."""
+    """Return a table of FastKV's accuracy, with a row for each TSP layer, full context last."""
     table = _table()
     table.add_column("TSP layer", justify="right")
     for rate in sweep.scores:
@@ -30,7 +30,7 @@ def sweep_table(sweep: Sweep) -> Table:
 
 
 def sweep_legend(sweep: Sweep) -> list[str]:
-    """Return the legend of the sweep's table."""
+    """Return the legend for the table of accuracy by TSP layer."""
     return [
         "FastKV by the layer after which tokens are dropped, and by KV retention rate:",
         f"% answered exactly, of {asked(sweep.full)}.",
@@ -39,7 +39,7 @@ def sweep_legend(sweep: Sweep) -> list[str]:
 
 
 def held_out_table(sweep: Sweep) -> Table:
-    """Return a table of calibrated and best layer, with a row for each retention rate."""
+    """Return a table of the calibrated and the best TSP layer, a row per retention rate."""
     table = _table()
     table.add_column("rate", justify="right")
     for which in ("calibrated", "best"):
@@ -58,7 +58,7 @@ def held_out_table(sweep: Sweep) -> Table:
 
 
 def held_out_legend(sweep: Sweep) -> list[str]:
-    """Return the legend of the table of the calibrated layer."""
+    """Return the legend for the table of the calibrated and the best TSP layer."""
     assert sweep.calibration is not None
     distances = sweep.calibration.distances
     count = len(distances.input_lengths)
@@ -70,7 +70,7 @@ def held_out_legend(sweep: Sweep) -> list[str]:
 
 
 def rate_sweep_table(sweep: RateSweep) -> Table:
-    """Return, for each kind of prompt, a table of TSP rates by retention rates."""
+    """Return a table of accuracy per kind of prompt: TSP rates by retention rates."""
     table = _table()
     table.add_column("", no_wrap=True)
     table.add_column("TSP\nrate", justify="right", no_wrap=True)
@@ -86,7 +86,7 @@ def rate_sweep_table(sweep: RateSweep) -> Table:
 
 
 def rate_sweep_legend(sweep: RateSweep) -> list[str]:
-    """Return the legend of the table of rates."""
+    """Return the legend for the table of accuracy by TSP and retention rate."""
     return [
         f"FastKV with TSP layer {sweep.tsp_layer} by TSP rate and KV retention rate (kept):",
         f"% answered exactly, of {asked(sweep.full)}.",
@@ -95,7 +95,7 @@ def rate_sweep_legend(sweep: RateSweep) -> list[str]:
 
 
 def calibration_table(distances: TSPDistances) -> Table:
-    """Return a table with a row for each candidate layer."""
+    """Return a table of output distances, with a row for each candidate TSP layer."""
     table = _table()
     for header in ("TSP layer", "prefill %", "distance", "normalised", "worst"):
         table.add_column(header, justify="right", no_wrap=True)
@@ -109,7 +109,7 @@ def calibration_table(distances: TSPDistances) -> Table:
 
 
 def calibration_legend(distances: TSPDistances) -> list[str]:
-    """Return a legend of a calibration's columns and inputs."""
+    """Return the legend for the table of a calibration's output distances."""
     lengths = distances.input_lengths
     low, high = min(lengths), max(lengths)
     tokens = f"{low:,}" if low == high else f"{low:,} to {high:,}"
@@ -123,12 +123,12 @@ def calibration_legend(distances: TSPDistances) -> list[str]:
 
 
 def percent(score: Score) -> str:
-    """Return a score in percent, with one decimal."""
+    """Return a score as text in percent, with one decimal."""
     return f"{100 * score.rate:.1f}"
 
 
 def byte_unit(size: int) -> tuple[str, int]:
-    """Return the decimal unit that gives a number of bytes at most four digits, and its size.
+    """Return the decimal unit, name and size, that shows a byte count with at most four digits.
 
     Example:
         >>> byte_unit(999), byte_unit(157_286), byte_unit(1_572_864)
@@ -143,7 +143,7 @@ def _table() -> Table:
 
 
 def narrow_header(kind: str) -> str:
-    r"""Return the name of a kind of prompt as a header about as wide as its scores.
+    r"""Return a narrow table header for a kind of prompt: its name broken into lines, and "%".
 
     Example:
         >>> narrow_header("one-hop"), narrow_header("loop"), narrow_header("loop steps")
@@ -154,7 +154,7 @@ def narrow_header(kind: str) -> str:
 
 
 def asked(scores: Mapping[str, Score]) -> str:
-    """Return the number of prompts, and half the widest 95% interval of their scores."""
+    """Return text on how many prompts were asked and how wide their scores' 95% interval is."""
     counts = [score.count for name, score in scores.items() if not name.endswith(STEPS)]
     widest = 100 * fmean(0.98 / count**0.5 for count in counts)
     number = " + ".join(f"{count:,}" for count in counts)
@@ -162,6 +162,6 @@ def asked(scores: Mapping[str, Score]) -> str:
 
 
 def steps_legend(scores: Mapping[str, Score]) -> list[str]:
-    """Return a line on the measures that count steps; no line if there are none."""
+    """Return the legend's line on columns that score an answer's steps; empty if there are none."""
     names = [name for name in scores if name.endswith(STEPS)]
     return [f"{', '.join(names)}: % of an answer before its first wrong step."] if names else []

@@ -18,7 +18,7 @@ RATES = (0.02, 0.1, 0.2)
 
 @attrs.frozen
 class Variant:
-    """A policy as a comparison runs it, with its name and arguments.
+    """A policy to compare or run, with its name and the arguments it was built from.
 
     Args:
         name: Its name, such as ``"fastkv"``.
@@ -36,14 +36,14 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Return name and retention, unique in a comparison."""
+        """The policy's name and retention, which together are unique in a comparison."""
         if self.retention_tokens is not None:
             return f"{self.name} {self.retention_tokens} tokens"
         return self.name if self.retention_rate is None else f"{self.name} {self.retention_rate:g}"
 
 
 def takes(name: str, parameter: str) -> bool:
-    """True if a registered policy takes a parameter with the given name.
+    """True if a registered policy has a parameter of the given name.
 
     Raises:
         ValueError: No policy has the name.
@@ -52,7 +52,7 @@ def takes(name: str, parameter: str) -> bool:
 
 
 def retention(rate: float | None, tokens: int | None, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a retention as a policy's arguments; a larger rate than the TSP rate raises that.
+    """Return policy arguments for a retention rate or token count; a smaller TSP rate is raised.
 
     Args:
         rate: Fraction of the context to keep; None for the policy's own.
@@ -74,7 +74,7 @@ def variants(
     *,
     tsp_layer: int | None = None,
 ) -> list[Variant]:
-    """Build the registered policies at every retention rate; those without a rate only once.
+    """Build registered policies at every retention rate; policies without a rate only once.
 
     A policy that drops tokens in prefill cannot keep more of them than it passes on: where the
     retention rate is above its default TSP rate, the TSP rate is raised to it.

@@ -15,7 +15,7 @@ KEPT_ROLES = ("system", "developer")
 
 @attrs.frozen
 class Message:
-    """A message of a chat, and the texts in it that are never cut.
+    """A chat message, with the texts in it that compression must not cut.
 
     Args:
         fields: What a server gets of it, by name.
@@ -27,12 +27,12 @@ class Message:
 
     @property
     def content(self) -> str:
-        """Return the message's text; empty if it has none, as when it only calls tools."""
+        """The message's text; empty if it has none, as when it only calls tools."""
         return self.fields.get("content") or ""
 
     @staticmethod
     def read(entry: Any, number: int) -> Message:
-        """Parse a message, which may have a ``"keep"`` beside its other fields.
+        """Parse a chat message from a dict, which may have ``"keep"`` beside the usual fields.
 
         Args:
             entry: ``{"role": ..., "content": ...}``; ``"keep"`` is True for all of the content,
@@ -69,7 +69,7 @@ class Message:
 
 @attrs.frozen
 class Rendered:
-    """A prompt as the model reads it, with the positions of the messages' contents.
+    """A prompt's text as the model reads it, with the spans of the messages' contents.
 
     Args:
         text: All of it, the template's words among it.
@@ -84,7 +84,7 @@ class Rendered:
 
 
 def read_messages(entries: Sequence[Any]) -> tuple[Message, ...]:
-    """Read the messages of a chat; see `Message.read`.
+    """Parse the messages of a chat from a list of dicts.
 
     Raises:
         TypeError: See `Message.read`.
@@ -97,7 +97,7 @@ def read_messages(entries: Sequence[Any]) -> tuple[Message, ...]:
 
 
 def render(tokenizer: Any, messages: Sequence[Message]) -> Rendered:
-    """Render a chat in its tokenizer's template; without one, join contents by line ends.
+    """Render a chat by its tokenizer's template; without one, join contents by line ends.
 
     Args:
         tokenizer: A tokenizer of Transformers.
@@ -137,7 +137,7 @@ def _templated(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
 
 
 def _located(text: str, pieces: Sequence[str], contents: Sequence[str]) -> Rendered:
-    """Find each message's content in a rendered text."""
+    """Find the span of each message's content in the rendered chat."""
     if not text.startswith(pieces[0]):
         raise _unlocated()
     at, following = len(pieces[0]), iter(pieces[1:])

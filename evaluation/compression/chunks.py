@@ -24,7 +24,7 @@ ALIGNMENTS = {"line": BETWEEN_LINES, "word": BETWEEN_WORDS, "token": BETWEEN_TOK
 
 @attrs.frozen
 class Chunk:
-    """A run of neighbouring tokens that are kept or cut together.
+    """A run of neighbouring prompt tokens that compression keeps or cuts as a whole.
 
     Args:
         start: Its first token.
@@ -45,7 +45,7 @@ class Chunk:
 
 
 def divide(tokens: Tokens, chunk_size: int, align: str) -> list[tuple[int, int]]:
-    """Divide the tokens that may be cut into chunks.
+    """Divide a prompt's cuttable tokens into chunks that end at line or word borders.
 
     Each run of such tokens is divided by itself. A chunk has ``chunk_size`` tokens and as many more
     as the next line or word takes to begin, at most as many again; where none begins, the next best
@@ -93,7 +93,7 @@ def choose(
     rate: float | None,
     budget: int | None,
 ) -> list[Chunk]:
-    """Choose the chunks of highest score; the first and the last chunk are always kept.
+    """Choose the chunks of highest score to keep; the first and the last chunk are always kept.
 
     Args:
         tokens: The prompt's.
@@ -140,7 +140,7 @@ def _fitting(
     always: torch.Tensor,
     budget: int,
 ) -> int:
-    """Return how many of the best chunks fit into a number of tokens."""
+    """Return how many of the best chunks fit into a budget of tokens."""
     sizes = torch.tensor([end - start for start, end in spans])
     required = sum(tokens.fixed) + int(sizes[always].sum())
     if required > budget:
@@ -155,7 +155,7 @@ def _fitting(
 
 
 def kept_tokens(tokens: Tokens, chunks: Sequence[Chunk]) -> list[bool]:
-    """Return for each token whether it is kept: in a kept chunk, or never cut."""
+    """Return, for each prompt token, whether it is kept: in a kept chunk, or never cut."""
     kept = list(tokens.fixed)
     for chunk in chunks:
         kept[chunk.start : chunk.end] = [chunk.kept] * len(chunk)
@@ -163,7 +163,7 @@ def kept_tokens(tokens: Tokens, chunks: Sequence[Chunk]) -> list[bool]:
 
 
 def runs(flags: Sequence[bool]) -> list[tuple[int, int, bool]]:
-    """Group equal neighbours: return each group's start, end (exclusive) and value.
+    """Group equal neighbouring flags; return each group's start, exclusive end and value.
 
     Example:
         >>> runs([True, True, False, True])

@@ -42,7 +42,7 @@ def compress_prompt(
     cut_special: bool = False,
     gap: str = "",
 ) -> CompressedPrompt:
-    """Shorten a prompt: leave out the chunks that a small model does not attend to.
+    """Shorten a prompt by leaving out the chunks that a small model does not attend to.
 
     The model reads the prompt, and every token gets a saliency. Chunks of neighbouring tokens are
     ranked by their mean saliency, and the best are kept, in their order, with the first and the
@@ -135,7 +135,7 @@ def compress_prompt(
 def check_extent(
     rate: float | None, tokens: int | None, chunk_size: int, align: str
 ) -> float | None:
-    """Check the number or fraction of tokens to keep; needs no model.
+    """Check the number or fraction of tokens that compression is to keep; needs no model.
 
     Returns:
         The rate; None where a number of tokens is given.
@@ -159,7 +159,7 @@ def check_extent(
 def rendered_of(
     tokenizer: Any, prompt: str | Sequence[Any], chat: bool | None
 ) -> tuple[tuple[Message, ...], Rendered]:
-    """Return the prompt's messages and its rendered text; see `compress_prompt`."""
+    """Return a prompt's messages and the text that the small model reads."""
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(prompt, str):
         if not isinstance(prompt, Sequence):
@@ -179,7 +179,7 @@ def rendered_of(
 
 
 def _message_spans(messages: Sequence[Message], rendered: Rendered) -> list[Span]:
-    """Return the character spans of the texts that messages name under ``"keep"``."""
+    """Return the spans, in the rendered prompt, of texts that the messages mark as to be kept."""
     spans = []
     for message, (start, end) in zip(messages, rendered.contents, strict=True):
         if message.keeps is None:
@@ -191,7 +191,7 @@ def _message_spans(messages: Sequence[Message], rendered: Rendered) -> list[Span
 
 
 def _found(keep: Sequence[str], rendered: Rendered) -> list[Span]:
-    """Find texts in the messages' contents, and return their spans; each must occur."""
+    """Return the spans where given texts occur in the messages; each text must occur."""
     if isinstance(keep, str):
         raise TypeError(f"keep must be a list of texts, got the text {keep!r:.80}")
     spans: list[Span] = []
@@ -218,7 +218,7 @@ def _occurrences(text: str, within: str, start: int, end: int) -> list[Span]:
 
 
 def _protected(protect: Sequence[Span], prompt: str, rendered: Rendered) -> list[Span]:
-    """Map character spans of a text to spans of the rendered prompt."""
+    """Map spans of the original text to spans of the prompt as rendered by the template."""
     first, last = rendered.contents[0]
     stripped = len(prompt) - len(prompt.lstrip()) if last - first < len(prompt) else 0
     spans = []

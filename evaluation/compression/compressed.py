@@ -13,7 +13,7 @@ from kvpolicy.evaluation.compression.segments import Segment
 
 @attrs.frozen
 class CompressedPrompt:
-    """A prompt from which some chunks have been left out.
+    """A shortened prompt, with the segments kept and left out and their scores.
 
     Args:
         prompt: The prompt as the model has read it, its template included.
@@ -39,27 +39,27 @@ class CompressedPrompt:
 
     @property
     def tokens_after(self) -> int:
-        """Return the number of tokens of the shorter prompt, gaps included."""
+        """The number of tokens of the shortened prompt, gap markers included."""
         return len(self.ids)
 
     @property
     def kept(self) -> tuple[Segment, ...]:
-        """Return the segments that are kept."""
+        """The segments of the prompt that are kept."""
         return tuple(each for each in self.segments if each.kept)
 
     @property
     def left_out(self) -> tuple[Segment, ...]:
-        """Return the segments that are left out."""
+        """The segments of the prompt that are left out."""
         return tuple(each for each in self.segments if not each.kept)
 
     def report(self) -> str:
-        """Return a table of what was kept and what was left out, within 80 columns."""
+        """Return a text table of the segments kept and left out, in 80 columns."""
         head = headline(self.chunks, self.tokens_before, self.tokens_after, self.tokens_fixed)
         table = segment_table(self.segments, self.chunks)
         return f"{head}\nscored by {self.source}\n\n{table}"
 
     def request(self, model: str, *, as_ids: bool = False, **fields: Any) -> dict[str, Any]:
-        """Return the body of a request to an OpenAI-compatible server.
+        """Return the request body that sends the shortened prompt to an OpenAI-compatible server.
 
         Args:
             model: The name under which the server serves its model.
@@ -80,7 +80,7 @@ class CompressedPrompt:
         return {**fields, "model": model, "messages": [dict(each) for each in self.messages]}
 
     def as_data(self) -> dict[str, Any]:
-        """Return everything except the original prompt, as plain data."""
+        """Return the shortened prompt and its segments as a dict, without the original."""
         return {
             "source": self.source,
             "tokens_before": self.tokens_before,

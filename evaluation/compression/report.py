@@ -14,7 +14,7 @@ MOST_ROWS = 40
 
 
 def headline(chunks: Sequence[Chunk], before: int, after: int, fixed: int) -> str:
-    """Return a line with the number of tokens and chunks that are kept.
+    """Return a line on how many of a prompt's tokens and chunks compression keeps.
 
     Args:
         chunks: What was chosen among.
@@ -30,7 +30,7 @@ def headline(chunks: Sequence[Chunk], before: int, after: int, fixed: int) -> st
 
 
 def segment_table(segments: Sequence[Segment], chunks: Sequence[Chunk]) -> str:
-    """Return a table with a row for each segment kept or left out, at most 80 columns wide.
+    """Return a table of the prompt segments kept and left out, at most 80 columns wide.
 
     Args:
         segments: The prompt.
@@ -55,7 +55,7 @@ def _row(segment: Segment, chunks: Sequence[Chunk]) -> str:
 
 
 def preview(text: str, width: int) -> str:
-    """Return a text's beginning and end on one line.
+    """Return the beginning and the end of a text on one line.
 
     Args:
         text: The text; white space and what cannot be printed become single spaces.

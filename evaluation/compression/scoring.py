@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class PromptSaliency:
-    """A saliency for each token of a prompt, with the name of its source.
+    """A saliency for each prompt token, with the name of the scorer it comes from.
 
     Args:
         values: float ``[context_len]`` on the CPU, larger means keep.
@@ -48,11 +48,11 @@ class PromptSaliency:
 
 
 class PromptScorer(abc.ABC):
-    """Base of scorers of how much each token of a prompt matters to a model."""
+    """Base of scorers that say how much each prompt token matters to a small model."""
 
     @abc.abstractmethod
     def score(self, model: PreTrainedModel, input_ids: Sequence[int] | Tensor) -> PromptSaliency:
-        """Return a saliency for every token of a prompt.
+        """Return a saliency for every prompt token, computed by the small model.
 
         Args:
             model: A decoder-only model of Transformers, in evaluation mode.
@@ -62,7 +62,7 @@ class PromptScorer(abc.ABC):
 
 @attrs.frozen
 class FilterLayerScorer(PromptScorer):
-    """A scorer that uses another scorer's saliency at one layer, mean over heads.
+    """Scores prompt tokens by another scorer's saliency at one layer, averaged over heads.
 
     It runs the first pass of a prefill that restarts (`kvpolicy.policies.RestartPropagation`): the
     prompt is read up to the queries and keys of the filter layer, and later layers do not see it.
@@ -119,12 +119,12 @@ class FilterLayerScorer(PromptScorer):
 
 @attrs.frozen
 class _ShowingRestart(RestartPropagation):
-    """A restart that passes the mean saliency ``[context_len]`` and the layer to a function."""
+    """A restart policy that also gives the saliency it chooses by to a function."""
 
     show: Callable[[Tensor, int], None] = attrs.field(kw_only=True, repr=False)
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Pass the saliency to the function, then choose; see `RestartPropagation.propagate`."""
+        """Give the layer's saliency to the function, then choose tokens as the base class does."""
         assert saliency is not None
         self.show(context.heads.mean(saliency)[0], context.layer_idx)
         return super().propagate(saliency, context)
@@ -132,7 +132,7 @@ class _ShowingRestart(RestartPropagation):
 
 @attrs.frozen
 class LookAheadScorer(PromptScorer):
-    """A scorer by the attention of an answer's first tokens, which the model decodes for it.
+    """Scores prompt tokens by the attention of the first answer tokens that the model generates.
 
     ``p[l, h, t, j]`` is the softmax over the prompt's tokens ``j`` alone of the scaled products of
     their keys with the query that predicts the ``t``-th token, at layer ``l`` and query head
@@ -209,7 +209,7 @@ class LookAheadScorer(PromptScorer):
 
 
 def _last_logits(model: PreTrainedModel, input_ids: Tensor, cache: Any) -> Tensor:
-    """Return the logits ``[1, vocabulary]`` of the last token."""
+    """Return the model's next-token logits ``[1, vocabulary]`` after given tokens."""
     # Logits of all tokens would be larger than anything else here; some models know no other way.
     known = "logits_to_keep" in inspect.signature(model.forward).parameters
     keep = {"logits_to_keep": 1} if known else {}
@@ -219,6 +219,6 @@ def _last_logits(model: PreTrainedModel, input_ids: Tensor, cache: Any) -> Tenso
 
 
 def _ends(model: PreTrainedModel) -> set[int]:
-    """Return the ids of the tokens that end an answer."""
+    """Return the ids of the tokens at which the model ends an answer."""
     end = getattr(model.generation_config, "eos_token_id", None)
     return set() if end is None else set(end) if isinstance(end, list) else {end}

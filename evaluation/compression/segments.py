@@ -14,7 +14,7 @@ from kvpolicy.evaluation.compression.tokens import Tokens
 
 @attrs.frozen
 class Segment:
-    """A stretch of a prompt that is kept or left out.
+    """A stretch of a prompt's text that is kept or left out.
 
     Args:
         start: Its first token.
@@ -38,7 +38,7 @@ class Segment:
 def segments_of(
     tokenizer: Any, tokens: Tokens, kept: Sequence[bool], *, glue: bool
 ) -> tuple[Segment, ...]:
-    """Divide a prompt into segments that are alternately kept and left out.
+    """Divide a prompt into segments that are kept and left out in alternation.
 
     Args:
         tokenizer: What has made the tokens.
@@ -68,7 +68,7 @@ def segments_of(
 
 
 def shortened(segments: Sequence[Segment], span: Span, gap: str) -> str:
-    """Return the shortened text of a part of a prompt.
+    """Return part of a prompt's text with a marker in place of what is left out.
 
     Args:
         segments: The prompt.
@@ -90,7 +90,7 @@ def shortened(segments: Sequence[Segment], span: Span, gap: str) -> str:
 def shorter_ids(
     tokenizer: Any, tokens: Tokens, segments: Sequence[Segment], gap: str
 ) -> tuple[int, ...]:
-    """Return the ids of the kept tokens, with a marker where tokens were left out."""
+    """Return the kept tokens' ids, with a marker's ids wherever tokens are left out."""
     between = tuple(tokenizer.encode(gap, add_special_tokens=False)) if gap else ()
     return tuple(
         token

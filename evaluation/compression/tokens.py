@@ -16,7 +16,7 @@ INSIDE_CHARACTER, BETWEEN_TOKENS, BETWEEN_WORDS, BETWEEN_LINES = range(4)
 
 @attrs.frozen
 class Tokens:
-    """The tokens of a text, with their characters and borders.
+    """A prompt's tokens, with the text they stand for and the borders between them.
 
     Args:
         text: The text.
@@ -39,14 +39,14 @@ class Tokens:
         return len(self.ids)
 
     def characters(self, start: int, end: int) -> Span | None:
-        """Return the text of tokens ``start`` to ``end``; None if it is not known."""
+        """Return the text of tokens ``start`` to ``end``; None if it is unknown."""
         return None if self.starts is None else (self.starts[start], self.starts[end])
 
 
 def tokens_of(
     tokenizer: Any, rendered: Rendered, kept: Sequence[Span], *, cut_special: bool = False
 ) -> Tokens:
-    """Tokenize a prompt; tokens of the template and of texts to keep are fixed.
+    """Tokenize a rendered prompt; tokens of the template and of protected texts are fixed.
 
     Args:
         tokenizer: A tokenizer of Transformers.
@@ -82,12 +82,12 @@ def tokens_of(
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
-    """Return the ids of special tokens, except the one for unknown words."""
+    """Return the tokenizer's special token ids, except the one for unknown words."""
     return set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
 
 
 def _placed(text: str, offsets: Sequence[Span]) -> tuple[list[int], list[int]]:
-    """Return `Tokens.starts` and `Tokens.borders`."""
+    """Return where each token starts in the text, and what kind of border is before it."""
     starts: list[int] = []
     borders: list[int] = []
     covered = 0  # up to where the tokens before have read
@@ -114,7 +114,7 @@ def _border(text: str, at: int) -> int:
 
 
 def _fixed(rendered: Rendered, starts: Sequence[int], kept: Sequence[Span]) -> list[bool]:
-    """Return for each token whether it shares a character with the template or a kept text."""
+    """Return, per token, whether it overlaps the chat template or a protected text."""
     counts = [0] * (len(rendered.text) + 1)
     for start, end in (*_between(rendered), *kept):
         for at in range(start, end):
@@ -124,6 +124,6 @@ def _fixed(rendered: Rendered, starts: Sequence[int], kept: Sequence[Span]) -> l
 
 
 def _between(rendered: Rendered) -> list[Span]:
-    """Return the character spans between the messages' contents."""
+    """Return the character spans of the chat template: those between messages' contents."""
     edges = [0, *itertools.chain.from_iterable(rendered.contents), len(rendered.text)]
     return list(zip(edges[::2], edges[1::2], strict=True))

@@ -50,7 +50,7 @@ NAME = "kvpolicy_memory"
 
 @attrs.frozen
 class LayerActivations:
-    """The bytes in use beside the cache while a forward is in one layer.
+    """Bytes of memory in use, besides the cache, at three moments of one layer's forward pass.
 
     Args:
         attending: The most before its attention has returned; keys and values are among them.
@@ -65,7 +65,7 @@ class LayerActivations:
 
 @attrs.frozen
 class Activations:
-    """The bytes in use beside the cache while a forward runs.
+    """Bytes of memory in use, besides the cache, in each layer of a forward pass and after it.
 
     Args:
         layers: In each layer.
@@ -77,7 +77,7 @@ class Activations:
 
 
 class ModelMemory:
-    """A model on the `meta` device that measures the memory of its weights and forwards.
+    """A model on the `meta` device, to measure its weights' and forward passes' memory.
 
     Args:
         config: Its configuration.
@@ -115,7 +115,7 @@ class ModelMemory:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of parameters and buffers; shared tensors count once."""
+        """The bytes of the model's parameters and buffers; shared tensors count once."""
         return sum(each.numel() * each.element_size() for each in self._tensors)
 
     def forward(
@@ -126,7 +126,7 @@ class ModelMemory:
         loops: bool = False,
         chunk: ChunkAttention | None = None,
     ) -> Activations:
-        """Return the bytes that a forward needs beside the cache.
+        """Return the bytes that a forward pass over some tokens needs besides the cache.
 
         Args:
             new_len: Tokens that it reads, at least 1.
@@ -157,7 +157,7 @@ class ModelMemory:
         *,
         query_len: int | None = None,
     ) -> int:
-        """Return the bytes a policy holds while it decides; see `deciding_bytes`."""
+        """Return the peak bytes that a policy needs to choose one layer's tokens."""
         policy = attrs.evolve(policy, decoding=None)  # of no matter here: one answer for both
         acts = place[0] in policy.propagation.acting_layers(place[1])
         key = str(policy), layer, acts, key_len, device, query_len
@@ -192,12 +192,12 @@ class ModelMemory:
 
 @attrs.frozen
 class _Refusing:
-    """A context manager that turns any error of a family's own code into one error."""
+    """Context manager that turns errors in a model's own code into `UnsupportedModelError`."""
 
     name: str
 
     def __enter__(self) -> None:
-        """Enter the block; nothing is set up."""
+        """Enter the ``with`` statement; nothing needs to be set up."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
@@ -209,7 +209,7 @@ class _Refusing:
 
 
 def _built(config: Any, dtype: torch.dtype, attention: str | None) -> tuple[nn.Module, str]:
-    """Build the whole model if possible, else its text decoder; return it and its attention."""
+    """Build the model, or else its text decoder, on `meta`; return it and its attention's name."""
     text = config.get_text_config(decoder=True)
     makers: list[tuple[Any, Any]] = [
         (AutoModelForCausalLM, text),
@@ -232,7 +232,7 @@ def _built(config: Any, dtype: torch.dtype, attention: str | None) -> tuple[nn.M
 
 
 class _Passing(DynamicCache):  # type: ignore[misc]
-    """A fake cache that returns empty tensors of the length a filled cache would return.
+    """A fake cache that returns empty tensors as long as a filled cache's keys and values.
 
     These count as the cache's own memory and are not counted here. If the cache holds nothing, the
     forward's own keys and values are returned, which count for the forward.
@@ -267,7 +267,7 @@ class _Passing(DynamicCache):  # type: ignore[misc]
 
 @attrs.define(eq=False)
 class _Seen:
-    """The bytes that were in use in one layer."""
+    """The peak bytes recorded so far in one layer of a forward pass."""
 
     attending: int = 0
     observing: int = 0
@@ -278,7 +278,7 @@ class _Seen:
 
 
 class _Watch:
-    """A recorder of the bytes in use in each layer of a forward."""
+    """Records the bytes in use in each layer while a forward pass runs."""
 
     def __init__(self, live: LiveBytes, count: int, chunk: ChunkAttention | None) -> None:
         self.live = live
@@ -308,7 +308,7 @@ _watching: ContextVar[_Watch] = ContextVar("watching")
 
 
 def _watched(attention: str) -> Callable[..., tuple[Tensor, None]]:
-    """Return an attention function that computes nothing and records the bytes in use after it."""
+    """Make an attention function that returns empty outputs and records the bytes in use."""
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any, **kwargs: Any
@@ -346,7 +346,7 @@ def _flash(
 
 
 class _Kernels(TorchFunctionMode):
-    """A torch mode that replaces scaled_dot_product_attention, which has no `meta` kernels."""
+    """A torch mode that replaces scaled_dot_product_attention, which `meta` cannot run."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -360,7 +360,7 @@ class _Kernels(TorchFunctionMode):
 
 
 def _kernel_output(query: Tensor, value: Tensor) -> Tensor:
-    """Return the empty output of an attention kernel, without computing it."""
+    """Return an attention kernel's empty output tensor, without computing it."""
     batch, heads, count, _ = query.shape
     sums = query.new_empty(batch, heads, count, dtype=torch.float32)
     output = query.new_empty(batch, count, heads, value.shape[-1]).transpose(1, 2)
@@ -378,7 +378,7 @@ KERNELS: dict[str, Callable[..., Tensor]] = {"sdpa": _sdpa, "flash": _flash, "ea
 
 
 def _extended(first: Activations, second: Activations, times: float) -> Activations:
-    """Extrapolate a number of bytes linearly: ``times`` the step from first to second."""
+    """Extrapolate memory measurements of two prompt lengths linearly to a longer prompt."""
 
     def on_line(low: int, high: int) -> int:
         return round(low + (high - low) * times)

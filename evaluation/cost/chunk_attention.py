@@ -23,7 +23,7 @@ Kernel = Callable[..., Tensor]
 
 @attrs.frozen
 class ChunkAttention:
-    """The way layers attend to tokens that were read before; see `Blocks` and `Narrowed`.
+    """How the layers attend when a prompt is read in chunks, to measure the memory it takes.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``: where the model is meant to run.
@@ -44,7 +44,7 @@ class ChunkAttention:
         tensors: tuple[Tensor, Tensor, Tensor],
         **kwargs: Any,
     ) -> Tensor:
-        """Return the empty output ``[batch, query_len, query_heads, value_dim]``.
+        """Return a layer's empty attention output, allocating the memory that a real run would.
 
         Args:
             attention: See `ModelMemory`.

@@ -18,7 +18,7 @@ INPUT_BYTES = 2 * 8
 
 @attrs.frozen
 class _Pieces:
-    """The lengths of the forwards in which one stage of the prompt is read.
+    """The token counts of the forward passes that read the prompt for one prefill stage.
 
     Args:
         total: All of them.
@@ -32,13 +32,13 @@ class _Pieces:
 
     @property
     def before_last(self) -> int:
-        """Return the tokens of the forward before the last; 0 if there is only one."""
+        """The number of tokens in the last but one forward pass; 0 if there is only one."""
         return min(self.chunk, self.total - self.last)
 
 
 @attrs.define
 class ChunkedReading(Reading):
-    """The memory of reading a prompt chunk by chunk.
+    """The memory it takes to read a prompt chunk by chunk under a policy.
 
     The layers of the first stage have memory for the whole prompt from the first chunk on, and
     hold all of it until the forward that ends it is over, so that a failure can be undone.
@@ -50,7 +50,7 @@ class ChunkedReading(Reading):
     chunk: int
 
     def most(self) -> int:
-        """Return the peak bytes while the prompt is read."""
+        """Return the peak bytes in use while the prompt is read in chunks."""
         stages = stages_of(self.policy, self.shape.num_layers, self._few_go_on)
         peak = beside = 0
         reaching = self.context_len
@@ -91,7 +91,7 @@ class ChunkedReading(Reading):
         return self._passes()[0][index + 1] <= LARGEST_SHARE
 
     def _reaching_stage(self, stages: tuple[PrefillStage, ...], number: int) -> int:
-        """Return the number of tokens that reach a stage."""
+        """Return how many of the prompt's tokens reach a prefill stage."""
         if not number:
             return self.context_len
         rates = self._passes()[-1]
@@ -101,7 +101,7 @@ class ChunkedReading(Reading):
     def _stage(
         self, stage: PrefillStage, pieces: _Pieces, before: int, *, number: int, resumes: bool
     ) -> tuple[int, int]:
-        """Return the peak bytes while a stage is read, and the bytes held after it.
+        """Return the peak bytes while one prefill stage is run, and the bytes held after it.
 
         Args:
             stage: The stage.
@@ -156,7 +156,7 @@ class ChunkedReading(Reading):
     def _end(
         self, stage: PrefillStage, pieces: _Pieces, *, resumes: bool, looks: bool, keeps: bool
     ) -> tuple[int, int]:
-        """Return the peak bytes of the forward that ends a stage, and the bytes it stores."""
+        """Return the peak bytes of a prefill stage's last forward pass, and the bytes it stores."""
         held = pieces.total - pieces.last
         forward = self._forward(pieces.last, held)
         layers = range(stage.first + resumes, stage.last + 1)
@@ -203,24 +203,24 @@ class ChunkedReading(Reading):
         return pieces.last if self._sums else self._shown_len(pieces.total)
 
     def _cuts(self, new: int) -> bool:
-        """True if the last chunk alone contains all queries that the policy reads."""
+        """True if a last chunk of ``new`` tokens has all the queries that the policy reads."""
         shown = self.policy.num_queries
         return shown is not None and shown < new
 
     def _query_len(self, new: int) -> int:
-        """Return the number of a chunk's queries that every layer remembers."""
+        """Return how many of a chunk's queries every layer stores for the policy."""
         if self._sums or self.policy.num_queries == 0:
             return 0
         return self._shown_len(new) if self._cuts(new) else new
 
     def _queries_held(self, seen: int) -> int:
-        """Return the bytes of queries that a layer remembers of all chunks so far."""
+        """Return the bytes of queries that a layer stores from all chunks so far."""
         if self._sums:
             return 0
         return self._shown_len(seen) * max(map(self._query_bytes, range(self.shape.num_layers)))
 
     def _sums_held(self, layers: range | list[int], key_len: int) -> int:
-        """Return the bytes of the scorer's attention sums over all queries so far."""
+        """Return the bytes in which the scorer sums attention over all queries so far."""
         if not self._sums:
             return 0
         heads = sum(
@@ -229,7 +229,7 @@ class ChunkedReading(Reading):
         return heads * key_len * STATE_BYTES
 
     def _summing(self, index: int, key_len: int, new: int) -> int:
-        """Return the bytes needed to add a chunk's queries to the attention sums."""
+        """Return the bytes needed to add a chunk's attention to the scorer's attention sums."""
         return self._deciding(index, key_len, new) if self._sums else 0
 
     # What forwards hold.
@@ -238,7 +238,7 @@ class ChunkedReading(Reading):
         return self.model.forward(new, held, loops=bool(self._states), chunk=self._attention())
 
     def _resumed(self, index: int, new: int, share: float) -> LayerActivations:
-        """Return the memory of a layer that runs some tokens against keys stored earlier."""
+        """Return the memory a layer needs to run some tokens against keys stored before."""
         held = max(round(share * self.context_len) - new, 0)
         attention = attrs.evolve(self._attention(), has_gaps=True)
         return self.model.forward(new, held, chunk=attention).layers[index]
@@ -249,7 +249,7 @@ class ChunkedReading(Reading):
 
 @attrs.define
 class _Moments:
-    """A running maximum of a forward's bytes, layer by layer.
+    """The largest memory use seen so far in the layers of a forward pass.
 
     Args:
         beside: Bytes that are held beside what is live in the layer at hand.
@@ -262,7 +262,7 @@ class _Moments:
     def see(
         self, here: LayerActivations, *, whole: bool, deciding: int = 0, stored: int = 0
     ) -> None:
-        """Update the maximum with one layer.
+        """Update the largest memory use with one layer's measurements.
 
         Args:
             here: What is live in it.

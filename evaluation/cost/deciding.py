@@ -34,7 +34,7 @@ def deciding_bytes(
     device: str = "cuda",
     query_len: int | None = None,
 ) -> int:
-    """Return the peak bytes a policy needs beside a layer's queries, keys and values.
+    """Return the peak bytes a policy needs to choose a layer's tokens, besides its tensors.
 
     Scores are computed in blocks, of which a GPU's are larger than a processor's. For a GPU the
     scorer is run without numbers; choosing depends on numbers, and is run on short contexts.
@@ -72,7 +72,7 @@ def deciding_bytes(
 
 
 def _scored(policy: CachePolicy, key_len: int, shown: Callable[[int], LayerContext]) -> int:
-    """Return the peak bytes needed for scoring on a GPU."""
+    """Return the peak bytes a policy's scorer needs for a layer's tokens on a GPU."""
     if key_len <= SCORED_LONGER:
         return _scoring(policy, shown(key_len))
     times = (key_len - SCORED_SHORT) / (SCORED_LONGER - SCORED_SHORT)
@@ -139,7 +139,7 @@ def _tensors(context: LayerContext) -> list[Tensor]:
 
 
 def _measured(policy: CachePolicy, context: LayerContext, *, scores: bool = True) -> int:
-    """Return the peak bytes of a layer's choice, with or without its scoring."""
+    """Return the peak bytes of choosing a layer's tokens, measured on an actual run."""
     acts = context.layer_idx in policy.propagation.acting_layers(context.num_layers)
     with torch.no_grad(), LiveBytes(_tensors(context)) as live:
         if scores and policy.propagation.restarts and acts:
@@ -163,7 +163,7 @@ def _choose(policy: CachePolicy, context: LayerContext, acts: bool) -> None:
 
 
 def _scoring(policy: CachePolicy, context: LayerContext) -> int:
-    """Return the peak bytes of scoring, measured on torch's `meta` device."""
+    """Return the peak bytes of a policy's scorer, measured on torch's `meta` device."""
     assert policy.scorer is not None
     nothing_padded = _NothingPadded()  # type: ignore[no-untyped-call]
     with torch.no_grad(), nothing_padded, LiveBytes(_tensors(context)) as live:
@@ -172,7 +172,7 @@ def _scoring(policy: CachePolicy, context: LayerContext) -> int:
 
 
 class _NothingPadded(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A torch mode in which a `meta` tensor counts as True: as if no slot were padding."""
+    """A torch mode in which a bool `meta` tensor counts as True, as if nothing were padding."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:

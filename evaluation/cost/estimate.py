@@ -17,7 +17,7 @@ from kvpolicy.repetition import Repetition
 
 @attrs.frozen
 class Flops:
-    """A count of floating-point operations; a multiplication and an addition are two.
+    """Numbers of floating-point operations; a multiply-add counts as two.
 
     Args:
         linear: Of the layers' matrices: projections of attention, and MLPs.
@@ -34,12 +34,12 @@ class Flops:
 
     @property
     def layers(self) -> float:
-        """Return all operations except the output head's."""
+        """The operations of all layers, without the output head."""
         return self.linear + self.attention + self.states
 
     @property
     def total(self) -> float:
-        """Return all operations."""
+        """The operations of the layers and the output head together."""
         return self.layers + self.head
 
     def __add__(self, other: Flops) -> Flops:
@@ -53,7 +53,7 @@ class Flops:
 
 @attrs.frozen
 class Estimate:
-    """The cost of one prompt under a policy and under full context.
+    """The estimated operations and bytes of one prompt, under a policy and with full context.
 
     Args:
         context_len: Tokens of the prompt.
@@ -79,34 +79,34 @@ class Estimate:
 
     @property
     def speedup(self) -> float:
-        """Return the largest speed-up of the prefill, by the count of operations."""
+        """The prefill speed-up over full context if only operations counted."""
         return self.full.total / self.prefill.total
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of keys, values and states kept after prefill."""
+        """The bytes of keys, values and recurrent states kept after prefill."""
         held = zip(self.kept_tokens, self.token_bytes, strict=True)
         return round(sum(tokens * size for tokens, size in held)) + self.state_bytes
 
     @property
     def full_kv_bytes(self) -> int:
-        """Return the bytes of a full cache."""
+        """The bytes of the cache with full context."""
         return self.context_len * sum(self.token_bytes) + self.state_bytes
 
     @property
     def kv_share(self) -> float:
-        """Return the kept bytes as a fraction of a full cache's bytes."""
+        """The bytes kept under the policy, as a fraction of the cache with full context."""
         return self.kv_bytes / self.full_kv_bytes
 
     @property
     def mean_kept(self) -> float:
-        """Return the tokens that a layer keeps, averaged over layers that hold any."""
+        """The number of tokens a layer keeps, averaged over layers that store any."""
         pairs = zip(self.kept_tokens, self.token_bytes, strict=True)
         holding = [tokens for tokens, size in pairs if size]
         return sum(holding) / len(holding)
 
     def as_data(self) -> dict[str, Any]:
-        """Return plain data for JSON; None for what is unknown before a prompt is read."""
+        """Return the estimate as a dict for JSON; None for what only reading a prompt tells."""
         known = self.compute_rate is not None
         prefill = {**attrs.asdict(self.prefill), "total": self.prefill.total}
         return {
@@ -129,7 +129,7 @@ def estimate(
     *,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Estimate:
-    """Count the operations and bytes of one prompt under a policy, without running it.
+    """Estimate the operations and bytes of one prompt under a policy, without running a model.
 
     A layer over ``n`` tokens takes ``2 * n`` operations for each of its weights, and causal
     attention ``n ** 2 * query_heads * (key_dim + value_dim)``: half of two full products of two
@@ -198,7 +198,7 @@ def estimate(
 def layer_flops(
     shape: ModelShape, layer_idx: int, tokens: float, context_len: float | None = None
 ) -> Flops:
-    """Return the operations of one layer that computes all tokens passed to it.
+    """Return the operations of one layer over all tokens that reach it.
 
     So does a layer that drops: the one place to change if it computes fewer.
 
@@ -220,7 +220,7 @@ def layer_flops(
 
 
 def _seen_share(layer: LayerShape, context_len: float) -> float:
-    """Return the fraction of token pairs that a layer's window attends to."""
+    """Return the fraction of causal token pairs that lie within a layer's attention window."""
     window = layer.window
     if window is None or window >= context_len:
         return 1.0
@@ -236,7 +236,7 @@ def _pass(shape: ModelShape, tokens: Sequence[float], context_len: float) -> Flo
 
 
 def _kept(layer: LayerShape, arriving: float, chosen: float, context_len: float) -> float:
-    """Return the number of tokens that a layer keeps of those that reach it."""
+    """Return how many tokens a layer keeps of those that reach it: as chosen, or by its window."""
     if not layer.token_elements:
         return 0.0
     if layer.window is None or context_len <= layer.window:
@@ -259,7 +259,7 @@ def _prefill(propagation: PropagationPolicy, shape: ModelShape, context_len: int
 
 
 def _again(reading: Repetition | None, shape: ModelShape, context_len: int) -> Flops:
-    """Return the operations of a second reading of the prompt."""
+    """Return the operations of reading the prompt a second time; zero if it is read once."""
     if reading is None:
         return Flops(0.0, 0.0)
     tokens = reading.compute_rate(context_len) * context_len
@@ -278,6 +278,6 @@ def _again(reading: Repetition | None, shape: ModelShape, context_len: int) -> F
 def _tokens(
     rates: Sequence[float], part: KVSelector | PropagationPolicy, context_len: int
 ) -> list[float]:
-    """Return the number of tokens that each layer reads; 0 for layers that are not run."""
+    """Return how many tokens each layer reads or keeps, from rates; 0 for layers not run."""
     fewest = min(max(part.protected_tail + part.protected_first, 1), context_len)
     return [max(rate * context_len, fewest) if rate else 0.0 for rate in rates]

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A torch mode that counts the bytes of tensors made inside the block and still in use.
+    """A torch mode that counts the live bytes of tensors made in a ``with`` block.
 
     What a kernel takes for itself and gives back before it returns is not seen. Tensors on the
     `meta` device count as what they would take.
@@ -43,7 +43,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._counts = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count the tensors that it makes."""
+        """Run a torch operation and count the bytes of the tensors that it makes."""
         made = func(*args, **(kwargs or {}))
         for each in tree_leaves(made):
             if isinstance(each, Tensor):
@@ -52,7 +52,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Run a block whose new tensors, and their views, are not counted."""
+        """Return a context manager in which new tensors, and views of them, are not counted."""
         self._counts = False
         try:
             yield
@@ -60,7 +60,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._counts = True
 
     def restart(self) -> int:
-        """Reset the peak to the live bytes, and return the peak until now."""
+        """Return the peak bytes so far, and set the peak to the live bytes of now."""
         peak, self.peak = self.peak, self.live
         return peak
 

@@ -9,7 +9,7 @@ from kvpolicy.checks import check_count
 
 @attrs.frozen
 class LayerShape:
-    """The sizes of one decoder layer that its cost depends on.
+    """The sizes of one decoder layer from which its compute and memory are estimated.
 
     Args:
         weights: Those that one token is multiplied with, at least 1: of the projections of
@@ -77,33 +77,33 @@ class LayerShape:
 
     @property
     def pair_width(self) -> int:
-        """Return the numbers multiplied for each pair of tokens, over all heads."""
+        """The multiplications per pair of query and key, over all heads."""
         return self.query_heads * (self.key_dim + self.value_dim)
 
     @property
     def chooses(self) -> bool:
-        """True if the policy chooses at this layer: it has keys and sees the whole context."""
+        """True if a policy chooses tokens at this layer: it stores keys and has no window."""
         return bool(self.query_heads and self.token_elements) and self.window is None
 
     def held(self, context_len: float) -> float:
-        """Return the number of tokens that the layer holds without eviction."""
+        """Return how many tokens the layer stores without eviction: at most its window."""
         if self.window is None or context_len <= self.window:
             return context_len
         return context_len % self.window if self.chunked else self.window - 1
 
     def token_bytes(self, itemsize: int) -> int:
-        """Return the bytes that a token takes in the layer, at ``itemsize`` bytes per number."""
+        """Return the bytes that a token takes in this layer's cache, given bytes per number."""
         return self.token_elements * itemsize + self.place_bytes
 
     def state_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a row's state, at ``itemsize`` bytes per number."""
+        """Return the bytes of one sequence's recurrent state, given bytes per number."""
         own = self.state_elements - self.float_state_elements
         return own * itemsize + self.float_state_elements * 4
 
 
 @attrs.frozen
 class ModelShape:
-    """The sizes of a decoder that its cost depends on.
+    """The sizes of a decoder from which its compute and memory are estimated.
 
     Args:
         name: What to call it.
@@ -142,12 +142,12 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
-        """Return the number of decoder layers."""
+        """The number of decoder layers."""
         return len(self.layers)
 
     @property
     def eligible(self) -> list[int]:
-        """Return the layers after which tokens may be dropped; all if none sees everything."""
+        """The layers after which tokens may be dropped: those without a window, or else all."""
         seeing = [index for index, layer in enumerate(self.layers) if layer.chooses]
         return seeing or list(range(self.num_layers))
 
@@ -161,7 +161,7 @@ def attention_layer(
     mlp: int,
     window: int | None = None,
 ) -> LayerShape:
-    """Return the shape of a layer of plain attention, with one head width, and an MLP.
+    """Make the shape of a plain layer: attention with one head width, and an MLP.
 
     Args:
         hidden_size: Width of the residual stream.
@@ -185,5 +185,5 @@ def attention_layer(
 
 
 def gated_mlp(hidden_size: int, intermediate_size: int) -> int:
-    """Return the number of weights of an MLP with gate, up and down matrices."""
+    """Return the number of weights of an MLP with gate, up and down projections."""
     return 3 * hidden_size * intermediate_size

@@ -9,7 +9,7 @@ import attrs
 
 @attrs.frozen
 class Preset:
-    """A published model's family, sizes and names.
+    """A published model's family, sizes and Hub names, to estimate its cost without a download.
 
     Args:
         model_type: Transformers' word for its family.
@@ -32,7 +32,7 @@ def _dense(
     most: int,
     *hub_names: str,
 ) -> Preset:
-    """Return a preset of equal layers with heads of width 128."""
+    """Make the preset of a dense model of equal layers and heads of width 128."""
     sizes = {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -49,7 +49,7 @@ def _dense(
 
 
 def _gpt_oss(layers: int, experts: int, hub_name: str) -> Preset:
-    """Return a preset of gpt-oss with a number of layers and experts."""
+    """Make the preset of a gpt-oss model with given numbers of layers and experts."""
     sizes = {"num_hidden_layers": layers, "num_local_experts": experts}
     return Preset("gpt_oss", sizes, (hub_name,))
 
@@ -145,7 +145,7 @@ _BY_HUB_NAME = {
 
 
 def preset_name(name: str) -> str | None:
-    """Return the preset with the given name or Hub name, ignoring case; else None.
+    """Return the name of the preset for a preset's or Hub name, ignoring case; else None.
 
     Example:
         >>> preset_name("meta-llama/Llama-3.1-8B-Instruct")

@@ -16,13 +16,13 @@ POSITION_BYTES = 8
 
 
 def most_of(layer: LayerActivations) -> int:
-    """Return the largest number of bytes in use in any part of a layer's forward."""
+    """Return the largest number of bytes in use at any moment of a layer's forward pass."""
     return max(layer.attending, layer.observing, layer.after)
 
 
 @attrs.define
 class Reading:
-    """The memory of reading a prompt in one forward.
+    """The memory it takes to read a prompt in one forward pass under a policy.
 
     Args:
         policy: The policy, its layers placed.
@@ -47,7 +47,7 @@ class Reading:
     # What layers hold.
 
     def stored(self, index: int) -> int:
-        """Return the bytes of a layer's kept tokens after the policy has chosen."""
+        """Return the bytes that a layer stores after the policy has chosen its tokens."""
         size, layer = self.token_bytes[index], self.shape.layers[index]
         if not size:
             return 0
@@ -58,7 +58,7 @@ class Reading:
 
     @property
     def waiting(self) -> list[int]:
-        """Return the layers that hold the whole prompt until all layers are scored."""
+        """The layers that store the whole prompt until all layers are scored."""
         return [
             index
             for index, layer in enumerate(self.shape.layers)
@@ -68,7 +68,7 @@ class Reading:
         ]
 
     def when_read(self) -> int:
-        """Return the bytes of all layers once the prompt is read, before deferred choices."""
+        """Return the bytes all layers store when the prompt is read, before deferred choices."""
         return sum(map(self._held_back, range(self.shape.num_layers)))
 
     def _held_back(self, index: int) -> int:
@@ -77,7 +77,7 @@ class Reading:
         return self.stored(index)
 
     def while_answering(self, answer_len: int) -> tuple[int, int]:
-        """Return the layers' bytes at the answer's end, and their peak; states not included."""
+        """Return the bytes layers store at the answer's end, and their peak while decoding."""
         stored = sum(map(self.stored, range(self.shape.num_layers)))
         rule = self.policy.decoding
         if rule is None or answer_len < rule.every:
@@ -98,13 +98,13 @@ class Reading:
         return max(stored, bounded) + remembered, stored + bounded + remembered
 
     def _query_bytes(self, index: int) -> int:
-        """Return the bytes of one token's queries; 0 if the layer holds no tokens."""
+        """Return the bytes of one token's queries in a layer; 0 if the layer stores no keys."""
         layer = self.shape.layers[index]
         looks = self.token_bytes[index] > 0
         return looks * layer.query_heads * layer.key_dim * self.model.dtype.itemsize
 
     def _deciding(self, index: int, key_len: int, query_len: int | None = None) -> int:
-        """Return the bytes needed to choose a layer's tokens with at most ``query_len`` queries."""
+        """Return the bytes a policy needs to choose a layer's tokens, given its query count."""
         place = index, self.shape.num_layers
         layer = self.shape.layers[index]
         if layer.window is not None and layer.window < self.context_len:
@@ -116,7 +116,7 @@ class Reading:
     # In one forward.
 
     def most(self) -> int:
-        """Return the peak bytes while the prompt is read."""
+        """Return the peak bytes in use while the prompt is read in one forward pass."""
         propagation, num_layers = self.policy.propagation, self.shape.num_layers
         passes = list(propagation.prefill_passes(num_layers, self.context_len))
         peak = 0
@@ -126,7 +126,7 @@ class Reading:
         return peak
 
     def _pass(self, arriving: Sequence[float], *, keeps: bool) -> int:
-        """Return the peak bytes of one forward over the prompt or a restart's tokens."""
+        """Return the peak bytes of one forward pass, given the number of tokens in each layer."""
         peak = total = 0
         for index, tokens in enumerate(arriving):
             if not tokens and not (index and arriving[index - 1]):
@@ -143,19 +143,19 @@ class Reading:
         return peak
 
     def _narrows(self, index: int, arriving: Sequence[float]) -> bool:
-        """True if a layer's output is computed for few of its tokens only."""
+        """True if few of the tokens go on after a layer, so that only their output is computed."""
         if not self._is_plain(index):
             return False
         last = index == len(arriving) - 1
         return last or arriving[index + 1] <= LARGEST_SHARE * arriving[index]
 
     def _is_plain(self, index: int) -> bool:
-        """True if a layer may be run for only some of its tokens."""
+        """True if a layer can compute outputs for only some of its tokens."""
         layer = self.shape.layers[index]
         return layer.chooses and not layer.state_elements
 
     def _reached(self, index: int, tokens: int) -> LayerActivations:
-        """Return the memory of a layer that some of the prompt's tokens reach."""
+        """Return a layer's memory in a forward pass in which only ``tokens`` tokens reach it."""
         loops = bool(self._states)
         if tokens >= self.context_len:
             return self.model.forward(self.context_len, loops=loops).layers[index]
@@ -178,5 +178,5 @@ class Reading:
 
 
 def is_latent(layer: LayerShape) -> bool:
-    """True if the layer stores a token as one latent vector for all heads."""
+    """True if a layer stores one latent vector per token for all heads, as in MLA."""
     return layer.token_elements < layer.kv_heads * (layer.key_dim + layer.value_dim)

@@ -10,7 +10,7 @@ SALIENCY_BYTES = 4
 
 
 def choosing_bytes(reading: Reading) -> int:
-    """Return the peak extra bytes in use between the end of reading and the layers' choice."""
+    """Return the peak bytes, beyond the prompt's own, until deferred choices are made."""
     stored = sum(map(reading.stored, reading.waiting))
     if reading.policy.rereading is None:
         return stored
@@ -18,7 +18,7 @@ def choosing_bytes(reading: Reading) -> int:
 
 
 def _again(reading: Reading) -> int:
-    """Return the peak bytes of a second reading.
+    """Return the peak bytes of reading the prompt a second time.
 
     Every layer shows what it holds in memory of its own; the forward over a repeated chunk joins
     it with the chunk's own keys, layer by layer, under a mask of all.

@@ -28,7 +28,7 @@ TOKEN_BYTES = 3 * 8
 
 @attrs.frozen
 class Session:
-    """The bytes of one session, without the model's weights.
+    """The memory in bytes that one prompt and its answer take, without the model's weights.
 
     Args:
         kept: Keys, values and states once the prompt has been read, as `PolicyCache.report` says.
@@ -44,16 +44,16 @@ class Session:
 
     @property
     def peak(self) -> int:
-        """Return the peak bytes at any time."""
+        """The peak bytes while the prompt is read or the answer is decoded."""
         return max(self.reading, self.answering)
 
     @property
     def peak_when(self) -> str:
-        """Return the phase with the peak: ``"reading"`` or ``"answering"``."""
+        """The phase with the peak memory: ``"reading"`` or ``"answering"``."""
         return "reading" if self.reading >= self.answering else "answering"
 
     def count_in(self, memory: int, weights: int) -> int:
-        """Return how many sessions fit into a memory if only one of them runs at a time.
+        """Return how many sessions fit into a memory if only one runs at a time.
 
         Args:
             memory: Bytes there are.
@@ -77,7 +77,7 @@ def session_of(
     chunk: int | None = None,
     device: str = "cuda",
 ) -> Session:
-    """Compute the bytes of one session.
+    """Compute the memory that one prompt and its answer take under a policy.
 
     The cache has memory for the answer in advance, as with ``max_new_tokens``; without it buffers
     grow, and are held twice while they do.

@@ -15,7 +15,7 @@ from kvpolicy.evaluation.cost.presets import PRESETS, preset_name
 
 
 def load_shape(name: str) -> ModelShape:
-    """Load the shape of a preset, or of a configuration on disk; no network is used.
+    """Load a model's layer sizes from a preset or a configuration on disk, without network.
 
     Args:
         name: A preset or its name on the Hugging Face Hub, in upper or lower case; a folder with a
@@ -36,7 +36,7 @@ def load_shape(name: str) -> ModelShape:
 
 
 def load_config(name: str) -> Any:
-    """Return the configuration of a model; see `load_shape` for arguments and errors."""
+    """Load a model's Transformers configuration from a preset or from disk."""
     check_kind("name", name, str)
     preset = preset_name(name)
     return _read_config(name) if preset is None else _preset_config(preset)
@@ -55,7 +55,7 @@ def _preset_shape(name: str) -> ModelShape:
 
 
 def shape_of(config: Any, name: str = "model") -> ModelShape:
-    """Return the shape of a Transformers model, from its configuration.
+    """Return a model's layer sizes, from its Transformers configuration.
 
     Args:
         config: A configuration of Transformers; one of several modalities counts as its text

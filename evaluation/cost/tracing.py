@@ -47,7 +47,7 @@ DTYPE = torch.bfloat16
 
 
 def trace_layers(config: Any, name: str) -> tuple[LayerShape, ...]:
-    """Return the shape of every layer of a decoder.
+    """Run a decoder on the `meta` device and return every layer's sizes.
 
     Args:
         config: The model's configuration; of one of several modalities the text decoder counts.
@@ -101,7 +101,7 @@ def trace_layers(config: Any, name: str) -> tuple[LayerShape, ...]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence Transformers' warnings about missing kernels."""
+    """Silence Transformers' warnings about missing kernels in a ``with`` block."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -111,7 +111,7 @@ def quiet() -> Iterator[None]:
 
 
 def _built(config: Any, text: Any) -> nn.Module:
-    """Build the model on the `meta` device, without weights."""
+    """Build a model on the `meta` device from its configuration, without weights."""
     options = {"dtype": DTYPE, "attn_implementation": NAME}
     model: Any
     with torch.device("meta"):
@@ -132,7 +132,7 @@ def _built(config: Any, text: Any) -> nn.Module:
 
 @attrs.define
 class _LayerFacts:
-    """The facts found about a layer when it ran."""
+    """What is recorded about one decoder layer while it runs: weights used and head sizes."""
 
     linear: float = 0.0
     projection: float | None = None
@@ -142,7 +142,7 @@ class _LayerFacts:
 
 @attrs.define
 class _Seen:
-    """A recorder of the layers that run in a model.
+    """Records the decoder layers that run, with the weights they use.
 
     Args:
         modules: The decoder's layers.
@@ -157,7 +157,7 @@ class _Seen:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record the layers that run inside the block."""
+        """Record the decoder layers that run in a ``with`` block, by forward hooks."""
         handles = []
         for layer, facts in zip(self.modules, self.layers, strict=True):
             handles.append(layer.register_forward_pre_hook(self._enter(facts)))
@@ -198,7 +198,7 @@ class _Seen:
     def _experts(
         self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], _: Any
     ) -> None:
-        """Count the weights of the top-k experts that a token is routed to."""
+        """Forward hook that counts the weights of the experts that a token is routed to."""
         if self.current is None:
             return
         given = [each for each in (*inputs, *named.values()) if isinstance(each, Tensor)]
@@ -209,7 +209,7 @@ class _Seen:
             self.current.linear += active * weight[0].numel()
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Record one call of a layer's attention function."""
+        """Record the head sizes from one call of a layer's attention function."""
         if self.current is not None:
             heads = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
             self.current.heads = heads
@@ -218,12 +218,12 @@ class _Seen:
 
 
 def _all_keys_are_there(*_: Any) -> None:
-    """Let ``nonzero`` on `meta` tensors return all entries, as attention with an indexer needs."""
+    """Forward hook that lets ``nonzero`` on `meta` tensors return all entries."""
     without_numbers.meta_nonzero_assume_all_nonzero = True
 
 
 def _not_all_is_there(*_: Any) -> None:
-    """Forbid ``nonzero`` on `meta` tensors again, as choices of experts cannot be known."""
+    """Forward hook that forbids ``nonzero`` on `meta` tensors again."""
     without_numbers.meta_nonzero_assume_all_nonzero = False
 
 
@@ -233,14 +233,14 @@ _watching: ContextVar[_Seen] = ContextVar("watching")
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
-    """Record the tensors that an attention function receives, and return an empty output."""
+    """Attention function that records its input tensors and returns an empty output."""
     _watching.get().attended(query, key, value)
     batch, heads, tokens, _dim = query.shape
     return query.new_empty(batch, tokens, heads, value.shape[-1]), None
 
 
 def _expert_weights(module: nn.Module) -> list[Tensor]:
-    """Return a module's weight matrices that exist once per expert."""
+    """Return a module's weight tensors that hold one matrix per expert."""
     if isinstance(module, (nn.Conv1d, nn.Conv2d)):
         return []
     own = dict(module.named_parameters(recurse=False))
@@ -248,7 +248,7 @@ def _expert_weights(module: nn.Module) -> list[Tensor]:
 
 
 def _owned_weights(layer: nn.Module) -> int:
-    """Count the weights of routers and convolutions, each used once per token."""
+    """Count a layer's router and convolution weights, each used once per token."""
     found = 0
     for module in layer.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -286,14 +286,14 @@ def _layer(
 
 
 def _token_elements(cached: Any) -> int:
-    """Return the numbers stored per token: keys, values and index keys."""
+    """Return how many numbers a layer caches per token: keys, values and index keys."""
     names = ("keys", "values", "indexer_keys", "prefill_keys", "prefill_values")
     held = (getattr(cached, name, None) for name in names)
     return sum(each.numel() // TOKENS for each in held if isinstance(each, Tensor))
 
 
 def _place_bytes(held: list[Any]) -> int:
-    """Return the bytes of position ids that a `PolicyCache` stores per index key.
+    """Return the bytes of position ids that a `PolicyCache` stores with each index key.
 
     Transformers' own cache holds them once, for the layers of all; where some are dropped on the
     way, layers hold different tokens.
@@ -303,7 +303,7 @@ def _place_bytes(held: list[Any]) -> int:
 
 
 def _states(cache: Any, index: int, cached: Any) -> list[Tensor]:
-    """Return the states that a cache stores for a layer, those of convolutions included."""
+    """Return the recurrent and convolution states that a cache stores for a layer."""
     found: list[Any] = []
     for name in ("conv_states", "recurrent_states"):
         held = getattr(cached, name, None)
@@ -316,7 +316,7 @@ def _states(cache: Any, index: int, cached: Any) -> list[Tensor]:
 
 
 def _window(config: Any, index: int, cached: Any) -> tuple[int | None, bool]:
-    """Return a layer's window length (None for all), and whether windows are chunks."""
+    """Return a layer's attention window (None for all) and whether windows are separate chunks."""
     kinds = getattr(config, "layer_types", None)
     own = getattr(cached, "sliding_window", None)
     if not kinds or index >= len(kinds):

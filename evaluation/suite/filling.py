@@ -13,7 +13,7 @@ from kvpolicy.evaluation.suite.sample import Cell, Document, Sample
 def expected_samples(
     documents: Documents, questions: Sequence[str], methods: Sequence[str]
 ) -> dict[Cell, int]:
-    """Return every cell of a comparison in order, with its number of samples.
+    """Return every cell of an evaluation in order, with its number of samples.
 
     All methods answer a task's documents before the next task begins, so that what is there can be
     compared at any time.
@@ -40,7 +40,7 @@ def fill(
     progress: Progress = silent,
     listener: Listener | None = None,
 ) -> None:
-    """Answer the samples that the folder lacks; a finished sample is never asked again.
+    """Answer all samples that a folder of results lacks; finished samples are not asked again.
 
     Args:
         folder: Where samples go, each batch as soon as it is answered.
@@ -86,7 +86,7 @@ def _batches(documents: Sequence[Document], size: int) -> Iterator[Sequence[Docu
 
 
 def _check_prompts(cells: Mapping[Cell, Sequence[Sample]], documents: Documents) -> None:
-    """Check that the folder's samples have the same prompts as the documents."""
+    """Check that the folder's finished samples were asked with the same prompts."""
     for cell, found in cells.items():
         digests = {each.id: each.digest for each in documents[cell.task, cell.length]}
         for sample in found:

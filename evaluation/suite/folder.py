@@ -26,7 +26,7 @@ FORMAT = 1
 
 @attrs.frozen
 class Description:
-    """The settings, environment, methods and cells of a folder.
+    """What a folder of results says about itself: settings, machine, methods and cells.
 
     Args:
         settings: What was asked for, and the model, as plain data.
@@ -41,7 +41,7 @@ class Description:
     expected: dict[Cell, int]
 
     def to_json(self) -> str:
-        """Return the content of the file ``settings.json``."""
+        """Return the description as the text of the file ``settings.json``."""
         cells = [{**attrs.asdict(cell), "samples": count} for cell, count in self.expected.items()]
         methods = {label: attrs.asdict(method) for label, method in self.methods.items()}
         data = {"format": FORMAT, "settings": self.settings, **self.environment}
@@ -49,7 +49,7 @@ class Description:
 
     @classmethod
     def from_json(cls, text: str) -> Description:
-        """Read a description from the content of ``settings.json``.
+        """Parse a description from the text of ``settings.json``.
 
         Raises:
             ValueError: It did not write it, or another version did, in another format.
@@ -68,7 +68,7 @@ class Description:
             raise ValueError(f"no settings of an evaluation: {error}") from None
 
     def differences(self, other: Description) -> list[str]:
-        """Describe how another description differs; empty if both may share a folder.
+        """List how another description differs; empty if results may share a folder.
 
         The number of processors of a machine counts for nothing, nor do the cells, which follow
         from the settings and the tasks' documents.
@@ -83,7 +83,7 @@ class Description:
 
 @attrs.frozen
 class Results:
-    """The description and the samples of a folder.
+    """The description and all samples read from a folder of results.
 
     Args:
         description: What it is of.
@@ -94,7 +94,7 @@ class Results:
     samples: tuple[Sample, ...]
 
     def by_cell(self) -> dict[Cell, list[Sample]]:
-        """Return the finished samples of every cell, by document."""
+        """Return the finished samples of each cell, keyed by document."""
         found: dict[Cell, list[Sample]] = {cell: [] for cell in self.description.expected}
         for sample in sorted(self.samples, key=lambda sample: sample.document):
             found[sample.cell].append(sample)
@@ -102,7 +102,7 @@ class Results:
 
 
 def load(folder: Path | str) -> Results:
-    """Read a folder of results, finished or not; nothing in it is changed.
+    """Read a folder of results, finished or not, without changing it.
 
     Args:
         folder: As `kvpolicy eval` wrote it.
@@ -125,7 +125,7 @@ def load(folder: Path | str) -> Results:
 
 
 class Folder:
-    """A folder to which one process at a time adds samples; see `opened`.
+    """An open folder of results, to which only one process at a time adds samples.
 
     Args:
         path: The folder.
@@ -137,7 +137,7 @@ class Folder:
         self.results = results
 
     def append(self, samples: Sequence[Sample]) -> None:
-        """Add finished samples, each a whole line, and flush them to disk."""
+        """Append finished samples to the results file, one line each, and flush to disk."""
         with (self.path / SAMPLES).open("ab") as file:
             file.write("".join(sample.to_line() for sample in samples).encode())
             file.flush()
@@ -146,7 +146,7 @@ class Folder:
 
 @contextmanager
 def opened(path: Path, description: Description) -> Iterator[Folder]:
-    """Open a new folder, or one with the same description, and yield it.
+    """Open a new folder of results, or one with the same description, to add samples.
 
     A last line that was not written to its end is cut off; nothing else of a folder is touched.
 
@@ -166,7 +166,7 @@ def opened(path: Path, description: Description) -> Iterator[Folder]:
 
 
 def check_same(path: Path, description: Description) -> None:
-    """Check that a folder is new or has the same description.
+    """Check that a folder of results is new or has the same description.
 
     Raises:
         ValueError: It is not; says what differs.
@@ -206,7 +206,7 @@ def _cut_torn_line(file: Path) -> None:
 
 
 def _read_samples(file: Path, description: Description) -> Iterator[Sample]:
-    """Yield the samples of all whole lines; an unfinished last line is ignored."""
+    """Yield the samples of a results file; an unfinished last line is ignored."""
     if not file.exists():
         return
     read: set[tuple[Cell, int]] = set()
@@ -226,7 +226,7 @@ def _read_samples(file: Path, description: Description) -> Iterator[Sample]:
 
 
 def _flat(description: Description) -> dict[str, Any]:
-    """Return the settings that two folders must share, by their names in messages."""
+    """Return the settings that two runs in one folder must share, by their names in messages."""
     read = json.loads(description.to_json())
     machine: Mapping[str, Any] = read.get("machine", {})
     return {
@@ -238,7 +238,7 @@ def _flat(description: Description) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """Return a setting's value as a text short enough for a message."""
+    """Return a setting's value as text short enough for a message."""
     if isinstance(value, list):
         return ",".join(map(str, value)) or "none"
     return "not given" if value is None else str(value)

@@ -36,7 +36,7 @@ NO_LIMIT = 2**31 - 1
 
 
 class HarnessRunner(Runner):
-    """A runner that asks one loaded model the tasks of lm-evaluation-harness.
+    """Runs tasks of lm-evaluation-harness on one loaded model under several policies.
 
     Args:
         loaded: The model.
@@ -73,7 +73,7 @@ class HarnessRunner(Runner):
         self._requests: dict[tuple[str, int], list[Instance]] = {}
 
     def documents(self) -> Documents:
-        """Build every prompt, and check all of them before the first is asked."""
+        """Build the prompts of all tasks, and check every one before the first is asked."""
         with quiet():
             for name, task in self.tasks.items():
                 self._build(name, task)
@@ -87,7 +87,7 @@ class HarnessRunner(Runner):
         return found
 
     def answer(self, cell: Cell, documents: Sequence[Document]) -> list[Answer]:
-        """Answer documents as the harness does, and score them."""
+        """Answer documents with the model as the harness does, and score the answers."""
         task = self.tasks[cell.task]
         groups = [
             [
@@ -107,7 +107,7 @@ class HarnessRunner(Runner):
         ]
 
     def _ask(self, model: PolicyLM, requests: Sequence[Instance]) -> list[list[RequestCosts]]:
-        """Send requests to the model, one per repeat, and return each one's cost."""
+        """Send requests to the model, each as often as it repeats; return each one's costs."""
         repeated = [each for each in requests for _ in range(each.repeats or 1)]
         ask = getattr(model, repeated[0].request_type)
         for request, response in zip(repeated, ask(repeated, disable_tqdm=True), strict=True):
@@ -116,7 +116,7 @@ class HarnessRunner(Runner):
         return [[next(costs) for _ in range(each.repeats or 1)] for each in requests]
 
     def _model(self, method: str, question: str) -> PolicyLM:
-        """Return the model under a policy; its weights are not copied."""
+        """Wrap the model to answer under a policy; its weights are not copied."""
         if (method, question) not in self._models:
             self._models[method, question] = PolicyLM(
                 pretrained=self.loaded.model,
@@ -146,7 +146,7 @@ class HarnessRunner(Runner):
             self._requests.setdefault((name, request.doc_id), []).append(request)
 
     def _check(self, documents: Documents) -> None:
-        """Check that every prompt can be read under every policy and asked in every way.
+        """Check that the model can read every prompt under every policy.
 
         Raises:
             ValueError: A prompt is longer than the model's positions, its question cannot be told
@@ -167,7 +167,7 @@ class HarnessRunner(Runner):
                 raise ValueError(f"{method} cannot be applied to {self.loaded.name}: {reason}")
 
     def _tokens(self, model: PolicyLM, name: str, request: Instance) -> int:
-        """Return the tokens of prompt and answer, checked against the positions."""
+        """Count a request's tokens, prompt and answer; ValueError beyond the model's positions."""
         prompt, follows = request.args[0], request.args[1]
         what = f"document {request.doc_id} of {name}"
         if isinstance(follows, str):
@@ -198,7 +198,7 @@ def _document(task: Task, number: int, requests: Sequence[Instance]) -> Document
 def _answer(
     task: Task, cell: Cell, requests: Sequence[Instance], costs: Sequence[RequestCosts]
 ) -> Answer:
-    """Return one document's answer, with its largest cache and the time of all requests."""
+    """Make one document's `Answer` from its requests: prediction, scores, cache size and time."""
     most = max(costs, key=lambda cost: cost.bytes_held)
     return Answer(
         prediction=prediction_of(task, requests),
@@ -213,7 +213,7 @@ def _answer(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the harness's progress bars and log lines."""
+    """Silence lm-evaluation-harness's progress bars and log lines."""
     logger: Any = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -12,11 +12,11 @@ Documents = Mapping[tuple[str, int | None], Sequence[Document]]
 
 
 class Runner(ABC):
-    """Base of runners, which prepare documents and answer them under a policy."""
+    """Base of runners, which prepare a task's documents and have a model answer them."""
 
     @abstractmethod
     def documents(self) -> Documents:
-        """Return all documents to be asked, always in the same order.
+        """Return all documents to be asked, by task and length, always in the same order.
 
         Raises:
             ValueError: One of them cannot be asked, such as a prompt that is too long.
@@ -24,14 +24,14 @@ class Runner(ABC):
 
     @abstractmethod
     def answer(self, cell: Cell, documents: Sequence[Document]) -> list[Answer]:
-        """Answer the documents of a cell, in their order."""
+        """Answer the documents of one cell, in their order."""
 
 
 class Listener:
-    """Receives finished cells, for display; this base class ignores them."""
+    """Base of listeners told of finished cells, to display them; does nothing."""
 
     def finished(self, cell: Cell, answers: Sequence[Answer], found: int) -> None:
-        """Receive a finished cell.
+        """Called when all samples of a cell are finished.
 
         Args:
             cell: The cell.

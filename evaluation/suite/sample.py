@@ -15,7 +15,7 @@ FULL_CONTEXT = "full_context"
 
 @attrs.frozen(order=True)
 class Cell:
-    """A task at a length, with a method and a question: one cell of the table of results.
+    """A task at one prompt length, asked in one way under one method: a cell of the results.
 
     Args:
         task: The task's name.
@@ -37,13 +37,13 @@ class Cell:
 
     @property
     def baseline(self) -> Cell:
-        """Return the cell of the same documents, asked with full context."""
+        """The cell in which the same documents are asked with full context."""
         return attrs.evolve(self, method=FULL_CONTEXT)
 
 
 @attrs.frozen
 class Document:
-    """A document of a task, with its prompt.
+    """A task's document: the prompt that is given to the model, and its id.
 
     Args:
         id: Which of the task's documents it is, from 0.
@@ -60,13 +60,13 @@ class Document:
 
     @property
     def digest(self) -> str:
-        """Return a hash of the prompt, to detect that it has changed."""
+        """A hash of the prompt, by which a changed prompt is noticed."""
         return hashlib.sha256(self.prompt.encode()).hexdigest()[:16]
 
 
 @attrs.frozen
 class Answer:
-    """The answer of a model to one document under a policy, with its costs.
+    """A model's answer to one document under a policy, with its scores and costs.
 
     Args:
         prediction: The text that was scored; for a multiple choice, the choice.
@@ -89,7 +89,7 @@ class Answer:
 
 @attrs.frozen
 class Method:
-    """A policy in a comparison, with its retention.
+    """A policy of an evaluation as saved in a folder: its name, parameters and retention.
 
     Args:
         policy: Its name.
@@ -105,7 +105,7 @@ class Method:
 
     @classmethod
     def of(cls, variant: Variant) -> Method:
-        """Return the method that a variant runs."""
+        """Make the saved form of a policy variant."""
         return cls(
             variant.name, variant.retention_rate, variant.retention_tokens, repr(variant.policy)
         )
@@ -113,7 +113,7 @@ class Method:
 
 @attrs.frozen
 class Sample:
-    """One document's answer in a cell: one line of the results file.
+    """The answer to one document in a cell, as saved in one line of the results file.
 
     Args:
         cell: What it counts to.
@@ -137,7 +137,7 @@ class Sample:
 
     @classmethod
     def of(cls, cell: Cell, method: Method, document: Document, answer: Answer) -> Sample:
-        """Make a sample from a document and its answer."""
+        """Make a sample from a cell's document and its answer."""
         return cls(
             cell,
             method.policy,
@@ -150,7 +150,7 @@ class Sample:
         )
 
     def to_line(self) -> str:
-        """Return the sample as one line of JSON, with the line end."""
+        """Return the sample as a line of JSON for the results file."""
         data = attrs.asdict(self)
         flat = {**data.pop("cell"), **data}
         flat |= flat.pop("answer")
@@ -158,7 +158,7 @@ class Sample:
 
     @classmethod
     def from_line(cls, line: str) -> Sample:
-        """Read a sample from a line of JSON.
+        """Parse a sample from a line of the results file.
 
         Raises:
             ValueError: It did not write it.

@@ -14,7 +14,7 @@ NEEDLES = "niah_"
 
 
 def references_of(task: Task, doc: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the answers that count as right for a document."""
+    """Return the reference answers of a document, any of which counts as right."""
     target = task.doc_to_target(doc)
     if task.OUTPUT_TYPE == "multiple_choice" and isinstance(target, int):
         target = task.doc_to_choice(doc)[target]
@@ -25,7 +25,7 @@ def references_of(task: Task, doc: Mapping[str, Any]) -> tuple[str, ...]:
 def depth_of(
     name: str, doc: Mapping[str, Any], prompt: str, references: Sequence[str]
 ) -> float | None:
-    """Return where the needle is, from 0 at the prompt's start to 1; None if unknown.
+    """Return the needle's depth in a prompt, from 0 at its start to 1; None if unknown.
 
     What the document says itself (``depth``), or the place of a needle task's only reference,
     where it stands in the prompt once.
@@ -45,7 +45,7 @@ def depth_of(
 
 
 def prediction_of(task: Task, requests: Sequence[Instance]) -> str:
-    """Return the text that was scored: the filtered answer, or the likeliest choice."""
+    """Return the model's text that was scored: filtered answer or likeliest choice."""
     responses = [next(iter(request.filtered_resps.values())) for request in requests]
     if task.OUTPUT_TYPE == "generate_until":
         return str(responses[0])
@@ -83,7 +83,7 @@ def scores_of(task: Task, length: int | None, requests: Sequence[Instance]) -> d
 
 
 def _metric(task: Task, metric: str, length: int | None) -> str | None:
-    """Return the name of a metric; None if it is no mean over documents.
+    """Return the name under which a metric is saved; None if it is no mean over documents.
 
     RULER names its metric after each length, and scores those of other prompts -1.
     """

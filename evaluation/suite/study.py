@@ -44,7 +44,7 @@ def _lengths(texts: Sequence[str], option: str) -> tuple[int, ...]:
 
 @attrs.frozen
 class Settings(ModelOptions):
-    """The settings of an evaluation: the model, the tasks, and how they are asked."""
+    """Settings of an evaluation on tasks: the model, tasks, policies and how they are asked."""
 
     tasks: Annotated[
         tuple[str, ...],
@@ -85,7 +85,7 @@ class Settings(ModelOptions):
 
 
 def check(settings: Settings, out: Path) -> None:
-    """Check the settings before a model is loaded.
+    """Check an evaluation's settings before a model is loaded.
 
     Raises:
         ValueError: A setting is out of its range, or ``out`` can hold no results.
@@ -116,7 +116,7 @@ def check(settings: Settings, out: Path) -> None:
 
 
 def with_full_context(chosen: Sequence[Variant]) -> list[Variant]:
-    """Return the policies with full context first and once."""
+    """Return the policies with full context put first, exactly once."""
     others = [each for each in chosen if each.name != FULL_CONTEXT]
     return [*variants([FULL_CONTEXT]), *others]
 
@@ -132,7 +132,7 @@ def run(
     progress: Progress = silent,
     listener: Listener | None = None,
 ) -> Results:
-    """Run every combination of task, length, policy, rate and question; resume an earlier run.
+    """Ask every combination of task, length, policy, rate and question; resume an earlier run.
 
     Full context is always asked, once for each task, length and question. Sets the number of
     torch's threads.
@@ -190,7 +190,7 @@ def run(
 
 
 def named_policies(model: str, names: Sequence[str], rates: Sequence[float]) -> list[Variant]:
-    """Build registered policies at every rate for a model."""
+    """Build registered policies by name for a model, at every retention rate."""
     if not names:
         return []
     return variants(names, rates, tsp_layer=default_tsp_layer(model))
@@ -237,7 +237,7 @@ def _check_template(settings: Settings, tokenizer: Any) -> None:
 def _description(
     settings: Settings, loaded: Loaded, tasks: dict[str, Any], chosen: Sequence[Variant]
 ) -> Description:
-    """Return a folder's description, without its cells."""
+    """Make the description that a folder of results starts with, still without cells."""
     asked = attrs.asdict(settings) | {
         "dtype": loaded.dtype,
         "fingerprint": fingerprint(loaded),
@@ -252,12 +252,12 @@ def _description(
 
 
 def _made_of(task: Any) -> Any:
-    """Return what the loader recorded about the source of a task's documents."""
+    """Return which data a task's documents were made from, as recorded in its metadata."""
     return (task.config.metadata or {}).get("made_of")
 
 
 def _threads_of(out: Path) -> int | None:
-    """Return the number of threads of an existing folder; None for a new one."""
+    """Return the number of threads recorded in a folder of results; None if it is new."""
     if not (out / SETTINGS).is_file():
         return None
     threads = load_results(out).description.settings.get("threads")
@@ -265,7 +265,7 @@ def _threads_of(out: Path) -> int | None:
 
 
 def fingerprint(loaded: Loaded) -> str:
-    """Return a hash that identifies a model and its tokenizer by content.
+    """Return a hash of a model's and its tokenizer's content, to notice that they changed.
 
     It covers the configuration, a sample of every parameter's values, and the vocabulary. How the
     model was loaded does not change it.

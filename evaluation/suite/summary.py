@@ -14,7 +14,7 @@ from kvpolicy.evaluation.suite.sample import FULL_CONTEXT, Cell, Method, Sample
 
 @attrs.frozen
 class Cost:
-    """The cost of a cell: mean tokens and bytes, median seconds.
+    """A cell's costs per sample: mean tokens and cache bytes, median seconds.
 
     Args:
         tokens_seen: Tokens of a prompt.
@@ -32,7 +32,7 @@ class Cost:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Cost:
-        """Compute the cost of one or more samples."""
+        """Compute the mean and median costs of one or more samples."""
 
         def over(middle: Callable[[list[float]], float], name: str) -> float:
             return middle([float(getattr(each.answer, name)) for each in samples])
@@ -45,7 +45,7 @@ class Cost:
 
 @attrs.frozen
 class Figure:
-    """The scores and costs of a cell, once all of its samples are finished.
+    """A cell's mean scores and costs, known once all its samples are finished.
 
     Args:
         cell: The cell.
@@ -68,23 +68,23 @@ class Figure:
 
     @property
     def finished(self) -> bool:
-        """True if all samples are there."""
+        """True if all of the cell's samples are finished."""
         return self.done == self.expected
 
     @property
     def score(self) -> float | None:
-        """Return the mean of the task's main metric."""
+        """The mean of the task's main metric; None unless finished."""
         return next(iter(self.scores.values()), None)
 
     @property
     def difference(self) -> Difference | None:
-        """Return the difference to full context in the task's main metric."""
+        """The difference from full context in the task's main metric."""
         return next(iter(self.differences.values()), None)
 
 
 @attrs.frozen
 class Summary:
-    """A summary of a folder: the figures of all cells in order.
+    """The mean scores and costs of all cells in a folder of results, in order.
 
     Args:
         figures: By cell.
@@ -98,7 +98,7 @@ class Summary:
 
     @classmethod
     def of(cls, results: Results) -> Summary:
-        """Summarise the samples of a folder."""
+        """Compute the mean scores and costs of all cells in a folder of results."""
         samples = results.by_cell()
         largest = largest_scores(results.samples)
         figures = {
@@ -107,7 +107,7 @@ class Summary:
         return cls(figures, samples, largest)
 
     def percents(self, cell: Cell) -> list[float]:
-        """Return the scores of a cell's samples in percent, by the task's main metric."""
+        """Return a cell's sample scores in percent, by the task's main metric."""
         found = []
         for sample in self.samples[cell]:
             metric, score = next(iter(sample.answer.scores.items()))
@@ -116,22 +116,22 @@ class Summary:
 
     @property
     def tasks(self) -> list[str]:
-        """Return the names of the tasks."""
+        """The names of the tasks in the folder."""
         return list(dict.fromkeys(cell.task for cell in self.figures))
 
     @property
     def methods(self) -> list[str]:
-        """Return the labels of the methods, full context first."""
+        """The labels of the methods in the folder, full context first."""
         return list(dict.fromkeys(cell.method for cell in self.figures))
 
     @property
     def places(self) -> list[tuple[int | None, str]]:
-        """Return the pairs of length and question under which methods are compared."""
+        """The pairs of prompt length and question at which methods are compared."""
         found = dict.fromkeys((cell.length, cell.question) for cell in self.figures)
         return sorted(found, key=lambda pair: (pair[0] is None, pair[0] or 0, pair[1] != "with"))
 
     def under(self, length: int | None, question: str) -> dict[str, list[Figure]]:
-        """Return each method's figures at a length and question, one per task."""
+        """Return each method's results at a prompt length and question, one per task."""
         found: dict[str, list[Figure]] = {}
         for cell, figure in self.figures.items():
             if (cell.length, cell.question) == (length, question):
@@ -140,14 +140,14 @@ class Summary:
 
 
 def mean_score(figures: Sequence[Figure]) -> float | None:
-    """Return the main metric's mean over tasks; None unless all are finished."""
+    """Return the main metric's mean over tasks; None unless all tasks are finished."""
     scores = [figure.score for figure in figures]
     known = [score for score in scores if score is not None]
     return fmean(known) if known and len(known) == len(scores) else None
 
 
 def mean_cost(figures: Sequence[Figure]) -> Cost | None:
-    """Return a sample's mean cost over tasks; None unless all are finished."""
+    """Return the mean cost per sample over tasks; None unless all tasks are finished."""
     costs = [figure.cost for figure in figures if figure.cost is not None]
     if not costs or len(costs) < len(figures):
         return None
@@ -179,7 +179,7 @@ def _figure(
 
 
 def largest_scores(samples: Sequence[Sample]) -> dict[tuple[str, str], float]:
-    """Return the largest possible score of each metric: 1, or 100 if any score exceeds 1."""
+    """Return each metric's largest possible score: 1, or 100 if any score exceeds 1."""
     largest: dict[tuple[str, str], float] = {}
     for sample in samples:
         for metric, score in sample.answer.scores.items():

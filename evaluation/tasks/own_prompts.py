@@ -12,7 +12,7 @@ from kvpolicy.evaluation.tasks.prompts import Prompt, check_extent, needle_promp
 
 
 def long_prompts(context_len: int = 256, count: int = 40, seed: int = 0) -> list[Prompt]:
-    """Return prompts with long answers: half loops, half chains.
+    """Return prompts with long answers, of two kinds: half loops, half chains.
 
     Args:
         context_len: Tokens of every prompt, at least 64; short ones hold fewer statements and have
@@ -33,7 +33,7 @@ def long_prompts(context_len: int = 256, count: int = 40, seed: int = 0) -> list
 
 @attrs.frozen
 class OwnPrompts:
-    """Makes the default prompts of a bundled model.
+    """Makes the prompts with which a bundled model is evaluated by default.
 
     Args:
         make: Makes them of their length in tokens, their number and a seed.

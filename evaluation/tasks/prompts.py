@@ -21,7 +21,7 @@ STEPS = " steps"
 
 @attrs.frozen
 class Prompt:
-    """A prompt and the start of a correct continuation.
+    """A prompt's token ids, with the start of a right answer.
 
     Args:
         input_ids: The prompt's tokens.
@@ -43,16 +43,16 @@ class Prompt:
 
     @property
     def max_new_tokens(self) -> int:
-        """Return the number of tokens to generate, enough for any spelling of the answer."""
+        """The number of tokens to generate, enough for every spelling of the answer."""
         return max(len(answer) for answer in self.answers)
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """Return the names of the prompt's scores: its kind, and ``"... steps"`` if steps count."""
+        """The names of the prompt's scores: its kind, and ``"... steps"`` if steps count."""
         return (self.kind,) if self.step_tokens is None else (self.kind, f"{self.kind}{STEPS}")
 
     def scores(self, generated: Sequence[int]) -> dict[str, float]:
-        """Return a continuation's score by each measure, in [0, 1].
+        """Return a generated answer's scores in [0, 1], keyed by the names in `measures`.
 
         1 or 0 for the whole answer; of its steps the share that comes before the first wrong one.
         """
@@ -62,7 +62,7 @@ class Prompt:
         return dict(zip(self.measures, values, strict=True))
 
     def is_match(self, generated: Sequence[int]) -> bool:
-        """True if the continuation starts with the answer.
+        """True if generated tokens start with a right answer.
 
         As many generated tokens as the answer has are compared: token by token, or, with
         ``decode``, as text without white space around it.
@@ -102,7 +102,7 @@ def needle_prompts(context_len: int = 1024, count: int = 200, seed: int = 0) -> 
 
 
 def check_extent(context_len: int, count: int) -> None:
-    """Check that prompts are long enough, and enough for one of each kind.
+    """Check that bundled models' prompts are long enough and at least one of each kind.
 
     Raises:
         ValueError: ``context_len`` or ``count`` is out of its range.
@@ -114,7 +114,7 @@ def check_extent(context_len: int, count: int) -> None:
 
 
 def read_prompts(path: str | os.PathLike[str], tokenizer: Any) -> list[Prompt]:
-    """Read prompts from a file, one ``{"prompt": "...", "answer": "..."}`` per line.
+    """Read prompts with answers from a file of JSON lines.
 
     The answer is matched exactly against the decoded continuation, white space around either not
     counted, over as many tokens as the answer has (spelled with a space before it, or without).
@@ -138,7 +138,7 @@ def read_prompts(path: str | os.PathLike[str], tokenizer: Any) -> list[Prompt]:
 
 
 def read_prompt(path: Path) -> str:
-    """Read one prompt from a file, or from standard input if the path is ``-``.
+    """Read one prompt's text from a file, or from standard input if the path is ``-``.
 
     Line ends at its end are cut off.
 
@@ -153,7 +153,7 @@ def read_prompt(path: Path) -> str:
 
 
 def read_text(path: Path, what: str) -> str:
-    """Read a UTF-8 text file that must not be empty.
+    """Read a UTF-8 text file; raise ValueError if it is empty.
 
     Args:
         path: The file.

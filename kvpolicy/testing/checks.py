@@ -44,7 +44,7 @@ TOLERANCE = 1e-5
 
 
 def check_scorer(component: Scorer) -> None:
-    """Run the property tests of `Scorer` on a scorer.
+    """Run property tests of the `Scorer` contract on a scorer.
 
     Args:
         component: The scorer.
@@ -95,7 +95,7 @@ def check_scorer(component: Scorer) -> None:
 
 
 def _check_update(component: Scorer, context: LayerContext, saliency: Tensor) -> None:
-    """Check the state that `Scorer.update` returns, and its saliency where there is no state."""
+    """Check the saliency and the state that `Scorer.update` returns."""
     before = snapshot(context)
     updated, state = component.update(context)
     require(snapshot(context) == before, "update must not modify the context")
@@ -107,7 +107,7 @@ def _check_update(component: Scorer, context: LayerContext, saliency: Tensor) ->
 
 
 def check_selector(component: KVSelector, larger: KVSelector | None = None) -> None:
-    """Run the property tests of `KVSelector` on a selector.
+    """Run property tests of the `KVSelector` contract on a selector.
 
     Args:
         component: The selector.
@@ -182,7 +182,7 @@ def check_selector(component: KVSelector, larger: KVSelector | None = None) -> N
 
 
 def _check_equal_counts(context: LayerContext, protected: Tensor, kept: Tensor) -> None:
-    """Check that heads keep as many tokens of a row, given equal numbers to choose from."""
+    """Check that all heads keep equally many tokens of a row, if they hold equally many."""
     shown = torch.stack([context.valid.sum(dim=-1), protected.sum(dim=-1)])
     alike = (shown == shown[:, :, :1]).all(dim=0)  # as the first head
     counts = (kept >= 0).sum(dim=-1)
@@ -194,7 +194,7 @@ def _check_equal_counts(context: LayerContext, protected: Tensor, kept: Tensor) 
 
 
 def _check_bounded(component: KVSelector, context: LayerContext, saliency: Tensor) -> None:
-    """Check that the number of tokens kept is the same for a long context and a longer one."""
+    """Check that a selector keeps as many tokens of a longer context as of a long one."""
     once, twice = (
         component.select(
             saliency, attrs.evolve(context, seen_len=tuple(n + more for n in context.seen_len))
@@ -206,7 +206,7 @@ def _check_bounded(component: KVSelector, context: LayerContext, saliency: Tenso
 
 
 def check_propagation(component: PropagationPolicy) -> None:
-    """Run the property tests of `PropagationPolicy` on a propagation policy.
+    """Run property tests of the `PropagationPolicy` contract on a propagation policy.
 
     Args:
         component: The propagation policy.
@@ -273,7 +273,7 @@ def check_propagation(component: PropagationPolicy) -> None:
 def _check_counts(
     component: PropagationPolicy, context: LayerContext, saliency: Tensor, passed: Tensor | None
 ) -> None:
-    """Check that the number of tokens passed on does not depend on the saliency."""
+    """Check that the number of tokens that go on does not depend on the saliency."""
     other = attrs.evolve(context, keys=context.values, values=context.keys)
     found = component.propagate(saliency.amax() - saliency, other)
     counts = [
@@ -290,7 +290,7 @@ def _check_counts(
 def _at_acting_layer(
     component: PropagationPolicy, context: LayerContext, data: st.DataObject
 ) -> LayerContext:
-    """Move a layer context to a layer index at which the propagation policy acts."""
+    """Return a copy of the layer context with a layer index after which the policy drops tokens."""
     num_layers = data.draw(st.sampled_from([8, 32, 36]))
     acting = sorted(component.acting_layers(num_layers))
     if not acting:
@@ -301,7 +301,7 @@ def _at_acting_layer(
 
 
 def _acts_often(component: PropagationPolicy, context: LayerContext) -> bool:
-    """True if a propagation policy acts at several layers; its budget is then the smallest one."""
+    """True if a propagation policy drops tokens after more than one layer."""
     return len(component.acting_layers(context.num_layers)) > 1
 
 
@@ -322,7 +322,7 @@ def _check_passed_alone(
 
 
 def _require_all_fit(component: PropagationPolicy, context: LayerContext) -> None:
-    """Check that the budget allows all tokens to go on, after `propagate` returned None."""
+    """Check that a policy which let all tokens go on had a budget for all of them."""
     if component.budget is None or _acts_often(component, context):
         return
     new_lens = context.new_valid.sum(dim=1).tolist()

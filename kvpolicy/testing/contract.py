@@ -22,7 +22,7 @@ from kvpolicy.testing.declared import (
 
 
 def snapshot(context: LayerContext, *more: Tensor) -> list[object]:
-    """Copy all tensors of a layer context, to find out later whether a part modified them."""
+    """Copy a layer context's tensors, to check later that a policy part did not modify them."""
 
     def copied(value: object) -> object:
         if isinstance(value, tuple):
@@ -43,7 +43,7 @@ def check_choice(
     seen_len: int,
     exact: bool = True,
 ) -> None:
-    """Check the indices ``[count]`` chosen among the tokens ``[length]`` of one row and head.
+    """Check one row's and head's chosen indices ``[count]`` against its ``[length]`` tokens.
 
     Args:
         indices: int64, -1 on slots without a token.
@@ -90,13 +90,13 @@ def check_choice(
 
 
 def decides_alone(part: KVSelector | PropagationPolicy) -> bool:
-    """True if a part chooses by saliency alone, not by other inputs."""
+    """True if a part reads only the saliency, not history, rotary embedding or output weights."""
     more = part.history_layers > 0 or part.needs_rotary or part.needs_output_weight
     return part.needs_saliency and not more
 
 
 def says_how_it_ranks(part: PropagationPolicy) -> bool:
-    """True if a propagation policy passes tokens on in the order of its `ranking`.
+    """True if the tokens that go on are those ranked highest by the policy's `ranking`.
 
     A policy that needs more inputs and does not override `ranking` may use any other order.
     """
@@ -107,7 +107,7 @@ def says_how_it_ranks(part: PropagationPolicy) -> bool:
 def check_protected(
     part: KVSelector | PropagationPolicy, protected: Tensor, positions: Tensor
 ) -> None:
-    """Check that a part's ``protected`` marks at least the tokens that it declares protected.
+    """Check that a part's ``protected`` marks at least the first and last tokens it declares.
 
     Args:
         part: A selector or propagation policy.
@@ -130,7 +130,7 @@ def check_protected(
 
 
 def check_layers(component: PropagationPolicy, num_layers: int) -> None:
-    """Check the layers and rates that a propagation policy declares for a model."""
+    """Check the acting layers and the rates that a propagation policy declares for a model."""
     acting = component.acting_layers(num_layers)
     check_acting_layers(acting, num_layers)
     rates = component.layer_rates(num_layers, context_len=1000)

@@ -18,13 +18,13 @@ from kvpolicy.interfaces import KVSelector, Part, PropagationPolicy, Scorer
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise an AssertionError with the message unless the condition holds."""
+    """Raise AssertionError with the given message unless a condition holds."""
     if not condition:
         raise AssertionError(message)
 
 
 def check_component(component: object, kind: type) -> None:
-    """Check that an object is an instance of a kind of part, and not the class itself.
+    """Check that an object is an instance of a policy part's class, not the class itself.
 
     Raises:
         TypeError: It is not.
@@ -33,7 +33,7 @@ def check_component(component: object, kind: type) -> None:
 
 
 def check_scorer_declares(scorer: Scorer) -> None:
-    """Check the types of a scorer's properties.
+    """Check the types of the values of a scorer's properties.
 
     Raises:
         AssertionError: One is of a wrong type, or below 0.
@@ -48,7 +48,7 @@ def check_scorer_declares(scorer: Scorer) -> None:
 
 
 def check_selector_declares(selector: KVSelector) -> None:
-    """Check the types of a selector's properties.
+    """Check the types of the values of a selector's properties.
 
     Raises:
         AssertionError: One is of a wrong type, or below 0.
@@ -62,7 +62,7 @@ def check_selector_declares(selector: KVSelector) -> None:
 
 
 def check_propagation_declares(propagation: PropagationPolicy) -> None:
-    """Check the types of a propagation policy's properties.
+    """Check the types of the values of a propagation policy's properties.
 
     Raises:
         AssertionError: One is of a wrong type, or below 0.
@@ -93,7 +93,7 @@ def check_acting_layers(acting: object, num_layers: int) -> None:
 
 
 def check_placed(propagation: PropagationPolicy, num_layers: int) -> None:
-    """Check that ``placed`` returns a propagation policy, and itself if every layer is eligible.
+    """Check that ``placed`` returns a propagation policy, unchanged if every layer may drop tokens.
 
     Raises:
         AssertionError: It does not.
@@ -111,7 +111,7 @@ def check_placed(propagation: PropagationPolicy, num_layers: int) -> None:
 
 
 def check_rates(name: str, rates: object, num_layers: int, *, zero: bool = False) -> None:
-    """Check that rates are a list of fractions, one for each layer.
+    """Check that a policy's rates are a list of fractions, one for each model layer.
 
     Args:
         name: The method, for messages.
@@ -134,7 +134,7 @@ def check_rates(name: str, rates: object, num_layers: int, *, zero: bool = False
 
 
 def check_passes(propagation: PropagationPolicy, num_layers: int) -> None:
-    """Check ``prefill_passes``: a tuple of lists, two where the prefill restarts.
+    """Check that ``prefill_passes`` returns one list of rates, or two if the prefill restarts.
 
     Raises:
         AssertionError: It is not.
@@ -159,7 +159,7 @@ def check_passes(propagation: PropagationPolicy, num_layers: int) -> None:
 
 
 def check_tensor(name: str, value: object, dtype: torch.dtype, shape: Sequence[int | None]) -> None:
-    """Check that a value is a tensor of the given dtype and shape.
+    """Check that a part's result is a tensor of the given dtype and shape.
 
     Args:
         name: What it is, for messages.

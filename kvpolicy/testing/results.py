@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 
 
 def check_scored(component: Scorer, context: LayerContext, saliency: Tensor) -> None:
-    """Check a scorer's saliency against the properties that the scorer declares.
+    """Check a scorer's saliency against what the scorer's properties declare.
 
     Raises:
         AssertionError: It is not so.
@@ -50,7 +50,7 @@ def check_scored(component: Scorer, context: LayerContext, saliency: Tensor) -> 
 def check_kept(
     component: KVSelector, context: LayerContext, saliency: Tensor, kept: Tensor
 ) -> None:
-    """Check a selector's choice against the properties that the selector declares.
+    """Check a selector's kept indices against what the selector's properties declare.
 
     Raises:
         AssertionError: It is not so.
@@ -82,7 +82,7 @@ def _near(found: Tensor, expected: Tensor, context: LayerContext) -> bool:
 
 
 def _second_part(component: Scorer, context: LayerContext) -> LayerContext:
-    """Return a layer with its later queries only, and the state after the earlier ones."""
+    """Return a layer with only its later queries, and the scorer's state after the earlier ones."""
     count = context.new_len // 2
     first = slice(0, context.key_len - count)
     kinds = None if context.kinds is None else context.kinds[:, :, first]

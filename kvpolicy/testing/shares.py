@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class _Meeting:
-    """Lets threads exchange tensors, as processes do under tensor parallelism."""
+    """Lets threads exchange tensors as the processes of tensor parallelism do."""
 
     def __init__(self, shares: int) -> None:
         self.tensors = [torch.empty(0)] * shares
@@ -47,7 +47,7 @@ class _ThreadHeads(HeadShare):
 
 
 def _shares_of(context: LayerContext) -> list[LayerContext]:
-    """Split a layer into one context per KV head, as separate processes would see it."""
+    """Split a layer context into one per KV head, as separate tensor-parallel processes see it."""
     group = context.query_heads // context.kv_heads
     meeting, weight = _Meeting(context.kv_heads), context.output_weight
     shares = []
@@ -71,7 +71,7 @@ def _shares_of(context: LayerContext) -> list[LayerContext]:
 
 
 def _run(shares: list[LayerContext], function: Callable[[LayerContext], Result]) -> list[Result]:
-    """Call a function with every share of the heads at once, each in its own thread."""
+    """Call a function on every process's share of a layer at once, each in its own thread."""
 
     def run(share: LayerContext) -> Result:
         try:
@@ -90,7 +90,7 @@ def _run(shares: list[LayerContext], function: Callable[[LayerContext], Result])
 
 
 def _own(saliency: Tensor, share: LayerContext) -> Tensor:
-    """Return the slice of a layer's saliency that belongs to a share's heads."""
+    """Return the slice of a layer's saliency for the heads of one process."""
     heads = saliency.shape[1] // share.heads.shares
     first = share.heads.share * heads
     return saliency[:, first : first + heads, saliency.shape[2] - share.key_len :].clone()
@@ -99,7 +99,7 @@ def _own(saliency: Tensor, share: LayerContext) -> Tensor:
 def check_scores_in_shares(
     scorer: Scorer, context: LayerContext, saliency: Tensor, tolerance: float
 ) -> None:
-    """Check that each KV head scores alone in its process as it does in the whole layer.
+    """Check that a scorer gives the same saliency when each KV head is in its own process.
 
     Args:
         scorer: The scorer.
@@ -122,7 +122,7 @@ def check_scores_in_shares(
 def check_kept_in_shares(
     selector: KVSelector, context: LayerContext, saliency: Tensor, kept: Tensor
 ) -> None:
-    """Check that each KV head keeps alone in its process what it keeps in the whole layer.
+    """Check that a selector keeps the same tokens when each KV head is in its own process.
 
     Args:
         selector: The selector.
@@ -147,7 +147,7 @@ def check_kept_in_shares(
 def kept_in_shares(
     selector: KVSelector, contexts: Sequence[LayerContext], saliencies: Sequence[Tensor]
 ) -> list[list[list[list[int]]]]:
-    """Return the tokens that each KV head keeps alone in its process, by head, layer and row.
+    """Return the tokens kept when each KV head is in its own process, by head, layer and row.
 
     Args:
         selector: A selector that decides together.
@@ -181,7 +181,7 @@ def kept_in_shares(
 def check_passed_in_shares(
     propagation: PropagationPolicy, context: LayerContext, saliency: Tensor, passed: Tensor | None
 ) -> None:
-    """Check that each KV head alone in its process passes on what the whole layer does.
+    """Check that the same tokens go on when each KV head is in its own process.
 
     Args:
         propagation: The propagation policy.

@@ -23,7 +23,7 @@ HIDDEN = 13
 def layer_contexts(
     draw: st.DrawFn, num_queries: int | None = None, part: Part | None = None
 ) -> LayerContext:
-    """Draw layers of one to three rows, padded or not, at a first prompt or in a later turn.
+    """Hypothesis strategy for contexts of a layer: one to three rows, padded or not, any turn.
 
     In a later turn the KV heads of a row may hold unlike numbers of tokens. Some layers say of
     which kind their tokens are. Every axis has a prime length of its own where it can, so that
@@ -89,7 +89,7 @@ def layer_contexts(
 
 @st.composite
 def _kinds(draw: st.DrawFn, positions: Tensor) -> Tensor | None:
-    """Draw None, or one of two token kinds for each token."""
+    """Draw token kinds for a test layer: None, or one of two kinds for each token."""
     share = draw(st.sampled_from([None, 0.1, 0.6, 1.0]))
     if share is None:
         return None
@@ -103,7 +103,7 @@ def _kinds(draw: st.DrawFn, positions: Tensor) -> Tensor | None:
 
 @st.composite
 def _held_lens(draw: st.DrawFn, batch: int, kv_heads: int) -> list[list[int]]:
-    """Draw how many tokens each row and KV head holds: 0, all equal, or different."""
+    """Draw how many tokens each row and KV head of a layer holds: 0, all equal, or different."""
     if not draw(st.booleans()):
         return [[0] * kv_heads] * batch
     held = draw(st.lists(st.integers(1, 17), min_size=batch, max_size=batch))
@@ -114,7 +114,7 @@ def _held_lens(draw: st.DrawFn, batch: int, kv_heads: int) -> list[list[int]]:
 
 
 def saliencies(context: LayerContext) -> st.SearchStrategy[Tensor]:
-    """Draw saliencies ``[batch, kv_heads, key_len]`` of a layer, with many ties in some."""
+    """Hypothesis strategy for a layer's saliency ``[batch, kv_heads, key_len]``, some with ties."""
     shape = (context.batch, context.kv_heads, context.key_len)
 
     def make(seed: int, levels: int) -> Tensor:
@@ -125,7 +125,7 @@ def saliencies(context: LayerContext) -> st.SearchStrategy[Tensor]:
 
 
 def row_alone(context: LayerContext, row: int) -> LayerContext:
-    """Return one row of a layer without padding, as in a batch of its own."""
+    """Return one batch row of a layer context as a batch of its own, without padding."""
     held = int(context.valid[row].sum(dim=-1).max())
     new = int(context.new_valid[row].sum())
     keys = slice(context.key_len - held, None)

@@ -21,7 +21,7 @@ from kvpolicy.testing.strategies import row_alone, saliencies
 
 
 def check_alone(component: KVSelector, context: LayerContext, saliency: Tensor) -> None:
-    """Check that ``select_together`` raises TypeError for a selector that decides layer by layer.
+    """Check that ``select_together`` raises TypeError for a selector that chooses layer by layer.
 
     Raises:
         AssertionError: It does not.
@@ -35,7 +35,7 @@ def check_alone(component: KVSelector, context: LayerContext, saliency: Tensor) 
 
 @st.composite
 def _layers(draw: st.DrawFn, context: LayerContext) -> list[tuple[Tensor, LayerContext]]:
-    """Draw one to three layers of the same rows, with different heads, tokens and saliencies.
+    """Draw one to three test layers of the same batch rows, with different tokens and saliency.
 
     Fewer tokens reach layers after a drop; and a row has nothing to choose in a layer whose sliding
     window keeps few enough tokens.
@@ -66,7 +66,7 @@ def _layers(draw: st.DrawFn, context: LayerContext) -> list[tuple[Tensor, LayerC
 def check_together(
     component: KVSelector, larger: KVSelector | None, context: LayerContext, data: st.DataObject
 ) -> None:
-    """Check the choices of a selector that decides for several layers together.
+    """Run property tests of a selector that chooses tokens for all layers at once.
 
     Args:
         component: The selector.
@@ -114,7 +114,7 @@ def check_together(
 
 
 def _tokens(kept: Tensor, head: int) -> list[list[int]]:
-    """Return the indices that a head keeps, as a list for each row."""
+    """Return the token indices that one head keeps, as a list for each batch row."""
     return [[index for index in row.tolist() if index >= 0] for row in kept[:, head]]
 
 
@@ -124,7 +124,7 @@ def _check_row(
     kept: Sequence[Tensor],
     row: int,
 ) -> None:
-    """Check one row's indices, and that no dropped token outscores a kept one in any layer."""
+    """Check one row's kept indices: in no layer may a dropped token outscore a kept one."""
     worst, best = float("inf"), float("-inf")
     for (saliency, context), indices in zip(drawn, kept, strict=True):
         protected = component.protected(context)
@@ -158,7 +158,7 @@ def _check_row_alone(
     kept: Sequence[Tensor],
     row: int,
 ) -> None:
-    """Check that a row of a batch keeps the same tokens as the row alone."""
+    """Check that a batch row keeps the same tokens as in a batch of its own."""
     there = [bool(context.valid[row].any()) for _, context in drawn]
     layers = [each for each, any_there in zip(drawn, there, strict=True) if any_there]
     alone = [row_alone(context, row) for _, context in layers]

@@ -21,7 +21,7 @@ DEPTHS = (0.25, 0.5)
 
 @attrs.frozen
 class AgreementPropagation(PropagationPolicy):
-    """Drops tokens after the first layer whose ranking agrees with the previous layer's.
+    """Drops tokens after the first layer that ranks tokens much as the layer before it does.
 
     At each layer that may act, and at the layer before it, a row's tokens are ranked by the mean of
     the saliency over all query heads. If at least a share ``agreement`` of the best tokens (without
@@ -68,12 +68,12 @@ class AgreementPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The size of the observation window, whose tokens always go on."""
+        """The number of last tokens that observe the others and always go on."""
         return self.window_size
 
     @property
     def decides_by_content(self) -> bool:
-        """True: the prompt decides after which layer tokens are dropped."""
+        """Always True: the prompt's content decides after which layer tokens are dropped."""
         return True
 
     @property
@@ -86,14 +86,14 @@ class AgreementPropagation(PropagationPolicy):
         return Budget(self.tsp_rate, self.tsp_tokens, name="tsp")
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
-        """Return the layers that may act; raise ValueError if one lies outside the model."""
+        """Return the layers after which tokens may be dropped; ValueError if outside the model."""
         if self.drop_layers is None:
             first, last = (max(int(num_layers * depth) - 1, 1) for depth in DEPTHS)
             return frozenset(range(first, last + 1)) & frozenset(range(num_layers))
         return within(self.drop_layers, num_layers, first=1)
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Return the policy with open ``drop_layers`` set to eligible layers near the default."""
+        """Return a copy with unset ``drop_layers`` set to allowed layers near the default."""
         wanted = self.acting_layers(num_layers)
         if self.drop_layers is not None or wanted <= set(eligible):
             return self
@@ -104,7 +104,7 @@ class AgreementPropagation(PropagationPolicy):
         return attrs.evolve(self, drop_layers=tuple(sorted(found)))
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return upper bounds: 1 up to the last layer that may act, the rate after it."""
+        """Return each layer's highest possible rate: 1 up to the last layer that may drop."""
         rate = self._going_on.fraction(context_len, protected=self.window_size)
         last = max(self.acting_layers(num_layers), default=num_layers)
         return [1.0 if index <= last else rate for index in range(num_layers)]
@@ -123,7 +123,7 @@ class AgreementPropagation(PropagationPolicy):
         return None if counts[0] == counts[1] else compress(goes, max(counts[0]))
 
     def _acts(self, best: Tensor, budgets: Sequence[int], context: LayerContext) -> Tensor:
-        """Mark the rows, ``[batch]`` bool, that drop tokens after this layer."""
+        """Mark the batch rows that drop tokens after this layer: bool ``[batch]``."""
         last = context.layer_idx == max(self.acting_layers(context.num_layers))
         if last or not context.history:
             return torch.full((context.batch,), last, device=best.device)
@@ -135,7 +135,7 @@ class AgreementPropagation(PropagationPolicy):
 
     @staticmethod
     def _best(ranking: Tensor, budgets: Sequence[int], valid: Tensor, protected: Tensor) -> Tensor:
-        """Mark the tokens that each row would pass on, ``[batch, new_len]`` bool."""
+        """Mark the highest-ranked new tokens of each batch row: bool ``[batch, new_len]``."""
         chosen = select_top(ranking[:, None], budgets, valid=valid, protected=protected)[:, 0]
         slots = torch.zeros(ranking.shape[0], ranking.shape[1] + 1, device=ranking.device)
         slots.scatter_(1, torch.where(chosen < 0, ranking.shape[1], chosen), 1.0)

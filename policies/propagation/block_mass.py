@@ -72,17 +72,17 @@ class BlockMassPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The size of the observation window, whose tokens always go on."""
+        """The number of last tokens that observe the others and always go on."""
         return self.window_size
 
     @property
     def protected_first(self) -> int:
-        """The number of first tokens that always go on."""
+        """The number of the context's first tokens that always go on."""
         return self.num_sinks
 
     @property
     def decides_by_content(self) -> bool:
-        """True: the saliency decides how many tokens go on."""
+        """Always True: the saliency decides how many tokens go on."""
         return True
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
@@ -92,7 +92,7 @@ class BlockMassPropagation(PropagationPolicy):
         return within(self.drop_layers, num_layers)
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Return the policy with open ``drop_layers`` set to eligible layers near the default."""
+        """Return a copy with unset ``drop_layers`` set to allowed layers near the default."""
         wanted = self.acting_layers(num_layers)
         if self.drop_layers is not None or wanted <= set(eligible):
             return self
@@ -100,12 +100,12 @@ class BlockMassPropagation(PropagationPolicy):
         return attrs.evolve(self, drop_layers=tuple(sorted(nearest)))
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return 1 for every layer: how much is dropped depends on the prompt."""
+        """Return 1 for every layer, since the prompt decides how many tokens are dropped."""
         self.acting_layers(num_layers)
         return [1.0] * num_layers
 
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """Rank tokens by their block's share of the saliency; see `PropagationPolicy.ranking`."""
+        """Return each new token's score: its block's share of the saliency."""
         units, blocks = self._masses(saliency, context)
         return units.gather(1, blocks).float() / UNITS
 
@@ -124,7 +124,7 @@ class BlockMassPropagation(PropagationPolicy):
         return compress(goes, max(counts[0]))
 
     def _masses(self, saliency: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """Compute each block's saliency in `UNITS`, ``[batch, blocks]``, and each token's block."""
+        """Return each block's summed saliency ``[batch, blocks]``, and the block of each token."""
         means = super().ranking(saliency, context).double().clamp(min=0)
         means = means.masked_fill(~context.new_valid, 0.0)
         new_len = context.new_len

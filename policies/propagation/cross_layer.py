@@ -18,7 +18,7 @@ REDUCTIONS = ("max", "mean")
 
 @attrs.frozen
 class CrossLayerPropagation(TokenSelectivePropagation):
-    """Drops tokens after one layer, except those salient in any of the last few layers.
+    """Drops tokens after one layer, except the most salient in any of the last few layers.
 
     ``ranking[j] = max over layers l and KV heads g of a[l, g, j]``, where ``a[l, g]`` is the mean
     of the saliency over the query heads of ``g``. The layers ``l`` are the acting layer and the
@@ -70,11 +70,11 @@ class CrossLayerPropagation(TokenSelectivePropagation):
 
     @property
     def history_layers(self) -> int:
-        """The number of earlier layers whose saliency counts."""
+        """The number of earlier layers whose saliency this policy reads."""
         return self.voting_layers - 1
 
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """Rank tokens by their largest saliency in any layer; see `PropagationPolicy.ranking`."""
+        """Return each new token's score: its largest saliency in any of the layers."""
         own = saliency[..., context.key_len - context.new_len :]
         before = context.history[max(len(context.history) - self.history_layers, 0) :]
         per_head = [group_mean(each, context.kv_heads) for each in (*before, own)]

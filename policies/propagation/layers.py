@@ -6,7 +6,7 @@ from kvpolicy.checks import as_tuple, check_count
 
 
 def as_layers(layers: object) -> tuple[int, ...] | None:
-    """Convert layer indices to an ascending tuple; None stays None and means a default.
+    """Convert layer indices to an ascending tuple; None, for the default layers, stays None.
 
     Args:
         layers: An iterable of layer indices, from 0, or None.
@@ -29,7 +29,7 @@ def as_layers(layers: object) -> tuple[int, ...] | None:
 
 
 def within(layers: tuple[int, ...], num_layers: int, *, first: int = 0) -> frozenset[int]:
-    """Check that layer indices lie in a model, and return them as a set.
+    """Check that layer indices exist in a model, and return them as a set.
 
     Args:
         layers: The layer indices.

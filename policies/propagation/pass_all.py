@@ -11,7 +11,7 @@ from kvpolicy.interfaces import PropagationPolicy
 
 @attrs.frozen
 class PassAllPropagation(PropagationPolicy):
-    """Passes every token on: prefill computes the whole prompt at every layer.
+    """Drops nothing: prefill computes the whole prompt at every layer.
 
     Example:
         >>> PassAllPropagation().layer_rates(num_layers=3)
@@ -20,7 +20,7 @@ class PassAllPropagation(PropagationPolicy):
 
     @property
     def needs_saliency(self) -> bool:
-        """Always False: no saliency is read."""
+        """Always False: every token goes on, whatever its saliency."""
         return False
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> None:

@@ -18,7 +18,7 @@ from kvpolicy.selection import select_top
 
 @attrs.frozen
 class PyramidPropagation(PropagationPolicy):
-    """Passes a fraction of the older tokens on after every layer; the newest all go on.
+    """Drops a fraction of the older tokens after every layer; the newest tokens all go on.
 
     The tail, the last ``1 + int(N * recent_rate)`` tokens, and the first ``num_sinks`` tokens
     always go on. Of the ``c`` tokens before the tail, ``int(c * r)`` go on, with
@@ -63,20 +63,20 @@ class PyramidPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The window's size; the full protected tail is longer and depends on the prompt."""
+        """The least number of last tokens that always go on; long prompts protect more of them."""
         return self.window_size
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
-        """Return all layers but the last."""
+        """Return all layers but the last: those after which tokens are dropped."""
         return frozenset(range(num_layers - 1))
 
     def rate_after(self, layer_idx: int, num_layers: int) -> float:
-        """Compute the fraction ``r`` of the tokens before the tail that go on after a layer."""
+        """Return the fraction of the older tokens that go on after a layer."""
         fall = (math.cos(math.pi * layer_idx / num_layers) + 1) / 2
         return (1 - self.decay_ratio) * fall + self.decay_ratio
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return each layer's rate for a long prompt; see `PropagationPolicy.layer_rates`."""
+        """Return the fraction of a long prompt's tokens that reach each layer."""
         rates, before_tail = [], 1 - self.recent_rate
         for layer_idx in range(num_layers):
             rates.append(self.recent_rate + before_tail)
@@ -84,7 +84,7 @@ class PyramidPropagation(PropagationPolicy):
         return rates
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Mark the tail, window and sinks, which always go on; see `PropagationPolicy`."""
+        """Mark the tokens that always go on: the newest, the window and the sinks."""
         lens = torch.tensor(tail_lens(context, self.recent_rate), device=context.keys.device)
         slots = torch.arange(context.new_len, device=context.keys.device)
         tail = slots >= context.new_len - lens[:, None]

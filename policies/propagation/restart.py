@@ -18,7 +18,7 @@ from kvpolicy.selection import row_budgets, select_top
 
 @attrs.frozen
 class RestartPropagation(PropagationPolicy):
-    """Runs the prefill again on the most salient tokens of one layer.
+    """Chooses the most salient tokens at one layer and runs the prefill again on only these.
 
     The first pass ends at the filter layer, of which it computes only queries, keys and values.
     The second pass reads the chosen tokens at positions without gaps, and generation continues
@@ -63,21 +63,21 @@ class RestartPropagation(PropagationPolicy):
 
     @property
     def restarts(self) -> bool:
-        """True: the prefill runs again on the chosen tokens."""
+        """Always True: the prefill runs again on the chosen tokens."""
         return True
 
     @property
     def protected_tail(self) -> int:
-        """The size of the observation window, whose tokens are always chosen."""
+        """The number of last tokens that observe the others and are always chosen."""
         return self.window_size
 
     @functools.cached_property
     def budget(self) -> Budget:
-        """The number of tokens of each row on which the prefill restarts."""
+        """The number or fraction of each row's tokens on which the prefill runs again."""
         return Budget(self.retention_rate, self.retention_tokens)
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
-        """Return the filter layer; raise ValueError if it lies outside the model."""
+        """Return the layer that chooses the tokens; ValueError if outside the model."""
         if self.filter_layer is None:
             return frozenset({max(num_layers // 2 - 1, 0)})
         if self.filter_layer >= num_layers:
@@ -88,7 +88,7 @@ class RestartPropagation(PropagationPolicy):
         return frozenset({self.filter_layer})
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Return the policy with the eligible layer nearest to the default, if none was given."""
+        """Return a copy with an unset ``filter_layer`` set to an allowed layer near the default."""
         (wanted,) = self.acting_layers(num_layers)
         if self.filter_layer is not None or wanted in eligible:
             return self
@@ -96,18 +96,18 @@ class RestartPropagation(PropagationPolicy):
 
     @property
     def protected_first(self) -> int:
-        """The number of first tokens that are always chosen."""
+        """The number of the context's first tokens that are always chosen."""
         return self.protect
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the rate for every layer; see `PropagationPolicy.layer_rates`."""
+        """Return the fraction of tokens that the second prefill runs on, for every layer."""
         fixed = self.window_size + self.protect
         return [self.budget.fraction(context_len, protected=fixed)] * num_layers
 
     def prefill_passes(
         self, num_layers: int, context_len: int | None = None
     ) -> tuple[list[float], ...]:
-        """Return two passes: 1 below the filter layer, then the rate everywhere.
+        """Return each layer's rate in both prefills: first up to the filter layer, then everywhere.
 
         See `PropagationPolicy.prefill_passes`. The first pass leaves the filter layer after its
         projections, which are not counted.

@@ -23,7 +23,7 @@ def _as_tuple(stages: object) -> tuple[object, ...]:
 
 @attrs.frozen
 class StagedPropagation(PropagationPolicy):
-    """Combines propagation policies that each drop tokens after different layers.
+    """Combines several propagation policies, each of which drops tokens after layers of its own.
 
     Where a stage acts, it chooses among the new tokens that reached its layer, under its own
     budget, which is one of the row's whole context, not of what reached the layer.
@@ -65,22 +65,22 @@ class StagedPropagation(PropagationPolicy):
 
     @property
     def needs_saliency(self) -> bool:
-        """True if any stage reads the saliency."""
+        """True if any of the combined policies reads the saliency."""
         return any(stage.needs_saliency for stage in self.stages)
 
     @property
     def protected_tail(self) -> int:
-        """The shortest protected tail of any stage."""
+        """The smallest number of last tokens that any of the combined policies protects."""
         return min(stage.protected_tail for stage in self.stages)
 
     @property
     def protected_first(self) -> int:
-        """The smallest number of first tokens that any stage protects."""
+        """The smallest number of first tokens that any of the combined policies protects."""
         return min(stage.protected_first for stage in self.stages)
 
     @property
     def budget(self) -> Budget | None:
-        """The smallest budget of the stages; None if they are not comparable."""
+        """The smallest budget of the combined policies; None if they cannot be compared."""
         budgets = [stage.budget for stage in self.stages]
         known = [budget for budget in budgets if budget is not None]
         if len(known) < len(budgets) or len({budget.rate is None for budget in known}) > 1:
@@ -89,37 +89,37 @@ class StagedPropagation(PropagationPolicy):
 
     @property
     def decides_by_content(self) -> bool:
-        """True if any stage decides by content."""
+        """True if the prompt's content decides in any combined policy how many tokens go on."""
         return any(stage.decides_by_content for stage in self.stages)
 
     @property
     def history_layers(self) -> int:
-        """The largest number of earlier layers whose saliency a stage reads."""
+        """The largest number of earlier layers whose saliency a combined policy reads."""
         return max(stage.history_layers for stage in self.stages)
 
     @property
     def needs_rotary(self) -> bool:
-        """True if any stage needs the rotary embedding."""
+        """True if any of the combined policies needs the rotary embedding."""
         return any(stage.needs_rotary for stage in self.stages)
 
     @property
     def needs_output_weight(self) -> bool:
-        """True if any stage reads the output weights."""
+        """True if any of the combined policies reads the output weights."""
         return any(stage.needs_output_weight for stage in self.stages)
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Mark the tokens that the stage acting at this layer protects."""
+        """Mark the tokens protected by the combined policy that acts at this layer."""
         stage = self._acting(context.num_layers).get(context.layer_idx)
         return super().protected(context) if stage is None else stage.protected(context)
 
     def ranking(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """Rank tokens as the stage acting at this layer does."""
+        """Rank tokens as the combined policy that acts at this layer does."""
         stage = self._acting(context.num_layers).get(context.layer_idx)
         of_all = super().ranking if stage is None else stage.ranking
         return of_all(saliency, context)
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
-        """Return the acting layers of all stages.
+        """Return the layers after which any of the combined policies drops tokens.
 
         Raises:
             ValueError: A stage's layer lies outside the model, or two stages act after the same.
@@ -127,7 +127,7 @@ class StagedPropagation(PropagationPolicy):
         return frozenset(self._acting(num_layers))
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Return the stages with their open layers chosen, a different one for each.
+        """Return a copy where policies without a layer get one each in the given model.
 
         Stages that leave one layer open keep their order: each takes the layer nearest to its
         default that lies behind the stage before and leaves a layer for every stage to come.
@@ -161,18 +161,18 @@ class StagedPropagation(PropagationPolicy):
         return self if unchanged else attrs.evolve(self, stages=tuple(stages))
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the lowest rate of the stages so far; see `PropagationPolicy.layer_rates`."""
+        """Return, for each layer, the lowest rate of the combined policies up to it."""
         self._acting(num_layers)
         rates = [stage.layer_rates(num_layers, context_len) for stage in self.stages]
         return [min(of_layer) for of_layer in zip(*rates, strict=True)]
 
     def propagate(self, saliency: Tensor | None, context: LayerContext) -> Tensor | None:
-        """Choose tokens by the stage that acts at this layer; see `PropagationPolicy.propagate`."""
+        """Choose the tokens that go on, by the combined policy that acts at this layer."""
         stage = self._acting(context.num_layers).get(context.layer_idx)
         return None if stage is None else stage.propagate(saliency, context)
 
     def _fewest_layers(self) -> int | None:
-        """Return the fewest layers a model must have for every stage to get its own."""
+        """Return the fewest layers of a model where every combined policy has its own layers."""
         for num_layers in range(1, MOST_LAYERS + 1):
             try:
                 acting = [stage.acting_layers(num_layers) for stage in self.stages]
@@ -200,7 +200,7 @@ class StagedPropagation(PropagationPolicy):
 
 
 def _is_open(stage: PropagationPolicy, num_layers: int) -> bool:
-    """True if a stage has no fixed layer, so that `placed` chooses it."""
+    """True if a policy has no fixed layer yet, so that `placed` chooses one for it."""
     if isinstance(stage, StagedPropagation):
         return any(_is_open(inner, num_layers) for inner in stage.stages)
     own = stage.acting_layers(num_layers)

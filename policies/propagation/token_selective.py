@@ -74,21 +74,21 @@ class TokenSelectivePropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The size of the observation window, whose tokens always go on."""
+        """The number of last tokens that observe the others and always go on."""
         return self.window_size
 
     @property
     def protected_first(self) -> int:
-        """The number of first tokens that always go on."""
+        """The number of the context's first tokens that always go on."""
         return self.protect
 
     @functools.cached_property
     def budget(self) -> Budget:
-        """The number of tokens of each row that go on."""
+        """The number or fraction of each row's tokens that go on to later layers."""
         return Budget(self.tsp_rate, self.tsp_tokens, name="tsp")
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
-        """Return the TSP layer; raise ValueError if it lies outside the model."""
+        """Return the layer after which tokens are dropped; ValueError if outside the model."""
         if self.tsp_layer is None:
             depth = 0.5 if self.tsp_depth is None else self.tsp_depth
             return frozenset({max(int(num_layers * depth) - 1, 0)})
@@ -100,14 +100,14 @@ class TokenSelectivePropagation(PropagationPolicy):
         return frozenset({self.tsp_layer})
 
     def placed(self, num_layers: int, eligible: Sequence[int]) -> PropagationPolicy:
-        """Return the policy with an open ``tsp_layer`` set to the nearest eligible layer."""
+        """Return a copy with an unset ``tsp_layer`` set to the nearest allowed layer."""
         (wanted,) = self.acting_layers(num_layers)
         if self.tsp_layer is not None or wanted in eligible:
             return self
         return attrs.evolve(self, tsp_layer=nearest_layer(wanted, eligible), tsp_depth=None)
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return 1 up to the TSP layer, the rate after it; see `PropagationPolicy.layer_rates`."""
+        """Return each layer's fraction of tokens: 1 up to the TSP layer, the rate after it."""
         (layer,) = self.acting_layers(num_layers)
         rate = self.budget.fraction(context_len, protected=self.window_size + self.protect)
         return [1.0 if index <= layer else rate for index in range(num_layers)]

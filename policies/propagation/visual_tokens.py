@@ -16,7 +16,7 @@ from kvpolicy.selection import select_top
 
 @attrs.frozen
 class VisualTokenPropagation(PropagationPolicy):
-    """Drops visual tokens after one layer, except the most salient; all text goes on.
+    """Drops visual tokens after one layer, except the most salient; all text tokens go on.
 
     The saliency is the mean over all query heads of the layer; tokens keep their original rotary
     positions. Unlike other rates, ``visual_rate`` is one of the visual tokens that are new and that
@@ -54,11 +54,11 @@ class VisualTokenPropagation(PropagationPolicy):
 
     @property
     def protected_tail(self) -> int:
-        """The size of the observation window, whose tokens always go on."""
+        """The number of last tokens that observe the others and always go on."""
         return self.window_size
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Mark the window and all tokens that are not visual; see `PropagationPolicy.protected`."""
+        """Mark the tokens that always go on: the last ones and all that are not visual."""
         return super().protected(context) | (context.new_valid & ~context.is_new_kind(*VISUAL))
 
     def acting_layers(self, num_layers: int) -> frozenset[int]:
@@ -71,7 +71,7 @@ class VisualTokenPropagation(PropagationPolicy):
         return frozenset({self.drop_layer})
 
     def layer_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return 1 for every layer: how many tokens of a prompt are visual is not known."""
+        """Return 1 for every layer, since a prompt's share of visual tokens is unknown."""
         self.acting_layers(num_layers)
         return [1.0] * num_layers
 

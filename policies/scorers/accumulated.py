@@ -39,16 +39,16 @@ class AccumulatedAttentionScorer(Scorer):
 
     @property
     def state_size(self) -> int:
-        """Always 1: the attention sum of the KV head, for each key."""
+        """Always 1: each key's attention sum, kept between evictions."""
         return 1
 
     @property
     def accumulates(self) -> bool:
-        """True: the saliency is a sum over queries."""
+        """Always True: the saliency is a sum over queries, computed block by block."""
         return True
 
     def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """Return the sums over all queries since the prompt's first; see `Scorer.update`."""
+        """Add new queries' attention to each key's sum; return the sums as saliency and state."""
         sums = group_mean(causal_attention_sums(context), context.kv_heads)
         if context.state is not None:
             sums = sums + context.state[..., 0]

@@ -16,7 +16,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class BlockProductScorer(Scorer):
-    """Scores tokens by the products of the last queries with the mean keys of their block.
+    """Scores tokens by dot products of the last queries with the mean keys of their block.
 
     Keys are divided, by position, into units of ``unit_size`` tokens, and ``block_units`` units
     make a block. ``saliency[j] = max over units m of the block of j of mean over query heads h of
@@ -53,7 +53,7 @@ class BlockProductScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """The number of last queries that are averaged."""
+        """The number of last queries whose mean is compared with keys."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
@@ -73,7 +73,7 @@ class BlockProductScorer(Scorer):
 
 
 def _unit_means(products: Tensor, context: LayerContext, size: int, count: int) -> Tensor:
-    """Average states over units of consecutive tokens; 0 for units without a key."""
+    """Average keys over units of consecutive tokens; 0 for units without a token."""
     group = context.query_heads // context.kv_heads
     at = (context.positions.clamp(min=0) // size).repeat_interleave(group, dim=1)
     real = context.valid.repeat_interleave(group, dim=1).to(products.dtype)

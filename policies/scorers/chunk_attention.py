@@ -17,7 +17,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class ChunkAttentionScorer(Scorer):
-    """Scores tokens by the attention of earlier and later tokens of their chunk, times value norms.
+    """Scores tokens by other tokens' attention in their chunk, times the norm of their values.
 
     After the sinks, positions are divided into chunks of ``chunk_size``. ``a[h, j] = sum over the
     new queries i of j's chunk of softmax(q_i . k_j)``, with the softmax over the keys of the chunk,
@@ -65,7 +65,7 @@ class ChunkAttentionScorer(Scorer):
 
     @property
     def unscored_tail(self) -> int:
-        """The size of the observation window, which gets no saliency and is always kept."""
+        """The number of last tokens that get no saliency and are always kept."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
@@ -81,7 +81,7 @@ class ChunkAttentionScorer(Scorer):
         return standardized(pooled, asked).masked_fill_(~asked, 0.0)
 
     def _attention(self, context: LayerContext, scored: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the chunks' attention ``[batch, query_heads, key_len]``, and its valid keys."""
+        """Return attention within chunks ``[batch, query_heads, key_len]``, and its valid keys."""
         group = context.query_heads // context.kv_heads
         sums = torch.zeros(
             context.batch, context.query_heads, context.key_len, device=context.keys.device
@@ -104,7 +104,7 @@ class ChunkAttentionScorer(Scorer):
         return sums, asked
 
     def _chunks(self, context: LayerContext, row: int) -> list[tuple[slice, slice, int]]:
-        """Yield the query slots and the key slots of each chunk that has queries."""
+        """Yield the slices of queries and keys that belong to each chunk."""
         places = context.query_places[row]
         places = places[: max(context.query_len - self.window_size, 0)]
         if len(places) == 0 or int(places[-1]) < self.num_sinks:

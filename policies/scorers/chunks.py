@@ -17,7 +17,7 @@ from kvpolicy.policies.scorers.wrapping import WrappingScorer
 
 @attrs.frozen
 class ChunkMeanScorer(WrappingScorer):
-    """Averages a scorer's saliency over chunks of consecutive tokens and over all heads.
+    """Averages another scorer's saliency over chunks of consecutive tokens and over all heads.
 
     ``saliency'[h, j]`` is the mean of ``saliency[h', i]`` over all heads ``h'`` of the layer and
     the tokens ``i`` with ``position_i // chunk_length = position_j // chunk_length`` that a head
@@ -68,6 +68,6 @@ class ChunkMeanScorer(WrappingScorer):
 
 
 def _sums(numbers: Tensor, chunks: Tensor, count: int) -> Tensor:
-    """Sum a saliency ``[batch, heads, key_len]`` over chunks, to ``[batch, heads, count]``."""
+    """Sum saliency ``[batch, heads, key_len]`` over each chunk's tokens, per batch row and head."""
     sums = torch.zeros(*numbers.shape[:2], count, dtype=numbers.dtype, device=numbers.device)
     return sums.scatter_add_(-1, chunks, numbers)

@@ -22,7 +22,7 @@ def _as_scorers(scorers: object) -> tuple[Any, ...]:
 
 @attrs.frozen
 class _CombinedScorer(Scorer):
-    """Base of scorers that combine the saliencies of several scorers."""
+    """Base of scorers that combine several scorers' saliency into one."""
 
     scorers: tuple[Scorer, ...] = attrs.field(converter=_as_scorers)
 
@@ -37,12 +37,12 @@ class _CombinedScorer(Scorer):
 
     @property
     def unscored_tail(self) -> int:
-        """The longest unscored tail of the combined scorers."""
+        """The largest number of last tokens that any of the combined scorers leaves unscored."""
         return max(scorer.unscored_tail for scorer in self.scorers)
 
     @property
     def state_size(self) -> int:
-        """The number of state values per key of all combined scorers together."""
+        """The number of values per key that all combined scorers together keep as state."""
         return sum(scorer.state_size for scorer in self.scorers)
 
     @property
@@ -60,23 +60,23 @@ class _CombinedScorer(Scorer):
         return self._combined([each.score(shown) for each, shown in self._shown(context)])
 
     def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """Update every scorer, and combine their saliencies and states; see `Scorer.update`."""
+        """Update the states of all combined scorers, and combine their saliency."""
         found = [each.update(shown) for each, shown in self._shown(context)]
         state = torch.cat([of_scorer for _, of_scorer in found], dim=-1)
         return self._combined([saliency for saliency, _ in found]), state
 
     def _combined(self, found: list[Tensor]) -> Tensor:
-        """Combine saliencies, some of which may be per KV head."""
+        """Combine the scorers' saliency tensors, of which some may have one head per KV group."""
         heads = max(saliency.shape[1] for saliency in found)
         repeated = [each.repeat_interleave(heads // each.shape[1], dim=1) for each in found]
         return self._of_all(torch.stack(repeated))
 
     @abc.abstractmethod
     def _of_all(self, saliencies: Tensor) -> Tensor:
-        """Reduce saliencies ``[scorers, batch, heads, key_len]`` to one."""
+        """Reduce the stacked saliency ``[scorers, batch, heads, key_len]`` over scorers."""
 
     def _shown(self, context: LayerContext) -> Iterator[tuple[Scorer, LayerContext]]:
-        """Yield each scorer with the context that it may read."""
+        """Yield each combined scorer with a context that has only the inputs it reads."""
         end = 0
         for scorer in self.scorers:
             start, end = end, end + scorer.state_size
@@ -98,7 +98,7 @@ def _as_weights(weights: object) -> tuple[float, ...]:
 
 @attrs.frozen
 class SumScorer(_CombinedScorer):
-    """Adds the saliencies of several scorers, each with a weight.
+    """Scores tokens by a weighted sum of several scorers' saliency.
 
     Args:
         scorers: At least one.
@@ -135,7 +135,7 @@ class SumScorer(_CombinedScorer):
 
 @attrs.frozen
 class MaxScorer(_CombinedScorer):
-    """Takes the largest saliency of several scorers: a token is kept if any scorer wants it.
+    """Scores tokens by the largest saliency that any of several scorers gives them.
 
     Args:
         scorers: At least one.

@@ -19,7 +19,7 @@ BLOCK = 64
 
 @attrs.frozen
 class ExpectedAttentionScorer(Scorer):
-    """Scores tokens by the attention expected from future queries, times the norm of their values.
+    """Scores tokens by the attention expected from future queries, times their values' norms.
 
     ``m`` and ``C`` are mean and covariance of a query head's new queries behind the sinks, before
     rotary embedding, ``R`` the mean rotation over the ``future_len`` positions behind the row's
@@ -72,7 +72,7 @@ class ExpectedAttentionScorer(Scorer):
 
     @property
     def needs_rotary(self) -> bool:
-        """True: the scorer undoes the rotary embedding of queries."""
+        """Always True: the scorer undoes the rotary embedding of queries."""
         return True
 
     def score(self, context: LayerContext) -> Tensor:
@@ -105,7 +105,7 @@ class ExpectedAttentionScorer(Scorer):
 
 
 def mean_rotation(rotary: RotaryEmbedding, start: Tensor, count: int, head_dim: int) -> Tensor:
-    """Average the rotation matrices of ``count`` positions from each row's ``start`` on.
+    """Return the mean rotary rotation matrix over ``count`` positions from each row's ``start`` on.
 
     Args:
         rotary: The layer's rotary embedding.
@@ -126,7 +126,7 @@ def mean_rotation(rotary: RotaryEmbedding, start: Tensor, count: int, head_dim: 
 
 
 def _statistics(queries: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute queries' mean ``[batch, heads, head_dim]`` and covariance over tokens.
+    """Return the queries' mean ``[batch, heads, head_dim]`` and covariance over tokens.
 
     The queries are ``[batch, heads, query_len, head_dim]``; 0 if no query counts.
     """

@@ -37,7 +37,7 @@ class KeyNormScorer(Scorer):
 
 @attrs.frozen
 class KeyDiffScorer(Scorer):
-    """Scores tokens by how little their keys resemble the others.
+    """Scores tokens by how little their keys resemble the layer's other keys.
 
     ``saliency[h, j] = -cos(k_j, m)`` with ``m`` the mean of ``k_i / ||k_i||`` over the row's tokens
     ``i``, per KV head ``h``, after rotary embedding.

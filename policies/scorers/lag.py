@@ -15,7 +15,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class LagKVScorer(Scorer):
-    """Scores tokens by the spread of their channels, scaled to the range of the tokens after them.
+    """Scores tokens by the spread of their channels, scaled to the value range of later tokens.
 
     After the sinks, the tokens that a KV head holds are divided into runs of ``lag_size``, counted
     from the row's first. With ``low`` and ``high`` the smallest and largest value in the next run,
@@ -72,7 +72,7 @@ class LagKVScorer(Scorer):
         return saliency
 
     def _ranks(self, context: LayerContext, first: Tensor, runs: int) -> Tensor:
-        """Rank tokens within their run, ``[batch, kv_heads, (runs - 1) * lag_size]``."""
+        """Rank each token among its run of neighbours by the spread of its keys and values."""
         slots = first + torch.arange(runs * self.lag_size, device=first.device)
         slots = slots.clamp(max=context.key_len - 1)[..., None]
         scores = sum(
@@ -84,7 +84,7 @@ class LagKVScorer(Scorer):
         return (self.lag_size - 1 - order.argsort(dim=-1)).flatten(2)
 
     def _unevenness(self, states: Tensor) -> Tensor:
-        """Compute the spread of states' channels, ``[batch, kv_heads, runs - 1, lag_size]``."""
+        """Return the spread over channels of keys or values, scaled to the next run's range."""
         runs = states.float().reshape(*states.shape[:2], -1, self.lag_size, states.shape[3])
         low, high = runs[:, :, 1:].aminmax(dim=3, keepdim=True)
         reach = high - low

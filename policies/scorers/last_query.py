@@ -36,7 +36,7 @@ class LastQueryScorer(Scorer):
 
     @property
     def scores_last_attention(self) -> bool:
-        """True: the saliency is the last query's attention."""
+        """Always True: the saliency is the last query's attention."""
         return True
 
     def score(self, context: LayerContext) -> Tensor:
@@ -46,7 +46,7 @@ class LastQueryScorer(Scorer):
 
 @attrs.frozen
 class LastQueryProductScorer(Scorer):
-    """Scores tokens by the last query's raw products with their keys, average-pooled.
+    """Scores tokens by the last query's dot products with their keys, average-pooled.
 
     ``saliency[h, j] = sum over |j' - j| <= kernel_size // 2 of q_last . k_j' / kernel_size`` per
     query head ``h``, in float32, unscaled and without softmax; keys beyond the edges count as 0.

@@ -15,7 +15,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class CURScorer(Scorer):
-    """Scores tokens by their share of the squared norms of nearby keys, times that of values.
+    """Scores tokens by their keys' and values' shares of the squared norms of nearby tokens.
 
     The tokens that a KV head holds are divided into stretches of ``local_size``, counted from the
     row's first; the last may be shorter. ``saliency[h, j] = K_j * V_j / sum over i of K_i * V_i``

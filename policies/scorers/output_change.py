@@ -16,7 +16,7 @@ from kvpolicy.policies.scorers.wrapping import WrappingScorer
 
 @attrs.frozen
 class CAOTEScorer(WrappingScorer):
-    """Scores tokens by how much a head's output changes without them.
+    """Scores tokens by how much a head's attention output would change without them.
 
     ``saliency'[h, j] = a_j / (1 - a_j) * ||o - v_j||_2`` with ``a = saliency[h] / sum saliency[h]``
     over the tokens that are scored, and ``o = sum over i of a_i v_i``, in float32: exactly the
@@ -63,7 +63,7 @@ class CAOTEScorer(WrappingScorer):
 
     @staticmethod
     def _exact_changes(weights: Tensor, context: LayerContext) -> Tensor:
-        """Compute how much each head's output changes, ``[batch, kv_heads, group, key_len]``.
+        """Return how much each query head's output changes without each token.
 
         For the heaviest token the formula divides a small difference by another. Its change is
         computed as ``a_j ||m - v_j||`` instead, with ``m`` the weighted mean of the others.
@@ -80,7 +80,7 @@ class CAOTEScorer(WrappingScorer):
 
     @staticmethod
     def _mean_changes(weights: Tensor, context: LayerContext) -> Tensor:
-        """Compute how much a group's mean output changes, ``[batch, kv_heads, group, key_len]``."""
+        """Return how much a KV group's mean output changes without each token."""
         values, real = context.values.float(), context.valid[..., None]
         count = real.sum(dim=2, keepdim=True).clamp(min=1)
         mean = values.masked_fill(~real, 0.0).sum(dim=2, keepdim=True) / count
@@ -93,7 +93,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def _heaviest(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each head's largest weight, and all weights with 0 in its place.
+    """Return each head's largest attention weight, and the weights with 0 in its place.
 
     One minus the largest weight is the sum of the others, which subtraction would round away.
     """
@@ -102,5 +102,5 @@ def _heaviest(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _distances(outputs: Tensor, values: Tensor) -> Tensor:
-    """Compute the distances of values to outputs, ``[batch, kv_heads, outputs, key_len]``."""
+    """Return distances of values to attention outputs, ``[batch, kv_heads, outputs, key_len]``."""
     return torch.cdist(outputs, values, compute_mode="donot_use_mm_for_euclid_dist")

@@ -13,7 +13,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class RandomScorer(Scorer):
-    """Draws random numbers: the control that every method should beat.
+    """Scores tokens by random numbers: the control that every method should beat.
 
     A token's number depends on the seed, the layer, the KV head and its position, so that a row
     gets the same numbers in every batch and every run.
@@ -48,11 +48,11 @@ class RandomScorer(Scorer):
 
 
 def _signed(value: int) -> int:
-    """Return a number's lowest 64 bits as a signed int64."""
+    """Reinterpret an int's lowest 64 bits as a signed int64."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _shifted(state: Tensor, by: int) -> Tensor:
-    """Shift an int64 tensor to the right and fill with zeros, not with the sign bit."""
+    """Shift an int64 tensor right logically: zeros, not the sign bit, come in."""
     return (state >> by) & ((1 << (64 - by)) - 1)

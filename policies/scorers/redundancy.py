@@ -20,7 +20,7 @@ RUN = 64
 
 @attrs.frozen
 class RedundancyScorer(Scorer):
-    """Scores tokens by the last tokens' attention, minus their keys' similarity to other keys.
+    """Scores tokens by the last tokens' attention, minus their keys' similarity to others.
 
     ``saliency[h, j] = importance * I[h, j] - (1 - importance) * R[h, j]`` per KV head ``h``, in
     float32, for the tokens before the window. ``I`` is the softmax, over these tokens, of the
@@ -63,12 +63,12 @@ class RedundancyScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """The size of the observation window, whose queries are read."""
+        """The number of last queries whose attention the scorer reads."""
         return self.window_size
 
     @property
     def unscored_tail(self) -> int:
-        """The size of the observation window, which gets no saliency and is always kept."""
+        """The number of last tokens that get no saliency and are always kept."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
@@ -82,7 +82,7 @@ class RedundancyScorer(Scorer):
         return saliency
 
     def _importance(self, context: LayerContext, before: int) -> Tensor:
-        """Compute the attention of the window, ``[batch, kv_heads, before]``."""
+        """Return the last tokens' attention to earlier ones, ``[batch, kv_heads, before]``."""
         products = query_key_products(context.queries, context.keys[:, :, :before])
         grouped = products.view(context.batch, context.kv_heads, -1, *products.shape[2:])
         highest = grouped.amax(dim=2) * context.scaling
@@ -94,7 +94,7 @@ class RedundancyScorer(Scorer):
         )
 
     def _redundancy(self, context: LayerContext) -> Tensor:
-        """Compute each key's mean similarity to the other keys, ``[batch, kv_heads, key_len]``."""
+        """Return each key's mean similarity to the other keys, ``[batch, kv_heads, key_len]``."""
         valid = context.valid
         keys = context.keys.detach().float()  # detached, for memory to be written to again
         directions = functional.normalize(keys, dim=-1) * valid[..., None]
@@ -105,7 +105,7 @@ class RedundancyScorer(Scorer):
         return _softmax(sums / valid.sum(dim=-1, keepdim=True).clamp(min=1), valid)
 
     def _leave_out_copies(self, sums: Tensor, directions: Tensor) -> None:
-        """Subtract from each key's sum of cosines that of the last key that resembles it.
+        """Subtract, from each key's sum of cosines, its cosine with the last key like it.
 
         Computed in blocks of heads and keys, so that the whole matrix is never in memory. All
         blocks use the same memory, since allocating it costs more than the products.
@@ -133,7 +133,7 @@ class RedundancyScorer(Scorer):
                 sums[own].scatter_add_(-1, last, -copied)
 
     def _last_copies(self, cosines: Tensor) -> tuple[Tensor, Tensor]:
-        """Find, for each key, the last key that resembles it and their cosine; 0 and 0 if none.
+        """Return, for each key, the last key similar to it and their cosine; 0 and 0 if none.
 
         Searches runs of keys by their highest cosine, then one run key by key.
 
@@ -156,6 +156,6 @@ class RedundancyScorer(Scorer):
 
 
 def _softmax(scores: Tensor, valid: Tensor) -> Tensor:
-    """Compute the softmax over the valid entries of the last axis; 0 elsewhere."""
+    """Compute the softmax over valid entries of the last axis; invalid ones get 0."""
     lowest = torch.finfo(scores.dtype).min  # finite, where nothing is valid
     return scores.masked_fill(~valid, lowest).softmax(dim=-1) * valid

@@ -20,7 +20,7 @@ RIDGE = 1e-2
 
 @attrs.frozen
 class LeverageScorer(Scorer):
-    """Scores tokens by the leverage of their keys, before rotary embedding; needs no query.
+    """Scores tokens by the statistical leverage of their keys before rotary embedding.
 
     ``X`` are the keys of a row and KV head minus their mean, and ``Y = X Phi`` with a Gaussian
     ``Phi`` of ``sketch_size`` columns and variance ``1 / sketch_size``. The leverage of key ``j``
@@ -63,12 +63,12 @@ class LeverageScorer(Scorer):
 
     @property
     def unscored_tail(self) -> int:
-        """The size of the observation window, which gets no saliency and is always kept."""
+        """The number of last tokens that get no saliency and are always kept."""
         return self.window_size
 
     @property
     def needs_rotary(self) -> bool:
-        """True: the scorer undoes the rotary embedding of keys."""
+        """Always True: the scorer undoes the rotary embedding of keys."""
         return True
 
     def score(self, context: LayerContext) -> Tensor:
@@ -86,7 +86,7 @@ class LeverageScorer(Scorer):
         return standardized(leverage, scored).masked_fill_(~scored, 0.0)
 
     def _sketch(self, context: LayerContext) -> Tensor:
-        """Draw a random projection ``[head_dim, sketch_size]``, the same on every device."""
+        """Draw a random projection ``[head_dim, sketch_size]``, equal on every device."""
         seed = (self.seed * 1_000_003 + context.layer_idx) % (1 << 63)
         drawn = torch.randn(
             context.keys.shape[3], self.sketch_size, generator=torch.Generator().manual_seed(seed)
@@ -95,7 +95,7 @@ class LeverageScorer(Scorer):
 
 
 def _leverage(keys: Tensor, scored: Tensor, sketch: Tensor) -> Tensor:
-    """Compute the leverage ``[batch, key_len]`` of keys ``[batch, key_len, head_dim]``, in float64.
+    """Return statistical leverage scores ``[batch, key_len]`` of keys, computed in float64.
 
     If there are fewer keys than channels, leverages differ only by small amounts that float32 would
     round away.

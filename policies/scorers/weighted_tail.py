@@ -16,7 +16,7 @@ from kvpolicy.interfaces import Scorer
 
 
 def tail_lens(context: LayerContext, recent_rate: float) -> list[int]:
-    """Return each row's tail length: ``1 + int(seen_len * recent_rate)``, at most its tokens."""
+    """Return how many last tokens of each row to observe: ``1 + int(seen_len * recent_rate)``."""
     new_lens = context.new_valid.sum(dim=1).tolist()
     return [
         min(1 + int(seen * recent_rate), new)
@@ -26,7 +26,7 @@ def tail_lens(context: LayerContext, recent_rate: float) -> list[int]:
 
 @attrs.frozen
 class WeightedTailScorer(Scorer):
-    """Scores tokens by the attention of the prompt's tail, later queries weighing more.
+    """Scores tokens by the attention of the prompt's last tokens; later queries weigh more.
 
     ``saliency[h, j] = mean over tail queries i of w_i * softmax(q_i . k_j * scaling)`` per query
     head ``h``, in float32, causal, with ``w = linspace(1, distance_weight)`` over the tail. The
@@ -65,7 +65,7 @@ class WeightedTailScorer(Scorer):
 
     @property
     def num_queries(self) -> None:
-        """Always None: the scorer reads all queries, since the tail depends on the prompt."""
+        """Always None: all queries, since the prompt's length decides how many are used."""
         return
 
     def score(self, context: LayerContext) -> Tensor:

@@ -18,7 +18,7 @@ from kvpolicy.interfaces import Scorer
 
 @attrs.frozen
 class _PooledWindowScorer(Scorer):
-    """Base of scorers that pool the observation window's attention over neighbours."""
+    """Base of scorers that pool the last tokens' attention over neighbouring tokens."""
 
     window_size: int = attrs.field(default=8)
     kernel_size: int = attrs.field(default=7)
@@ -29,12 +29,12 @@ class _PooledWindowScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """The size of the observation window, whose queries are read."""
+        """The number of last queries whose attention the scorer reads."""
         return self.window_size
 
     @property
     def unscored_tail(self) -> int:
-        """The size of the observation window, which gets no saliency and is always kept."""
+        """The number of last tokens that get no saliency and are always kept."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:
@@ -47,17 +47,17 @@ class _PooledWindowScorer(Scorer):
         return saliency
 
     def _observed(self, context: LayerContext) -> Tensor:
-        """Compute the attention that is then pooled, float32 ``[batch, heads, key_len]``."""
+        """Return the last tokens' attention before pooling, float32 ``[batch, heads, key_len]``."""
         return causal_attention_sums(context)
 
     @abc.abstractmethod
     def _pooled(self, attention: Tensor) -> Tensor:
-        """Pool attention ``[batch, heads, before]`` over neighbours; padding counts as 0."""
+        """Pool attention ``[batch, heads, before]`` over neighbouring tokens; padding is 0."""
 
 
 @attrs.frozen
 class WindowMaxPoolScorer(_PooledWindowScorer):
-    """Scores tokens by the attention of the last tokens of the context, max-pooled.
+    """Scores tokens by the last tokens' attention, max-pooled over neighbouring tokens.
 
     ``saliency[h, j] = max over |j' - j| <= kernel_size // 2 of sum over window queries i of
     softmax(q_i . k_j' * scaling)``, per query head ``h``, in float32, causal inside the window;
@@ -114,7 +114,7 @@ class WindowMaxPoolScorer(_PooledWindowScorer):
 
 @attrs.frozen
 class WindowMeanPoolScorer(_PooledWindowScorer):
-    """Scores tokens by the attention of the last tokens of the context, average-pooled.
+    """Scores tokens by the last tokens' attention, average-pooled over neighbouring tokens.
 
     ``saliency[h, j] = sum over |j' - j| <= kernel_size // 2 of a_j' / kernel_size`` with
     ``a_j' = sum over window queries i of softmax(q_i . k_j' * scaling)``, per query head ``h``, in
@@ -147,7 +147,7 @@ class WindowMeanPoolScorer(_PooledWindowScorer):
 
 @attrs.frozen
 class WindowAttentionScorer(Scorer):
-    """Scores all tokens, the last ones included, by the attention of the last tokens.
+    """Scores all tokens, the last ones included, by the last tokens' attention.
 
     ``saliency[h, j] = mean over window queries i of softmax(q_i . k_j * scaling)`` per query head
     ``h``, in float32, causal inside the window, max-pooled over ``kernel_size`` neighbours. The
@@ -180,7 +180,7 @@ class WindowAttentionScorer(Scorer):
 
     @property
     def num_queries(self) -> int:
-        """The size of the observation window, whose queries are read."""
+        """The number of last queries whose attention the scorer reads."""
         return self.window_size
 
     def score(self, context: LayerContext) -> Tensor:

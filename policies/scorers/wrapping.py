@@ -30,12 +30,12 @@ class WrappingScorer(Scorer):
 
     @property
     def unscored_tail(self) -> int:
-        """The number of trailing tokens that the wrapped scorer leaves without a saliency."""
+        """The number of last tokens that the wrapped scorer leaves without a saliency."""
         return self.scorer.unscored_tail
 
     @property
     def state_size(self) -> int:
-        """The number of state values that the wrapped scorer keeps per key."""
+        """The number of values per key that the wrapped scorer keeps as state."""
         return self.scorer.state_size
 
     @property
@@ -54,22 +54,22 @@ class WrappingScorer(Scorer):
         return self.scorer.needs_output_weight
 
     def update(self, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """Update the wrapped scorer and change its saliency; see `Scorer.update`."""
+        """Update the wrapped scorer's state and change its saliency; see `Scorer.update`."""
         saliency, state = self.scorer.update(context)
         return self._changed(saliency, context), state
 
     def score(self, context: LayerContext) -> Tensor:
-        """Return the changed saliency in float32; see `Scorer.score`."""
+        """Return the wrapped scorer's saliency after the change, in float32."""
         return self._changed(self.scorer.score(context), context)
 
     @abc.abstractmethod
     def _changed(self, saliency: Tensor, context: LayerContext) -> Tensor:
-        """Change the wrapped scorer's saliency; return a new tensor."""
+        """Return a changed copy of the wrapped scorer's saliency."""
 
 
 @attrs.frozen
 class ValueAwareScorer(WrappingScorer):
-    """Multiplies another scorer's saliency by the norm of each token's value.
+    """Multiplies another scorer's saliency by the norm of each token's value vector.
 
     ``saliency'[h, j] = saliency[h, j] * ||v_j||_2``: attention to a token whose value is small
     moves the output little. Meant for saliencies that are not negative, as attention is.

@@ -22,7 +22,7 @@ from kvpolicy.selection import compress, ranks
 @documented
 @attrs.frozen
 class AdaptiveHeadSelector(SharedBudgetSelector):
-    """Splits a layer's budget over its KV heads: heads with spread-out attention keep more.
+    """Splits a layer's budget over its KV heads: those with spread-out attention keep more.
 
     With ``c`` tokens in the mean budget of a row, ``p`` of them protected and ``f = c - p``, each
     KV head first takes its own ``g = int(f * floor)`` most salient tokens beside the protected
@@ -57,7 +57,7 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
         check_rate("floor", self.floor, zero=True)
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the mean budget as a rate for every layer; see `KVSelector.kept_rates`."""
+        """Return the fraction of tokens that each layer keeps, averaged over heads."""
         check_count("num_layers", num_layers, minimum=1)
         fixed = self.window_size + self.protect
         return [self.mean_budget.fraction(context_len, protected=fixed)] * num_layers
@@ -84,7 +84,7 @@ class AdaptiveHeadSelector(SharedBudgetSelector):
         return compress(here, int(here.sum(dim=-1).max()))
 
     def _places(self, seen_len: tuple[int, ...], protected: Tensor) -> tuple[Tensor, Tensor]:
-        """Split each row's budget ``[batch]`` into places of each head and places shared by all."""
+        """Split each row's budget into tokens that every head keeps and tokens that heads share."""
         fixed = protected.sum(dim=-1).amax(dim=-1)
         mean = on_device([self._free(seen, 0) for seen in seen_len], protected.device)
         free = mean.maximum(fixed) - fixed

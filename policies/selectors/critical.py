@@ -20,7 +20,7 @@ from kvpolicy.selection import ranks, select_top
 
 @attrs.frozen
 class CriticalSelector(WrappingSelector):
-    """Keeps as many tokens as another selector, half of them by values' effect on the output.
+    """Keeps as many tokens as another selector, half of them by their values' effect on output.
 
     If the wrapped selector keeps ``b`` tokens of a KV head, the first ``int(b * first_share)`` are
     the protected tokens and the most salient others. The rest are the tokens of highest
@@ -58,21 +58,21 @@ class CriticalSelector(WrappingSelector):
 
     @property
     def equal_counts(self) -> bool:
-        """True if the wrapped selector keeps equally many tokens in all heads."""
+        """True if the wrapped selector keeps equally many tokens in all heads and layers."""
         return self.selector.equal_counts
 
     @property
     def needs_saliency(self) -> bool:
-        """True: the first stage chooses by saliency."""
+        """Always True: the first half of the tokens is chosen by saliency."""
         return True
 
     @property
     def needs_output_weight(self) -> bool:
-        """True: the second stage reads the output weights."""
+        """Always True: the second half of the tokens is chosen by output weights."""
         return True
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Return the counts of the wrapped selector; see `KVSelector.kept_counts`."""
+        """Return how many tokens the wrapped selector keeps, which is also kept here."""
         return known_counts(self.selector, context)
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
@@ -91,7 +91,7 @@ class CriticalSelector(WrappingSelector):
 
 
 def output_norms(context: LayerContext) -> Tensor:
-    """Compute the L1 norm of each value times the output weights, averaged over the KV group.
+    """Return the L1 norm of each value times the output weights, averaged over the KV group.
 
     Args:
         context: The layer, with its output weights.

@@ -19,7 +19,7 @@ from kvpolicy.policies.selectors.wrapping import WrappingSelector
 
 @attrs.frozen
 class FirstLayersWholeSelector(WrappingSelector):
-    """Keeps all tokens in the first layers, and what another selector keeps in the later ones.
+    """Keeps all tokens in the first layers; another selector chooses in the later ones.
 
     Args:
         selector: Chooses in the other layers.
@@ -47,34 +47,34 @@ class FirstLayersWholeSelector(WrappingSelector):
 
     @property
     def budget(self) -> Budget | None:
-        """The wrapped selector's budget if no layer is kept whole; else None."""
+        """The wrapped selector's budget; None if any first layers keep all tokens."""
         return None if self.whole_layers else self.selector.budget
 
     @property
     def equal_counts(self) -> bool:
-        """True if no layer is kept whole and the wrapped selector has equal counts."""
+        """True if no layers keep all tokens and the wrapped selector's heads keep equally many."""
         return self.whole_layers == 0 and self.selector.equal_counts
 
     @property
     def is_bounded(self) -> bool:
-        """True if no layer is kept whole and the wrapped selector is bounded."""
+        """True if the number of tokens kept does not grow with the context."""
         return self.whole_layers == 0 and self.selector.is_bounded
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Mark all tokens in the first layers as protected; see `KVSelector.protected`."""
+        """Mark the tokens that are always kept: all of them in the first layers."""
         return context.valid if self._is_whole(context) else self.selector.protected(context)
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return 1 for the first layers, the wrapped selector's rates after; see `kept_rates`."""
+        """Return each layer's kept fraction: 1 in first layers, then the wrapped selector's."""
         rates = self.selector.kept_rates(num_layers, context_len)
         return [1.0 if layer < self.whole_layers else rate for layer, rate in enumerate(rates)]
 
     def around(self, selector: KVSelector) -> KVSelector:
-        """Return the other selector alone: layers kept whole have no bound while decoding."""
+        """Return a copy around another selector that evicts in all layers, to use in decoding."""
         return attrs.evolve(self, selector=selector, whole_layers=0)
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Return all tokens in the first layers, else the wrapped selector's counts."""
+        """Return all tokens' number in the first layers, the wrapped selector's count after."""
         whole = self._is_whole(context)
         return context.held_len if whole else known_counts(self.selector, context)
 

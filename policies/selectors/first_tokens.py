@@ -21,7 +21,7 @@ from kvpolicy.selection import compress
 
 @attrs.frozen
 class FirstTokensWholeSelector(WrappingSelector):
-    """Keeps the first tokens of the context, and what another selector keeps of the later ones.
+    """Keeps the context's first tokens; another selector chooses among the later ones.
 
     The wrapped selector sees only the later tokens, at their own positions, as if there were no
     others: its rate refers to these tokens, and its number of tokens is added to the first ones.
@@ -54,22 +54,22 @@ class FirstTokensWholeSelector(WrappingSelector):
 
     @property
     def protected_first(self) -> int:
-        """The number of first tokens that are kept: its own, or the wrapped selector's if more."""
+        """The number of the context's first tokens that are always kept."""
         return max(self.whole_tokens, self.selector.protected_first)
 
     @property
     def budget(self) -> Budget | None:
-        """The wrapped selector's budget if no first tokens are kept; else None."""
+        """The wrapped selector's budget; None if any first tokens are kept besides."""
         return None if self.whole_tokens else self.selector.budget
 
     @property
     def decides_together(self) -> bool:
-        """True if the wrapped selector decides for all layers together."""
+        """True if the wrapped selector chooses for all layers at once."""
         return self.selector.decides_together
 
     @property
     def equal_counts(self) -> bool:
-        """True if the wrapped selector keeps equal counts and protects no first tokens of its own.
+        """True if the wrapped selector has equal counts and no first tokens of its own.
 
         Otherwise heads with equally many protected tokens may hold different numbers of first ones.
         """
@@ -77,12 +77,12 @@ class FirstTokensWholeSelector(WrappingSelector):
         return own and self.selector.equal_counts
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Mark the first tokens, and those that the wrapped selector protects."""
+        """Mark the tokens always kept: the first, and the wrapped selector's protected ones."""
         first = context.is_first(self.whole_tokens)
         return first | self.selector.protected(self._behind(context))
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the first tokens' fraction plus the wrapped selector's; see `KVSelector`."""
+        """Return each layer's kept fraction: the first tokens' plus the wrapped selector's."""
         if context_len is None:
             return self.selector.kept_rates(num_layers)
         first = min(self.whole_tokens, check_count("context_len", context_len, minimum=1))
@@ -93,7 +93,7 @@ class FirstTokensWholeSelector(WrappingSelector):
         return [(first + rate * behind) / context_len for rate in rates]
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Return the first tokens plus the wrapped selector's count; see `KVSelector`."""
+        """Return each row's kept count: the first tokens plus the wrapped selector's."""
         behind = known_counts(self.selector, self._behind(context))
         if behind is None:
             return None
@@ -115,7 +115,7 @@ class FirstTokensWholeSelector(WrappingSelector):
         return [self._with_first(*each) for each in zip(found, contexts, strict=True)]
 
     def _behind(self, context: LayerContext) -> LayerContext:
-        """Return the context with the first tokens marked as padding."""
+        """Return a copy of the context where the first tokens are marked as padding."""
         seen_len = tuple(max(each - self.whole_tokens, 0) for each in context.seen_len)
         # Where some tokens are not held, so may be some of the first; and a selector that protects
         # first tokens would take those behind for them, since as many are held as it hears of.
@@ -129,7 +129,7 @@ class FirstTokensWholeSelector(WrappingSelector):
         )
 
     def _with_first(self, kept: Tensor, context: LayerContext) -> Tensor:
-        """Add the first tokens to the indices that were chosen among the later ones."""
+        """Add the first tokens to the indices that the wrapped selector chose."""
         first = context.is_first(self.whole_tokens)
         found = torch.cat([compress(first, first.shape[-1]), kept], dim=-1).sort(dim=-1).values
         counts = known_counts(self, context)

@@ -20,7 +20,7 @@ from kvpolicy.selection import compress, head_budgets, highest
 @documented
 @attrs.frozen
 class GlobalThresholdSelector(SharedBudgetSelector):
-    """Splits one budget over all layers and KV heads: one saliency threshold for the whole model.
+    """Keeps tokens above one saliency threshold for all layers and KV heads of the model.
 
     Layers choose after all of them were scored. The budget of a row is the sum of the tokens that
     each KV head of each layer would keep on its own under the rate or number of tokens. It is
@@ -46,17 +46,17 @@ class GlobalThresholdSelector(SharedBudgetSelector):
 
     @property
     def decides_together(self) -> bool:
-        """True: one threshold holds for all layers."""
+        """Always True: one saliency threshold holds for all layers."""
         return True
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the mean budget as a rate for every layer; see `KVSelector.kept_rates`."""
+        """Return the fraction of tokens kept, averaged over layers, for every layer."""
         check_count("num_layers", num_layers, minimum=1)
         fixed = self.window_size + self.protect
         return [self.mean_budget.fraction(context_len, protected=fixed)] * num_layers
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
-        """Choose the tokens as if the model had this layer only; see `KVSelector.select`."""
+        """Choose tokens as if this layer were the model's only one."""
         assert saliency is not None
         return self.select_together([saliency], [context])[0]
 
@@ -94,7 +94,7 @@ class GlobalThresholdSelector(SharedBudgetSelector):
 
 @attrs.frozen(eq=False)
 class _Layer:
-    """One layer with the heads of all processes, as ``[batch, all heads, key_len]``."""
+    """One layer's saliency with the heads of all tensor-parallel processes together."""
 
     scores: Tensor
     valid: Tensor
@@ -104,12 +104,12 @@ class _Layer:
     def of(
         saliency: Tensor, context: LayerContext, protected: Tensor, device: torch.device
     ) -> _Layer:
-        """Gather a layer from all processes onto one device."""
+        """Gather one layer's saliency from all tensor-parallel processes onto one device."""
         parts = (group_mean(saliency, context.kv_heads), context.valid, protected)
         return _Layer(*(context.heads.gather(part).to(device) for part in parts))
 
     def kept(self, taken: Tensor, context: LayerContext) -> Tensor:
-        """Return the kept indices of this process's heads, given which tokens ``taken`` marks."""
+        """Return the indices that this process's heads keep, given ``taken``, the mask over all."""
         chosen = self.protected | taken.view_as(self.protected)
         first = context.heads.share * context.kv_heads
         here = chosen[:, first : first + context.kv_heads, chosen.shape[2] - context.key_len :]

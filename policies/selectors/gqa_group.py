@@ -49,31 +49,31 @@ class GQAGroupSelector(KVSelector):
 
     @property
     def protected_tail(self) -> int:
-        """The size of the observation window, which is always kept."""
+        """The number of last tokens that are always kept."""
         return self.window_size
 
     @property
     def protected_first(self) -> int:
-        """The number of first tokens that are always kept."""
+        """The number of the context's first tokens that are always kept."""
         return self.protect
 
     @functools.cached_property
     def budget(self) -> Budget:
-        """The number of tokens that each row keeps."""
+        """The number or fraction of each batch row's tokens that are kept."""
         return Budget(self.retention_rate, self.retention_tokens)
 
     @property
     def equal_counts(self) -> bool:
-        """True: all heads keep equally many tokens."""
+        """Always True: all heads keep equally many tokens."""
         return True
 
     @property
     def keeps_highest(self) -> bool:
-        """True: only the mean saliency of each KV group decides."""
+        """Always True: each KV head keeps the tokens of highest mean saliency."""
         return True
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Return the number of tokens that the budget allows; see `KVSelector.kept_counts`."""
+        """Return how many tokens of each row the budget allows every head to keep."""
         fixed = protected_counts(context, tail=self.protected_tail, first=self.protected_first)
         return counts_under(self.budget, context, fixed)
 

@@ -13,7 +13,7 @@ from kvpolicy.selection import compress
 
 @attrs.frozen
 class KeepAllSelector(KVSelector):
-    """Keeps every token that reached the layer: evicts nothing.
+    """Keeps every token that reaches the layer: evicts nothing.
 
     Example:
         >>> KeepAllSelector().needs_saliency
@@ -22,17 +22,17 @@ class KeepAllSelector(KVSelector):
 
     @property
     def needs_saliency(self) -> bool:
-        """Always False: no saliency is read."""
+        """Always False: every token is kept, whatever its saliency."""
         return False
 
     @property
     def equal_counts(self) -> bool:
-        """True: every head keeps all tokens."""
+        """Always True: every head keeps all tokens."""
         return True
 
     @property
     def keeps_all(self) -> bool:
-        """True: nothing is evicted."""
+        """Always True: nothing is evicted."""
         return True
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:

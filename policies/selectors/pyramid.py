@@ -20,7 +20,7 @@ from kvpolicy.selection import select_top
 @documented
 @attrs.frozen
 class PyramidSelector(SharedBudgetSelector):
-    """Keeps more tokens in early layers than in late ones, chosen as by `GQAGroupSelector`.
+    """Keeps the most salient tokens of each KV head, more in early layers than in late ones.
 
     With ``c`` tokens in the mean budget of a row of ``N``, ``p`` of them protected, ``f = c - p``
     and ``m`` layers, layer ``l`` of the first half keeps ``p + min(f + fall(l), N - p)`` tokens,
@@ -53,7 +53,7 @@ class PyramidSelector(SharedBudgetSelector):
         check_count("beta", self.beta, minimum=1)
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return rates that fall with depth; without ``context_len`` those of a long prompt.
+        """Return the fraction of tokens that each layer keeps, which falls with depth.
 
         See `KVSelector.kept_rates`.
         """
@@ -73,7 +73,7 @@ class PyramidSelector(SharedBudgetSelector):
         return [mean + max(min(fall, 1 - mean), mean - 1) for fall in falls]
 
     def count(self, seen_len: int, protected: int, layer_idx: int, num_layers: int) -> int:
-        """Return the number of tokens of a row that a layer keeps, if all of them reach it.
+        """Return how many of a row's tokens one layer keeps, if all of them reach it.
 
         Args:
             seen_len: Tokens of the row's whole context so far.
@@ -91,7 +91,7 @@ class PyramidSelector(SharedBudgetSelector):
         return protected + (most if layer_idx == first else 2 * free - most)
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Return the number of tokens in the layer's budget; see `KVSelector.kept_counts`."""
+        """Return how many tokens of each row this layer's budget lets every head keep."""
         fixed = protected_counts(context, tail=self.protected_tail, first=self.protected_first)
         if context.held_len is None or fixed is None or any(len(set(each)) > 1 for each in fixed):
             return None
@@ -99,7 +99,7 @@ class PyramidSelector(SharedBudgetSelector):
         return tuple(self._of_layer(context, seen, held, most) for seen, held, (_, most) in rows)
 
     def _of_layer(self, context: LayerContext, seen: int, held: int, protected: int) -> int:
-        """Return the number of tokens that a layer keeps of a row's ``held`` tokens."""
+        """Return how many tokens this layer keeps of the ``held`` tokens of a row."""
         return min(held, self.count(seen, protected, context.layer_idx, context.num_layers))
 
     def select(self, saliency: Tensor | None, context: LayerContext) -> Tensor:
@@ -111,7 +111,7 @@ class PyramidSelector(SharedBudgetSelector):
         return select_top(scores, budgets, valid=valid, protected=protected)
 
     def _budgets(self, context: LayerContext, valid: Tensor, protected: Tensor) -> list[list[int]]:
-        """Return the number of tokens that each head keeps, from the layer's tensors."""
+        """Return how many tokens each head keeps, computed from the layer's tensors."""
         available, fixed = torch.stack([valid.sum(dim=-1), protected.sum(dim=-1)]).tolist()
         return [
             [self._of_layer(context, seen, *head) for head in zip(*heads, strict=True)]

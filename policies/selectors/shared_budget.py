@@ -11,7 +11,7 @@ from kvpolicy.interfaces import KVSelector
 
 @attrs.frozen
 class SharedBudgetSelector(KVSelector):
-    """Base of selectors whose budget holds on average over layers or heads."""
+    """Base of selectors that meet their budget only on average over layers or heads."""
 
     retention_rate: float | None = DefaultRate(0.1)
     window_size: int = 8
@@ -26,25 +26,25 @@ class SharedBudgetSelector(KVSelector):
 
     @property
     def protected_tail(self) -> int:
-        """The size of the observation window, which is always kept."""
+        """The number of last tokens that are always kept."""
         return self.window_size
 
     @property
     def protected_first(self) -> int:
-        """The number of first tokens that are always kept."""
+        """The number of the context's first tokens that are always kept."""
         return self.protect
 
     @property
     def mean_budget(self) -> Budget:
-        """The number of tokens that each row keeps, averaged over layers and heads."""
+        """The number or fraction of a row's tokens kept, averaged over layers and heads."""
         return Budget(self.retention_rate, self.retention_tokens)
 
     @property
     def is_bounded(self) -> bool:
-        """True if the mean budget is a number of tokens."""
+        """True if the budget is a number of tokens, not a fraction of the context."""
         return self.mean_budget.tokens is not None
 
     def _free(self, seen_len: int, protected: int) -> int:
-        """Return the mean budget minus the protected tokens, if all tokens reach the layer."""
+        """Return the mean number of tokens that a head keeps besides the protected ones."""
         count = self.mean_budget.count(seen_len=seen_len, available=seen_len, protected=protected)
         return count - protected

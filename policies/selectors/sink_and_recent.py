@@ -21,7 +21,7 @@ from kvpolicy.selection import head_budgets, select_top
 @documented
 @attrs.frozen
 class SinkAndRecentSelector(KVSelector):
-    """Keeps the first tokens of the context and the most recent ones.
+    """Keeps the context's first tokens (attention sinks) and the most recent ones.
 
     Args:
         num_sinks: First tokens that are always kept, at least 0: the first that the layer holds.
@@ -51,31 +51,31 @@ class SinkAndRecentSelector(KVSelector):
 
     @property
     def needs_saliency(self) -> bool:
-        """Always False: only position decides."""
+        """Always False: only a token's position decides."""
         return False
 
     @property
     def protected_first(self) -> int:
-        """The number of first tokens that are always kept: the sinks, or ``protect`` if larger."""
+        """The number of first tokens always kept: the sinks, or ``protect`` if larger."""
         return max(self.num_sinks, self.protect)
 
     @functools.cached_property
     def budget(self) -> Budget:
-        """The number of tokens that each row keeps."""
+        """The number or fraction of each batch row's tokens that are kept."""
         return Budget(self.retention_rate, self.retention_tokens)
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Mark the first tokens that are always kept; see `KVSelector.protected`."""
+        """Mark the tokens at the context's first positions, which are always kept."""
         sinks = context.valid & (context.valid.cumsum(dim=-1) <= self.num_sinks)
         return sinks | super().protected(context)
 
     @property
     def equal_counts(self) -> bool:
-        """True: all heads keep equally many tokens."""
+        """Always True: all heads keep equally many tokens."""
         return True
 
     def kept_counts(self, context: LayerContext) -> tuple[int, ...] | None:
-        """Return the number of tokens that the budget allows; see `KVSelector.kept_counts`."""
+        """Return how many tokens of each row the budget allows every head to keep."""
         # Sinks are the first of what is held, and so as many whatever is held.
         more = self.protected_first - self.num_sinks
         fixed = protected_counts(context, tail=self.num_sinks, first=more)

@@ -13,7 +13,7 @@ from kvpolicy.interfaces import KVSelector
 
 @attrs.frozen
 class WrappingSelector(KVSelector):
-    """Base of selectors that change another selector's choice."""
+    """Base of selectors that change which tokens another selector keeps."""
 
     selector: KVSelector
 
@@ -42,32 +42,32 @@ class WrappingSelector(KVSelector):
 
     @property
     def protected_tail(self) -> int:
-        """The number of trailing tokens that the wrapped selector protects."""
+        """The number of last tokens that the wrapped selector always keeps."""
         return self.selector.protected_tail
 
     @property
     def protected_first(self) -> int:
-        """The number of first tokens that the wrapped selector protects."""
+        """The number of the context's first tokens that the wrapped selector always keeps."""
         return self.selector.protected_first
 
     @property
     def budget(self) -> Budget | None:
-        """The wrapped selector's budget."""
+        """The wrapped selector's budget of tokens."""
         return self.selector.budget
 
     @property
     def is_bounded(self) -> bool:
-        """True if the wrapped selector is bounded."""
+        """True if the wrapped selector's number of kept tokens does not grow with the context."""
         return self.selector.is_bounded
 
     def protected(self, context: LayerContext) -> Tensor:
-        """Mark the tokens that the wrapped selector protects; see `KVSelector.protected`."""
+        """Mark the tokens that the wrapped selector always keeps."""
         return self.selector.protected(context)
 
     def kept_rates(self, num_layers: int, context_len: int | None = None) -> list[float]:
-        """Return the wrapped selector's rates; see `KVSelector.kept_rates`."""
+        """Return the fraction of tokens that the wrapped selector keeps, for each layer."""
         return self.selector.kept_rates(num_layers, context_len)
 
     def around(self, selector: KVSelector) -> KVSelector:
-        """Return the same wrapper around another selector, for layers of a bounded answer."""
+        """Return this wrapper around another selector, as needed for eviction while decoding."""
         return attrs.evolve(self, selector=selector)

@@ -14,7 +14,7 @@ __all__ = ["markdown", "page", "write_report"]
 
 
 def write_report(results: Results, out: Path) -> list[Path]:
-    """Write the page, and the Markdown table beside it under the same name.
+    """Write the HTML report of a folder of results, and a Markdown table beside it.
 
     Args:
         results: What to report on.

@@ -10,7 +10,7 @@ import attrs
 
 @attrs.frozen
 class Axis:
-    """An axis of a chart, with its marked values.
+    """A chart's axis: its title and the values marked on it.
 
     Args:
         title: What the values are, with their unit.
@@ -24,14 +24,14 @@ class Axis:
 
     @classmethod
     def from_zero(cls, title: str, largest: float) -> Axis:
-        """Return an axis from 0 to a round number not below ``largest``, in round steps."""
+        """Make a linear axis from 0 to a round number not below ``largest``."""
         step = round_step(largest / 4)
         count = max(math.ceil(largest / step - 1e-9), 1)
         return cls(title, tuple(index * step for index in range(count + 1)))
 
     @classmethod
     def in_factors(cls, title: str, values: Sequence[float], high: float) -> Axis:
-        """Return a logarithmic axis from below the smallest of ``values`` up to ``high``."""
+        """Make a logarithmic axis from below the smallest of ``values`` up to ``high``."""
         ticks = [digit * 10.0**power for power in range(-4, 9) for digit in (1, 2, 5)]
         low = max([tick for tick in ticks if tick <= min(values) and tick < high], default=ticks[0])
         return cls(title, tuple(tick for tick in ticks if low <= tick <= high), logarithmic=True)

@@ -17,7 +17,7 @@ DEPTHS = 5
 
 @attrs.frozen
 class Method:
-    """A method whose tasks are all finished, at one length and question.
+    """A policy's mean score and cost at one prompt length and question, to draw in a chart.
 
     Args:
         name: With its rate.
@@ -34,7 +34,7 @@ class Method:
 
 @attrs.frozen
 class Place:
-    """A prompt length and a question, under which methods are compared.
+    """A prompt length and a way of asking, at which methods are compared in charts.
 
     Args:
         title: Its name.
@@ -48,14 +48,14 @@ class Place:
 
     @property
     def full(self) -> Cost | None:
-        """Return the cost of full context; None if it is not finished."""
+        """The cost of full context; None if its answers are not finished."""
         costs = (each.cost for each in self.methods if each.name == FULL_CONTEXT)
         return next(costs, None)
 
 
 @attrs.frozen
 class Point:
-    """A method in a scatter plot, with its cost, its score and a tooltip text."""
+    """A method's dot in a scatter plot: its cost, score and tooltip text."""
 
     series: int
     cost: float
@@ -65,14 +65,14 @@ class Point:
 
 @attrs.frozen
 class Scatter:
-    """A scatter plot of scores in percent against costs."""
+    """A scatter plot of methods' scores, in percent, against their costs."""
 
     costs: Axis
     points: Sequence[Point]
 
     @classmethod
     def of_memory(cls, place: Place, full: Cost) -> Scatter:
-        """Return the scatter plot of scores against memory, as a fraction of full context's."""
+        """Make the scatter plot of scores against cache memory, relative to full context."""
         held = [each.cost.bytes_held for each in place.methods]
         shares = [100 * each / full.bytes_held for each in held]
         points = [
@@ -83,7 +83,7 @@ class Scatter:
 
     @classmethod
     def of_prefill(cls, place: Place) -> Scatter:
-        """Return the scatter plot of scores against seconds of prefill."""
+        """Make the scatter plot of scores against seconds of prefill."""
         times = [each.cost.prefill_seconds for each in place.methods]
         unit, factor = ("s", 1.0) if max(times) >= 1 else ("ms", 1000.0)
         points = [
@@ -95,7 +95,7 @@ class Scatter:
 
 @attrs.frozen
 class NeedleMap:
-    """A map of a method's scores by length and by depth of the needle.
+    """A grid of one method's scores by prompt length and by depth of the needle.
 
     Args:
         method: Its name.
@@ -113,7 +113,7 @@ class NeedleMap:
 
     @classmethod
     def of(cls, summary: Summary, method: str, figures: Sequence[Figure]) -> NeedleMap:
-        """Return the map of a method from its figures, one per length."""
+        """Make a method's grid of scores from its results, one per prompt length."""
         values: dict[tuple[int, int], tuple[float, int]] = {}
         for column, figure in enumerate(figures):
             if not figure.finished:
@@ -132,7 +132,7 @@ class NeedleMap:
 
 
 def places(summary: Summary) -> list[Place]:
-    """Return all methods at every length and question."""
+    """Return the methods' mean scores and costs for every prompt length and question."""
     numbers = series(summary)
     found = []
     for length, question in summary.places:
@@ -148,7 +148,7 @@ def places(summary: Summary) -> list[Place]:
 
 
 def needle_maps(summary: Summary) -> dict[str, list[NeedleMap]]:
-    """Return maps of all methods, for each task and question that hides needles."""
+    """Return all methods' needle grids, for each task and question that hides needles."""
     with_needles = {
         cell.task
         for cell, samples in summary.samples.items()
@@ -166,7 +166,7 @@ def needle_maps(summary: Summary) -> dict[str, list[NeedleMap]]:
 
 
 def series(summary: Summary) -> dict[str, int]:
-    """Return a number for each policy, so that it has the same marker in every chart."""
+    """Number the policies, so that each has the same marker in every chart."""
     policies = dict.fromkeys(figure.method.policy for figure in summary.figures.values())
     return {policy: number for number, policy in enumerate(policies)}
 

@@ -22,7 +22,7 @@ HEADER = (
 
 
 def markdown(results: Results) -> str:
-    """Return a table of all cells; an unfinished cell shows only its progress."""
+    """Return a Markdown table of all cells' results; unfinished ones show their progress."""
     rows = [HEADER, tuple("---" if column < 4 else "---:" for column in range(len(HEADER)))]
     rows += [_row(figure) for figure in Summary.of(results).figures.values()]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

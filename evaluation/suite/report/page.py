@@ -19,7 +19,7 @@ OPEN_PARTS = 4
 
 @cache
 def templates() -> Environment:
-    """Return the page's templates; they escape all text."""
+    """Return the Jinja environment of the HTML page's templates, which escape all text."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     found = Environment(
@@ -34,7 +34,7 @@ def templates() -> Environment:
 
 
 def page(results: Results) -> str:
-    """Return the HTML page for a folder of results."""
+    """Render the HTML report page for a folder of results."""
     summary, description = Summary.of(results), results.description
     machine = description.environment.get("machine", {})
     methods = {label: method.parameters for label, method in description.methods.items()}

@@ -12,7 +12,7 @@ MINUS = "\N{MINUS SIGN}"
 
 
 def signed(points: float) -> str:
-    """Return a difference in percentage points with its sign.
+    """Format a score difference in percentage points, with its sign.
 
     Example:
         >>> signed(2.25), signed(-0.01)
@@ -23,36 +23,36 @@ def signed(points: float) -> str:
 
 
 def interval(difference: Difference) -> str:
-    """Return a difference's 95% interval as text."""
+    """Format the 95% interval of a score difference."""
     return f"[{signed(difference.low)}, {signed(difference.high)}]"
 
 
 def spread(difference: Difference | None) -> str | None:
-    """Return a difference with its 95% interval as text; None if there is none."""
+    """Format a score difference with its 95% interval; None if there is none."""
     if difference is None:
         return None
     return f"{signed(difference.mean)} {interval(difference)}"
 
 
 def verdict(difference: Difference | None) -> str | None:
-    """Return ``worse`` or ``better`` if the interval does not contain 0, else None."""
+    """Return "worse" or "better" if a score difference's interval excludes 0, else None."""
     if difference is None or not difference.clear:
         return None
     return "worse" if difference.mean < 0 else "better"
 
 
 def percents(metrics: Sequence[str]) -> list[str]:
-    """Return the column headings of scores, with a percent sign."""
+    """Return the column headings of scores, each with a percent sign."""
     return [f"{metric} %" for metric in metrics]
 
 
 def unfinished(figure: Figure) -> str:
-    """Return the progress of a cell that has no numbers yet."""
+    """Return text on how many samples of an unfinished cell are done."""
     return f"{figure.done} of {figure.expected}" if figure.done else "not begun"
 
 
 def memory(size: float) -> str:
-    """Return a number of bytes in a fitting unit.
+    """Format a number of bytes in a fitting unit.
 
     Example:
         >>> memory(1_572_864)
@@ -63,7 +63,7 @@ def memory(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in seconds, or in milliseconds if below one second.
+    """Format a time in seconds, or in milliseconds if below one second.
 
     Example:
         >>> duration(0.0123), duration(75)
@@ -73,6 +73,6 @@ def duration(seconds: float) -> str:
 
 
 def place(length: int | None, question: str) -> str:
-    """Return a prompt length and a question in words."""
+    """Describe a prompt length and a way of asking the question in words."""
     tokens = "own length" if length is None else f"{length:,} tokens"
     return f"{tokens}, question {'with the context' if question == 'with' else 'later'}"

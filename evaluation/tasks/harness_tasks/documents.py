@@ -22,7 +22,7 @@ OWN = "kvpolicy.evaluation.tasks."
 
 @attrs.frozen
 class Wanted:
-    """The documents asked for: their data, lengths, tokenizer and number.
+    """Which documents of the tasks to ask: local data, lengths, tokenizer and number.
 
     Args:
         data: A folder with local data; None for the harness's own ways.
@@ -37,7 +37,7 @@ class Wanted:
     limit: int | None
 
     def tokenizer_for(self, task: str) -> Any:
-        """Return the tokenizer that makes a task's documents.
+        """Return the tokenizer for making a task's prompts; ValueError if none was given.
 
         Raises:
             ValueError: There is none.
@@ -51,7 +51,7 @@ class Wanted:
 
 
 def with_documents(config: Mapping[str, Any], wanted: Wanted) -> dict[str, Any] | None:
-    """Return a task's configuration with its documents added.
+    """Return a harness task's configuration with documents made from local data.
 
     Args:
         config: As the harness reads it from YAML.
@@ -97,7 +97,7 @@ def _at_lengths(
     wanted: Wanted,
     rows_of: Callable[[int], tuple[Rows, dict[str, str]]],
 ) -> dict[str, Any]:
-    """Add documents of each length; metrics named by length follow the lengths asked for."""
+    """Return a task's configuration with documents of each length, and a metric per length."""
     rows: Rows = []
     made_of = {}
     for length in wanted.lengths:
@@ -112,7 +112,7 @@ def _at_lengths(
 
 
 def _own_length(process: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
-    """Wrap RULER's scoring so that it returns the score for a document's own length only."""
+    """Wrap RULER's scoring function to return only the score at the document's own length."""
 
     def own(doc: Mapping[str, Any], results: list[str]) -> dict[str, float]:
         length = str(doc["max_length"])
@@ -132,7 +132,7 @@ def _holding(config: Mapping[str, Any], rows: Rows, made_of: Mapping[str, Any]) 
 
 
 def as_tokenizer(tokenizer: Any) -> Any:
-    """Return a tokenizer, loaded if a name or folder is given."""
+    """Return a tokenizer as it is, or load it from a name or folder."""
     if isinstance(tokenizer, str | Path):
         from transformers import AutoTokenizer
 
@@ -142,7 +142,7 @@ def as_tokenizer(tokenizer: Any) -> Any:
 
 @contextlib.contextmanager
 def without_downloads() -> Iterator[None]:
-    """Block nltk's downloads while RULER's code is imported, which tries to fetch data."""
+    """Block nltk's downloads in a ``with`` block in which RULER's code is imported."""
     import nltk
 
     before, nltk.download = nltk.download, lambda *_, **__: False

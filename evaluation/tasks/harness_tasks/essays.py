@@ -12,7 +12,7 @@ _END = re.compile("(?:(?<=[.!?])|(?<=[.!?][\"'\u2019\u201d)\\]]))\\s+(?=[^a-z\\s
 
 
 def read_essays(data: Path) -> str:
-    """Read the essays ``data/essays/*.txt``, joined in the order of their names.
+    """Read the essays in ``data/essays/*.txt``, joined in the order of their file names.
 
     Args:
         data: The folder of local data.
@@ -30,7 +30,7 @@ def read_essays(data: Path) -> str:
 
 
 def sentences_of(text: str) -> list[str]:
-    """Split a text into sentences, without nltk's data.
+    """Split a text into sentences, without nltk's downloaded data.
 
     Example:
         >>> sentences_of('It was late. "Who is it?" he asked, e.g. in vain. No one came!')
@@ -40,7 +40,7 @@ def sentences_of(text: str) -> list[str]:
 
 
 def has_punkt() -> bool:
-    """True if nltk finds the data of its sentence splitter."""
+    """True if nltk finds the downloaded data of its sentence splitter."""
     import nltk
 
     try:

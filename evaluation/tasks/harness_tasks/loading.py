@@ -27,7 +27,7 @@ DEFAULT_LENGTHS = (4096,)
 
 
 class LocalTaskManager(TaskManager):  # type: ignore[misc]
-    """A task manager that also finds tasks' documents in a folder of local data.
+    """A task manager of the harness that also finds documents in a local folder.
 
     Args:
         data: The folder; None for the harness's own ways.
@@ -67,7 +67,7 @@ def task_manager(
     include: Sequence[Path] = (),
     everything: bool = False,
 ) -> LocalTaskManager:
-    """Return a manager of the harness's long-context tasks and this package's tasks.
+    """Make a task manager for the harness's long-context tasks and this package's tasks.
 
     Args:
         data: A folder with local data: ``longbench/*.jsonl``, ``essays/*.txt``, ``ruler/*.jsonl``.
@@ -96,7 +96,7 @@ def load_tasks(
     tokenizer: Any = None,
     limit: int | None = None,
 ) -> dict[str, Task]:
-    """Load tasks with their documents.
+    """Load harness tasks by name, with their documents.
 
     What each was made of is in its configuration's metadata, under ``"made_of"``.
 
@@ -135,7 +135,7 @@ def load_tasks(
 
 
 def _knowing(names: Sequence[str], manager: LocalTaskManager) -> LocalTaskManager:
-    """Return the manager, or one that lists all of the harness's tasks if a name is unknown."""
+    """Return a task manager that knows all given names, listing all harness tasks if needed."""
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown and not manager.everything:
         manager = task_manager(
@@ -156,7 +156,7 @@ def _knowing(names: Sequence[str], manager: LocalTaskManager) -> LocalTaskManage
 
 
 def _leaves(name: str, manager: TaskManager) -> Iterator[str]:
-    """Yield the tasks of a task, group or tag."""
+    """Yield the names of the single tasks in a task, group or tag."""
     entry = manager.task_index[name]
     kind = entry.kind.name
     members = sorted(entry.tags) if kind == "TAG" else (entry.cfg or {}).get("task")
@@ -169,7 +169,7 @@ def _leaves(name: str, manager: TaskManager) -> Iterator[str]:
 
 
 def _config(name: str, manager: TaskManager) -> dict[str, Any]:
-    """Return a task's configuration; empty if it has more than one YAML file."""
+    """Read a task's YAML configuration; empty for a group, a tag or a task without a file."""
     entry = manager.task_index[name]
     if entry.yaml_path is None or entry.kind.name != "TASK":
         return {}
@@ -179,7 +179,7 @@ def _config(name: str, manager: TaskManager) -> dict[str, Any]:
 
 
 def _cut(task: Task, limit: int) -> None:
-    """Keep only the first documents of a loaded task."""
+    """Keep only the first documents of a loaded harness task."""
     split = task.config.test_split or task.config.validation_split
     if split is not None and len(task.dataset[split]) > limit:
         task.dataset[split] = task.dataset[split].select(range(limit))

@@ -14,12 +14,12 @@ DATASET = "LongBench"
 
 
 def is_longbench(config: Mapping[str, Any]) -> bool:
-    """True if a task's configuration belongs to LongBench."""
+    """True if a harness task's configuration belongs to LongBench."""
     return str(config.get("dataset_path", "")).endswith(f"/{DATASET}")
 
 
 def longbench_file(config: Mapping[str, Any], data: Path) -> Path:
-    """Return the file of a task's documents: ``data/longbench/<dataset>.jsonl``.
+    """Return the local file of a LongBench task: ``data/longbench/<dataset>.jsonl``.
 
     Raises:
         ValueError: Nothing lies there.
@@ -34,7 +34,7 @@ def longbench_file(config: Mapping[str, Any], data: Path) -> Path:
 
 
 def longbench_rows(file: Path) -> list[dict[str, Any]]:
-    """Read the documents of a JSON-lines file, in the columns of the harness's tasks.
+    """Read LongBench documents from JSON lines, with the harness's column names.
 
     The question is called ``input`` in LongBench's own files; lists may be written as texts.
 
@@ -74,7 +74,7 @@ def _row(line: str, where: str) -> dict[str, Any]:
 
 
 def _list(value: Any) -> list[str]:
-    """Return a list, parsed if it is a text such as ``"['one', 'two']"``."""
+    """Return a list of texts, parsed if given as text such as ``"['one', 'two']"``."""
     if isinstance(value, str):
         try:
             read = ast.literal_eval(value)

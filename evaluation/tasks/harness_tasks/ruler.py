@@ -25,13 +25,13 @@ Rows = list[dict[str, Any]]
 
 
 def is_ruler(config: Mapping[str, Any]) -> bool:
-    """True if a task's configuration belongs to RULER."""
+    """True if a harness task's configuration belongs to RULER."""
     return getattr(config.get("custom_dataset"), "__module__", "").startswith("lm_eval.tasks.ruler")
 
 
 @attrs.frozen
 class RulerSource:
-    """Makes RULER's prompts from a tokenizer, local data and a number of samples.
+    """Makes RULER's prompts with the harness's code from a tokenizer and local data.
 
     Args:
         tokenizer: That of the model, by which they are as long as they are to be.
@@ -45,7 +45,7 @@ class RulerSource:
     limit: int | None = None
 
     def rows(self, task: str, make: Callable[..., Any], length: int) -> tuple[Rows, dict[str, str]]:
-        """Return the documents of a task at one length.
+        """Return a RULER task's documents at one prompt length.
 
         Where the data holds prompts of the task that are no longer than this and longer than half,
         they are taken, else prompts are made. A number of samples begins with the smaller one.
@@ -129,7 +129,7 @@ class RulerSource:
         return len(self.tokenizer(text)["input_ids"])
 
     def _check_fits(self, task: str, names: Mapping[str, Any], length: int) -> None:
-        """Check that the smallest prompt fits; the harness would loop for ever otherwise."""
+        """Check that the task's smallest prompt fits the length; else the harness loops forever."""
         smallest = 0
         if "sys_word_pair_random" in names:
             example, text, answer = names["generate_input_output"](10, length)
@@ -153,7 +153,7 @@ class RulerSource:
 
 
 def local_rows(file: Path) -> Rows:
-    """Read prompts of a RULER task from JSON lines, in the columns of the harness.
+    """Read a RULER task's prompts from JSON lines, with the harness's column names.
 
     An ``input`` may end with the beginning of the answer, behind the line that asks.
 
@@ -184,7 +184,7 @@ def local_rows(file: Path) -> Rows:
 
 
 def _without_beginning(text: str) -> tuple[str, str]:
-    r"""Split a prompt into its text and the answer's beginning, which ends its last line.
+    r"""Split a RULER prompt into its text and the answer's start on its last line.
 
     Example:
         >>> _without_beginning("1. a 2. b\nQuestion: Which? Answer: They are:")
@@ -201,7 +201,7 @@ def _without_beginning(text: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def replaced(names: dict[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
-    """Replace attributes of a module while the block runs."""
+    """Replace a module's attributes for the time of a ``with`` block."""
     before = {name: names[name] for name in values}
     names.update(values)
     try:
@@ -212,7 +212,7 @@ def replaced(names: dict[str, Any], values: Mapping[str, Any]) -> Iterator[None]
 
 @contextlib.contextmanager
 def seeded() -> Iterator[None]:
-    """Seed Python's and numpy's generators for the block, and restore them afterwards."""
+    """Seed Python's and numpy's random generators in a ``with`` block; restore them afterwards."""
     states = random.getstate(), np.random.get_state()
     random.seed(SEED)
     np.random.seed(SEED)

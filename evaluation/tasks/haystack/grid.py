@@ -23,7 +23,7 @@ MADE_OF = {"essays": "essays/*.txt", "sentences": "split by kvpolicy"}
 
 @attrs.frozen
 class Haystack:
-    """A text of essays in which a needle is hidden.
+    """A text of essays into which a needle sentence is inserted.
 
     Args:
         sentences: Of the essays.
@@ -34,7 +34,7 @@ class Haystack:
     tokenizer: Any
 
     def document(self, length: int, depth: float) -> dict[str, Any]:
-        """Return a context with the needle inserted.
+        """Return essay text of a given length with the needle inserted at a given depth.
 
         Args:
             length: Tokens of prompt and answer together, at most.
@@ -82,7 +82,7 @@ def haystack_documents(
     limit: int | None = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """Return the task's documents; the harness calls this with the task's metadata.
+    """Return the needle-in-a-haystack task's documents, for the harness to load.
 
     Args:
         max_seq_lengths: Lengths of the grid.
@@ -113,7 +113,7 @@ def haystack_documents(
 
 
 def spread(values: Sequence[float], count: int | None) -> list[float]:
-    """Return evenly spaced values of a sequence, the first and the last included.
+    """Return evenly spaced items of a sequence, with the first and the last.
 
     Example:
         >>> spread((0, 10, 20, 30, 40), 3)
@@ -126,7 +126,7 @@ def spread(values: Sequence[float], count: int | None) -> list[float]:
 
 
 def rouge_1(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Return ROUGE-1 (F measure, in [0, 1]) of an answer against the needle.
+    """Return the ROUGE-1 F measure, in [0, 1], of an answer against the needle.
 
     Example:
         >>> round(rouge_1({"needle": "one two three four"}, ["three, and four!"])["rouge1"], 3)

@@ -16,12 +16,12 @@ _QUESTION_TOKENS = 3
 
 
 def loop(**metadata: Any) -> dict[str, Any]:
-    """Return documents of the task ``long_answers_loop``; see `long_documents`."""
+    """Return the documents of the task ``long_answers_loop``, for the harness to load."""
     return long_documents("loop", **metadata)
 
 
 def chain(**metadata: Any) -> dict[str, Any]:
-    """Return documents of the task ``long_answers_chain``; see `long_documents`."""
+    """Return the documents of the task ``long_answers_chain``, for the harness to load."""
     return long_documents("chain", **metadata)
 
 
@@ -33,7 +33,7 @@ def long_documents(
     limit: int | None = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """Return a task's documents; the harness calls this with the task's metadata.
+    """Return a long-answer task's documents, for the harness to load.
 
     Args:
         kind: ``"loop"`` or ``"chain"``.
@@ -72,6 +72,6 @@ def long_documents(
 
 
 def scores(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Return the fraction of steps before the first wrong one, and whether all are right."""
+    """Return an answer's share of steps before the first wrong one, and whether all are right."""
     share = right_steps(results[0].split(), doc["answer"].split())
     return {"right_steps": share, "exact_match": float(share == 1.0)}

@@ -43,7 +43,7 @@ _QUESTION_LEN = 3
 
 @attrs.frozen
 class LongPrompt:
-    """A prompt and its long answer.
+    """A prompt whose right answer is long, with that answer.
 
     Attributes:
         kind: one of `KINDS`.
@@ -58,7 +58,7 @@ class LongPrompt:
 
 @attrs.frozen
 class LongAnswerTask:
-    """A family of prompts of one kind and length, with answers of one length.
+    """Draws prompts of one kind and length, with long answers of one length.
 
     Statements stand in random order at random depths, with every division of the filler among the
     gaps equally likely.
@@ -112,11 +112,11 @@ class LongAnswerTask:
 
     @property
     def min_context_len(self) -> int:
-        """Return the length in tokens of a prompt without filler."""
+        """The length in tokens of a prompt of this task without filler."""
         return 1 + self.num_statements * _STATEMENT_LEN + _QUESTION_LEN
 
     def prompts(self, count: int, seed: int = 0) -> list[LongPrompt]:
-        """Draw ``count`` prompts.
+        """Draw ``count`` prompts of this task from a seed.
 
         The same seed gives the same prompts, and a longer list starts with the shorter one.
 
@@ -133,7 +133,7 @@ class LongAnswerTask:
         return [self.draw(rng) for _ in range(count)]
 
     def draw(self, rng: random.Random) -> LongPrompt:
-        """Draw one prompt with a random generator."""
+        """Draw one prompt of this task with a random generator."""
         leads = self._statements(rng)
         here = next(iter(leads))
         stated = rng.sample([[LET, *pair] for pair in leads.items()], len(leads))
@@ -148,7 +148,7 @@ class LongAnswerTask:
         )
 
     def _statements(self, rng: random.Random) -> dict[int, int]:
-        """Draw which symbol follows each symbol; the walk starts at the first."""
+        """Draw the prompt's statements: which symbol follows each symbol."""
         if self.kind == "chain":
             return dict(pairwise(rng.sample(SYMBOLS, self.num_statements + 1)))
         symbols, half = rng.sample(SYMBOLS, self.num_statements), self.num_statements // 2
@@ -176,7 +176,7 @@ def _default_steps(task: LongAnswerTask) -> int:
 def right_steps(
     generated: Sequence[object], answer: Sequence[object], step_tokens: int = STEP_TOKENS
 ) -> float:
-    """Return the fraction of an answer's steps before the first wrong one, in [0, 1].
+    """Return the fraction of an answer's steps before its first wrong one, in [0, 1].
 
     Args:
         generated: what was generated after the prompt, as token ids or words; what follows the
@@ -200,7 +200,7 @@ def right_steps(
 
 
 def load_model(dtype: torch.dtype | None = None) -> LlamaForCausalLM:
-    """Return the bundled model on the CPU, in evaluation mode.
+    """Load the bundled long-answer model on the CPU, in evaluation mode.
 
     Args:
         dtype: of the weights; None means float32. The file holds bfloat16.
@@ -216,7 +216,7 @@ def load_model(dtype: torch.dtype | None = None) -> LlamaForCausalLM:
 
 
 def load_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the word-level tokenizer, which adds no special tokens and pads on the left."""
+    """Load the bundled model's word-level tokenizer, which pads on the left."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(MODEL_DIR)

@@ -20,7 +20,7 @@ __all__ = ["ARROW", "BOS", "END", "FILLERS", "FROM", "LET", "PAD", "STOP", "SYMB
 
 
 def token_names() -> list[str]:
-    """Return the text of every token, in the order of the ids.
+    """Return the text of every token in the bundled model's vocabulary, in the order of ids.
 
     Example:
         >>> names = token_names()

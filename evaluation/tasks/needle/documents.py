@@ -15,12 +15,12 @@ MADE_OF = {"prompts": "made by kvpolicy"}
 
 
 def one_hop(**metadata: Any) -> dict[str, Any]:
-    """Return documents of the task ``needle_one_hop``; see `needle_documents`."""
+    """Return the documents of the task ``needle_one_hop``, for the harness to load."""
     return needle_documents(1, **metadata)
 
 
 def two_hop(**metadata: Any) -> dict[str, Any]:
-    """Return documents of the task ``needle_two_hop``; see `needle_documents`."""
+    """Return the documents of the task ``needle_two_hop``, for the harness to load."""
     return needle_documents(2, **metadata)
 
 
@@ -32,7 +32,7 @@ def needle_documents(
     limit: int | None = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """Return a task's documents; the harness calls this with the task's metadata.
+    """Return a needle task's documents, for the harness to load.
 
     Args:
         hops: 1 or 2.

@@ -8,7 +8,7 @@ from .vocabulary import FILLERS
 
 
 def gaps(rng: random.Random, fillers: int, count: int) -> list[int]:
-    """Divide ``fillers`` tokens at random over the ``count + 1`` gaps around ``count`` segments.
+    """Divide ``fillers`` tokens at random over the gaps before, between and after segments.
 
     All ways to divide them are equally likely.
 
@@ -22,7 +22,7 @@ def gaps(rng: random.Random, fillers: int, count: int) -> list[int]:
 
 
 def scattered(rng: random.Random, segments: Sequence[list[int]], fillers: int) -> list[list[int]]:
-    """Put filler tokens before, between and after segments.
+    """Return segments of tokens with filler tokens put before, between and after them.
 
     Args:
         rng: source of the draws.

@@ -32,7 +32,7 @@ _QUESTION_LEN = 2
 
 @attrs.frozen
 class NeedlePrompt:
-    """A needle question with its context and answer.
+    """A context with a hidden fact (the needle), a question for it, and its answer.
 
     Attributes:
         input_ids: the prompt's tokens, question included.
@@ -49,7 +49,7 @@ class NeedlePrompt:
 
 @attrs.frozen
 class NeedleTask:
-    """A family of needle prompts of one length and one number of hops.
+    """Draws needle prompts of one length and one number of hops.
 
     Pairs and links stand in random order at random depths, with every division of the filler among
     the gaps equally likely. One-hop prompts hold the same links as two-hop prompts: the two kinds
@@ -93,11 +93,11 @@ class NeedleTask:
 
     @property
     def min_context_len(self) -> int:
-        """Return the length in tokens of a prompt without filler."""
+        """The length in tokens of a prompt of this task without filler."""
         return 1 + self.num_pairs * (_PAIR_LEN + _LINK_LEN) + _QUESTION_LEN
 
     def prompts(self, count: int, seed: int = 0) -> list[NeedlePrompt]:
-        """Draw ``count`` prompts.
+        """Draw ``count`` needle prompts from a seed.
 
         The same seed gives the same prompts, and a longer list starts with the shorter one.
 
@@ -163,7 +163,7 @@ def exact_match(generated: Sequence[int], answer: Sequence[int]) -> bool:
 
 
 def load_model(dtype: "torch.dtype | None" = None) -> "LlamaForCausalLM":
-    """Return the bundled needle model on the CPU, in evaluation mode.
+    """Load the bundled needle model on the CPU, in evaluation mode.
 
     Args:
         dtype: of the weights; None means float32. The file holds bfloat16.
@@ -179,7 +179,7 @@ def load_model(dtype: "torch.dtype | None" = None) -> "LlamaForCausalLM":
 
 
 def load_tokenizer() -> "PreTrainedTokenizerFast":
-    """Return the word-level tokenizer, which adds no special tokens and pads on the left."""
+    """Load the bundled model's word-level tokenizer, which pads on the left."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(MODEL_DIR)

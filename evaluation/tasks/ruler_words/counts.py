@@ -12,7 +12,7 @@ FREQUENT_WEIGHTS = (6, 3, 2)
 def common_list(
     rng: random.Random, nouns: Sequence[str], size: int, share: float = 0.1, ratio: int = 4
 ) -> tuple[list[str], str]:
-    """Return shuffled words, and the word that occurs ``ratio`` times as often as each other one.
+    """Return shuffled words, and which of them occurs ``ratio`` times as often as any other.
 
     Args:
         rng: source of the draws.
@@ -33,7 +33,7 @@ def common_list(
 def frequent_list(
     rng: random.Random, nouns: Sequence[str], size: int, num_rare: int = 13
 ) -> tuple[list[str], str]:
-    """Return shuffled words, and the word that occurs most often.
+    """Return shuffled words, and which of them occurs most often.
 
     It comes twice as often as the second, three times as often as the third and six times as often
     as any other, at least.

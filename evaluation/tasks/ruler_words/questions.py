@@ -13,7 +13,7 @@ KINDS = ("single", "multi-key", "multi-query", "two-hop", "tracing", "common", "
 
 @attrs.frozen
 class Question:
-    """A question with its right answer.
+    """A question about a document, with its right answer, in words.
 
     Attributes:
         words: the question.
@@ -29,7 +29,7 @@ class Question:
 
 
 def ask_names(pairs: Sequence[tuple[Words, Words]]) -> Question:
-    """Make the question for the names of one or more keys.
+    """Make the question that asks for the names of one or more keys of a document.
 
     Args:
         pairs: the keys, of one or two words, with their names.
@@ -48,7 +48,7 @@ def ask_names(pairs: Sequence[tuple[Words, Words]]) -> Question:
 
 
 def ask_past(start: str, key: str, name: Words) -> Question:
-    """Make the question for the name of the key to which a node's road leads.
+    """Make the question for the name of the key that a road from a given node leads to.
 
     Example:
         >>> question = ask_past("mill", "river", ("amber", "fox"))
@@ -59,7 +59,7 @@ def ask_past(start: str, key: str, name: Words) -> Question:
 
 
 def ask_road(nodes: Sequence[str]) -> Question:
-    """Make the question where the roads from a node lead.
+    """Make the question that asks where the roads from a node lead.
 
     Example:
         >>> question = ask_road(["mill", "river", "castle"])
@@ -70,7 +70,7 @@ def ask_road(nodes: Sequence[str]) -> Question:
 
 
 def ask_word(which: str, word: str) -> Question:
-    """Make the question for the ``common`` or ``frequent`` word of a document.
+    """Make the question for a document's most common or most frequent word.
 
     Example:
         >>> question = ask_word("common", "river")

@@ -68,7 +68,7 @@ def filler_sentence(rng: random.Random, nouns: Sequence[str]) -> Words:
 
 
 def filler(rng: random.Random, nouns: Sequence[str], size: int) -> list[Words]:
-    """Write filler of exactly ``size`` tokens; the first sentence may be cut off at its start."""
+    """Make filler sentences of ``size`` tokens; the first may be cut off at its start."""
     sentences: list[Words] = []
     room = size
     while room > 0:
@@ -79,7 +79,7 @@ def filler(rng: random.Random, nouns: Sequence[str], size: int) -> list[Words]:
 
 
 def in_order(rng: random.Random, groups: Iterable[Sequence[Words]]) -> list[Words]:
-    """Shuffle groups of sentences together; each group keeps its own order."""
+    """Shuffle groups of sentences into one list; each group keeps its own order."""
     queues = [list(group) for group in groups if group]
     turns = [number for number, queue in enumerate(queues) for _ in queue]
     rng.shuffle(turns)

@@ -28,7 +28,7 @@ MIN_LENGTH = 128
 
 @attrs.frozen
 class WordPrompt:
-    """A question about a document.
+    """A document of words, a question about it and the right answer.
 
     Attributes:
         kind: one of `KINDS`.
@@ -46,17 +46,17 @@ class WordPrompt:
 
     @property
     def input(self) -> str:
-        """Return the document and the question as one text."""
+        """The document and the question as one text."""
         return f"{self.document} {self.question}"
 
     @property
     def max_new_tokens(self) -> int:
-        """Return the number of tokens of a right answer."""
+        """The number of tokens of the right answer."""
         return len(self.answer.split())
 
 
 def prompts(kind: str, length: int = 1024, count: int = 50, seed: int = 0) -> list[WordPrompt]:
-    """Draw prompts of one kind.
+    """Draw RULER-like prompts of one kind, such as two-hop or common words.
 
     The same seed gives the same prompts, and a longer list starts with the shorter one.
 
@@ -99,7 +99,7 @@ def _draw(rng: random.Random, kind: str, length: int) -> WordPrompt:
 
 
 def _plan(kind: str, length: int) -> LookupPlan:
-    """Return the numbers of a document's contents by kind; longer ones have more distractors."""
+    """Return how many keys and roads a lookup document of a kind and length contains."""
     others = min(length // 32, 48)
     if kind == "single":
         return LookupPlan()
@@ -113,7 +113,7 @@ def _plan(kind: str, length: int) -> LookupPlan:
 
 
 def score(generated: str, outputs: Sequence[str]) -> float:
-    """Return the fraction of expected words that a continuation contains, in [0, 1].
+    """Return the fraction of expected words that a generated text contains, in [0, 1].
 
     RULER's string match, by whole words: a word of the answer counts wherever it stands.
 
@@ -132,7 +132,7 @@ def score(generated: str, outputs: Sequence[str]) -> float:
 
 
 def load_model(dtype: torch.dtype | None = None) -> LlamaForCausalLM:
-    """Return the bundled model on the CPU, in evaluation mode.
+    """Load the bundled model of the RULER-like tasks on the CPU, in evaluation mode.
 
     Args:
         dtype: of the weights; None means float32. The file holds bfloat16.
@@ -144,7 +144,7 @@ def load_model(dtype: torch.dtype | None = None) -> LlamaForCausalLM:
 
 
 def load_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the word-level tokenizer, which adds no special tokens and pads on the left."""
+    """Load the bundled model's word-level tokenizer, which pads on the left."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(MODEL_DIR)

@@ -51,7 +51,7 @@ NOUNS = (
 
 
 def token_names() -> tuple[str, ...]:
-    """Return the text of every token, in the order of the ids."""
+    """Return the text of every token in the bundled model's vocabulary, in the order of ids."""
     return (
         *SPECIAL_TOKENS,
         *MARKS,

@@ -20,7 +20,7 @@ def word_documents(
     limit: int | None = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """Return a task's documents; the harness calls this with the task's metadata.
+    """Return the documents of a RULER-like task, for the harness to load.
 
     Args:
         kind: Of the questions.
@@ -55,7 +55,7 @@ def word_documents(
 
 
 def string_match(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Return the fraction of expected words that an answer contains."""
+    """Return the fraction of the expected words that an answer contains."""
     return {"string_match": score(results[0], doc["outputs"])}
 
 
