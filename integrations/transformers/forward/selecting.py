@@ -77,7 +77,7 @@ class Select(AtEnd):
         if window is None and self._keeps_all(at, index, inputs, stored):
             positions = at.masks.positions(layer, stored[0].shape[1], stored[0].device)
             layer.facts.expands = False
-            layer.store(*stored, positions, None, counts=at.held_len(layer))
+            layer.store(*stored, positions, None, counts=(stored[0].shape[2],) * len(positions))
             return
         context = self.context(at, index, inputs, stored)
         if at.policy.decoding is not None:
@@ -96,12 +96,15 @@ class Select(AtEnd):
     def _keeps_all(
         self, at: PassState, index: int, inputs: AttentionInputs, stored: tuple[Tensor, Tensor]
     ) -> bool:
-        """True if a layer keeps and passes on all tokens without asking any part."""
+        """True if a layer without padding keeps and passes on all tokens, so no part is asked."""
         policy, layer = at.policy, at.layers[index]
         plain = type(layer) is PolicyLayer and inputs.keys.shape[1] == stored[0].shape[1]
         asks = policy.decoding is not None or policy.gapless or index in self.history.layers
         acts = index in at.call.model.acting or policy.decides_later
-        return plain and not asks and not acts and declares(policy.selector, "keeps_all")
+        if not plain or asks or acts or not declares(policy.selector, "keeps_all"):
+            return False
+        lengths = at.held_len(layer)
+        return lengths is not None and min(lengths) == stored[0].shape[2]
 
     def _keep_window(
         self, at: PassState, layer: PolicyLayer, candidates: _Candidates, window: int
