@@ -83,7 +83,7 @@ class PrefillClock(LogitsProcessor):  # type: ignore[misc]
         self.held: RowsHeld | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the scores unchanged; record time and contents at the first call."""
+        """Return the scores unchanged; record time and cache contents at the first call."""
         if self.held is None:
             self.seconds = now() - self.begin
             self.held = RowsHeld.of(self.cache)

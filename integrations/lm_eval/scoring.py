@@ -135,7 +135,7 @@ class CacheScorer:
         asked: list[tuple[int, int]],
         requests: Mapping[int, Continuation],
     ) -> dict[int, Score]:
-        """Read documents, then score ``(row, index)`` pairs from copies of the cache."""
+        """Read documents under the policy; score their continuations from copies of the cache."""
         begin = now()
         cache = PolicyCache(self.policy)
         ids, mask = left_padded(documents, self.pad, self._device)

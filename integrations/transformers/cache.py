@@ -259,7 +259,7 @@ class PolicyCache(DispatchedCache):
         return cache
 
     def report(self) -> CacheReport:
-        """Report the tokens and bytes held, and the bytes of a full cache; prints as a table."""
+        """Report how many tokens and bytes the cache holds, next to those of a full cache."""
         self._reader.fixed.read_queries()
         return CacheReport.of(self.layers, sum(self.seen_lengths), self.get_seq_length())
 
@@ -292,7 +292,7 @@ class PolicyCache(DispatchedCache):
         return dict(self._reader.now.propagated)
 
     def start_turn(self, prompt_len: int | None = None) -> None:
-        """Begin a new turn in a hand-written loop: the policy acts on the next forward.
+        """Begin a turn in a hand-written loop, so that the policy acts on the next forward.
 
         Args:
             prompt_len: Columns of the turn's prompt, if it is read in several forwards (chunked
@@ -394,11 +394,11 @@ class PolicyCache(DispatchedCache):
         self._loaded_for = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace the batch by its rows ``beam_idx`` ``[batch]``, as beam search asks."""
+        """Make the rows ``beam_idx`` ``[batch]`` the new batch, as beam search asks."""
         self._take_rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Replace the batch by its rows ``indices`` ``[count]``."""
+        """Make the rows ``indices`` ``[count]`` the new batch."""
         self._take_rows(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

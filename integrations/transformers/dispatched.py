@@ -182,7 +182,7 @@ class DispatchedCache(Cache):  # type: ignore[misc]
         return 0 if without_image else self._reader.seen
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of keys, and the column of the first one, for the next attention mask.
+        """Return the number of keys and the column offset for the next attention mask.
 
         The offset is the number of columns seen but not stored. An attention module that computes
         distances between queries and keys gets all columns seen instead.

@@ -124,7 +124,7 @@ class Turn:
         return cache.reader.new_turn(prompt_end, may_be_static=self.may_be_static)
 
     def note_answer(self, cache: PolicyCache, output: Any) -> None:
-        """Record an answer's ids in the cache, since compiled decoding does not record them."""
+        """Record an answer's ids in the cache, since decoding into fixed buffers does not."""
         sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", None)
         first = self.given.context_len
         if self.may_be_static and isinstance(sequences, Tensor) and first:

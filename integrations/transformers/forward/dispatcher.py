@@ -190,7 +190,7 @@ class ForwardDispatcher:
     # Turns.
 
     def start_turn(self, prompt_len: int | None = None) -> None:
-        """Begin a new turn in a hand-written loop: the policy acts on the next forward.
+        """Begin a turn in a hand-written loop, so that the policy acts on the next forward.
 
         Args:
             prompt_len: Columns of the turn's prompt, if it is read in several forwards (chunked
@@ -255,7 +255,7 @@ class ForwardDispatcher:
         self._outer, self._before_call = OuterCall(keep_last), self.recorded()
 
     def note_call(self, arguments: Mapping[str, Any], kinds: Tensor | None) -> None:
-        """Remember the arguments of a module around the decoder; see `OuterCall.note`."""
+        """Remember the arguments of a module that calls the decoder; see `OuterCall.note`."""
         self._outer.note(arguments, kinds)
 
     def end_call(self, *, failed: bool) -> None:

@@ -255,7 +255,7 @@ def read_past(past: Tensor, seen: SeenTokens, *, starts: bool) -> tuple[SeenToke
 def _with_positions(
     arguments: dict[str, Any], tokens: SeenTokens, columns: Tensor, *, padded: bool = False
 ) -> dict[str, Any]:
-    """Return the arguments with position ids that count each row's tokens without its padding.
+    """Add position ids to the arguments, counting each row's tokens without its padding.
 
     Nothing is added if the caller gives some, or if they would equal the columns.
     """

@@ -219,7 +219,7 @@ class PassRun:
         raise AssertionError("the layer called no attention function")
 
     def _going_on(self, index: int) -> Tensor:
-        """Return the slots ``[batch, count]`` of the tokens for which a layer must give output."""
+        """Return the indices ``[batch, count]`` of the tokens whose output is needed."""
         passed = self._take_passed()
         slots = self._reach.everything() if passed is None else passed
         if passed is not None:
@@ -231,7 +231,7 @@ class PassRun:
     def _end_stage(
         self, index: int, module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        """End a stage inside its last layer, once the layer's queries and keys are known."""
+        """End a pass inside its last layer, once the layer's queries and keys are known."""
         assert self.stage is not None
         valid = self._look(index, module, hidden, self._reach.arguments(kwargs))
         assert self.seen is not None
@@ -240,7 +240,7 @@ class PassRun:
         return self.stage.stub(index, hidden, kwargs)
 
     def _resume(self, index: int, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments to run the rest of a layer in which the previous stage ended."""
+        """Return the arguments to run the rest of a layer in which an earlier pass stopped."""
         assert self.made.stage is not None
         self._attention.narrowed = resumed = self.made.stage.resumed
         assert resumed is not None
@@ -395,7 +395,7 @@ class PassRun:
         return (hidden, *others) if isinstance(output, tuple) else hidden
 
     def _take_passed(self) -> Tensor | None:
-        """Return the slots of the tokens that the layer passes on, and forget them; None for all.
+        """Return the indices of the tokens that the layer passes on, only once; None for all.
 
         The tokens that a stage passes on are left for the next stage.
         """

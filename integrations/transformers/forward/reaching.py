@@ -99,7 +99,7 @@ class ReachingTokens:
         return take_columns(hidden, slots, axis - 1, axis)
 
     def slots_in(self, hidden: Tensor) -> Tensor | None:
-        """Return the slots of the tokens in a layer's output; None if it has all tokens.
+        """Return the indices of the tokens in a layer's output; None if it has all tokens.
 
         The output may be that of the last tokens only.
         """
@@ -110,7 +110,7 @@ class ReachingTokens:
         return None if self.count == count else ends.expand(self.valid.shape[0], -1)
 
     def everything(self) -> Tensor:
-        """Return the slots ``[batch, new_len]`` of all tokens at this layer, -1 on padding.
+        """Return the indices ``[batch, new_len]`` of all tokens that reach the layer.
 
         They are counted among these tokens; -1 on padding.
         """

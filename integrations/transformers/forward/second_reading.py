@@ -84,7 +84,7 @@ class ScoreChunk(AtQueries):
     def _shown(
         self, policy: CachePolicy, held_len: int, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the slots of the keys to show the scorer, and which of them are the chunk's.
+        """Return the indices of the keys to show the scorer, and which of them are the chunk's.
 
         Returns:
             int64 ``[batch, kv_heads, count]``, padded with -1 on the left; and bool of the same

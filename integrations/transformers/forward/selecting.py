@@ -142,7 +142,7 @@ class Select(AtEnd):
     def _decision(
         self, at: PassState, context: LayerContext, *, remembered: bool = False
     ) -> Decision:
-        """Return the policy's decision on one layer.
+        """Return the policy's decision on what a layer keeps and passes on.
 
         If all tokens are passed on, the parts' answers are checked after all layers have run, since
         checking waits for the device.
@@ -251,7 +251,7 @@ class ChooseTokens(AtEnd):
 
 
 def passed_slots(passed_on: Tensor | None, context: LayerContext, at: PassState) -> Tensor | None:
-    """Return the slots of the tokens that a layer passes on; None if it passes on all."""
+    """Return the indices of the tokens that a layer passes on; None if it passes on all."""
     if passed_on is None:
         return None
     passed = passed_on.to(at.reach.valid.device)

@@ -47,7 +47,7 @@ class PrefillStage:
 def stages_of(
     policy: CachePolicy, num_layers: int, few_go_on: Callable[[int], bool]
 ) -> tuple[PrefillStage, ...]:
-    """Split a model's layers into the stages of a prompt that is read in chunks.
+    """Split a model's layers into ranges, each of which the same tokens of a prompt reach.
 
     Args:
         policy: A policy whose propagation drops tokens or restarts.
@@ -69,7 +69,7 @@ def stages_of(
 
 @attrs.frozen(eq=False)
 class StagePiece:
-    """A plan of what one pass reads in one stage: its tokens, and where they enter.
+    """A plan of what one pass reads in one range of layers: its tokens and where they enter.
 
     Args:
         stage: The stage.

@@ -20,7 +20,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 
 class StageRun:
-    """The run of one stage by one pass, with what it leaves for the next stage.
+    """A pass's run through one range of layers, with what it leaves for the next range.
 
     Args:
         piece: The stage, and the tokens of it that the pass reads.
@@ -55,7 +55,7 @@ class StageRun:
     def enter(
         self, index: int, hidden: Tensor, kwargs: dict[str, Any], own_block: Tensor | None
     ) -> tuple[Tensor, dict[str, Any], bool]:
-        """Return a layer's input and arguments in this stage, and whether it lies outside of it.
+        """Return a layer's input and arguments, and whether this pass leaves the layer out.
 
         Args:
             index: Index of the layer.
@@ -95,7 +95,7 @@ class StageRun:
     def stub(
         self, index: int, hidden: Tensor, kwargs: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the arguments for a layer outside of the stage, which gets only one token."""
+        """Return the arguments for a layer that this pass leaves out: only one token."""
         at, layer = self._at, self._at.layers[index]
         self.stubs[index] = held_by([layer])[0]
         if isinstance(layer, RecurrentLayer):
@@ -116,7 +116,7 @@ class StageRun:
         return hidden, here
 
     def end_inside(self, hidden: Tensor, seen: tuple[Tensor, Tensor], valid: Tensor | None) -> None:
-        """End the stage inside a layer, and keep its keys ``seen`` for the next stage.
+        """End the pass inside a layer, whose keys and values ``seen`` the next pass needs.
 
         Args:
             hidden: The layer's input.
@@ -133,7 +133,7 @@ class StageRun:
             raise PassEnded
 
     def end_behind(self, hidden: Tensor) -> None:
-        """End the stage after a layer, and keep the output ``hidden`` for the next stage.
+        """End the pass after a layer, whose output ``hidden`` the next pass needs.
 
         Raises:
             PassEnded: The decoder runs for this stage only.
@@ -143,7 +143,7 @@ class StageRun:
             raise PassEnded
 
     def finish(self, tokens: SeenTokens) -> None:
-        """Restore the layers outside of the stage, and give all layers the record of seen tokens.
+        """Restore the layers that the pass has left out, and update the record of seen tokens.
 
         Layers outside of the stage hold what they held: some have read their one token.
         """

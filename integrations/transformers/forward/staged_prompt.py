@@ -15,7 +15,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.frozen(eq=False)
 class StagedPrompt:
-    """A record of the chunks of a prompt that the stages after the first will read.
+    """A record of a prompt's chunks so far, which later layers read once the prompt ends.
 
     Args:
         stages: All stages of the prompt.

@@ -17,7 +17,7 @@ from kvpolicy.integrations.transformers.state.tokens import SeenTokens
 
 @attrs.define(eq=False)
 class StaticMask:
-    """An attention mask with which the next token sees the cache slots of one or equal layers.
+    """The attention mask with which the next token sees the cache slots of one or more layers.
 
     It is written to between two steps, outside of compiled code.
 

@@ -249,7 +249,7 @@ class Attachment(_Hooks):
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Watch another model around the same decoder too, for the length of a `with` block."""
+        """Hook another model around the same decoder too, for the length of a `with` block."""
         if model in self._outer:
             yield
             return

@@ -96,7 +96,7 @@ def _dense(parts: ModelParts) -> Iterator[None]:
 
 @contextmanager
 def _given_mask(layer: nn.Module, index: int, implementation: str) -> Iterator[None]:
-    """Give a layer with its own attention function a mask, for the length of a `with` block.
+    """Give a layer with its own attention a mask of the tokens it may see, in a `with` block.
 
     These tokens are never later than the query, so that the model's own causal mask adds nothing.
     """

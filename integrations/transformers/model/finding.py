@@ -113,7 +113,7 @@ def _candidates(model: Any) -> Iterator[nn.Module]:
 
 
 def modules_between(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
-    """Return the modules on the path from a model to its decoder, without these two.
+    """Return the modules on the call path between a model and its decoder.
 
     The model and the decoder are not included.
     """

@@ -29,7 +29,7 @@ Places = TypeVar("Places", Tensor, int)
 
 
 class Chunk(int):
-    """A chunk length, used where a layer's sliding window is expected otherwise.
+    """The length of attention chunks, in a field that usually holds a sliding window.
 
     A token then sees the tokens of its own chunk. Chunks begin at multiples of their length.
     """

@@ -286,7 +286,7 @@ class ModelParts:
             )
 
     def _check_gapless(self, policy: CachePolicy) -> None:
-        """Check that a gapless policy can rotate the keys of every layer.
+        """Check that every layer has plain full attention, as a policy that closes gaps needs.
 
         Only then can its keys be rotated to other positions.
         """

@@ -383,7 +383,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             self.observed = self.observed.without_last(count)
 
     def take_rows(self, rows: Tensor, tokens: SeenTokens) -> None:
-        """Replace the batch by the given rows of it, whose record of seen tokens is ``tokens``."""
+        """Make the rows ``rows`` ``[count]`` the new batch; ``tokens`` is their record."""
         held, before = self.held, self.contents
         if held is not None and before.chosen is not None:
             alike = before.counts is not None and len(set(before.counts)) == 1

@@ -190,7 +190,7 @@ class SavedCache:
         return policy
 
     def _check_gapless(self, path: str | os.PathLike[str]) -> None:
-        """Check that a gapless cache's rotary positions directly follow the tokens it holds."""
+        """Check that rotary positions continue directly after the tokens held, without gaps."""
         lengths, skipped = self.tokens.lengths, self.tokens.skipped
         skipped = torch.zeros_like(lengths) if skipped is None else skipped
         holding = [layer for layer in self.layers if layer.held is not None]

@@ -200,7 +200,7 @@ class LayerCandidates:
         follows: Tensor | None,
         carried: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the slots that the layer keeps, and the scorer's new state; see `choose`."""
+        """Return which cache slots the layer keeps, and the scorer's new state; see `choose`."""
         if follows is not None:
             if carried is not None:
                 carried = decoding.update_state(self._context(decoding, carried))
@@ -230,7 +230,7 @@ class LayerCandidates:
         )
 
     def _with_others(self, kept: Tensor, rows: Tensor) -> Tensor:
-        """Combine the slots kept in the evicting rows with all slots of the other rows."""
+        """Combine the cache slots kept in the evicting rows with all slots of the other rows."""
         slots = torch.arange(self.positions.shape[2], device=kept.device)
         whole = torch.where(self.positions >= 0, slots, -1)
         own = pad(kept, (len(slots) - kept.shape[2], 0), value=-1)
