@@ -109,7 +109,7 @@ class CacheScorer:
     softmax_dtype: torch.dtype | None = None
 
     def score(self, requests: Mapping[int, Continuation]) -> Iterator[dict[int, Score]]:
-        """Score continuations, batch by batch of the documents that come before them.
+        """Score continuations after reading the documents before them, batch by batch.
 
         A document is read once, however many continuations it has.
 

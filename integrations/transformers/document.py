@@ -165,7 +165,7 @@ class ReadDocument:
         return text
 
     def _after(self, question: str) -> str:
-        """Return the chat template's text after the document, which has the question in it."""
+        """Return the text that the chat template puts after the document, question included."""
         text, document = self._templated(question), self._document.strip()
         before, found, after = text.partition(document)
         if not found or not (before + found).startswith(getattr(self, "_text", before + found)):

@@ -305,7 +305,7 @@ class AtEnd(InPrompt):
 
 
 def sums_over_all(policy: CachePolicy) -> bool:
-    """True if a policy's scorer only sums over all queries, so that it can go chunk by chunk.
+    """True if a policy's scorer only sums over all queries, so that it can score by chunk.
 
     Other scorers may give different results chunk by chunk.
     """

@@ -47,7 +47,7 @@ def _places(valid: Tensor) -> Tensor:
 def without_gaps(
     policy: CachePolicy, tokens: SeenTokens, layers: Sequence[PolicyLayer]
 ) -> SeenTokens:
-    """Return the record of seen tokens, set so that the next token directly follows the kept ones.
+    """Return the record of seen tokens, with rotary positions that continue after the kept ones.
 
     Args:
         policy: A gapless policy.

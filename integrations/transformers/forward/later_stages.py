@@ -180,7 +180,7 @@ class LaterStages:
         return run
 
     def _features_of(self, reach: SurvivingTokens, columns: slice) -> AddedFeatures | None:
-        """Return the image features of the tokens in the given columns of a record."""
+        """Return the image features of the tokens that one pass reads; None if there are none."""
         return None if self.features is None else self.features.taken(reach.columns[:, columns])
 
     def _may_look(self, index: int) -> bool:

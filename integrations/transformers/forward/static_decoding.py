@@ -148,7 +148,7 @@ class StaticDecoding:
         self.steps += 1
 
     def follow(self, layers: list[PolicyLayer], tokens: SeenTokens) -> None:
-        """Tell the layers that one more token is written; ``tokens`` is the new record."""
+        """Count one more token as written in all layers; ``tokens`` is the new token record."""
         for layer in layers:
             layer.written(tokens)
 

@@ -66,7 +66,7 @@ class StaticMask:
         return StaticMask(mask, length, (seen, implementation))
 
     def advance(self, step: int) -> None:
-        """Show the mask's next slot to the token of decoding step ``step``, counted from 0."""
+        """Update the mask so that the token of decoding step ``step`` sees its own slot too."""
         if self.window is not None:
             first, implementation = self.window
             seen = attrs.evolve(first, queries=first.queries + step)

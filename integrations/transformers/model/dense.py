@@ -251,7 +251,7 @@ class _Picked:
 
 
 def _runs(see: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, for each run of a layer, its tokens and the tokens whose output it gives.
+    """Yield the runs of a layer: the tokens that each reads, and those whose output it gives.
 
     Args:
         see: ``[len, len]`` bool: True if a token (first axis) sees another (second axis).

@@ -241,7 +241,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def _packs(self, chosen: Tensor, tokens: int) -> bool:
-        """True if rows and heads are to be stored without padding, since it would waste memory."""
+        """True if padding rows and heads to one length would waste memory in this layer."""
         # Not where all heads keep the same tokens: there, more than attention reads the tensors
         # held. And not where attention computes keys of more heads from them.
         return not (self.one_choice or self.facts.expands) and wastes_slots(chosen, tokens)
@@ -353,7 +353,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             self._pack()
 
     def _pack(self) -> None:
-        """Store keys and values without padding again, after fixed buffers needed it."""
+        """Store keys and values without padding again, after decoding into fixed buffers."""
         held, chosen = self.held, self.contents.chosen
         if held is None or chosen is None or isinstance(held, Packed):
             return

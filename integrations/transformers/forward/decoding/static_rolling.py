@@ -233,7 +233,7 @@ class RollingDecoding:
         left: int,
         decoding: DecodingEviction,
     ) -> RollingDecoding | None:
-        """Make the buffers for decoding after a prompt; None if the layers do not allow such slots.
+        """Make the buffers for decoding in reused slots; None if the layers do not allow it.
 
         Args:
             layers: The layers of the cache.
